@@ -1,6 +1,6 @@
 """Where a store lives and how its bytes are read: URLs, listing, TensorStore.
 
-Metadata and listing go through fsspec and zarr; the bytes of chunks go through TensorStore's key-value stores, one
+Metadata and listing go through fsspec and zarr; the bytes of chunks go through TensorStore, one
 ranged GET a span. Credentials and endpoints are taken from the same `storage_options` and `AWS_*` variables for both.
 This is the only module that names tensorstore.
 """
@@ -43,9 +43,7 @@ class Location:
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            raise OptionError(
-                f"cannot open {self.url!r}: give a local path or a URL that starts with {known}"
-            )
+            raise OptionError(f"cannot open {self.url!r}: give a local path or a URL that starts with {known}")
         if self.scheme == "s3" and not urlsplit(self.url).netloc:
             raise OptionError(f"cannot open {self.url!r}: an S3 URL reads s3://BUCKET/KEY")
 
@@ -97,9 +95,7 @@ class Location:
                 f"cannot list {self.url}: {error}. Is the endpoint right, and does its server run?"
             ) from error
         if not found:
-            raise StoreNotFoundError(
-                f"nothing is stored at {self.url}: check the bucket, the key and the endpoint"
-            )
+            raise StoreNotFoundError(f"nothing is stored at {self.url}: check the bucket, the key and the endpoint")
         return {
             key[len(self.path) + 1 :]: StoredObject(size=int(entry["size"]), tag=_tag(entry))
             for key, entry in found.items()
