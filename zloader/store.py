@@ -88,7 +88,8 @@ class Location:
             found = {}
         except PermissionError as error:
             raise AccessDeniedError(
-                f"not allowed to list {self.url}: {error}. Check the key and secret in storage_options or the AWS_* variables"
+                f"not allowed to list {self.url}: {error}. "
+                "Check the key and secret in storage_options or the AWS_* variables"
             ) from error
         except OSError as error:
             raise StoreError(

@@ -1,0 +1,88 @@
+"""Stored chunk bytes -> elements, with their checksums verified. Pure.
+
+numcodecs decompresses (releasing the GIL) straight into the buffer where the codec allows it; crc32c is google-crc32c's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import google_crc32c
+import numcodecs
+import numcodecs.blosc
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.errors import CorruptChunkError, FormatError
+from zloader.layout import ArrayLayout
+
+Bytes = NDArray[np.uint8]
+
+
+def checksum(stored: NDArray[Any]) -> int:
+    """crc32c (Castagnoli, RFC 3720) of the bytes of a contiguous array."""
+    return int(google_crc32c.value(stored.view(np.uint8)))
+
+
+class Decoder:
+    """Decodes the chunks of one array; knows the codecs of `layout` and nothing else.
+
+    Raises FormatError when made for codecs that it does not know.
+    """
+
+    def __init__(self, layout: ArrayLayout) -> None:
+        names = [codec["name"] for codec in layout.codecs]
+        self._checked = names[-1] == "crc32c"
+        compressors = [codec for codec in layout.codecs[1:] if codec["name"] != "crc32c"]
+        endian = layout.codecs[0].get("configuration", {}).get("endian", "little")
+        if names[0] != "bytes" or endian != "little" or len(compressors) > 1 or "crc32c" in names[:-1]:
+            raise FormatError(f"{layout.path} is encoded with {names}: cannot be read. Run 'zloader convert' on it")
+        self._decompress = _decompressor(compressors[0], layout.path) if compressors else _copy
+        self._dtype = layout.dtype
+        self._chunk_elements = layout.chunk_elements
+
+    def decode(self, stored: Bytes, out: NDArray[Any]) -> None:
+        """Fills `out`, the first elements of the chunk (an edge chunk is stored whole), from its stored bytes.
+
+        Raises CorruptChunkError when the checksum differs or the bytes do not decode to a whole chunk.
+        """
+        if self._checked:
+            body = stored[:-4]
+            if google_crc32c.value(body) != int.from_bytes(stored[-4:].tobytes(), "little"):
+                raise CorruptChunkError("its crc32c differs from the one stored with it")
+            stored = body
+        whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
+        try:
+            self._decompress(stored, whole)
+        except (RuntimeError, ValueError, EOFError, OSError) as error:
+            raise CorruptChunkError(f"it does not decode: {error}") from error
+        if whole is not out:
+            out[:] = whole[: len(out)]
+
+
+def _copy(stored: Bytes, out: NDArray[Any]) -> None:
+    target = out.view(np.uint8)
+    if len(stored) != len(target):
+        raise ValueError(f"{len(stored)} bytes instead of {len(target)}")
+    target[:] = stored
+
+
+def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
+    if len(stored) < 16 or int.from_bytes(stored[4:8].tobytes(), "little") != out.nbytes:
+        raise ValueError(f"its blosc header does not announce {out.nbytes} bytes")
+    numcodecs.blosc.decompress(stored, out)
+
+
+def _decompressor(codec: Mapping[str, Any], path: str) -> Callable[[Bytes, NDArray[Any]], None]:
+    name = codec["name"]
+    if name == "blosc":
+        return _blosc
+    if name not in ("zstd", "gzip"):
+        raise FormatError(f"{path} is compressed with {name!r}: cannot be read. Run 'zloader convert' on it")
+    decode = numcodecs.get_codec({"id": name}).decode
+
+    def through_bytes(stored: Bytes, out: NDArray[Any]) -> None:
+        _copy(np.frombuffer(decode(stored), np.uint8), out)
+
+    return through_bytes

@@ -1,0 +1,215 @@
+"""Where the values of an array lie: row <-> element <-> chunk <-> shard <-> byte. Pure.
+
+Every array is seen as one flat run of elements. For CSR, `indices` and `data` are such runs and `indptr` says which
+elements belong to a row; a dense matrix of n genes is a run in which row r owns the elements r*n to (r+1)*n. A chunk
+holds `chunk_elements` consecutive elements; a shard is one stored object of one or more chunks and, where there may be
+more than one, an index of their byte ranges (Zarr v3 sharding codec, https://zarr-specs.readthedocs.io).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.errors import CorruptChunkError, FormatError
+from zloader.terms import Rows, Span
+
+ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that was never written
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayLayout:
+    """How one array is stored; `path` is its key in the store, `codecs` are the Zarr v3 codecs of one chunk."""
+
+    path: str
+    dtype: np.dtype[Any]
+    n_elements: int
+    chunk_elements: int
+    chunks_per_shard: int
+    codecs: tuple[Mapping[str, Any], ...]
+    sharded: bool
+    index_checksum: bool
+    index_at_end: bool
+    separator: str
+    n_dims: int
+    fill_value: Any
+    # Whether an object or chunk that is not there stands for fill values (never, in a store that zloader wrote).
+    absent_is_fill: bool
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks of the array."""
+        return -(-self.n_elements // self.chunk_elements)
+
+    @property
+    def n_shards(self) -> int:
+        """Stored objects of the array."""
+        return -(-self.n_chunks // self.chunks_per_shard)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of a shard's index."""
+        return (16 * self.chunks_per_shard + 4 * self.index_checksum) if self.sharded else 0
+
+    def shard_key(self, shard: int) -> str:
+        """The key of one stored object, relative to the store."""
+        return f"{self.path}/c{self.separator}" + self.separator.join([str(shard), *["0"] * (self.n_dims - 1)])
+
+    def chunk_bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
+        """First element of each chunk, and one past its last."""
+        first = chunks * self.chunk_elements
+        return first, np.minimum(first + self.chunk_elements, self.n_elements)
+
+    def index_span(self, shard: int, object_size: int) -> Span:
+        """Where the index of a shard lies in its object of `object_size` bytes."""
+        start = object_size - self.index_bytes if self.index_at_end else 0
+        if start < 0:
+            raise CorruptChunkError(
+                f"{self.shard_key(shard)} has {object_size} bytes, fewer than its index of {self.index_bytes}: "
+                "the object was cut short. Restore or convert the store again"
+            )
+        return Span(key=self.shard_key(shard), start=start, stop=start + self.index_bytes)
+
+    def parse_index(self, stored: bytes, *, shard: int, object_size: int) -> NDArray[np.uint64]:
+        """Offset and size in bytes of each chunk of a shard (chunks x 2, uint64); ABSENT for one that is not there."""
+        where = f"the index of shard {self.shard_key(shard)}"
+        body = stored[:-4] if self.index_checksum else stored
+        if self.index_checksum and google_crc32c.value(body) != int.from_bytes(stored[-4:], "little"):
+            raise CorruptChunkError(f"{where} does not match its checksum")
+        table = np.frombuffer(body, "<u8").reshape(-1, 2)
+        there = table[:, 0] != ABSENT
+        ends = table[there].sum(axis=1)
+        if len(ends) and (ends.max() > object_size or (table[there] > object_size).any()):
+            raise CorruptChunkError(
+                f"{where} points to byte {int(ends.max())}, but the object has {object_size}: it was cut short"
+            )
+        return table
+
+
+def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
+    """The layout of the Zarr v3 array whose `zarr.json` is `metadata`.
+
+    Raises FormatError for what cannot be read: another Zarr version, chunks that split a row, foreign endianness.
+    """
+    if metadata.get("zarr_format") != 3:
+        raise FormatError(
+            f"{path} is Zarr v{metadata.get('zarr_format')}: only v3 is read. Run 'zloader convert' on it"
+        )
+    shape = tuple(metadata["shape"])
+    outer = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+    codecs = tuple(metadata["codecs"])
+    sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == "sharding_indexed" else None
+    inner = tuple(sharding["chunk_shape"]) if sharding else outer
+    for name, grid in (("chunks", inner), ("shards", outer)):
+        if any(size < whole for size, whole in zip(grid[1:], shape[1:], strict=True)):
+            raise FormatError(
+                f"{path} has {name} of {grid} that split the rows of {shape}. Run 'zloader convert' on it"
+            )
+    index_codecs = [codec["name"] for codec in sharding["index_codecs"]] if sharding else []
+    encoding = metadata.get("chunk_key_encoding", {"name": "default"})
+    if encoding["name"] != "default" or index_codecs not in ([], ["bytes"], ["bytes", "crc32c"]):
+        raise FormatError(f"{path} has an unknown key encoding or shard index. Run 'zloader convert' on it")
+    return ArrayLayout(
+        path=path,
+        dtype=np.dtype(metadata["data_type"]).newbyteorder("<"),
+        n_elements=math.prod(shape),
+        chunk_elements=inner[0] * math.prod(shape[1:]),
+        chunks_per_shard=outer[0] // inner[0],
+        codecs=tuple(sharding["codecs"]) if sharding else codecs,
+        sharded=sharding is not None,
+        index_checksum="crc32c" in index_codecs,
+        index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
+        separator=encoding.get("configuration", {}).get("separator", "/"),
+        n_dims=len(shape),
+        fill_value=metadata.get("fill_value", 0),
+        absent_is_fill=absent_is_fill,
+    )
+
+
+def expand(starts: Rows, lengths: Rows) -> Rows:
+    """`[start, start + length)` for each pair, laid end to end."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
+
+
+def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:
+    """The chunks that hold the elements `[start, stop)` of each pair; ascending, each once."""
+    filled = stops > starts
+    first = starts[filled] // chunk_elements
+    last = (stops[filled] - 1) // chunk_elements
+    # Rows of a block follow one another, so most pairs repeat the one before: drop those before the costly part.
+    new = np.ones(len(first), bool)
+    new[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
+    return np.unique(expand(first[new], last[new] - first[new] + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSpan:
+    """A span and the chunks in it: chunk `chunks[i]` is bytes `[offsets[i], offsets[i] + sizes[i])` of the span."""
+
+    span: Span
+    chunks: Rows
+    offsets: Rows
+    sizes: Rows
+
+
+def coalesce(starts: Rows, stops: Rows, *, gap_bytes: int, max_read_bytes: int) -> Rows:
+    """Which of the ascending byte ranges open a new read: ranges closer than the gap share one, up to about the cap.
+
+    A range is never split, since a chunk cannot be decoded in parts: a read may exceed the cap by one range.
+    """
+    apart = np.ones(len(starts), bool)
+    apart[1:] = starts[1:] - stops[:-1] > gap_bytes
+    begins = starts[np.maximum.accumulate(np.where(apart, np.arange(len(starts)), 0))]
+    part = (stops - begins - 1) // max_read_bytes
+    apart[1:] |= part[1:] != part[:-1]
+    return np.flatnonzero(apart)
+
+
+def chunk_spans(
+    layout: ArrayLayout,
+    chunks: Rows,
+    indexes: Mapping[int, NDArray[np.uint64]],
+    *,
+    gap_bytes: int,
+    max_read_bytes: int,
+) -> tuple[list[ChunkSpan], Rows]:
+    """The reads that fetch `chunks` (ascending), and those of them that are not stored.
+
+    `indexes` holds the parsed index of every shard concerned.
+    """
+    spans: list[ChunkSpan] = []
+    absent: list[Rows] = []
+    shards = chunks // layout.chunks_per_shard
+    for shard in np.unique(shards).tolist():
+        here = chunks[shards == shard]
+        table = indexes[shard][here % layout.chunks_per_shard]
+        there = table[:, 0] != ABSENT
+        absent.append(here[~there])
+        offsets, sizes = table[there].astype(np.int64).T
+        by_offset = np.argsort(offsets, kind="stable")
+        here, offsets, sizes = here[there][by_offset], offsets[by_offset], sizes[by_offset]
+        opens = coalesce(offsets, offsets + sizes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
+        for begin, end in zip(opens.tolist(), [*opens[1:].tolist(), len(here)], strict=True):
+            start = int(offsets[begin])
+            stop = int((offsets[begin:end] + sizes[begin:end]).max())
+            spans.append(
+                ChunkSpan(
+                    span=Span(key=layout.shard_key(shard), start=start, stop=stop),
+                    chunks=here[begin:end],
+                    offsets=offsets[begin:end] - start,
+                    sizes=sizes[begin:end],
+                )
+            )
+    return spans, np.concatenate(absent) if absent else np.empty(0, np.int64)
+
+
+def total_bytes(spans: Sequence[ChunkSpan]) -> int:
+    """Bytes that the spans read."""
+    return sum(piece.span.size for piece in spans)

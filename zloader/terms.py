@@ -1,0 +1,169 @@
+"""The vocabulary: what the stages of the pipeline hand to one another, and the options they take.
+
+Words are those of the README: row, gene, chunk, shard, block, fetch, read, minibatch. Everything here is plain and
+frozen; nothing opens a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.errors import OptionError
+
+MiB = 1 << 20
+Rows = NDArray[np.int64]
+
+
+def require_at_least(least: float, **values: float) -> None:
+    """Raises OptionError for the first of `values` below `least` or not a number."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer)) or not value >= least:
+            raise OptionError(f"{name} must be a number of at least {least}, not {value!r}")
+
+
+def require_count(**values: int) -> None:
+    """Raises OptionError for the first of `values` that is not a whole number of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes `[start, stop)` of the object `key`: one ranged GET."""
+
+    key: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes asked for."""
+        return self.stop - self.start
+
+
+class Source(Protocol):
+    """Where spans are read from. The one verb is plural; counters, faults and deadlines wrap it."""
+
+    async def read(self, spans: Sequence[Span]) -> list[bytes]:
+        """The bytes of each span, in order, each exactly `span.size` long.
+
+        Raises ReadError (or a child of it) with key and byte range; never returns less.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """How reads are made and how much is held.
+
+    Bounds are in bytes or seconds. Peak memory is about `in_flight_bytes` + `ready_bytes` + `prefetch` + 1 decoded fetches.
+    """
+
+    # 64 MiB keeps 400 MB/s busy at 160 ms from request to last byte, and is small beside one decoded fetch.
+    in_flight_bytes: int = 64 * MiB
+    # Reading 64 KiB that nobody asked for costs less than the 30 ms that one more GET takes on S3.
+    gap_bytes: int = 64 * 1024
+    # TensorStore reaches a link's speed with reads of 1 to 8 MiB; longer ones only make retries dearer.
+    max_read_bytes: int = 8 * MiB
+    # Between an empty minibatch queue and the consumer: about 60 minibatches of 64 rows x 2 000 values.
+    ready_bytes: int = 64 * MiB
+    # One fetch being loaded while another is being gathered, and one more so that the link never idles between them.
+    prefetch: int = 2
+    # A read that has not ended by then has failed, whatever the server says.
+    deadline_s: float = 60.0
+    # A read cut short or corrupt is read again this often before it is an error.
+    retries: int = 1
+    # Threads that decode and gather; by default one a core that this process may use.
+    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    # Keeps freed memory in the process (glibc's mallopt, once, when a loader first starts): without it every minibatch
+    # pays for fresh pages, about half the speed of a warm epoch.
+    tune_malloc: bool = True
+
+    def __post_init__(self) -> None:
+        require_count(
+            in_flight_bytes=self.in_flight_bytes,
+            max_read_bytes=self.max_read_bytes,
+            ready_bytes=self.ready_bytes,
+            prefetch=self.prefetch,
+            threads=self.threads,
+        )
+        require_at_least(0, gap_bytes=self.gap_bytes, retries=self.retries)
+        require_at_least(0.001, deadline_s=self.deadline_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Where mirrors are kept: a directory on a fast local disk."""
+
+    directory: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsrArrays:
+    """Rows in CSR form: `indptr` (rows + 1), `indices` (genes, ascending within a row) and `values`, NumPy arrays."""
+
+    indptr: NDArray[np.integer]
+    indices: NDArray[np.integer]
+    values: NDArray[np.generic]
+    n_genes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinibatchArrays:
+    """One minibatch before it becomes tensors: NumPy arrays, all in the same row order.
+
+    `x` is CsrArrays, a dense array of rows x genes, or None; `obs` maps a column to one value a row; `index` holds the
+    dataset's row numbers.
+    """
+
+    x: CsrArrays | NDArray[np.generic] | None
+    obs: Mapping[str, NDArray[np.generic]]
+    index: Rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the arrays."""
+        held = self.index.nbytes + sum(column.nbytes for column in self.obs.values())
+        if isinstance(self.x, CsrArrays):
+            return held + self.x.indptr.nbytes + self.x.indices.nbytes + self.x.values.nbytes
+        return held if self.x is None else held + self.x.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What the last epoch of a loader, or the one under way, has done so far.
+
+    Times are seconds: `decode_s` and `gather_s` are summed over threads, `wait_s` is what the consumer waited for its
+    next minibatch, `elapsed_s` runs from `iter()` to the last minibatch taken.
+    """
+
+    epoch: int
+    rows: int
+    minibatches: int
+    gets: int
+    bytes_read: int
+    chunks_decoded: int
+    chunks_from_mirror: int
+    rereads: int
+    decode_s: float
+    gather_s: float
+    wait_s: float
+    elapsed_s: float
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows received per second of `elapsed_s`."""
+        return self.rows / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Share of `elapsed_s` in which the consumer waited."""
+        return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
