@@ -1,6 +1,6 @@
 """Stored chunk bytes -> elements, with their checksums verified. Pure.
 
-numcodecs decompresses (releasing the GIL) straight into the buffer where the codec allows it; crc32c is google-crc32c's.
+numcodecs decompresses (releasing the GIL) straight into the buffer where the codec allows it.
 """
 
 from __future__ import annotations

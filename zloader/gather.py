@@ -8,7 +8,7 @@ twice as fast as slice assignment. The values are converted to the wanted dtype 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -20,8 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _compiled(function: Function) -> Function:
-    compiled: Function = numba.njit(nogil=True, cache=True)(function)
-    return compiled
+    return cast(Function, numba.njit(nogil=True, cache=True)(function))
 
 
 @_compiled

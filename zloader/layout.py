@@ -132,6 +132,28 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatrixLayout:
+    """How a matrix of rows x genes is stored: CSR (`genes` and `values`), or dense (`values` alone)."""
+
+    path: str
+    n_rows: int
+    n_genes: int
+    values: ArrayLayout
+    genes: ArrayLayout | None
+
+    @property
+    def arrays(self) -> tuple[ArrayLayout, ...]:
+        """The arrays to read: genes, if any, then values."""
+        return (self.values,) if self.genes is None else (self.genes, self.values)
+
+    def elements_of(self, rows: Rows, indptr: NDArray[np.integer] | None) -> tuple[Rows, Rows]:
+        """First element and one past the last of each row; `indptr` is that of a CSR matrix."""
+        if indptr is None:
+            return rows * self.n_genes, (rows + 1) * self.n_genes
+        return indptr[rows].astype(np.int64, copy=False), indptr[rows + 1].astype(np.int64, copy=False)
+
+
 def expand(starts: Rows, lengths: Rows) -> Rows:
     """`[start, start + length)` for each pair, laid end to end."""
     offsets = np.cumsum(lengths) - lengths

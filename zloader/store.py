@@ -7,17 +7,31 @@ This is the only module that names tensorstore.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import fsspec
+import tensorstore as ts
 import zarr.abc.store
 import zarr.storage
 
-from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError
+from zloader.errors import (
+    AccessDeniedError,
+    DeadlineError,
+    ForkError,
+    MissingObjectError,
+    OptionError,
+    ReadError,
+    StoreError,
+    StoreNotFoundError,
+    TruncatedObjectError,
+)
+from zloader.terms import FetchOptions, Span
 
 SCHEMES = ("file", "s3")
 
@@ -105,3 +119,146 @@ class Location:
 
 def _tag(entry: Mapping[str, Any]) -> str:
     return str(entry["ETag"]) if "ETag" in entry else repr(entry.get("mtime"))
+
+
+class ObjectSource:
+    """Reads spans of a location's objects through TensorStore; a Source.
+
+    Nothing is opened before the first `read`, which must happen in the process that iterates.
+    """
+
+    def __init__(self, location: Location, options: FetchOptions) -> None:
+        self._location = location
+        self._options = options
+        self._credentials = _Credentials()
+        self._opening: asyncio.Task[Any] | None = None
+
+    async def read(self, spans: Sequence[Span]) -> list[bytes]:
+        """The bytes of each span, in order. Raises a ReadError, or AccessDeniedError, that names URL, key and range."""
+        if self._opening is None:  # several fetches may come at once: one of them opens
+            self._opening = asyncio.ensure_future(_open_kvstore(self._location, self._credentials))
+        kvstore = await self._opening
+        return list(await asyncio.gather(*(self._read(kvstore, span) for span in spans)))
+
+    async def _read(self, kvstore: Any, span: Span) -> bytes:
+        for attempt in range(self._options.retries + 1):
+            try:
+                async with asyncio.timeout(self._options.deadline_s):
+                    result = await kvstore.read(span.key, byte_range=slice(span.start, span.stop))
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"{self._at(span)} did not finish within deadline_s={self._options.deadline_s}: "
+                    "is the server reachable? A slow link needs a longer deadline_s"
+                ) from error
+            except (ValueError, OSError) as error:  # how TensorStore shows native failures: status word first
+                raise self._translated(error, span) from error
+            if result.state == "missing":
+                raise MissingObjectError(
+                    f"{self._at(span)}: there is no such object. Was the store changed or deleted?"
+                )
+            if len(result.value) == span.size:
+                return bytes(result.value)
+            short = f"{self._at(span)} gave {len(result.value)} of {span.size} bytes in {attempt + 1} attempts"
+        raise TruncatedObjectError(f"{short}: the object was cut short. Restore or convert the store again")
+
+    def _at(self, span: Span) -> str:
+        return f"{self._location.url}: reading {span.key} bytes {span.start}-{span.stop - 1}"
+
+    def _translated(self, error: Exception, span: Span) -> StoreError:
+        status, _, rest = str(error).partition(":")
+        reason = rest.strip().splitlines()[0][:300] if rest.strip() else str(error)[:300]
+        if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+            return AccessDeniedError(
+                f"{self._at(span)} is not allowed ({reason}). "
+                "Check the key and secret in storage_options or the AWS_* variables"
+            )
+        if status == "OUT_OF_RANGE":
+            return TruncatedObjectError(f"{self._at(span)} lies outside the object ({reason}): it was cut short")
+        return ReadError(f"{self._at(span)} failed after TensorStore's retries: {status}: {reason}")
+
+
+# The process that first used TensorStore. It aborts a process that was forked after that, so we refuse before it does.
+_first_user: int | None = None
+
+
+def _claim_process() -> None:
+    global _first_user
+    if _first_user is None:
+        _first_user = os.getpid()
+    elif _first_user != os.getpid():
+        raise ForkError(
+            f"process {_first_user} had read a store before process {os.getpid()} was forked from it, and TensorStore "
+            "cannot be used after that: start DataLoader workers with multiprocessing_context='spawn' or 'forkserver', "
+            "or use num_workers=0, which is the fast way"
+        )
+
+
+async def _open_kvstore(location: Location, credentials: _Credentials) -> Any:
+    _claim_process()
+    # curl gives up a connection that stalls this long; read once a process. Our own deadline is the outer bound.
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    if location.scheme == "file":
+        return await ts.KvStore.open({"driver": "file", "path": location.path + "/"})
+    bucket, _, prefix = location.path.partition("/")
+    options = location.storage_options
+    client = dict(options.get("client_kwargs") or {})
+    endpoint = (
+        options.get("endpoint_url")
+        or client.get("endpoint_url")
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+    )
+    region = client.get("region_name") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    spec: dict[str, Any] = {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": f"{prefix}/" if prefix else "",
+        "aws_credentials": credentials.spec(options),
+        # Bytes in flight are bounded by the fetch; the count only has to be out of its way.
+        "s3_request_concurrency": {"limit": 256},
+        # 0.1 s doubling to 4 s: a permanent failure shows after about 15 s, not after TensorStore's default of 15 min.
+        "s3_request_retries": {"max_retries": 8, "initial_delay": "100ms", "max_delay": "4s"},
+    }
+    if endpoint:
+        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    elif region:
+        spec["aws_region"] = region
+    return await ts.KvStore.open(spec)
+
+
+class _Credentials:
+    """What TensorStore is told of s3fs's credentials options.
+
+    It takes a key and a secret only from a file or the environment, so explicit ones are handed over in an anonymous
+    file in memory, which lives as long as this object.
+    """
+
+    _file: int | None = None
+
+    def spec(self, options: Mapping[str, Any]) -> dict[str, str]:
+        """TensorStore's `aws_credentials`."""
+        client = dict(options.get("client_kwargs") or {})
+        key = options.get("key") or client.get("aws_access_key_id")
+        if options.get("anon"):
+            return {"type": "anonymous"}
+        if key:
+            return self._in_memory(
+                aws_access_key_id=str(key),
+                aws_secret_access_key=str(options.get("secret") or client.get("aws_secret_access_key") or ""),
+                aws_session_token=str(options.get("token") or client.get("aws_session_token") or ""),
+            )
+        profile = options.get("profile") or os.environ.get("AWS_PROFILE")
+        if profile:
+            return {"type": "profile", "profile": str(profile)}
+        return {"type": "environment" if "AWS_ACCESS_KEY_ID" in os.environ else "default"}
+
+    def _in_memory(self, **secrets: str) -> dict[str, str]:
+        lines = [f"{name} = {value}" for name, value in secrets.items() if value]
+        self._file = os.memfd_create("zloader-credentials", os.MFD_CLOEXEC)
+        os.write(self._file, "\n".join(["[zloader]", *lines, ""]).encode())
+        return {"type": "profile", "profile": "zloader", "credentials_file": f"/proc/self/fd/{self._file}"}
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)

@@ -64,7 +64,8 @@ class Source(Protocol):
 class FetchOptions:
     """How reads are made and how much is held.
 
-    Bounds are in bytes or seconds. Peak memory is about `in_flight_bytes` + `ready_bytes` + `prefetch` + 1 decoded fetches.
+    Bounds are in bytes or seconds. Peak memory is about `in_flight_bytes` + `ready_bytes` + (`prefetch` + 1)
+    decoded fetches.
     """
 
     # 64 MiB keeps 400 MB/s busy at 160 ms from request to last byte, and is small beside one decoded fetch.

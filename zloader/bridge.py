@@ -1,0 +1,163 @@
+"""Runs a coroutine on a thread of its own and hands what it makes to synchronous code.
+
+The producer puts groups of items; it is held back once `ready_bytes` of them wait to be taken. Closing (also by leaving
+a loop, garbage collection or interpreter exit) cancels the coroutine and joins the thread. An error in the coroutine is
+raised where the items are taken, after those made before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class ByteBudget:
+    """A bound on bytes held, for coroutines of one loop: first come, first served.
+
+    One request larger than the whole bound waits until nothing else is held, and then goes ahead.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def _fits(self, n_bytes: int) -> bool:
+        return self._held == 0 or self._held + n_bytes <= self._limit
+
+    async def acquire(self, n_bytes: int) -> None:
+        """Waits until `n_bytes` more may be held, and holds them."""
+        if not self._waiting and self._fits(n_bytes):
+            self._held += n_bytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((n_bytes, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(n_bytes)  # it was granted in the same moment
+            raise
+
+    def release(self, n_bytes: int) -> None:
+        """Gives bytes back."""
+        self._held -= n_bytes
+        while self._waiting and (self._waiting[0][1].cancelled() or self._fits(self._waiting[0][0])):
+            granted, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._held += granted
+                turn.set_result(None)
+
+
+class _Channel(Generic[Item]):
+    """What the two threads share; knows nothing of the Bridge, so that a dropped Bridge can be collected."""
+
+    def __init__(self, ready_bytes: int) -> None:
+        self.ready_bytes = ready_bytes
+        self.taken: queue.SimpleQueue[tuple[Sequence[Item], int] | BaseException | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.budget: ByteBudget | None = None
+        self.closed = False
+
+    def give_back(self, n_bytes: int) -> None:
+        """Called by the consumer's thread when it has taken a group."""
+        with self.lock:
+            if self.loop is not None and self.budget is not None:
+                self.loop.call_soon_threadsafe(self.budget.release, n_bytes)
+
+    def cancel(self) -> None:
+        """Called by the consumer's thread; safe at any time, more than once."""
+        with self.lock:
+            self.closed = True
+            if self.loop is not None and self.task is not None:
+                self.loop.call_soon_threadsafe(self.task.cancel)
+
+    async def run(self, produce: Producer[Item]) -> None:
+        """The life of the producer's loop."""
+        budget = ByteBudget(self.ready_bytes)
+
+        async def put(items: Sequence[Item], n_bytes: int) -> None:
+            await budget.acquire(n_bytes)
+            self.taken.put((items, n_bytes))
+
+        task = asyncio.ensure_future(produce(put))
+        with self.lock:
+            self.loop, self.task, self.budget = asyncio.get_running_loop(), task, budget
+            if self.closed:
+                task.cancel()
+        try:
+            await task
+        finally:
+            with self.lock:
+                self.loop = None
+
+
+Put = Callable[[Sequence[Item], int], Awaitable[None]]
+Producer = Callable[[Put[Item]], Awaitable[None]]
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
+    try:
+        asyncio.run(channel.run(produce))
+    except BaseException as error:  # noqa: BLE001 - raised again in the consumer's thread
+        channel.taken.put(_first_cause(error))
+    else:
+        channel.taken.put(None)
+
+
+def _close(channel: _Channel[Item], thread: threading.Thread) -> None:
+    channel.cancel()
+    if threading.current_thread() is not thread:
+        # Garbage may be collected on any thread, also on one that the loop waits for: never wait for ever.
+        thread.join(timeout=5.0)
+
+
+class Bridge(Generic[Item], Iterator[Item]):
+    """Iterates over the items that the coroutine `produce(put)` puts, on the thread that calls `next`."""
+
+    def __init__(self, produce: Producer[Item], *, ready_bytes: int, name: str) -> None:
+        self.wait_s = 0.0
+        self._channel: _Channel[Item] = _Channel(ready_bytes)
+        self._ready: Iterator[Item] = iter(())
+        self._thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
+        self._thread.start()
+        self.close = weakref.finalize(self, _close, self._channel, self._thread)
+
+    def __next__(self) -> Item:
+        for item in self._ready:
+            return item
+        if not self.close.alive:
+            raise StopIteration
+        return self._next_group()
+
+    def _next_group(self) -> Item:
+        before = time.perf_counter()
+        try:
+            group = self._channel.taken.get()
+        finally:
+            self.wait_s += time.perf_counter() - before
+        if isinstance(group, tuple):
+            items, n_bytes = group
+            self._channel.give_back(n_bytes)
+            self._ready = iter(items)
+            return next(self)
+        self.close()
+        if group is None:
+            raise StopIteration
+        raise group
