@@ -2,7 +2,7 @@
 
 Element i of an array stands at byte i * itemsize of a sparse file NAME.flat. Beside it, NAME.sums holds one 64-bit word
 a chunk: 0 while the chunk is not there, else its crc32c with a bit above it. The word is stored after the chunk's
-bytes, in one aligned write, so a process killed at any moment leaves a chunk that is either whole or not there. A process
+bytes, in one aligned write, so a process killed at any moment leaves a chunk either whole or not there. A process
 compares every chunk with its checksum when it first uses it: after power loss, truncation or a flipped byte the chunk
 is a miss, to be read again.
 

@@ -138,7 +138,9 @@ class ObjectSource:
         if self._opening is None:  # several fetches may come at once: one of them opens
             self._opening = asyncio.ensure_future(_open_kvstore(self._location, self._credentials))
         kvstore = await self._opening
-        return list(await asyncio.gather(*(self._read(kvstore, span) for span in spans)))
+        async with asyncio.TaskGroup() as group:
+            reads = [group.create_task(self._read(kvstore, span)) for span in spans]
+        return [read.result() for read in reads]
 
     async def _read(self, kvstore: Any, span: Span) -> bytes:
         for attempt in range(self._options.retries + 1):

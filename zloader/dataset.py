@@ -1,0 +1,369 @@
+"""One store opened as a table of rows: its shape, obs and var, matrices, and the mirror that belongs to it.
+
+Opening makes one listing and reads one metadata object. Columns are read one by one when asked for, through anndata;
+nothing of TensorStore is opened here before rows are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse
+import zarr
+import zarr.errors
+from numpy.typing import NDArray
+
+from zloader.bridge import Bridge, Put
+from zloader.errors import FormatError, MissingColumnError, MissingObjectError, OptionError, StoreChangedError
+from zloader.fetch import FetchScheduler, Recipe
+from zloader.layout import ArrayLayout, MatrixLayout, array_layout
+from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
+from zloader.plan import Fetch
+from zloader.store import Location, ObjectSource, StoredObject
+from zloader.terms import Cache, CsrArrays, FetchOptions, MinibatchArrays, Rows
+
+X = CsrArrays | NDArray[np.generic]
+
+
+def open_dataset(
+    url: str | os.PathLike[str],
+    *,
+    cache: str | os.PathLike[str] | Cache | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """Opens the AnnData store at a local path, `file://` or `s3://` URL.
+
+    `cache` is the directory (or zl.Cache) that keeps mirrors, best on a local NVMe disk; None keeps none.
+    `storage_options` are s3fs's (key, secret, token, anon, profile, endpoint_url, client_kwargs).
+    Raises StoreNotFoundError, AccessDeniedError or FormatError.
+    """
+    location = Location(url=os.fspath(url), storage_options=dict(storage_options or {}))
+    if cache is not None and not isinstance(cache, Cache):
+        cache = Cache(directory=Path(cache).expanduser().absolute())
+    return Dataset(location, cache)
+
+
+def _reopen(location: Location, cache: Cache | None, fingerprint: str) -> Dataset:
+    dataset = Dataset(location, cache)
+    if dataset.fingerprint != fingerprint:
+        raise StoreChangedError(f"{location.url} has changed since it was opened: open it again")
+    return dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObsColumn:
+    """One obs column: a value for every row, and the labels that the values are codes of (None for plain numbers)."""
+
+    values: NDArray[Any]
+    categories: pd.Index | None
+
+    @property
+    def minibatch_dtype(self) -> np.dtype[Any]:
+        """int64 for codes (what torch indexes and computes losses with), else the stored dtype."""
+        return np.dtype(np.int64) if self.categories is not None else self.values.dtype
+
+
+class Dataset:
+    """A store seen as one table of rows. Made by `open_dataset`."""
+
+    def __init__(self, location: Location, cache: Cache | None) -> None:
+        self.location = location
+        self.cache = cache
+        self.objects: dict[str, StoredObject] = location.listing()
+        self._opened = (os.getpid(), _open_root(location, self.objects))
+        listed = sorted((key, entry.size, entry.tag) for key, entry in self.objects.items())
+        self.fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
+        self._mirrors: dict[str, Mirror | None] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
+        return _reopen, (self.location, self.cache, self.fingerprint)
+
+    @property
+    def _root(self) -> Any:
+        """The root group; opened anew in a forked process, where the parent's connections do not live on."""
+        if self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), _open_root(self.location, self.objects))
+        return self._opened[1]
+
+    def __repr__(self) -> str:
+        return f"<Dataset {self.location.url}: {self.n_obs} rows x {self.n_vars} genes>"
+
+    def __len__(self) -> int:
+        return self.n_obs
+
+    @cached_property
+    def n_obs(self) -> int:
+        """Rows."""
+        return self._length("obs")
+
+    @cached_property
+    def n_vars(self) -> int:
+        """Genes."""
+        return self._length("var")
+
+    def _length(self, frame: str) -> int:
+        return int(self._root[frame][self._root[frame].attrs["_index"]].shape[0])
+
+    @cached_property
+    def var_names(self) -> pd.Index:
+        """Gene names, in the order of x's columns."""
+        return pd.Index(self._elem(f"var/{self._root['var'].attrs['_index']}"))
+
+    @cached_property
+    def var(self) -> pd.DataFrame:
+        """The whole var frame."""
+        return self._elem("var")
+
+    @cached_property
+    def obs_columns(self) -> list[str]:
+        """Names of the obs columns."""
+        return [str(column) for column in self._root["obs"].attrs["column-order"]]
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """The obs frame, or only some columns of it, with the obs names as its index."""
+        names = self.obs_columns if columns is None else list(columns)
+        index = pd.Index(self._elem(f"obs/{self._root['obs'].attrs['_index']}"))
+        return pd.DataFrame({name: self._obs_elem(name) for name in names}, index=index)
+
+    def categories(self, column: str) -> pd.Index:
+        """Labels of an obs column: code c of a minibatch stands for `categories(column)[c]`, code -1 for none."""
+        categories = self.obs_column(column).categories
+        if categories is None:
+            raise OptionError(f"obs column {column!r} holds numbers, not categories")
+        return categories
+
+    def obs_column(self, column: str) -> ObsColumn:
+        """One obs column as numbers: codes of a categorical or string column, the values of any other."""
+        if column not in self._columns:
+            self._columns[column] = _as_numbers(column, self._obs_elem(column))
+        return self._columns[column]
+
+    @cached_property
+    def _columns(self) -> dict[str, ObsColumn]:
+        return {}
+
+    def require_obs(self, columns: Sequence[str]) -> None:
+        """Raises MissingColumnError, which lists the columns, for the first that is not there."""
+        for column in columns:
+            if column not in self.obs_columns:
+                known = ", ".join(map(repr, self.obs_columns)) or "none"
+                raise MissingColumnError(
+                    f"there is no obs column {column!r} in {self.location.url}; there are: {known}"
+                )
+
+    def _obs_elem(self, column: str) -> Any:
+        self.require_obs([column])
+        return self._elem(f"obs/{column}")
+
+    def _elem(self, path: str) -> Any:
+        """An element read whole by anndata, after checking that its objects are there: zarr would read zeros."""
+        node = self._root[path]
+        arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in _arrays_below(node)]
+        for array in arrays:
+            self._require_objects(self._array_layout(array.path))
+        try:
+            return ad.io.read_elem(node)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
+
+    def _require_objects(self, layout: ArrayLayout) -> None:
+        if layout.absent_is_fill:
+            return
+        for shard in range(layout.n_shards):
+            if layout.shard_key(shard) not in self.objects:
+                raise MissingObjectError(
+                    f"{self.location.url}: {layout.shard_key(shard)} is not there: the store is incomplete. "
+                    "Convert it again"
+                )
+
+    def _array_layout(self, path: str) -> ArrayLayout:
+        ours = "zloader" in self._root.attrs
+        return array_layout(path, self._root[path].metadata.to_dict(), absent_is_fill=not ours)
+
+    def matrix(self, name: str = "X") -> MatrixLayout:
+        """How the matrix `"X"`, `"layers/NAME"` or `"raw/X"` is stored; raises FormatError when it cannot be read."""
+        if name not in self._root:
+            there = [known for known in ("X", "raw/X") if known in self._root]
+            there += [f"layers/{layer}" for layer in self._root.get("layers", {})]
+            raise FormatError(f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(there)}")
+        node = self._root[name]
+        if isinstance(node, zarr.Array):
+            n_rows, n_genes = (int(size) for size in node.shape)
+            return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self._array_layout(name), genes=None)
+        encoding = node.attrs.get("encoding-type")
+        if encoding != "csr_matrix":
+            raise FormatError(
+                f"{name} of {self.location.url} is a {encoding}: rows can only be read from a csr_matrix "
+                "or a dense array. Run 'zloader convert' on it"
+            )
+        n_rows, n_genes = (int(size) for size in node.attrs["shape"])
+        return MatrixLayout(
+            path=name,
+            n_rows=n_rows,
+            n_genes=n_genes,
+            values=self._array_layout(f"{name}/data"),
+            genes=self._array_layout(f"{name}/indices"),
+        )
+
+    def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
+        """First element of every row of a CSR matrix (rows + 1, int64), kept in the mirror; None for a dense one."""
+        if matrix.genes is None:
+            return None
+        path = f"{matrix.path}/indptr"
+        if path in self._kept:
+            return self._kept[path]
+        directory = self._mirror_directory()
+        indptr = None if directory is None else load_column(directory, path)
+        if indptr is None:
+            indptr = np.ascontiguousarray(self._elem(path), np.int64)
+            if directory is not None:
+                save_column(directory, path, indptr)
+        self._check_indptr(indptr, matrix)
+        self._kept[path] = indptr
+        return indptr
+
+    @cached_property
+    def _kept(self) -> dict[str, NDArray[np.integer]]:
+        return {}
+
+    def _check_indptr(self, indptr: NDArray[np.integer], matrix: MatrixLayout) -> None:
+        where = f"{matrix.path}/indptr of {self.location.url}"
+        n_elements = min(array.n_elements for array in matrix.arrays)
+        if len(indptr) != matrix.n_rows + 1:
+            raise FormatError(f"{where} has {len(indptr)} entries for {matrix.n_rows} rows: the store is damaged")
+        falls = np.flatnonzero(indptr[1:] < indptr[:-1])
+        if indptr[0] != 0 or len(falls) or indptr[-1] > n_elements:
+            row = int(falls[0]) if len(falls) else (0 if indptr[0] else matrix.n_rows - 1)
+            raise FormatError(f"{where} is wrong at row {row} ({n_elements} values are stored): the store is damaged")
+
+    def _mirror_directory(self) -> Path | None:
+        try:
+            return None if self.cache is None else mirror_directory(self.cache.directory, self.fingerprint)
+        except OSError:
+            return None  # open_mirror warns
+
+    def mirror(self, matrix: MatrixLayout) -> Mirror | None:
+        """The mirror of a matrix, opened once a process; None without a cache or where it cannot be used."""
+        if self.cache is None:
+            return None
+        if matrix.path not in self._mirrors:
+            self._mirrors[matrix.path] = open_mirror(self.cache.directory, self.fingerprint, matrix.arrays)
+        return self._mirrors[matrix.path]
+
+    def original_dtype(self, matrix: MatrixLayout) -> str:
+        """The dtype that the matrix had before `convert` narrowed it, else the one stored."""
+        recorded = self._root[matrix.path].attrs.get("zloader", {}).get("dtype", {})
+        return str(recorded.get("data", np.dtype(matrix.values.dtype).name))
+
+    def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
+        """Some rows as an AnnData with X, obs and var, in the order given (repeats allowed)."""
+        rows = self._checked_rows(indices)
+        x = self.read_rows(rows)
+        obs = self.obs().iloc[rows]
+        return ad.AnnData(X=as_scipy(x) if isinstance(x, CsrArrays) else x, obs=obs, var=self.var.copy())
+
+    def _checked_rows(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
+        rows = np.asarray(indices)
+        if rows.dtype == bool or rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
+            raise OptionError(f"indices must be a 1-d sequence of row numbers, not {rows.dtype} of shape {rows.shape}")
+        wrong = rows[(rows < 0) | (rows >= self.n_obs)]
+        if len(wrong):
+            raise OptionError(f"row {wrong[0]} is not there: the dataset has the rows 0 to {self.n_obs - 1}")
+        return rows.astype(np.int64)
+
+    def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
+        """The values of some rows in the dtype they were converted from; by the same way as minibatches."""
+        matrix = self.matrix(x)
+        options = options or FetchOptions()
+        recipe = Recipe(
+            matrix=matrix,
+            indptr=self.indptr(matrix),
+            obs={},
+            obs_dtypes={},
+            object_sizes=self.object_sizes(),
+            dense=matrix.genes is None,
+            dtype=self.original_dtype(matrix),
+        )
+        source = ObjectSource(self.location, options)
+        scheduler = FetchScheduler(recipe, source, self.mirror(matrix), options)
+        fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
+
+        async def produce(put: Put[MinibatchArrays]) -> None:
+            await scheduler.run([fetch], put)
+
+        (minibatch,) = Bridge(produce, ready_bytes=options.ready_bytes, name="zloader-take")
+        assert minibatch.x is not None
+        return minibatch.x
+
+    def object_sizes(self) -> dict[str, int]:
+        """Bytes of each stored object by key."""
+        return {key: entry.size for key, entry in self.objects.items()}
+
+    def to_anndata(self, minibatch: MinibatchArrays) -> ad.AnnData:
+        """A minibatch as an AnnData: x, the obs columns it carries (labels, not codes) and var."""
+        obs = pd.DataFrame(index=pd.Index(minibatch.index.astype(str)))
+        for name, values in minibatch.obs.items():
+            categories = self.obs_column(name).categories
+            obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
+        x = as_scipy(minibatch.x) if isinstance(minibatch.x, CsrArrays) else minibatch.x
+        return ad.AnnData(X=x, obs=obs, var=self.var)
+
+
+def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
+    """The same rows as a scipy CSR matrix, without a copy."""
+    return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), shape=(len(x.indptr) - 1, x.n_genes))
+
+
+def _arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
+    return [(name, node) for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
+
+
+def _open_root(location: Location, objects: Mapping[str, StoredObject]) -> Any:
+    if "zarr.json" not in objects:
+        if ".zgroup" in objects or ".zattrs" in objects:
+            raise FormatError(f"{location.url} is Zarr v2: only v3 is read. Run 'zloader convert' on it")
+        why = "its conversion did not end" if "zloader.partial" in objects else "there is no zarr.json in it"
+        raise FormatError(f"{location.url} is not a complete AnnData Zarr store: {why}")
+    try:
+        root: Any = zarr.open_group(location.zarr_store(read_only=True), mode="r")
+    except (zarr.errors.BaseZarrError, ValueError, KeyError) as error:
+        raise FormatError(f"{location.url} is not a Zarr group: {error}") from error
+    encoding = root.attrs.get("encoding-type")
+    if encoding != "anndata":
+        raise FormatError(
+            f"{location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
+        )
+    for needed in ("obs", "var"):
+        if needed not in root:
+            raise FormatError(f"{location.url} has no {needed}: it is not a whole AnnData store")
+    return root
+
+
+def _as_numbers(name: str, column: Any) -> ObsColumn:
+    if isinstance(column, pd.Categorical):
+        return ObsColumn(values=np.asarray(column.codes), categories=pd.Index(column.categories))
+    values = np.asarray(column)
+    if isinstance(column, pd.api.extensions.ExtensionArray) and pd.api.types.is_numeric_dtype(column.dtype):
+        return ObsColumn(values=_nullable(column), categories=None)
+    if values.dtype.kind in "biuf":
+        return ObsColumn(values=values, categories=None)
+    if values.dtype.kind in "OUST":
+        codes, categories = pd.factorize(pd.Series(values, dtype="string"), sort=True)
+        return ObsColumn(values=codes, categories=pd.Index(categories, dtype=object))
+    raise OptionError(f"obs column {name!r} holds {values.dtype}: only numbers, categories and strings become tensors")
+
+
+def _nullable(column: Any) -> NDArray[Any]:
+    """A pandas nullable column as plain numbers; floats with NaN where there is a missing value."""
+    if column.isna().any():
+        return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan))
+    return np.asarray(column.to_numpy(dtype=column.dtype.numpy_dtype))
