@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -168,26 +168,24 @@ class Dataset:
         """An element read whole by anndata, after checking that its objects are there: zarr would read zeros."""
         node = self._root[path]
         arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in _arrays_below(node)]
-        for array in arrays:
-            self._require_objects(self._array_layout(array.path))
+        for key in (key for array in arrays for key in _stored_keys(array) if self._written_by_us):
+            if key not in self.objects:
+                raise MissingObjectError(
+                    f"{self.location.url}: {key} is not there: the store is incomplete. Convert it again"
+                )
         try:
-            return ad.io.read_elem(node)
+            # The parts of a sparse matrix carry no encoding of their own: plain arrays.
+            return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
         except (ValueError, OSError, RuntimeError) as error:
             raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
 
-    def _require_objects(self, layout: ArrayLayout) -> None:
-        if layout.absent_is_fill:
-            return
-        for shard in range(layout.n_shards):
-            if layout.shard_key(shard) not in self.objects:
-                raise MissingObjectError(
-                    f"{self.location.url}: {layout.shard_key(shard)} is not there: the store is incomplete. "
-                    "Convert it again"
-                )
+    @property
+    def _written_by_us(self) -> bool:
+        """Whether every object must be there: `convert` writes all, other writers leave out those of fill values."""
+        return "zloader" in self._root.attrs
 
     def _array_layout(self, path: str) -> ArrayLayout:
-        ours = "zloader" in self._root.attrs
-        return array_layout(path, self._root[path].metadata.to_dict(), absent_is_fill=not ours)
+        return array_layout(path, self._root[path].metadata.to_dict(), absent_is_fill=not self._written_by_us)
 
     def matrix(self, name: str = "X") -> MatrixLayout:
         """How the matrix `"X"`, `"layers/NAME"` or `"raw/X"` is stored; raises FormatError when it cannot be read."""
@@ -325,6 +323,13 @@ def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
 
 def _arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
     return [(name, node) for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
+
+
+def _stored_keys(array: Any) -> Iterator[str]:
+    """The keys of the objects that hold an array, relative to the store."""
+    sizes = array.shards or array.chunks
+    for cell in np.ndindex(*(-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))):
+        yield f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
 
 
 def _open_root(location: Location, objects: Mapping[str, StoredObject]) -> Any:

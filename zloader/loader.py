@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
@@ -160,6 +161,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         )
         if self.options.tune_malloc:
             _tune_malloc()
+        _silence_beta_warning()
         source = ObjectSource(self.dataset.location, self.options)
         mirror = None if matrix is None else self.dataset.mirror(matrix)
         scheduler = FetchScheduler(recipe, source, mirror, self.options)
@@ -256,6 +258,15 @@ def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int,
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@functools.cache
+def _silence_beta_warning() -> None:
+    """Spends torch's once-a-process warning that sparse CSR is in beta: users cannot act on it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        empty = torch.zeros(1, dtype=torch.int64)
+        torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0), check_invariants=False)
 
 
 @functools.cache

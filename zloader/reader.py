@@ -101,6 +101,14 @@ class Workshop:
         return stored
 
 
+@dataclass(frozen=True, eq=False)
+class _Claim:
+    """Chunks that one fetch is bringing into the mirror; `done` is set when it has."""
+
+    chunks: Rows
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class ArrayReader:
     """Loads the elements of rows of one array, each chunk once as long as there is a mirror to keep it."""
 
@@ -110,7 +118,7 @@ class ArrayReader:
         self._shop = shop
         self._decoder = Decoder(layout)
         self._indexes: dict[int, asyncio.Task[NDArray[np.uint64]]] = {}
-        self._claims: list[tuple[Rows, asyncio.Event]] = []
+        self._claims: list[_Claim] = []
 
     async def load(self, starts: Rows, stops: Rows) -> Elements:
         """The elements `[start, stop)` of each row."""
@@ -120,17 +128,17 @@ class ArrayReader:
             return await self._buffered(chunks, chunks, starts)
         if mirror.holds(chunks):
             return self._mirrored(mirror, chunks, starts)
-        claims = [(claimed, done) for claimed, done in self._claims if np.isin(chunks, claimed).any()]
-        mine = chunks[~np.isin(chunks, np.concatenate([claimed for claimed, _ in claims]))] if claims else chunks
-        claim = (mine, asyncio.Event())
+        others = [claim for claim in self._claims if np.isin(chunks, claim.chunks).any()]
+        claimed = np.concatenate([claim.chunks for claim in others]) if others else chunks[:0]
+        claim = _Claim(chunks[~np.isin(chunks, claimed)])
         self._claims.append(claim)
         try:
-            missing, _ = await self._shop.run(mirror.missing, mine)
-            if len(missing) == 0 and not claims:
+            missing, _ = await self._shop.run(mirror.missing, claim.chunks)
+            if not len(missing) and not others:
                 return self._mirrored(mirror, chunks, starts)
-            return await self._buffered(chunks, missing, starts, claims=claims, claim=claim[1])
+            return await self._buffered(chunks, missing, starts, claim=claim, others=others)
         finally:
-            claim[1].set()
+            claim.done.set()
             self._claims.remove(claim)
 
     def _mirrored(self, mirror: MirrorArray, chunks: Rows, starts: Rows) -> Elements:
@@ -143,8 +151,8 @@ class ArrayReader:
         missing: Rows,
         starts: Rows,
         *,
-        claims: Sequence[tuple[Rows, asyncio.Event]] = (),
-        claim: asyncio.Event | None = None,
+        claim: _Claim | None = None,
+        others: Sequence[_Claim] = (),
     ) -> Elements:
         """A buffer of all `chunks`, one after another: `missing` are read, the others copied from the mirror."""
         width = self._layout.chunk_elements
@@ -152,11 +160,11 @@ class ArrayReader:
         elements = buffer[: len(chunks) * width * self._layout.dtype.itemsize].view(self._layout.dtype)
         await self._read_chunks(missing, chunks, elements)
         if claim is not None:
-            claim.set()
+            claim.done.set()
         kept = chunks[~np.isin(chunks, missing)]
         if len(kept) and self._mirror is not None:
-            for _, done in claims:
-                await done.wait()
+            for other in others:
+                await other.done.wait()
             lost, _ = await self._shop.run(self._mirror.missing, kept)
             await self._read_chunks(lost, chunks, elements)  # where the other fetch could not keep what it read
             kept = kept[~np.isin(kept, lost)]
