@@ -28,6 +28,7 @@ from zloader.fetch import FetchScheduler, Recipe
 from zloader.layout import ArrayLayout, MatrixLayout, array_layout
 from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
 from zloader.plan import Fetch
+from zloader.reader import BufferPool
 from zloader.store import Location, ObjectSource, StoredObject
 from zloader.terms import Cache, CsrArrays, FetchOptions, MinibatchArrays, Rows
 
@@ -292,7 +293,7 @@ class Dataset:
             dtype=self.original_dtype(matrix),
         )
         source = ObjectSource(self.location, options)
-        scheduler = FetchScheduler(recipe, source, self.mirror(matrix), options)
+        scheduler = FetchScheduler(recipe, source, self.mirror(matrix), options, BufferPool())
         fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
 
         async def produce(put: Put[MinibatchArrays]) -> None:

@@ -5,6 +5,7 @@ numcodecs decompresses (releasing the GIL) straight into the buffer where the co
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from zloader.errors import CorruptChunkError, FormatError
 from zloader.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
+_UINT32 = struct.Struct("<I")
 
 
 def checksum(stored: NDArray[Any]) -> int:
@@ -48,10 +50,9 @@ class Decoder:
         Raises CorruptChunkError when the checksum differs or the bytes do not decode to a whole chunk.
         """
         if self._checked:
-            body = stored[:-4]
-            if google_crc32c.value(body) != int.from_bytes(stored[-4:].tobytes(), "little"):
+            if len(stored) < 4 or google_crc32c.value(stored[:-4]) != _UINT32.unpack_from(stored, len(stored) - 4)[0]:
                 raise CorruptChunkError("its crc32c differs from the one stored with it")
-            stored = body
+            stored = stored[:-4]
         whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
         try:
             self._decompress(stored, whole)
@@ -69,7 +70,7 @@ def _copy(stored: Bytes, out: NDArray[Any]) -> None:
 
 
 def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
-    if len(stored) < 16 or int.from_bytes(stored[4:8].tobytes(), "little") != out.nbytes:
+    if len(stored) < 16 or _UINT32.unpack_from(stored, 4)[0] != out.nbytes:
         raise ValueError(f"its blosc header does not announce {out.nbytes} bytes")
     numcodecs.blosc.decompress(stored, out)
 

@@ -20,7 +20,7 @@ from zloader.bridge import Put
 from zloader.layout import MatrixLayout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch
-from zloader.reader import ArrayReader, Counters, Elements, Workshop
+from zloader.reader import ArrayReader, BufferPool, Counters, Elements, Workshop
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows, Source
 
 # Minibatches that one job gathers: enough to make the hand-over between threads cheap, few enough to keep all busy.
@@ -56,8 +56,11 @@ class _Loaded:
 class FetchScheduler:
     """Makes the minibatches of some fetches, in order; `run` is what a Bridge runs."""
 
-    def __init__(self, recipe: Recipe, source: Source, mirror: Mirror | None, options: FetchOptions) -> None:
+    def __init__(
+        self, recipe: Recipe, source: Source, mirror: Mirror | None, options: FetchOptions, buffers: BufferPool
+    ) -> None:
         self.counters = Counters()
+        self._buffers = buffers
         self._recipe = recipe
         self._source = source
         self._mirror = mirror
@@ -73,6 +76,7 @@ class FetchScheduler:
                 object_sizes=self._recipe.object_sizes,
                 counters=self.counters,
                 threads=threads,
+                buffers=self._buffers,
             )
             readers = self._readers(shop)
             try:

@@ -21,7 +21,7 @@ from zloader.dataset import Dataset, as_scipy
 from zloader.errors import OptionError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.plan import Plan
-from zloader.reader import Counters
+from zloader.reader import BufferPool, Counters
 from zloader.sampling import BlockShuffling, Sampling
 from zloader.store import ObjectSource
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Statistics
@@ -110,6 +110,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._epochs = torch.zeros(2 + _MOST_WORKERS, dtype=torch.int64)
         self._epochs.share_memory_()  # type: ignore[no-untyped-call]
         self._record = _Record(epoch=0, counters=Counters())
+        self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,7 +165,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         _silence_beta_warning()
         source = ObjectSource(self.dataset.location, self.options)
         mirror = None if matrix is None else self.dataset.mirror(matrix)
-        scheduler = FetchScheduler(recipe, source, mirror, self.options)
+        scheduler = FetchScheduler(recipe, source, mirror, self.options, self._buffers)
 
         async def produce(put: Put[MinibatchArrays]) -> None:
             await scheduler.run(fetches, put)

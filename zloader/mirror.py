@@ -102,6 +102,11 @@ class MirrorArray:
         first = chunk * self.layout.chunk_elements
         return self.elements[first : first + self.layout.chunk_elements]
 
+    def copy(self, chunks: Rows, slots: Sequence[NDArray[Any]]) -> None:
+        """Copies chunks that are there to where each belongs."""
+        for chunk, slot in zip(chunks.tolist(), slots, strict=True):
+            slot[:] = self._chunk(chunk)
+
     def put(self, chunk: int, elements: NDArray[Any]) -> None:
         """Writes one decoded chunk; after a failed write (a full disk, say) warns once and keeps no more."""
         if not self.writable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 from zloader.bridge import ByteBudget
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
-from zloader.layout import ABSENT, ArrayLayout, ChunkSpan, chunk_spans, chunks_of
+from zloader.layout import ABSENT, ArrayLayout, ChunkSpan, chunk_spans, chunks_of, total_bytes
 from zloader.mirror import MirrorArray
 from zloader.terms import FetchOptions, Rows, Source, Span
 
 Result = TypeVar("Result")
+# Spans read and decoded as one task, up to this many bytes: a task costs about 0.2 ms of the interpreter, which is as
+# much as decoding 100 KiB.
+_BATCH_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,9 @@ class BufferPool:
             self._free.pop()  # too small for what is asked now: let it go rather than keep both
         return np.empty(n_bytes + n_bytes // 8, np.uint8)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_free": []}  # a worker process needs none of this one's memory
+
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Says that nobody reads this buffer any more."""
         self._free.append(buffer)
@@ -78,7 +84,7 @@ class Workshop:
     object_sizes: Mapping[str, int]
     counters: Counters
     threads: ThreadPoolExecutor
-    buffers: BufferPool = field(default_factory=BufferPool)
+    buffers: BufferPool
 
     def __post_init__(self) -> None:
         self.in_flight = ByteBudget(self.options.in_flight_bytes)
@@ -93,12 +99,34 @@ class Workshop:
 
         return await asyncio.get_running_loop().run_in_executor(self.threads, timed)
 
-    async def read(self, span: Span) -> bytes:
-        """One ranged GET, counted."""
-        (stored,) = await self.source.read([span])
-        self.counters.gets += 1
-        self.counters.bytes_read += span.size
-        return stored
+    async def read(self, spans: Sequence[Span]) -> list[bytes]:
+        """The source's `read`, counted."""
+        self.counters.gets += len(spans)
+        self.counters.bytes_read += sum(span.size for span in spans)
+        return await self.source.read(spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slots:
+    """The buffer of one fetch: `chunks` (ascending) laid end to end in `elements`."""
+
+    layout: ArrayLayout
+    chunks: Rows
+    elements: NDArray[Any]
+
+    def of(self, chunks: Rows) -> list[NDArray[Any]]:
+        """Where each of `chunks` goes; the last chunk of an array may be shorter than the others."""
+        width = self.layout.chunk_elements
+        begins = np.searchsorted(self.chunks, chunks) * width
+        first, last = self.layout.chunk_bounds(chunks)
+        return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + last - first).tolist(), strict=True)]
+
+    def starts(self, starts: Rows) -> Rows:
+        """Where elements of the array stand in the buffer."""
+        width = self.layout.chunk_elements
+        chunk = starts // width
+        # An empty row may begin in a chunk that is not here: anywhere will do for it.
+        return np.searchsorted(self.chunks, chunk) * width + (starts - chunk * width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,19 +174,13 @@ class ArrayReader:
         return Elements(source=mirror.elements, starts=starts, buffer=None)
 
     async def _buffered(
-        self,
-        chunks: Rows,
-        missing: Rows,
-        starts: Rows,
-        *,
-        claim: _Claim | None = None,
-        others: Sequence[_Claim] = (),
+        self, chunks: Rows, missing: Rows, starts: Rows, *, claim: _Claim | None = None, others: Sequence[_Claim] = ()
     ) -> Elements:
-        """A buffer of all `chunks`, one after another: `missing` are read, the others copied from the mirror."""
-        width = self._layout.chunk_elements
-        buffer = self._shop.buffers.take(len(chunks) * width * self._layout.dtype.itemsize)
-        elements = buffer[: len(chunks) * width * self._layout.dtype.itemsize].view(self._layout.dtype)
-        await self._read_chunks(missing, chunks, elements)
+        """A buffer of all `chunks`: `missing` are read, the others copied from the mirror once `others` have ended."""
+        n_bytes = len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
+        buffer = self._shop.buffers.take(n_bytes)
+        slots = _Slots(layout=self._layout, chunks=chunks, elements=buffer[:n_bytes].view(self._layout.dtype))
+        await self._read_chunks(missing, slots)
         if claim is not None:
             claim.done.set()
         kept = chunks[~np.isin(chunks, missing)]
@@ -166,28 +188,14 @@ class ArrayReader:
             for other in others:
                 await other.done.wait()
             lost, _ = await self._shop.run(self._mirror.missing, kept)
-            await self._read_chunks(lost, chunks, elements)  # where the other fetch could not keep what it read
+            await self._read_chunks(lost, slots)  # the other fetch could not keep what it read
             kept = kept[~np.isin(kept, lost)]
-            await self._shop.run(self._copy_from_mirror, kept, chunks, elements)
+            await self._shop.run(self._mirror.copy, kept, slots.of(kept))
             self._shop.counters.chunks_from_mirror += len(kept)
-        elements.flags.writeable = False
-        at = np.searchsorted(chunks, starts // width) * width + starts % width
-        return Elements(source=elements, starts=at, buffer=buffer)
+        slots.elements.flags.writeable = False
+        return Elements(source=slots.elements, starts=slots.starts(starts), buffer=buffer)
 
-    def _slot(self, chunk: int, chunks: Rows, elements: NDArray[Any]) -> NDArray[Any]:
-        """Where a chunk goes in the buffer of `chunks`; shorter than a chunk at the end of the array."""
-        width = self._layout.chunk_elements
-        at = int(np.searchsorted(chunks, chunk)) * width
-        return elements[at : at + min(width, self._layout.n_elements - chunk * width)]
-
-    def _copy_from_mirror(self, kept: Rows, chunks: Rows, elements: NDArray[Any]) -> None:
-        assert self._mirror is not None
-        for chunk in kept.tolist():
-            slot = self._slot(chunk, chunks, elements)
-            first = chunk * self._layout.chunk_elements
-            slot[:] = self._mirror.elements[first : first + len(slot)]
-
-    async def _read_chunks(self, missing: Rows, chunks: Rows, elements: NDArray[Any]) -> None:
+    async def _read_chunks(self, missing: Rows, slots: _Slots) -> None:
         if not len(missing):
             return
         shards = np.unique(missing // self._layout.chunks_per_shard).tolist()
@@ -196,58 +204,66 @@ class ArrayReader:
         pieces, absent = chunk_spans(
             self._layout, missing, indexes, gap_bytes=options.gap_bytes, max_read_bytes=options.max_read_bytes
         )
-        for chunk in absent.tolist():
-            self._fill(chunk, self._slot(chunk, chunks, elements))
+        self._fill(absent, slots.of(absent))
         async with asyncio.TaskGroup() as group:
-            for piece in pieces:
-                await self._shop.in_flight.acquire(piece.span.size)
-                group.create_task(self._read_piece(piece, chunks, elements))
+            for batch in _batches(pieces):
+                await self._shop.in_flight.acquire(total_bytes(batch))
+                group.create_task(self._read_batch(batch, slots))
 
-    async def _read_piece(self, piece: ChunkSpan, chunks: Rows, elements: NDArray[Any]) -> None:
-        """Reads one span and decodes its chunks; bytes that do not match their checksum are read once more."""
-        attempts = self._shop.options.retries + 1
+    async def _read_batch(self, batch: list[ChunkSpan], slots: _Slots) -> None:
+        """Reads some spans and decodes their chunks; a span that does not match its checksums is read once more."""
+        left, attempts = batch, self._shop.options.retries + 1
         try:
             for attempt in range(attempts):
-                stored = await self._shop.read(piece.span)
-                corrupt, seconds = await self._shop.run(self._decode, piece, stored, chunks, elements)
+                stored = await self._shop.read([piece.span for piece in left])
+                corrupt, seconds = await self._shop.run(self._decode, left, stored, slots)
                 self._shop.counters.decode_s += seconds
-                if corrupt is None:
+                if not corrupt:
                     break
+                left = [piece for piece, _ in corrupt]
                 if attempt + 1 == attempts:
-                    raise corrupt
-                self._shop.counters.rereads += 1
-            self._shop.counters.chunks_decoded += len(piece.chunks)
+                    raise corrupt[0][1]
+                self._shop.counters.rereads += len(left)
+            self._shop.counters.chunks_decoded += sum(len(piece.chunks) for piece in batch)
         finally:
-            self._shop.in_flight.release(piece.span.size)
+            self._shop.in_flight.release(total_bytes(batch))
 
     def _decode(
-        self, piece: ChunkSpan, stored: bytes, chunks: Rows, elements: NDArray[Any]
-    ) -> CorruptChunkError | None:
-        view = np.frombuffer(stored, np.uint8)
-        placed = zip(piece.chunks.tolist(), piece.offsets.tolist(), piece.sizes.tolist(), strict=True)
-        for chunk, offset, size in placed:
-            slot = self._slot(chunk, chunks, elements)
+        self, pieces: Sequence[ChunkSpan], stored: Sequence[bytes], slots: _Slots
+    ) -> list[tuple[ChunkSpan, CorruptChunkError]]:
+        """Decodes spans into their slots and the mirror; gives those that are corrupt, with the first error of each."""
+        corrupt = []
+        for piece, content in zip(pieces, stored, strict=True):
             try:
-                self._decoder.decode(view[offset : offset + size], slot)
+                self._decode_piece(piece, content, slots)
             except CorruptChunkError as error:
-                start = piece.span.start + offset
-                return CorruptChunkError(
-                    f"chunk {chunk} of {self._layout.path}, bytes {start}-{start + size - 1} of "
-                    f"{piece.span.key}: {error}. Restore this object or convert the store again"
-                )
+                corrupt.append((piece, error))
+        return corrupt
+
+    def _decode_piece(self, piece: ChunkSpan, content: bytes, slots: _Slots) -> None:
+        view = np.frombuffer(content, np.uint8)
+        ranges = zip(piece.offsets.tolist(), (piece.offsets + piece.sizes).tolist(), strict=True)
+        for chunk, (start, stop), slot in zip(piece.chunks.tolist(), ranges, slots.of(piece.chunks), strict=True):
+            try:
+                self._decoder.decode(view[start:stop], slot)
+            except CorruptChunkError as error:
+                raise CorruptChunkError(
+                    f"chunk {chunk} of {self._layout.path}, bytes {piece.span.start + start}-"
+                    f"{piece.span.start + stop - 1} of {piece.span.key}: {error}. "
+                    "Restore this object or convert the store again"
+                ) from error
             if self._mirror is not None:
                 self._mirror.put(chunk, slot)
-        return None
 
-    def _fill(self, chunk: int, slot: NDArray[Any]) -> None:
-        if not self._layout.absent_is_fill:
-            raise MissingObjectError(
-                f"chunk {chunk} of {self._layout.path} is not in {self._layout.shard_key(0)[:-1]}…: "
-                "the store is incomplete. Convert it again"
-            )
-        slot[:] = self._layout.fill_value
-        if self._mirror is not None:
-            self._mirror.put(chunk, slot)
+    def _fill(self, absent: Rows, slots: list[NDArray[Any]]) -> None:
+        for chunk, slot in zip(absent.tolist(), slots, strict=True):
+            if not self._layout.absent_is_fill:
+                raise MissingObjectError(
+                    f"chunk {chunk} of {self._layout.path} was never written: the store is incomplete. Convert it again"
+                )
+            slot[:] = self._layout.fill_value
+            if self._mirror is not None:
+                self._mirror.put(chunk, slot)
 
     async def _index(self, shard: int) -> NDArray[np.uint64]:
         if shard not in self._indexes:
@@ -266,9 +282,24 @@ class ArrayReader:
         span = self._layout.index_span(shard, size)
         for attempt in range(self._shop.options.retries + 1):
             try:
-                return self._layout.parse_index(await self._shop.read(span), shard=shard, object_size=size)
+                (stored,) = await self._shop.read([span])
+                return self._layout.parse_index(stored, shard=shard, object_size=size)
             except CorruptChunkError:
                 if attempt == self._shop.options.retries:
                     raise
                 self._shop.counters.rereads += 1
         raise AssertionError("unreachable")
+
+
+def _batches(pieces: Sequence[ChunkSpan]) -> Iterator[list[ChunkSpan]]:
+    """The pieces in order, in lists of about _BATCH_BYTES."""
+    batch: list[ChunkSpan] = []
+    n_bytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        n_bytes += piece.span.size
+        if n_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch

@@ -138,15 +138,18 @@ class ObjectSource:
         if self._opening is None:  # several fetches may come at once: one of them opens
             self._opening = asyncio.ensure_future(_open_kvstore(self._location, self._credentials))
         kvstore = await self._opening
-        async with asyncio.TaskGroup() as group:
-            reads = [group.create_task(self._read(kvstore, span)) for span in spans]
-        return [read.result() for read in reads]
+        reads = [_start(kvstore, span) for span in spans]  # TensorStore starts them all now
+        try:
+            return [await self._finished(kvstore, span, read) for span, read in zip(spans, reads, strict=True)]
+        finally:
+            for read in reads:
+                read.cancel()
 
-    async def _read(self, kvstore: Any, span: Span) -> bytes:
+    async def _finished(self, kvstore: Any, span: Span, read: Any) -> bytes:
         for attempt in range(self._options.retries + 1):
             try:
                 async with asyncio.timeout(self._options.deadline_s):
-                    result = await kvstore.read(span.key, byte_range=slice(span.start, span.stop))
+                    result = await (read if attempt == 0 else _start(kvstore, span))
             except TimeoutError as error:
                 raise DeadlineError(
                     f"{self._at(span)} did not finish within deadline_s={self._options.deadline_s}: "
@@ -158,10 +161,13 @@ class ObjectSource:
                 raise MissingObjectError(
                     f"{self._at(span)}: there is no such object. Was the store changed or deleted?"
                 )
-            if len(result.value) == span.size:
-                return bytes(result.value)
-            short = f"{self._at(span)} gave {len(result.value)} of {span.size} bytes in {attempt + 1} attempts"
-        raise TruncatedObjectError(f"{short}: the object was cut short. Restore or convert the store again")
+            stored: bytes = result.value
+            if len(stored) == span.size:
+                return stored
+        raise TruncatedObjectError(
+            f"{self._at(span)} gave {len(stored)} of {span.size} bytes, {attempt + 1} times: the object was cut short. "
+            "Restore or convert the store again"
+        )
 
     def _at(self, span: Span) -> str:
         return f"{self._location.url}: reading {span.key} bytes {span.start}-{span.stop - 1}"
@@ -177,6 +183,10 @@ class ObjectSource:
         if status == "OUT_OF_RANGE":
             return TruncatedObjectError(f"{self._at(span)} lies outside the object ({reason}): it was cut short")
         return ReadError(f"{self._at(span)} failed after TensorStore's retries: {status}: {reason}")
+
+
+def _start(kvstore: Any, span: Span) -> Any:
+    return kvstore.read(span.key, byte_range=slice(span.start, span.stop))
 
 
 # The process that first used TensorStore. It aborts a process that was forked after that, so we refuse before it does.
