@@ -1,0 +1,85 @@
+"""Servers and settings that the whole suite shares."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from zloader.testing import SeaweedFS
+
+# The machine may be slow or shared, so no example has a deadline. In CI the examples are the same at every run.
+hypothesis.settings.register_profile(
+    "local", deadline=None, max_examples=50, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("local"), derandomize=True, database=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3:
+    """A fresh prefix in the bucket of a real S3 server, and what opens it."""
+
+    bucket: str
+    prefix: str
+    endpoint_url: str
+    storage_options: dict[str, Any] = field(repr=False)
+    read_only_storage_options: dict[str, Any] = field(repr=False)
+
+    def url(self, name: str = "") -> str:
+        return f"s3://{self.bucket}/{self.prefix}/{name}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_cloud_from_the_environment() -> Iterator[None]:
+    """Keeps the credentials, profiles, endpoints and proxies of whoever runs the tests out of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("AWS_"):
+                patch.delenv(name)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        patch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        yield
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """One real S3 server for the session."""
+    with SeaweedFS(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(seaweed: SeaweedFS) -> S3:
+    """A prefix of this test's own on the real S3 server."""
+    return S3(
+        bucket=seaweed.bucket,
+        prefix=uuid.uuid4().hex,
+        endpoint_url=seaweed.endpoint_url,
+        storage_options=seaweed.storage_options,
+        read_only_storage_options=seaweed.read_only_storage_options,
+    )
+
+
+@pytest.fixture
+def sim(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    from zloader.testing.s3sim import Sim
+
+    """Starts simulators: `sim(root=DIR, ttfb_ms=5)` or `sim(upstream=s3.endpoint_url)`; `sim()` serves tmp_path."""
+    with contextlib.ExitStack() as running:
+
+        def start(**options: Any) -> Sim:
+            if not options.keys() & {"root", "upstream"}:
+                options["root"] = tmp_path
+            return running.enter_context(Sim(**options))
+
+        yield start
