@@ -1,0 +1,44 @@
+"""Progress bars of long work, on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+
+class _RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed or 0.0
+        return Text(f"{speed / 1e6:.1f} M values/s")
+
+
+@contextlib.contextmanager
+def progress_bars(*, shown: bool) -> Iterator[Bars]:
+    """Bars that are drawn while the context lasts, if `shown` and stderr is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} values"),
+        _RateColumn(),
+        TimeRemainingColumn(),
+    )
+    with RichProgress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bars:
+        yield Bars(bars)
+
+
+class Bars:
+    """One bar for each piece of work."""
+
+    def __init__(self, bars: RichProgress) -> None:
+        self._bars = bars
+
+    def add(self, description: str, n_values: int) -> Callable[[int], None]:
+        """A new bar; what is returned takes the number of values done since it was last called."""
+        task = self._bars.add_task(description, total=n_values)
+        return lambda done: self._bars.advance(task, done)
