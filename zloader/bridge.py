@@ -121,11 +121,12 @@ def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
         channel.taken.put(None)
 
 
-def _close(channel: _Channel[Item], thread: threading.Thread) -> None:
+def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.Thread) -> None:
     channel.cancel()
-    if threading.current_thread() is not thread:
-        # Garbage may be collected on any thread, also on one that the loop waits for: never wait for ever.
-        thread.join(timeout=5.0)
+    # Garbage may be collected on any thread, also on one that the loop is waiting for: only those wait here that it
+    # cannot be waiting for.
+    if threading.current_thread() in (owner, threading.main_thread()):
+        thread.join()
 
 
 class Bridge(Generic[Item], Iterator[Item]):
@@ -137,7 +138,7 @@ class Bridge(Generic[Item], Iterator[Item]):
         self._ready: Iterator[Item] = iter(())
         self._thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
         self._thread.start()
-        self.close = weakref.finalize(self, _close, self._channel, self._thread)
+        self.close = weakref.finalize(self, _close, self._channel, self._thread, threading.current_thread())
 
     def __next__(self) -> Item:
         for item in self._ready:

@@ -102,6 +102,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             raise OptionError(f"obs must be a list of columns: write obs=[{self.obs!r}]")
         if self.layout == "anndata" and self.x is None:
             raise OptionError("layout='anndata' needs an x")
+        _silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         if self.x is not None:
             self.dataset.matrix(self.x)
@@ -162,7 +163,6 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         )
         if self.options.tune_malloc:
             _tune_malloc()
-        _silence_beta_warning()
         source = ObjectSource(self.dataset.location, self.options)
         mirror = None if matrix is None else self.dataset.mirror(matrix)
         scheduler = FetchScheduler(recipe, source, mirror, self.options, self._buffers)
@@ -262,12 +262,12 @@ def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int,
 
 
 @functools.cache
-def _silence_beta_warning() -> None:
-    """Spends torch's once-a-process warning that sparse CSR is in beta: users cannot act on it."""
+def _silence_sparse_warnings() -> None:
+    """Spends torch's once-a-process warnings on sparse CSR (in beta; invariants unchecked): nobody can act on them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         empty = torch.zeros(1, dtype=torch.int64)
-        torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0), check_invariants=False)
+        torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0))
 
 
 @functools.cache

@@ -262,14 +262,17 @@ class _Credentials:
             )
         profile = options.get("profile") or os.environ.get("AWS_PROFILE")
         if profile:
-            return {"type": "profile", "profile": str(profile)}
+            config = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+            absent = {} if config.exists() else {"config_file": os.devnull}  # TensorStore insists on one
+            return {"type": "profile", "profile": str(profile), **absent}
         return {"type": "environment" if "AWS_ACCESS_KEY_ID" in os.environ else "default"}
 
     def _in_memory(self, **secrets: str) -> dict[str, str]:
         lines = [f"{name} = {value}" for name, value in secrets.items() if value]
         self._file = os.memfd_create("zloader-credentials", os.MFD_CLOEXEC)
         os.write(self._file, "\n".join(["[zloader]", *lines, ""]).encode())
-        return {"type": "profile", "profile": "zloader", "credentials_file": f"/proc/self/fd/{self._file}"}
+        path = f"/proc/self/fd/{self._file}"
+        return {"type": "profile", "profile": "zloader", "credentials_file": path, "config_file": os.devnull}
 
     def __del__(self) -> None:
         if self._file is not None:

@@ -1,0 +1,86 @@
+"""Small stores with awkward edges, and the in-memory oracle that minibatches are held against."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse
+import torch
+
+import zloader as zl
+from zloader.encode import ConvertOptions
+
+# Chunks of about 1 024 values and shards of two: a few hundred rows cross many of both.
+SMALL = ConvertOptions(chunk_rows=1, shard_size=2048)
+
+
+def counts(n_rows: int, n_genes: int, *, density: float = 0.3, seed: int = 0) -> ad.AnnData:
+    """Random counts with empty rows at the start, in the middle and at the end, and obs columns of every kind."""
+    rng = np.random.default_rng(seed)
+    x = scipy.sparse.random(n_rows, n_genes, density, "csr", np.float32, random_state=rng)
+    x.data[:] = rng.integers(1, 400, x.nnz)
+    if n_rows > 4:
+        keep = np.ones(n_rows, np.float32)
+        keep[[0, n_rows // 2, n_rows // 2 + 1, n_rows - 1]] = 0
+        x = (scipy.sparse.diags(keep) @ x).tocsr().astype(np.float32)
+        x.eliminate_zeros()
+    labels = pd.Categorical.from_codes(rng.integers(-1, 3, n_rows), ["a", "b", "c", "never used"])
+    obs = pd.DataFrame(
+        {
+            "cell_type": labels,
+            "donor": rng.choice(["d1", "d2", "d10"], n_rows),
+            "n_counts": np.asarray(x.sum(axis=1)).ravel().astype(np.float32),
+            "passed": rng.random(n_rows) < 0.5,
+            "lane": rng.integers(0, 5, n_rows).astype(np.int32),
+        },
+        index=[f"cell {row}" for row in range(n_rows)],
+    )
+    obs["donor"] = obs["donor"].astype(object)
+    return ad.AnnData(X=x, obs=obs, var=pd.DataFrame(index=[f"gene {gene}" for gene in range(n_genes)]))
+
+
+def write_store(adata: ad.AnnData, dest: str | Path, tmp: Path, **options: Any) -> None:
+    """Converts `adata` to a store of small chunks and shards at `dest`."""
+    tmp.mkdir(parents=True, exist_ok=True)
+    adata.write_h5ad(tmp / "source.h5ad", convert_strings_to_categoricals=False)
+    zl.convert(tmp / "source.h5ad", dest, options=SMALL, progress=False, **options)
+
+
+def dense(x: Any) -> np.ndarray:
+    """Any form of a minibatch's x as a dense array."""
+    if isinstance(x, torch.Tensor):
+        return x.to_dense().numpy()
+    if isinstance(x, ad.AnnData):
+        x = x.X
+    return x.toarray() if scipy.sparse.issparse(x) else np.asarray(x)
+
+
+def check_minibatch(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
+    """Holds one minibatch against the AnnData it came from, by value; gives its row numbers."""
+    rows = minibatch.index.numpy()
+    if minibatch.x is not None:
+        np.testing.assert_array_equal(dense(minibatch.x), adata.X[rows].toarray())
+    for name, values in minibatch.obs.items():
+        column = adata.obs[name].iloc[rows]
+        wanted = column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column
+        if name == "donor":
+            wanted = np.searchsorted(np.unique(adata.obs["donor"]), column.to_numpy(str))
+        np.testing.assert_array_equal(values.numpy(), np.asarray(wanted))
+    return rows
+
+
+def digest(loader: Any) -> str:
+    """A hash of every byte of an epoch, in order."""
+    total = hashlib.sha256()
+    for minibatch in loader:
+        for part in (minibatch.x.crow_indices(), minibatch.x.col_indices(), minibatch.x.values(), minibatch.index):
+            total.update(part.numpy().tobytes())
+        for column in minibatch.obs.values():
+            total.update(column.numpy().tobytes())
+        total.update(b"|")
+    return total.hexdigest()

@@ -1,0 +1,408 @@
+"""The Loader as its users see it: every row once, right, in the same order, from disk and S3, with and without mirror."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+from helpers import check_minibatch, counts, dense, digest, write_store
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import zloader as zl
+from zloader.errors import FormatError, MissingColumnError, OptionError
+
+OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
+ADATA = counts(503, 97)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(ADATA, folder / "counts.zarr", folder)
+    return str(folder / "counts.zarr")
+
+
+@pytest.fixture
+def s3_store(s3, tmp_path):
+    write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
+    return s3.url("counts.zarr"), s3.storage_options
+
+
+def zloader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zloader")]
+
+
+def assert_threads_end() -> None:
+    deadline = time.monotonic() + 2
+    while zloader_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert zloader_threads() == []
+
+
+SIZES = {
+    "batch_size": st.integers(1, 70),
+    "fetch_factor": st.integers(1, 20),
+    "block_size": st.integers(1, 40),
+    "cached": st.booleans(),
+    "drop_last": st.booleans(),
+    "world_size": st.integers(1, 3),
+    "seed": st.integers(0, 3),
+    "in_flight_bytes": st.sampled_from([1, 5_000, 1 << 26]),
+    "gap_bytes": st.sampled_from([0, 300, 1 << 16]),
+    "prefetch": st.integers(1, 4),
+}
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**SIZES)
+def test_every_row_once_with_its_values_and_obs(
+    store, tmp_path, batch_size, fetch_factor, block_size, cached, drop_last, world_size, seed, **fetching
+):
+    """Invariants 1, 8 and 9, by value."""
+    dataset = zl.open_dataset(store, cache=tmp_path / "cache" if cached else None)
+    seen = []
+    for rank in range(world_size):
+        loader = zl.Loader(
+            dataset,
+            batch_size=batch_size,
+            fetch_factor=fetch_factor,
+            sampling=zl.BlockShuffling(min(block_size, batch_size * fetch_factor)),
+            obs=OBS,
+            seed=seed,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            options=zl.FetchOptions(**fetching),
+        )
+        minibatches = list(loader)
+        assert len(minibatches) == len(loader)
+        assert loader.statistics().rows == sum(map(len, minibatches))
+        for minibatch in minibatches:
+            seen.append(check_minibatch(minibatch, ADATA))
+            assert len(minibatch) == batch_size or not drop_last
+            torch._validate_sparse_csr_tensor_args(
+                minibatch.x.crow_indices(), minibatch.x.col_indices(), minibatch.x.values(), minibatch.x.shape
+            )
+    rows = np.concatenate(seen) if seen else np.empty(0, np.int64)
+    assert len(np.unique(rows)) == len(rows)
+    dropped = 503 - len(rows)
+    if drop_last:
+        assert dropped < world_size * batch_size
+    else:
+        assert dropped == (503 % world_size if batch_size == 1 else 0)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["no mirror", "mirror"])
+def test_every_row_once_from_s3(s3_store, tmp_path, cached):
+    url, storage_options = s3_store
+    dataset = zl.open_dataset(url, cache=tmp_path / "cache" if cached else None, storage_options=storage_options)
+    loader = zl.Loader(dataset, batch_size=32, fetch_factor=4, sampling=zl.BlockShuffling(16), obs=OBS)
+    orders = []
+    for _ in range(3):
+        rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
+        np.testing.assert_array_equal(np.sort(rows), np.arange(503))
+        orders.append(rows.tolist())
+        assert (loader.statistics().gets > 0) == (loader.statistics().epoch == 0 or not cached)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("kind", ["csr", "dense"])
+def test_layouts_and_dtypes(tmp_path, layout, dtype, kind):
+    adata = counts(60, 40)
+    stored = adata.copy()
+    if kind == "dense":
+        stored.X = adata.X.toarray()
+    write_store(stored, tmp_path / "s.zarr", tmp_path)
+    dataset = zl.open_dataset(tmp_path / "s.zarr")
+    loader = zl.Loader(dataset, batch_size=7, fetch_factor=2, layout=layout, dtype=dtype, obs=OBS)
+    rows = [check_minibatch(minibatch, adata) for minibatch in loader]
+    assert sorted(np.concatenate(rows)) == list(range(60))
+    x = next(iter(loader)).x
+    if layout == "anndata":
+        assert isinstance(x, ad.AnnData)
+        assert list(x.var_names) == list(adata.var_names)
+        # labels, not codes
+        wanted = adata.obs["cell_type"].iloc[[int(name) for name in x.obs_names]]
+        assert x.obs["cell_type"].astype(object).fillna("").tolist() == wanted.astype(object).fillna("").tolist()
+        x = x.X
+    assert str(x.dtype).removeprefix("torch.") == dtype
+
+
+def test_obs_alone_reads_no_matrix(store):
+    loader = zl.Loader(zl.open_dataset(store), x=None, obs=OBS, batch_size=50, fetch_factor=2)
+    rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
+    assert len(rows) == 503
+    assert loader.statistics().gets == 0
+
+
+def test_layers_and_raw(tmp_path):
+    adata = counts(80, 30)
+    adata.layers["doubled"] = adata.X * 2
+    adata.raw = adata.copy()
+    adata.X = adata.X * 3
+    write_store(adata, tmp_path / "s.zarr", tmp_path)
+    dataset = zl.open_dataset(tmp_path / "s.zarr")
+    for x, wanted in (("X", adata.X), ("layers/doubled", adata.layers["doubled"]), ("raw/X", adata.raw.X)):
+        for minibatch in zl.Loader(dataset, x=x, batch_size=16, fetch_factor=2, sampling=zl.BlockShuffling(4)):
+            np.testing.assert_array_equal(dense(minibatch.x), wanted[minibatch.index.numpy()].toarray())
+
+
+def test_streaming_keeps_the_order_and_subsets(store):
+    dataset = zl.open_dataset(store)
+    wanted = [5, 3, 99, 3 + 400, 0]
+    in_order = zl.Loader(dataset, sampling=zl.Streaming(indices=wanted), batch_size=2, fetch_factor=1)
+    assert [row for minibatch in in_order for row in minibatch.index.tolist()] == wanted
+    subset = np.arange(100, 300, 3)
+    shuffled = zl.Loader(dataset, sampling=zl.BlockShuffling(4, indices=subset), batch_size=8, fetch_factor=2)
+    rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in shuffled])
+    assert rows.tolist() != subset.tolist()
+    assert sorted(rows) == subset.tolist()
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 5])
+def test_tiny_and_empty_stores(tmp_path, n_rows):
+    adata = counts(n_rows, 7)
+    for name, density in (("some", 1), ("none", 0)):
+        adata.X = adata.X * density
+        adata.X.eliminate_zeros()
+        write_store(adata, tmp_path / f"{name}.zarr", tmp_path)
+        dataset = zl.open_dataset(tmp_path / f"{name}.zarr", cache=tmp_path / "cache")
+        for _ in range(2):
+            rows = [check_minibatch(minibatch, adata) for minibatch in zl.Loader(dataset, batch_size=2)]
+            assert sorted(np.concatenate(rows)) == list(range(n_rows))
+
+
+# ------------------------------------------------------------------------------------------------ determinism
+
+
+def test_same_seed_same_bytes_whatever_the_means(store, s3_store, sim, tmp_path):
+    """Invariant 4: timing, concurrency, prefetch, mirror, threads, workers and where the bytes come from."""
+    sizes = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS, "seed": 3}
+    plain = zl.open_dataset(store)
+    wanted = digest(zl.Loader(plain, **sizes))
+    variants = [
+        zl.FetchOptions(in_flight_bytes=1, prefetch=1, threads=1),
+        zl.FetchOptions(prefetch=8, threads=4, ready_bytes=1),
+        zl.FetchOptions(gap_bytes=0, max_read_bytes=1),
+        zl.FetchOptions(gap_bytes=1 << 20, tune_malloc=False),
+    ]
+    for options in variants:
+        assert digest(zl.Loader(plain, **sizes, options=options)) == wanted
+    mirrored = zl.open_dataset(store, cache=tmp_path / "cache")
+    for n_rows in (100, None):  # half-full, then full
+        half = zl.Loader(mirrored, sampling=zl.Streaming(indices=range(n_rows)) if n_rows else None)
+        assert sum(map(len, half)) == (n_rows or 503)
+        assert digest(zl.Loader(mirrored, **sizes)) == wanted
+    url, storage_options = s3_store
+    assert digest(zl.Loader(zl.open_dataset(url, storage_options=storage_options), **sizes)) == wanted
+    jittery = sim(root=Path(store).parent.parent, ttfb_ms=3, ttfb_sigma=1.0)
+    over_sim = zl.open_dataset(
+        f"s3://{Path(store).parent.name}/counts.zarr",
+        storage_options={"key": "any", "secret": "any", "endpoint_url": jittery.url},
+    )
+    assert digest(zl.Loader(over_sim, **sizes)) == wanted
+    assert digest(zl.Loader(plain, **(sizes | {"seed": 4}))) != wanted
+
+
+def test_one_worker_gives_the_same_bytes_as_none(store):
+    dataset = zl.open_dataset(store)
+    sizes = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS}
+    wanted = digest(zl.Loader(dataset, **sizes))
+    one = DataLoader(zl.Loader(dataset, **sizes), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert digest(one) == wanted
+
+
+# ------------------------------------------------------------------------------------------------ epochs and workers
+
+
+def test_epochs_count_up_and_set_epoch_goes_back(store):
+    loader = zl.Loader(zl.open_dataset(store), batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(8))
+    epochs = [[minibatch.index.tolist() for minibatch in loader] for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    loader.set_epoch(1)
+    assert [minibatch.index.tolist() for minibatch in loader] == epochs[1]
+    assert loader.statistics().epoch == 1
+    assert [minibatch.index.tolist() for minibatch in loader] == epochs[2]
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
+def test_workers_yield_every_row_once_in_a_new_order_each_epoch(store, persistent):
+    loader = zl.Loader(zl.open_dataset(store), batch_size=16, fetch_factor=2, sampling=zl.BlockShuffling(8), obs=OBS)
+    workers = DataLoader(
+        loader, batch_size=None, num_workers=2, multiprocessing_context="forkserver", persistent_workers=persistent
+    )
+    epochs = []
+    for _ in range(2):
+        minibatches = list(workers)
+        assert len(minibatches) == len(loader) == len(workers)
+        rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in minibatches])
+        np.testing.assert_array_equal(np.sort(rows), np.arange(503))
+        epochs.append(rows.tolist())
+    assert epochs[0] != epochs[1]
+
+
+FORK = """
+    import sys, warnings
+    import torch
+    from torch.utils.data import DataLoader
+    import zloader as zl
+    warnings.simplefilter("ignore", DeprecationWarning)
+    dataset = zl.open_dataset(sys.argv[1], cache=sys.argv[2])
+    loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(8), obs=["cell_type"])
+    workers = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    print(sum(len(minibatch) for minibatch in workers))
+    loader.dataset = zl.open_dataset(sys.argv[1])
+    next(iter(loader))
+    try:
+        next(iter(workers))
+    except RuntimeError as error:
+        print("spawn" in str(error) and "ForkError" in str(error))
+"""
+
+
+def test_fork_works_before_use_and_says_what_to_do_after(store, tmp_path):
+    """Invariant 16: never TensorStore's abort, never a hang."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORK), store, str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout.split() == ["503", "True"]
+
+
+def test_loaders_pickle(store):
+    loader = zl.Loader(zl.open_dataset(store), batch_size=16, fetch_factor=4, seed=5, obs=OBS)
+    again = pickle.loads(pickle.dumps(loader))
+    assert digest(again) == digest(loader)
+
+
+def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
+    write_store(counts(20, 9), tmp_path / "s.zarr", tmp_path)
+    pickled = pickle.dumps(zl.open_dataset(tmp_path / "s.zarr"))
+    write_store(counts(20, 9, seed=1), tmp_path / "s.zarr", tmp_path, overwrite=True)
+    with pytest.raises(zl.errors.StoreChangedError, match="changed"):
+        pickle.loads(pickled)
+
+
+# ------------------------------------------------------------------------------------------------ leaving
+
+
+def leave_by_break(loader):
+    for _ in loader:
+        break
+
+
+def leave_by_exception(loader):
+    with pytest.raises(ZeroDivisionError):
+        for _ in loader:
+            raise ZeroDivisionError
+
+
+def leave_by_interrupt(loader):
+    with pytest.raises(KeyboardInterrupt):
+        for _ in loader:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+
+def leave_in_a_cycle(loader):
+    cycle = [iter(loader)]
+    next(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+
+def leave_without_taking(loader):
+    iter(loader)
+
+
+@pytest.mark.parametrize(
+    "leave", [leave_by_break, leave_by_exception, leave_by_interrupt, leave_in_a_cycle, leave_without_taking]
+)
+def test_leaving_ends_the_threads_and_the_next_epoch_works(store, leave):
+    """Invariant 17."""
+    loader = zl.Loader(zl.open_dataset(store), batch_size=4, fetch_factor=2, sampling=zl.BlockShuffling(2))
+    leave(loader)
+    assert_threads_end()
+    rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
+    np.testing.assert_array_equal(np.sort(rows), np.arange(503))
+    assert_threads_end()
+
+
+EXIT = """
+    import sys
+    import zloader as zl
+    loader = zl.Loader(zl.open_dataset(sys.argv[1]), batch_size=4, fetch_factor=2, sampling=zl.BlockShuffling(2))
+    held = iter(loader)
+    next(held)
+    print("leaving")
+"""
+
+
+def test_the_interpreter_exits_with_an_epoch_under_way(store):
+    began = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(EXIT), store], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (run.stdout, run.stderr) == ("leaving\n", "")
+    assert time.monotonic() - began < 50
+
+
+# ------------------------------------------------------------------------------------------------ what makes no sense
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"batch_size": 0}, OptionError, "batch_size must be a whole number of at least 1, not 0"),
+        ({"batch_size": 2.5}, OptionError, "not 2.5"),
+        ({"fetch_factor": -1}, OptionError, "fetch_factor"),
+        ({"batch_size": 2, "fetch_factor": 2, "sampling": zl.BlockShuffling(5)}, OptionError, "raise fetch_factor or"),
+        ({"layout": "coo"}, OptionError, "'csr', 'dense', 'scipy', 'anndata', not 'coo'"),
+        ({"dtype": "float8"}, OptionError, "float8"),
+        ({"obs": "cell_type"}, OptionError, r"obs=\['cell_type'\]"),
+        ({"obs": ["cell type"]}, MissingColumnError, "'cell_type', 'donor'"),
+        ({"x": "layers/none"}, FormatError, "there are: X"),
+        ({"seed": -1}, OptionError, "seed"),
+        ({"rank": 2, "world_size": 2}, OptionError, "ranks count from 0"),
+        ({"rank": 1}, OptionError, "together"),
+        ({"x": None, "layout": "anndata"}, OptionError, "needs an x"),
+        ({"sampling": zl.Streaming(indices=[503])}, OptionError, "row 503"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_options_are_refused_when_the_loader_is_made(store, options, error, says):
+    with pytest.raises(error, match=says):
+        zl.Loader(zl.open_dataset(store), **options)
+
+
+def test_set_epoch_refuses_nonsense(store):
+    loader = zl.Loader(zl.open_dataset(store))
+    for epoch in (-1, 1.5, True):
+        with pytest.raises(OptionError, match="epoch"):
+            loader.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("option", ["in_flight_bytes", "prefetch", "threads", "deadline_s", "retries", "gap_bytes"])
+def test_bad_fetch_options(option):
+    with pytest.raises(OptionError, match=option):
+        zl.FetchOptions(**{option: -1})
