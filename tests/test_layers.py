@@ -1,0 +1,172 @@
+"""Imports point down the layers, and only some rooms may name the large libraries."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import zloader
+
+PACKAGE = Path(zloader.__file__).parent
+
+# The package itself ("zloader") is its face: it may import every room below the top layer.
+LAYERS = {
+    "zloader.terms": 0,
+    "zloader.errors": 0,
+    "zloader.layout": 1,
+    "zloader.sampling": 1,
+    "zloader.plan": 1,
+    "zloader.decode": 1,
+    "zloader.gather": 1,
+    "zloader.store": 2,
+    "zloader.mirror": 2,
+    "zloader.bridge": 2,
+    "zloader.reader": 2,
+    "zloader.fetch": 2,
+    "zloader.dataset": 3,
+    "zloader.loader": 3,
+    "zloader.convert": 3,
+    "zloader.source": 3,
+    "zloader.hdf5": 3,
+    "zloader.destination": 3,
+    "zloader.encode": 3,
+    "zloader.matrices": 3,
+    "zloader.progress": 3,
+    "zloader.adapt": 3,
+    "zloader": 3,
+    "zloader.report": 4,
+    "zloader.demo": 4,
+    "zloader.cli": 4,
+}
+CONVERT_ROOMS = {
+    f"zloader.{room}" for room in ("convert", "source", "hdf5", "destination", "encode", "matrices", "progress")
+}
+MAY_NAME = {
+    "tensorstore": {"zloader.store"},
+    "torch": {"zloader.loader", "zloader.transforms", "zloader.demo"},
+    "anndata": {"zloader.dataset"} | CONVERT_ROOMS,
+}
+# `zloader.testing` stands beside the layers: other people's tests use it, so it may need little.
+TESTING_MAY_NAME = {*sys.stdlib_module_names, "s3fs"}
+TESTING_LAYER = 2
+
+
+def _module_name(file: Path) -> str:
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+ROOMS = [name for name in FILES if not name.startswith("zloader.testing")]
+TESTING = [name for name in FILES if name.startswith("zloader.testing")]
+
+
+def _imports(name: str) -> set[str]:
+    """Every module that the file names in an import statement, anywhere in it; those of zloader in full."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}, line {node.lineno}: write imports in full"
+            # `from zloader import gather` names a room, `from zloader.terms import Span` something in one.
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & FILES.keys() or {str(node.module)}
+    return found
+
+
+def _own(name: str) -> set[str]:
+    return {module for module in _imports(name) if module.split(".")[0] == "zloader"}
+
+
+def _libraries(name: str) -> set[str]:
+    return {module.split(".")[0] for module in _imports(name)} - {"zloader"}
+
+
+def _all_below(name: str) -> set[str]:
+    """The room and every room that it needs, directly or not."""
+    found: set[str] = set()
+    left = {name}
+    while left:
+        room = left.pop()
+        found.add(room)
+        left |= _own(room) - found
+    return found
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_imports_point_down(name):
+    assert name in LAYERS, f"{name} has no layer: give it one in this file and in DESIGN"
+    for module in _own(name):
+        assert module in FILES, f"{name} imports {module}, which does not exist"
+        if module.startswith("zloader.testing"):
+            assert LAYERS[name] == 4, f"{name} imports {module}: only the top layer starts servers"
+        else:
+            assert LAYERS.get(module, 9) <= LAYERS[name], f"{name} imports {module}, which lies above it"
+
+
+def test_there_are_no_cycles():
+    try:
+        order = list(TopologicalSorter({name: _own(name) for name in FILES}).static_order())
+    except CycleError as error:
+        pytest.fail(f"an import cycle: {' -> '.join(error.args[1])}")
+    assert set(order) == set(FILES)
+
+
+@pytest.mark.parametrize("library", MAY_NAME)
+def test_a_large_library_is_named_where_it_belongs(library):
+    naming = {name for name in FILES if library in _libraries(name)}
+    assert naming, f"nobody imports {library}: is this test looking in the right place?"
+    assert naming <= MAY_NAME[library]
+
+
+@pytest.mark.parametrize("name", TESTING)
+def test_the_servers_for_tests_need_little(name):
+    assert _libraries(name) <= TESTING_MAY_NAME
+    for module in _own(name):
+        assert module.startswith("zloader.testing") or LAYERS[module] <= TESTING_LAYER
+
+
+def test_plan_to_minibatch_names_no_torch():
+    needed = _all_below("zloader.fetch")
+    assert {"zloader.plan", "zloader.gather", "zloader.reader", "zloader.mirror"} <= needed
+    assert not needed & {"zloader", "zloader.loader", "zloader.dataset"}
+    assert "torch" not in set().union(*map(_libraries, needed))
+
+
+# `import zloader.fetch` would run the package's __init__, the face, which shows the Loader as well. So the package is
+# put in place empty: then exactly the rooms that fetch needs are run, and whatever they import with them.
+_WITHOUT_TORCH = """
+import importlib.abc, sys, types
+
+class NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch is blocked")
+
+sys.meta_path.insert(0, NoTorch())
+package = types.ModuleType("zloader")
+package.__path__ = [sys.argv[1]]
+sys.modules["zloader"] = package
+try:
+    import torch
+except ImportError:
+    pass
+else:
+    sys.exit("the block does not work")
+import zloader.fetch, zloader.store, zloader.plan
+assert not any(name.split(".")[0] == "torch" for name in sys.modules)
+print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
+"""
+
+
+def test_plan_to_minibatch_runs_where_torch_is_not_installed():
+    command = [sys.executable, "-c", _WITHOUT_TORCH, str(PACKAGE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == (_all_below("zloader.fetch") | _all_below("zloader.store"))

@@ -1,0 +1,289 @@
+"""Every row once an epoch, in an order that is arithmetic and never changes by itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from zloader.errors import OptionError
+from zloader.sampling import BlockShuffling, Streaming, key_of, mix, permute, shuffled
+
+KEYS = st.integers(0, 2**64 - 1)
+N_ROWS = st.integers(1, 700)
+BLOCK_SIZES = st.integers(1, 90)
+SEEDS = st.integers(0, 2**63)
+EPOCHS = st.integers(0, 1000)
+
+
+def _order(sampling, dataset_rows, *, seed=0, epoch=0, cuts=()):
+    """The whole order of an epoch, asked for in slices between `cuts`."""
+    n_rows = sampling.n_rows(dataset_rows)
+    bounds = [0, *sorted(cut % (n_rows + 1) for cut in cuts), n_rows]
+    return np.concatenate(
+        [
+            sampling.rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
+            for start, stop in itertools.pairwise(bounds)
+        ]
+    )
+
+
+# ---- the keyed permutation
+
+_WORD = 2**64 - 1
+
+
+def _mix_by_hand(word):
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+    return word ^ (word >> 31)
+
+
+def _permute_by_hand(index, n, key):
+    """The same Feistel network and walk for one index, in Python's own integers."""
+    half = next(bits for bits in itertools.count(1) if 4**bits >= n)
+    while True:
+        left, right = index >> half, index % 2**half
+        for number in range(1, 9):
+            round_key = _mix_by_hand(key + number * 0x9E3779B97F4A7C15 & _WORD)
+            left, right = right, left ^ (_mix_by_hand(right ^ round_key) % 2**half)
+        index = left << half | right
+        if index < n:
+            return index
+
+
+@given(n=st.integers(1, 2**40), key=KEYS, draw=st.data())
+def test_permute_equals_the_same_in_plain_integers(n, key, draw):
+    index = draw.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
+    by_hand = [_permute_by_hand(each, n, key) for each in index]
+    assert permute(np.array(index, np.int64), n, key).tolist() == by_hand
+
+
+@given(n=st.integers(1, 5000), key=KEYS)
+def test_permute_is_a_bijection(n, key):
+    sent = permute(np.arange(n), n, key)
+    assert sent.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(sent), np.arange(n))
+
+
+@pytest.mark.parametrize("n", sorted({max(1, 4**power + by) for power in range(8) for by in (-1, 0, 1)} | {2, 3}))
+def test_permute_is_a_bijection_next_to_the_powers_of_four(n):
+    np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 0xC0FFEE)), np.arange(n))
+
+
+@given(n=st.integers(1, 10**12), key=KEYS, draw=st.data())
+def test_permute_of_a_subset_is_that_part_of_the_whole(n, key, draw):
+    index = np.array(draw.draw(st.lists(st.integers(0, n - 1), max_size=20, unique=True)), np.int64)
+    sent = permute(index, n, key)
+    assert len(set(sent.tolist())) == len(index)
+    assert ((sent >= 0) & (sent < n)).all()
+    one_by_one = [permute(index[i : i + 1], n, key)[0] for i in range(len(index))]
+    np.testing.assert_array_equal(sent, np.array(one_by_one, np.int64))
+
+
+def test_permute_leaves_its_argument_alone():
+    index = np.arange(10)
+    index.flags.writeable = False
+    permute(index, 10, 1)
+    np.testing.assert_array_equal(index, np.arange(10))
+
+
+def test_permute_sends_everything_everywhere_alike():
+    """Chi-square over (row, place) for 12 rows and 6 000 keys; the keys are fixed, so the outcome is too."""
+    n, n_keys = 12, 6000
+    counts = np.zeros((n, n), np.int64)
+    for key in range(n_keys):
+        counts[np.arange(n), permute(np.arange(n), n, key_of(5, key))] += 1
+    # (n - 1)^2 degrees of freedom: rows and columns both sum to n_keys.
+    statistic = ((counts - n_keys / n) ** 2 / (n_keys / n)).sum()
+    assert 0.001 < scipy.stats.chi2.sf(statistic, (n - 1) ** 2) < 0.999
+
+
+def test_permute_leaves_no_neighbours_together():
+    """In a random permutation of n, about two pairs of neighbours stay neighbours, whatever n."""
+    sent = permute(np.arange(100_000), 100_000, key_of(0, 0))
+    assert (np.abs(np.diff(sent)) == 1).sum() < 15
+    assert abs(np.corrcoef(sent, np.arange(100_000))[0, 1]) < 0.02
+
+
+@given(words=st.lists(KEYS, unique=True, max_size=50))
+def test_mix_keeps_different_words_different(words):
+    assert len(set(mix(np.array(words, np.uint64)).tolist())) == len(words)
+
+
+def test_key_of_tells_its_parts_apart():
+    parts = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (2**63,), (2**64 - 1,)]
+    assert len({key_of(*each) for each in parts}) == len(parts)
+    assert len({key_of(seed, epoch) for seed in range(60) for epoch in range(60)}) == 3600
+
+
+@given(n=st.integers(0, 3000), key=KEYS)
+def test_shuffled_is_a_permutation(n, key):
+    order = shuffled(n, key)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(n))
+
+
+# ---- golden values: a resumed run must meet the same order under any later NumPy
+
+
+def test_golden_permute():
+    assert permute(np.arange(10), 10, 42).tolist() == GOLDEN["permute"]
+    assert permute(np.array([0, 1, 10**11]), 10**11 + 1, 2**64 - 1).tolist() == GOLDEN["permute_large"]
+
+
+def test_golden_keys():
+    assert [key_of(), key_of(0), key_of(0, 0), key_of(1, 2, 3), key_of(2**64 - 1)] == GOLDEN["keys"]
+
+
+def test_golden_shuffled():
+    assert shuffled(12, 0).tolist() == GOLDEN["shuffled"]
+    assert shuffled(8, 2**64 - 1).tolist() == GOLDEN["shuffled_large_key"]
+
+
+def test_golden_block_shuffling():
+    blocks = BlockShuffling(block_size=4)
+    assert _order(blocks, 22, seed=0, epoch=0).tolist() == GOLDEN["blocks_epoch_0"]
+    assert _order(blocks, 22, seed=7, epoch=3).tolist() == GOLDEN["blocks_epoch_3"]
+    some = BlockShuffling(block_size=2, indices=[9, 3, 5, 1, 7])
+    assert _order(some, 10, seed=1, epoch=1).tolist() == GOLDEN["blocks_of_indices"]
+
+
+GOLDEN = {
+    "permute": [2, 9, 1, 5, 3, 7, 0, 4, 8, 6],
+    "permute_large": [68093427801, 28694262308, 6247315809],
+    "keys": [0, 3069472533636442495, 3024556869350070252, 6548580830893916435, 7521888212171461645],
+    "shuffled": [0, 2, 11, 9, 1, 8, 5, 4, 3, 10, 6, 7],
+    "shuffled_large_key": [0, 7, 4, 2, 6, 3, 1, 5],
+    "blocks_epoch_0": [2, 3, 4, 5, 6, 7, 8, 9, 14, 15, 16, 17, 18, 19, 20, 21, 10, 11, 12, 13, 0, 1],
+    "blocks_epoch_3": [18, 19, 20, 21, 4, 5, 6, 7, 14, 15, 16, 17, 10, 11, 12, 13, 0, 1, 2, 3, 8, 9],
+    "blocks_of_indices": [5, 7, 1, 3, 9],
+}
+
+
+# ---- the samplings
+
+
+@given(n_rows=N_ROWS, block_size=BLOCK_SIZES, seed=SEEDS, epoch=EPOCHS, cuts=st.lists(st.integers(0, 700), max_size=6))
+@example(n_rows=1, block_size=90, seed=0, epoch=0, cuts=[0, 1])
+@example(n_rows=64, block_size=64, seed=0, epoch=0, cuts=[])
+@example(n_rows=65, block_size=64, seed=0, epoch=0, cuts=[64])
+def test_block_shuffling_gives_every_row_once_however_it_is_sliced(n_rows, block_size, seed, epoch, cuts):
+    sampling = BlockShuffling(block_size=block_size)
+    order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(n_rows))
+    np.testing.assert_array_equal(order, _order(sampling, n_rows, seed=seed, epoch=epoch))
+
+
+@given(n_rows=N_ROWS, shuffle=st.booleans(), seed=SEEDS, epoch=EPOCHS, cuts=st.lists(st.integers(0, 700), max_size=6))
+def test_streaming_gives_every_row_in_order(n_rows, shuffle, seed, epoch, cuts):
+    sampling = Streaming(shuffle=shuffle)
+    assert sampling.shuffles_fetch is shuffle
+    order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
+    np.testing.assert_array_equal(order, np.arange(n_rows))
+
+
+@given(
+    indices=st.lists(st.integers(0, 999), min_size=1, max_size=200, unique=True),
+    block_size=BLOCK_SIZES,
+    epoch=EPOCHS,
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+)
+def test_indices_are_the_rows_that_take_part(indices, block_size, epoch, cuts):
+    blocks = _order(BlockShuffling(block_size=block_size, indices=indices), 1000, epoch=epoch, cuts=cuts)
+    np.testing.assert_array_equal(np.sort(blocks), np.sort(indices))
+    in_order = _order(Streaming(indices=np.array(indices)), 1000, epoch=epoch, cuts=cuts)
+    np.testing.assert_array_equal(in_order, indices)
+
+
+@given(n_rows=N_ROWS, block_size=BLOCK_SIZES, seed=SEEDS, epoch=EPOCHS)
+def test_blocks_are_contiguous_and_the_short_one_comes_last(n_rows, block_size, seed, epoch):
+    order = _order(BlockShuffling(block_size=block_size), n_rows, seed=seed, epoch=epoch)
+    blocks = [order[begin : begin + block_size] for begin in range(0, n_rows, block_size)]
+    for block in blocks:
+        np.testing.assert_array_equal(block, block[0] + np.arange(len(block)))
+    assert [len(block) for block in blocks[:-1]] == [block_size] * (len(blocks) - 1)
+
+
+def test_the_short_block_is_another_in_other_epochs():
+    short = [_order(BlockShuffling(block_size=10), 95, epoch=epoch)[-5:] for epoch in range(40)]
+    begins = {int(block[0]) for block in short}
+    assert begins <= set(range(0, 91, 10))
+    assert len(begins) >= 8  # of ten places
+    assert len(set(np.concatenate(short).tolist())) > 40  # so no row is always among the last
+
+
+@given(seed=SEEDS, epoch=EPOCHS)
+def test_epochs_and_seeds_differ(seed, epoch):
+    blocks = BlockShuffling(block_size=4)
+    order = _order(blocks, 400, seed=seed, epoch=epoch).tolist()
+    assert order != _order(blocks, 400, seed=seed, epoch=epoch + 1).tolist()
+    assert order != _order(blocks, 400, seed=seed + 1, epoch=epoch).tolist()
+    assert order != list(range(400))
+
+
+def test_every_block_begins_everywhere_alike():
+    """Chi-square over (block, place) for 8 blocks and a short one, 3 000 epochs; the seed is fixed."""
+    n_epochs, n_blocks = 3000, 8
+    counts = np.zeros((n_blocks, n_blocks), np.int64)
+    for epoch in range(n_epochs):
+        order = _order(BlockShuffling(block_size=4), 4 * n_blocks + 1, seed=11, epoch=epoch)
+        begins = order[: 4 * n_blocks : 4]
+        counts[np.argsort(np.argsort(begins)), np.arange(n_blocks)] += 1
+    expected = n_epochs / n_blocks
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert 0.001 < scipy.stats.chi2.sf(statistic, (n_blocks - 1) ** 2) < 0.999
+
+
+def test_indices_of_the_caller_are_neither_changed_nor_followed():
+    indices = np.array([5, 2, 9])
+    sampling = BlockShuffling(block_size=1, indices=indices)
+    before = _order(sampling, 10).tolist()
+    assert indices.tolist() == [5, 2, 9]
+    indices[:] = 0
+    assert _order(sampling, 10).tolist() == before
+
+
+# ---- what makes no sense
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 2.5, 1.0, True, "64", None])
+def test_a_block_size_that_is_no_count_is_refused(block_size):
+    with pytest.raises(OptionError, match="block_size"):
+        BlockShuffling(block_size=block_size)
+
+
+BAD_INDICES = {
+    "empty list": [],
+    "empty array": np.empty(0, np.int64),
+    "mask": np.array([True, False]),
+    "list of booleans": [True, False],
+    "fractions": [0.5, 1.0],
+    "labels": ["a", "b"],
+    "table": [[1, 2], [3, 4]],
+    "single number": 3,
+}
+
+
+@pytest.mark.parametrize("kind", [Streaming, BlockShuffling])
+@pytest.mark.parametrize("indices", BAD_INDICES.values(), ids=BAD_INDICES.keys())
+def test_indices_that_are_no_row_numbers_are_refused(kind, indices):
+    with pytest.raises(OptionError, match="indices"):
+        kind(indices=indices)
+
+
+@pytest.mark.parametrize("kind", [Streaming, BlockShuffling])
+@pytest.mark.parametrize(("indices", "bad"), [([0, 10], 10), ([-1, 3], -1), ([2**40], 2**40)])
+def test_a_row_that_the_dataset_does_not_have_is_named(kind, indices, bad):
+    with pytest.raises(OptionError, match=rf"row {bad}\b"):
+        kind(indices=indices).n_rows(10)
+
+
+def test_a_row_given_twice_is_named():
+    with pytest.raises(OptionError, match=r"row 7\b"):
+        BlockShuffling(indices=[3, 7, 1, 7])
