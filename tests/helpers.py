@@ -29,6 +29,7 @@ def counts(n_rows: int, n_genes: int, *, density: float = 0.3, seed: int = 0) ->
         keep[[0, n_rows // 2, n_rows // 2 + 1, n_rows - 1]] = 0
         x = (scipy.sparse.diags(keep) @ x).tocsr().astype(np.float32)
         x.eliminate_zeros()
+        x.sort_indices()
     labels = pd.Categorical.from_codes(rng.integers(-1, 3, n_rows), ["a", "b", "c", "never used"])
     obs = pd.DataFrame(
         {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -268,7 +269,9 @@ class Dataset:
         rows = self._checked_rows(indices)
         x = self.read_rows(rows)
         obs = self.obs().iloc[rows]
-        return ad.AnnData(X=as_scipy(x) if isinstance(x, CsrArrays) else x, obs=obs, var=self.var.copy())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Observation names are not unique")  # a row may be asked for twice
+            return ad.AnnData(X=as_scipy(x) if isinstance(x, CsrArrays) else x, obs=obs, var=self.var.copy())
 
     def _checked_rows(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
         rows = np.asarray(indices)

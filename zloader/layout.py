@@ -217,6 +217,8 @@ def chunk_spans(
         offsets, sizes = table[there].astype(np.int64).T
         by_offset = np.argsort(offsets, kind="stable")
         here, offsets, sizes = here[there][by_offset], offsets[by_offset], sizes[by_offset]
+        if not len(here):
+            continue
         opens = coalesce(offsets, offsets + sizes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
         for begin, end in zip(opens.tolist(), [*opens[1:].tolist(), len(here)], strict=True):
             start = int(offsets[begin])

@@ -8,6 +8,7 @@ This is the only module that names tensorstore.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import botocore.exceptions
 import fsspec
 import tensorstore as ts
 import zarr.abc.store
@@ -105,7 +107,7 @@ class Location:
                 f"not allowed to list {self.url}: {error}. "
                 "Check the key and secret in storage_options or the AWS_* variables"
             ) from error
-        except OSError as error:
+        except (OSError, botocore.exceptions.BotoCoreError) as error:
             raise StoreError(
                 f"cannot list {self.url}: {error}. Is the endpoint right, and does its server run?"
             ) from error
@@ -149,7 +151,7 @@ class ObjectSource:
         for attempt in range(self._options.retries + 1):
             try:
                 async with asyncio.timeout(self._options.deadline_s):
-                    result = await (read if attempt == 0 else _start(kvstore, span))
+                    result = await _result(read if attempt == 0 else _start(kvstore, span))
             except TimeoutError as error:
                 raise DeadlineError(
                     f"{self._at(span)} did not finish within deadline_s={self._options.deadline_s}: "
@@ -189,6 +191,30 @@ def _start(kvstore: Any, span: Span) -> Any:
     return kvstore.read(span.key, byte_range=slice(span.start, span.stop))
 
 
+async def _result(read: Any) -> Any:
+    """Waits for a TensorStore future; cancels the read when the wait is cancelled.
+
+    Not `await read`: that makes TensorStore complain on stderr when a cancelled read ends after the loop is closed.
+    """
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def on_done(_: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the epoch has ended, and nobody waits
+            loop.call_soon_threadsafe(settle)
+
+    read.add_done_callback(on_done)
+    try:
+        await done
+    finally:
+        read.cancel()
+    return read.result()
+
+
 # The process that first used TensorStore. It aborts a process that was forked after that, so we refuse before it does.
 _first_user: int | None = None
 
@@ -207,11 +233,18 @@ def _claim_process() -> None:
 
 async def _open_kvstore(location: Location, credentials: _Credentials) -> Any:
     _claim_process()
+    try:
+        return await ts.KvStore.open(_kvstore_spec(location, credentials))
+    except (ValueError, OSError) as error:
+        raise StoreError(f"cannot open {location.url}: {error}") from error
+
+
+def _kvstore_spec(location: Location, credentials: _Credentials) -> dict[str, Any]:
     # curl gives up a connection that stalls this long; read once a process. Our own deadline is the outer bound.
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     if location.scheme == "file":
-        return await ts.KvStore.open({"driver": "file", "path": location.path + "/"})
+        return {"driver": "file", "path": location.path + "/"}
     bucket, _, prefix = location.path.partition("/")
     options = location.storage_options
     client = dict(options.get("client_kwargs") or {})
@@ -236,7 +269,7 @@ async def _open_kvstore(location: Location, credentials: _Credentials) -> Any:
         spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
     elif region:
         spec["aws_region"] = region
-    return await ts.KvStore.open(spec)
+    return spec
 
 
 class _Credentials:

@@ -1,0 +1,214 @@
+"""The scheduler and reader over a fake source: completion in any order, faults, and each chunk once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import counts, write_store
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.bridge import Bridge
+from zloader.errors import CorruptChunkError, MissingObjectError, ReadError
+from zloader.fetch import FetchScheduler, Recipe
+from zloader.layout import array_layout
+from zloader.mirror import Mirror
+from zloader.plan import Fetch, Plan
+from zloader.reader import BufferPool
+from zloader.testing.source import FakeSource, Fault
+
+ADATA = counts(300, 61, seed=2)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(ADATA, folder / "counts.zarr", folder)
+    return folder / "counts.zarr"
+
+
+def recipe_of(store: Path) -> Recipe:
+    dataset = zl.open_dataset(store)
+    matrix = dataset.matrix()
+    sizes = dataset.object_sizes()
+    return Recipe(
+        matrix=matrix,
+        indptr=dataset.indptr(matrix),
+        obs={},
+        obs_dtypes={},
+        object_sizes=sizes,
+        dense=False,
+        dtype="int32",
+    )
+
+
+def run(recipe, source, fetches, *, mirror=None, options=None):
+    """All minibatches of some fetches, and the scheduler's counters."""
+    options = options or zl.FetchOptions()
+    scheduler = FetchScheduler(recipe, source, mirror, options, BufferPool())
+
+    async def produce(put):
+        await scheduler.run(fetches, put)
+
+    return list(Bridge(produce, ready_bytes=options.ready_bytes, name="test")), scheduler.counters
+
+
+def plan(**options) -> list[Fetch]:
+    sizes = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}
+    whole = Plan(dataset_rows=300, **(sizes | options))
+    return [whole.fetch(number) for number in range(whole.n_fetches)]
+
+
+def check(minibatches) -> np.ndarray:
+    for minibatch in minibatches:
+        wanted = ADATA.X[minibatch.index]
+        np.testing.assert_array_equal(minibatch.x.indptr, wanted.indptr)
+        np.testing.assert_array_equal(minibatch.x.indices, wanted.indices)
+        np.testing.assert_array_equal(minibatch.x.values, wanted.data)
+    return np.concatenate([minibatch.index for minibatch in minibatches])
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 299), min_size=1, max_size=80),
+    seed=st.integers(0, 1000),
+    gap_bytes=st.sampled_from([0, 100, 1 << 20]),
+    max_read_bytes=st.sampled_from([1, 2_000, 1 << 20]),
+)
+def test_any_rows_in_any_order_with_reads_completing_in_any_order(store, rows, seed, gap_bytes, max_read_bytes):
+    rows = np.array(rows)
+    fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
+    options = zl.FetchOptions(gap_bytes=gap_bytes, max_read_bytes=max_read_bytes, in_flight_bytes=4_000)
+    minibatches, _ = run(recipe_of(store), FakeSource(store, seed=seed), [fetch], options=options)
+    assert check(minibatches).tolist() == rows.tolist()
+
+
+def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(store, tmp_path):
+    recipe = recipe_of(store)
+    mirror = Mirror(tmp_path, recipe.matrix.arrays)
+    source = FakeSource(store, seed=1)
+    # No gap: every byte between two wanted chunks would be a chunk read for nothing.
+    options = zl.FetchOptions(gap_bytes=0, prefetch=5)
+    minibatches, counters = run(recipe, source, plan(), mirror=mirror, options=options)
+    assert sorted(check(minibatches)) == list(range(300))
+    chunks = sum(array.n_chunks for array in recipe.matrix.arrays)
+    shards = sum(array.n_shards for array in recipe.matrix.arrays)
+    assert counters.chunks_decoded == chunks
+    assert counters.gets == len(source.reads)
+    assert counters.bytes_read == sum(span.size for span in source.reads)
+    stored = sum(recipe.object_sizes[a.shard_key(s)] for a in recipe.matrix.arrays for s in range(a.n_shards))
+    assert counters.bytes_read == stored
+    twice = Counter((span.key, byte) for span in source.reads for byte in range(span.start, span.stop))
+    assert set(twice.values()) == {1}
+    assert shards > 4  # else this would not have crossed any
+
+    again = FakeSource(store)
+    minibatches, counters = run(recipe, again, plan(epoch=1), mirror=mirror)
+    assert sorted(check(minibatches)) == list(range(300))
+    assert again.reads == []
+    assert counters.chunks_decoded == 0
+
+
+def test_a_half_filled_mirror_is_completed(store, tmp_path):
+    recipe = recipe_of(store)
+    streaming = plan(sampling=zl.Streaming())
+    run(recipe, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(tmp_path, recipe.matrix.arrays))
+    minibatches, counters = run(recipe, FakeSource(store), plan(), mirror=Mirror(tmp_path, recipe.matrix.arrays))
+    assert sorted(check(minibatches)) == list(range(300))
+    assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in recipe.matrix.arrays)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_failed_read_is_raised_after_the_minibatches_before_it(store, seed):
+    recipe = recipe_of(store)
+    fetches = plan(sampling=zl.Streaming())
+    source = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$")], seed=seed)
+    scheduler = FetchScheduler(recipe, source, None, zl.FetchOptions(prefetch=1), BufferPool())
+
+    async def produce(put):
+        await scheduler.run(fetches, put)
+
+    taken = []
+    with pytest.raises(ReadError, match="scripted fault: X/data/c/3 bytes"):
+        taken.extend(Bridge(produce, ready_bytes=1 << 20, name="test"))
+    rows = check(taken)
+    assert rows.tolist() == list(range(len(rows)))  # a prefix, nothing skipped
+
+
+def test_a_flipped_byte_is_read_again_and_only_that_span(store):
+    source = FakeSource(store, faults=[Fault(kind="flip", key="X/indices/c/1$", skip=1, count=1)])
+    minibatches, counters = run(recipe_of(store), source, plan())
+    assert sorted(check(minibatches)) == list(range(300))
+    assert counters.rereads == 1
+
+
+def test_a_flipped_byte_in_a_shard_index_is_read_again(store):
+    source = FakeSource(store, faults=[Fault(kind="flip", key="X/indices/c/1$", count=1)])
+    minibatches, counters = run(recipe_of(store), source, plan())
+    assert sorted(check(minibatches)) == list(range(300))
+    assert counters.rereads == 1
+
+
+@pytest.mark.parametrize("skip", [0, 1], ids=["index", "chunk"])
+@pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
+def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, skip, mirrored):
+    recipe = recipe_of(store)
+    mirror = Mirror(tmp_path, recipe.matrix.arrays) if mirrored else None
+    source = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2$", skip=skip)])
+    with pytest.raises(CorruptChunkError, match="X/data/c/2") as caught:
+        run(recipe, source, plan(sampling=zl.Streaming()), mirror=mirror)
+    if skip:
+        start, stop = map(int, re.search(r"bytes (\d+)-(\d+) of X/data/c/2", str(caught.value)).groups())
+        assert 0 <= start < stop < recipe.object_sizes["X/data/c/2"]
+    # What is in the mirror now is right all the same.
+    good, _ = run(recipe, FakeSource(store), plan(), mirror=mirror)
+    assert sorted(check(good)) == list(range(300))
+
+
+def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(store):
+    recipe = recipe_of(store)
+    sizes = dict(recipe.object_sizes)
+    del sizes["X/data/c/1"]
+    lacking = Recipe(**(vars(recipe) | {"object_sizes": sizes}))
+    with pytest.raises(MissingObjectError, match="X/data/c/1 is not in the store"):
+        run(lacking, FakeSource(store), plan())
+
+    values = zl.open_dataset(store)._root["X/data"].metadata.to_dict()
+    matrix = type(recipe.matrix)(
+        **(vars(recipe.matrix) | {"values": array_layout("X/data", values, absent_is_fill=True)})
+    )
+    foreign = Recipe(**(vars(lacking) | {"matrix": matrix}))
+    minibatches, _ = run(foreign, FakeSource(store), plan())
+    first = recipe.matrix.values.chunk_elements * recipe.matrix.values.chunks_per_shard
+    filled = ADATA.X.data.copy()
+    filled[first : 2 * first] = 0
+    for minibatch in minibatches:
+        wanted = [filled[ADATA.X.indptr[row] : ADATA.X.indptr[row + 1]] for row in minibatch.index]
+        np.testing.assert_array_equal(minibatch.x.values, np.concatenate(wanted))
+
+
+def test_bytes_in_flight_stay_within_their_bound(store):
+    class Watched(FakeSource):
+        held = most = 0
+
+        async def read(self, spans):
+            self.held += sum(span.size for span in spans)
+            self.most = max(self.most, self.held)
+            try:
+                return await super().read(spans)
+            finally:
+                self.held -= sum(span.size for span in spans)
+
+    whole = Watched(store, seed=0)
+    run(recipe_of(store), whole, plan(), options=zl.FetchOptions(prefetch=8))
+    bounded = Watched(store, seed=0)
+    limit = whole.most // 4
+    run(recipe_of(store), bounded, plan(), options=zl.FetchOptions(prefetch=8, in_flight_bytes=limit))
+    largest = max(span.size for span in bounded.reads)
+    assert bounded.most <= max(limit, largest) + 2 * 100  # and two shard indexes, which are not counted
+    assert bounded.most < whole.most
