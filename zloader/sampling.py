@@ -33,7 +33,7 @@ def key_of(*parts: int) -> int:
     """A 64-bit key made of whole numbers such as seed and epoch; differs whenever one of them does."""
     key = np.full(1, len(parts), _U64)
     for part in parts:
-        key = mix(key + _GOLDEN + mix(np.asarray([part & 0xFFFFFFFFFFFFFFFF], _U64) + _GOLDEN))
+        key = mix(key + _GOLDEN + mix(np.asarray([int(part) & 0xFFFFFFFFFFFFFFFF], _U64) + _GOLDEN))
     return int(key[0])
 
 
