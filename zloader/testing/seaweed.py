@@ -8,6 +8,7 @@ measured against `zloader.testing.s3sim` instead.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -32,6 +33,7 @@ _GRPC_OFFSET = 10_000
 _PORTS = range(10_240, 22_700)  # with the offset still below 32768, where the ports of outgoing connections begin
 _START_ATTEMPTS = 5  # another program may take a port between our look and weed's
 _POLL_S = 0.01
+_REQUEST_DEADLINE_S = 5.0
 _STOP_DEADLINE_S = 25.0  # a little more than the guard gives the server
 _LOG_TAIL_BYTES = 2_000
 _NOT_INHERITED = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
@@ -182,27 +184,37 @@ class SeaweedFS:
     def _await_ready(self, deadline: float) -> None:
         """Returns once the bucket is there and a signed write went through."""
         import s3fs  # here, because it takes a quarter of a second, in which the server starts
+        from botocore.exceptions import BotoCoreError
 
-        while not self._accepts():
-            self._pause(deadline, "it does not accept connections")
-        filesystem = s3fs.S3FileSystem(**self.storage_options, skip_instance_cache=True)
+        while not self._answers():
+            self._pause(deadline, "it does not answer requests")
+        patience = {"connect_timeout": _REQUEST_DEADLINE_S, "read_timeout": _REQUEST_DEADLINE_S}
+        filesystem = s3fs.S3FileSystem(
+            **self.storage_options, config_kwargs={**patience, "retries": {"max_attempts": 0}}, skip_instance_cache=True
+        )
+        filesystem.retries = 1  # it is this loop that tries again
         try:
             while True:
                 try:
                     filesystem.makedirs(self.bucket, exist_ok=True)
                     filesystem.pipe(f"{self.bucket}/.ready", b"")
                     filesystem.rm(f"{self.bucket}/.ready")
-                except OSError as error:
+                except (OSError, BotoCoreError) as error:
                     self._pause(deadline, f"a signed write failed with {error!r}")
                 else:
                     return
         finally:
             filesystem.close_session(filesystem.loop, filesystem.s3)
 
-    def _accepts(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
-            return True
-        return False
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=1)
+        try:
+            connection.request("GET", "/")
+            return connection.getresponse().status == http.HTTPStatus.FORBIDDEN  # unsigned
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
     def _pause(self, deadline: float, state: str) -> None:
         """Waits a moment; raises when the server has ended or the deadline has passed."""
