@@ -39,7 +39,7 @@ def key_of(*parts: int) -> int:
 
 def permute(index: Rows, n: int, key: int) -> Rows:
     """Where a keyed permutation of `range(n)` sends each of `index` (int64, each in `range(n)`)."""
-    half = _U64(max(1, ((n - 1).bit_length() + 1) // 2))
+    half = _U64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = _U64((1 << int(half)) - 1)
     keys = mix(_U64(key) + _GOLDEN * np.arange(1, _ROUNDS + 1, dtype=_U64))
     out = index.astype(_U64)
