@@ -1,0 +1,228 @@
+"""Every codec pipeline against what zarr-python wrote, and bytes that are not what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import google_crc32c
+import numpy as np
+import pytest
+import zarr
+import zarr.storage
+from hypothesis import given
+from hypothesis import strategies as st
+from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
+
+from zloader.decode import Decoder, checksum
+from zloader.errors import CorruptChunkError, FormatError
+from zloader.layout import array_layout
+
+CHUNK = 50  # elements
+COMPRESSORS = {
+    "none": [],
+    **{
+        f"blosc {cname} {shuffle}": [BloscCodec(cname=cname, shuffle=shuffle)]
+        for cname, shuffle in itertools.product(["lz4", "zstd"], ["shuffle", "bitshuffle", "noshuffle"])
+    },
+    "blosc lz4hc": [BloscCodec(cname="lz4hc", clevel=9)],
+    "blosc zlib": [BloscCodec(cname="zlib")],
+    "blosc blosclz": [BloscCodec(cname="blosclz")],
+    "blosc stored": [BloscCodec(clevel=0)],
+    "zstd": [ZstdCodec(level=3)],
+    "zstd with its own checksum": [ZstdCodec(level=0, checksum=True)],
+    "gzip": [GzipCodec(level=6)],
+}
+DTYPES = ["uint8", "uint16", "uint32", "uint64", "int8", "int32", "int64", "float16", "float32", "float64", "bool"]
+CHECKED = pytest.mark.parametrize("checked", [False, True], ids=["plain", "crc32c"])
+
+
+def _values(n, dtype):
+    """Numbers that compress a little, with the ends of the dtype among them."""
+    values = np.random.default_rng(3).integers(0, 5, n).astype(dtype)
+    if values.dtype.kind in "iu":
+        values[::7] = np.iinfo(dtype).max
+        values[1::7] = np.iinfo(dtype).min
+    elif values.dtype.kind == "f":
+        values[:5] = [np.nan, np.inf, -np.inf, -0.0, np.finfo(dtype).smallest_subnormal]
+    return values
+
+
+def _written(values, codec, *, checked=False):
+    """The layout of an array that zarr wrote in chunks of CHUNK, not sharded, and the stored bytes of each chunk."""
+    objects = {}
+    array = zarr.create_array(
+        zarr.storage.MemoryStore(objects),
+        name="x",
+        shape=values.shape,
+        dtype=values.dtype,
+        chunks=(CHUNK,),
+        compressors=[*COMPRESSORS[codec], *[Crc32cCodec()] * checked],
+        config={"write_empty_chunks": True},
+    )
+    array[:] = values
+    layout = array_layout("x", json.loads(objects["x/zarr.json"].to_bytes()), absent_is_fill=False)
+    assert (layout.codecs[-1]["name"] == "crc32c") == checked
+    keys = map(layout.shard_key, range(layout.n_shards))
+    return layout, [np.frombuffer(objects[key].to_bytes(), np.uint8) for key in keys]
+
+
+@functools.cache
+def _chunk(codec, *, checked=False):
+    """One chunk of uint16: its layout, its values and its stored bytes."""
+    values = _values(CHUNK, "uint16")
+    layout, (stored,) = _written(values, codec, checked=checked)
+    return layout, values, stored
+
+
+def _decoded(layout, stored, n=CHUNK):
+    found = np.zeros(n, layout.dtype)
+    Decoder(layout).decode(stored, found)
+    return found
+
+
+def _same(found, wanted):
+    assert found.dtype == wanted.dtype
+    assert found.tobytes() == wanted.tobytes()  # NaN and -0.0 too
+
+
+# ---- what was written
+
+
+@CHECKED
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_what_zarr_wrote_is_decoded(dtype, codec, checked):
+    values = _values(3 * CHUNK + 7, dtype)
+    layout, stored = _written(values, codec, checked=checked)
+    decoder = Decoder(layout)
+    found = np.zeros(len(values), dtype)
+    for chunk, content in enumerate(stored):
+        decoder.decode(content, found[chunk * CHUNK : (chunk + 1) * CHUNK])  # the last is shorter
+    _same(found, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_decoded(dtype):
+    values = _values(CHUNK + 1, dtype)
+    layout, stored = _written(values, "blosc lz4 shuffle", checked=True)
+    _same(np.concatenate([_decoded(layout, stored[0]), _decoded(layout, stored[1], 1)]), values)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_chunks_that_compress_badly_or_very_well_are_decoded(codec):
+    noise = np.random.default_rng(0).integers(0, 2**64, CHUNK, np.uint64)
+    values = np.concatenate([noise, np.zeros(CHUNK, np.uint64)])
+    layout, stored = _written(values, codec)
+    _same(np.concatenate([_decoded(layout, content) for content in stored]), values)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_the_stored_bytes_are_left_alone(codec):
+    layout, values, stored = _chunk(codec, checked=True)
+    assert not stored.flags.writeable
+    for content in (stored, stored.copy(), np.concatenate([stored, stored])[len(stored) :]):
+        _same(_decoded(layout, content), values)
+        assert content.tobytes() == stored.tobytes()
+
+
+# ---- what was not
+
+
+@given(codec=st.sampled_from(sorted(COMPRESSORS)), draw=st.data())
+def test_a_flipped_byte_of_a_checked_chunk_is_noticed(codec, draw):
+    layout, _, stored = _chunk(codec, checked=True)
+    flipped = stored.copy()
+    flipped[draw.draw(st.integers(0, len(stored) - 1))] ^= draw.draw(st.integers(1, 255))
+    with pytest.raises(CorruptChunkError, match="crc32c"):
+        _decoded(layout, flipped)
+
+
+@pytest.mark.parametrize("codec", ["zstd with its own checksum", "gzip"])
+def test_a_flip_in_a_codec_with_a_checksum_of_its_own_is_noticed(codec):
+    """Header fields that mean nothing here, such as gzip's time, may change; then the values are right."""
+    layout, values, stored = _chunk(codec)
+    n_noticed = 0
+    for place, change in itertools.product(range(len(stored)), [0x01, 0x20, 0x80, 0xFF]):
+        flipped = stored.copy()
+        flipped[place] ^= change
+        try:
+            found = _decoded(layout, flipped)
+        except CorruptChunkError:
+            n_noticed += 1
+        else:
+            _same(found, values)
+    assert n_noticed > 2 * len(stored)
+
+
+@CHECKED
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_a_chunk_that_was_cut_short_is_noticed(codec, checked):
+    layout, _, stored = _chunk(codec, checked=checked)
+    for length in range(len(stored)):
+        with pytest.raises(CorruptChunkError):
+            _decoded(layout, stored[:length].copy())
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("elements", [1, CHUNK - 1, CHUNK + 1, 2 * CHUNK])
+def test_a_chunk_of_another_size_is_noticed(codec, elements):
+    layout, _, stored = _chunk(codec)
+    other = dataclasses.replace(layout, chunk_elements=elements)
+    for n in {1, elements}:  # also where only a part is wanted
+        with pytest.raises(CorruptChunkError):
+            _decoded(other, stored, n)
+
+
+@pytest.mark.parametrize("announced", [0, 1, 99, 101, 200, 2**31 - 1, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("codec", [codec for codec in COMPRESSORS if codec.startswith("blosc")])
+def test_a_blosc_header_that_announces_another_size_is_noticed(codec, announced):
+    """Blosc itself believes its header, and writes as many bytes as that says."""
+    layout, _, stored = _chunk(codec)
+    wrong = stored.copy()
+    wrong[4:8] = np.array([announced], "<u4").view(np.uint8)
+    with pytest.raises(CorruptChunkError, match="header"):
+        _decoded(layout, wrong)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_bytes_of_something_else_are_noticed(codec):
+    layout, _, stored = _chunk(codec, checked=True)
+    for other in (b"", b"x", b"<html>Service Unavailable</html>" * 20, bytes(len(stored) + 1)):
+        with pytest.raises(CorruptChunkError):
+            _decoded(layout, np.frombuffer(other, np.uint8))
+
+
+# ---- making a decoder
+
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+UNKNOWN = {
+    "unknown compressor": [BYTES, {"name": "pcodec"}],
+    "big endian": [{"name": "bytes", "configuration": {"endian": "big"}}],
+    "two compressors": [BYTES, {"name": "zstd"}, {"name": "gzip"}],
+    "checksum before the compressor": [BYTES, {"name": "crc32c"}, {"name": "zstd"}],
+    "two checksums": [BYTES, {"name": "crc32c"}, {"name": "crc32c"}],
+    "transposed": [{"name": "transpose", "configuration": {"order": [0]}}, BYTES],
+    "strings": [{"name": "vlen-utf8"}, {"name": "zstd"}],
+}
+
+
+@pytest.mark.parametrize("codecs", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_unknown_codecs_are_refused_and_named(codecs):
+    layout, _, _ = _chunk("none")
+    with pytest.raises(FormatError, match=r"x is .*zloader convert") as caught:
+        Decoder(dataclasses.replace(layout, codecs=tuple(codecs)))
+    assert codecs[-1]["name"] in str(caught.value)
+
+
+@given(values=st.binary(max_size=100))
+def test_checksum_is_the_crc32c_of_the_bytes(values):
+    assert checksum(np.frombuffer(values, np.uint8)) == google_crc32c.value(values)
+    words = np.frombuffer(values[: len(values) // 4 * 4], "<u4")
+    assert checksum(words) == google_crc32c.value(words.tobytes())
+
+
+def test_checksum_is_castagnolis():
+    assert checksum(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283  # the check value of RFC 3720's polynomial
