@@ -282,10 +282,15 @@ def test_options_that_make_no_sense_are_refused(wrong, message):
         Plan(**(GOOD | wrong))
 
 
-def test_numpy_integers_are_numbers_too():
+@pytest.mark.parametrize("kind", [np.int64, np.uint16])
+def test_numpy_integers_are_numbers_too(kind):
     plain = Plan(**GOOD)
-    numpy = Plan(**{name: np.int64(value) if isinstance(value, int) else value for name, value in GOOD.items()})
+    numbers = {name: kind(value) for name, value in GOOD.items() if isinstance(value, int)}
+    numpy = Plan(**(GOOD | numbers | {"sampling": BlockShuffling(block_size=kind(8))}))
     assert _listed(numpy) == _listed(plain)
+    for name, value in numbers.items():
+        assert _listed(Plan(**(GOOD | {name: value}))) == _listed(plain)
+    assert _listed(Plan(**(GOOD | {"sampling": BlockShuffling(block_size=kind(8))}))) == _listed(plain)
 
 
 def test_a_block_as_large_as_a_fetch_is_allowed():
