@@ -225,6 +225,9 @@ class _Conversion:
     def _write_small(self, group: zarr.Group, name: str, element: Any) -> None:
         def write(function: Any, into: zarr.Group, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
             function(into, key, leaf, dataset_kwargs={**dataset_kwargs, **self._storage(leaf)})
+            if leaf is None:  # anndata leaves the one chunk away that stands for None
+                array: Any = into[key]
+                array[...] = False
 
         path = f"{group.path}/{name}".strip("/")
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 
-from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError  # type: ignore[import-untyped]
+from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.sync import sync

@@ -54,8 +54,9 @@ class ConvertOptions:
     codec: str = "lz4"
     # Keeps the dtypes of data, indices and indptr as they are in the source.
     preserve_dtype: bool = False
-    # Values and indices read at once; two such windows are held.
-    window_bytes: int = 256 * MiB
+    # Values and indices read at once; two such windows are held. 16 and 64 MiB run alike, 256 MiB takes 20 % longer
+    # (page faults) and 350 MB more. CSC is transposed in pieces of a window's size: larger ones are fewer.
+    window_bytes: int = 64 * MiB
 
     def __post_init__(self) -> None:
         require_count(chunk_rows=self.chunk_rows, window_bytes=self.window_bytes, shard_size=self.shard_bytes)

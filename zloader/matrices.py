@@ -6,6 +6,7 @@ object.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -190,7 +191,7 @@ class ShardWriter:
     def __init__(self, array: zarr.Array[Any], encoder: ChunkEncoder, pool: Threads) -> None:
         assert array.shards is not None
         self._array, self._encoder, self._threads = array, encoder, pool
-        self._chunk = array.chunks[0] * int(np.prod(array.shape[1:], dtype=np.int64))
+        self._chunk = math.prod(array.chunks)
         self._chunks_per_shard = array.shards[0] // array.chunks[0]
         self._tail = np.empty(0, encoder.dtype)  # elements that do not fill a chunk yet
         self._encoding: list[Future[bytes]] = []
