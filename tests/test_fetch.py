@@ -37,6 +37,7 @@ def recipe_of(store: Path) -> Recipe:
     matrix = dataset.matrix()
     sizes = dataset.object_sizes()
     return Recipe(
+        url=str(store),
         matrix=matrix,
         indptr=dataset.indptr(matrix),
         obs={},
@@ -175,7 +176,7 @@ def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(sto
     sizes = dict(recipe.object_sizes)
     del sizes["X/data/c/1"]
     lacking = Recipe(**(vars(recipe) | {"object_sizes": sizes}))
-    with pytest.raises(MissingObjectError, match="X/data/c/1 is not in the store"):
+    with pytest.raises(MissingObjectError, match="X/data/c/1 is not there"):
         run(lacking, FakeSource(store), plan())
 
     values = zl.open_dataset(store)._root["X/data"].metadata.to_dict()

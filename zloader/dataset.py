@@ -287,6 +287,7 @@ class Dataset:
         matrix = self.matrix(x)
         options = options or FetchOptions()
         recipe = Recipe(
+            url=self.location.url,
             matrix=matrix,
             indptr=self.indptr(matrix),
             obs={},

@@ -50,7 +50,7 @@ class Decoder:
         Raises CorruptChunkError when the checksum differs or the bytes do not decode to a whole chunk.
         """
         if self._checked:
-            if len(stored) < 4 or google_crc32c.value(stored[:-4]) != _UINT32.unpack_from(stored, len(stored) - 4)[0]:
+            if len(stored) < 4 or google_crc32c.value(stored[:-4]) != _uint32(stored, len(stored) - 4):
                 raise CorruptChunkError("its crc32c differs from the one stored with it")
             stored = stored[:-4]
         whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
@@ -62,6 +62,11 @@ class Decoder:
             out[:] = whole[: len(out)]
 
 
+def _uint32(stored: Bytes, at: int) -> int:
+    value: int = _UINT32.unpack_from(stored.data, at)[0]
+    return value
+
+
 def _copy(stored: Bytes, out: NDArray[Any]) -> None:
     target = out.view(np.uint8)
     if len(stored) != len(target):
@@ -70,7 +75,7 @@ def _copy(stored: Bytes, out: NDArray[Any]) -> None:
 
 
 def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
-    if len(stored) < 16 or _UINT32.unpack_from(stored, 4)[0] != out.nbytes:
+    if len(stored) < 16 or _uint32(stored, 4) != out.nbytes:
         raise ValueError(f"its blosc header does not announce {out.nbytes} bytes")
     numcodecs.blosc.decompress(stored, out)
 

@@ -31,10 +31,12 @@ _GROUP = 8
 class Recipe:
     """What minibatches are made of, beside the rows.
 
-    `matrix` is None when no x is wanted; `indptr` belongs to a CSR matrix; `obs` holds one value for every row of the
-    dataset, given out as `obs_dtypes`; `object_sizes` gives the bytes of each stored object; `dtype` is that of x.
+    `url` names the store in messages; `matrix` is None when no x is wanted; `indptr` belongs to a CSR matrix; `obs`
+    holds one value for every row of the dataset, given out as `obs_dtypes`; `object_sizes` gives the bytes of each
+    stored object; `dtype` is that of x.
     """
 
+    url: str
     matrix: MatrixLayout | None
     indptr: NDArray[np.integer] | None
     obs: Mapping[str, NDArray[np.generic]]
@@ -71,6 +73,7 @@ class FetchScheduler:
         upcoming = iter(fetches)
         with ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-worker") as threads:
             shop = Workshop(
+                url=self._recipe.url,
                 options=self._options,
                 source=self._source,
                 object_sizes=self._recipe.object_sizes,

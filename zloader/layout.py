@@ -78,7 +78,7 @@ class ArrayLayout:
 
     def parse_index(self, stored: bytes, *, shard: int, object_size: int) -> NDArray[np.uint64]:
         """Offset and size in bytes of each chunk of a shard (chunks x 2, uint64); ABSENT for one that is not there."""
-        where = f"the index of shard {self.shard_key(shard)}"
+        where = f"the shard index of {self.shard_key(shard)}"
         body = stored[:-4] if self.index_checksum else stored
         if self.index_checksum and google_crc32c.value(body) != int.from_bytes(stored[-4:], "little"):
             raise CorruptChunkError(f"{where} does not match its checksum")
@@ -86,9 +86,7 @@ class ArrayLayout:
         there = table[:, 0] != ABSENT
         ends = table[there].sum(axis=1)
         if len(ends) and (ends.max() > object_size or (table[there] > object_size).any()):
-            raise CorruptChunkError(
-                f"{where} points to byte {int(ends.max())}, but the object has {object_size}: it was cut short"
-            )
+            raise CorruptChunkError(f"{where} points to byte {int(ends.max())}, but the object has {object_size} bytes")
         return table
 
 

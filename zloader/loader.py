@@ -153,6 +153,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         matrix = None if self.x is None else self.dataset.matrix(self.x)
         columns = {name: self.dataset.obs_column(name) for name in self.obs}
         recipe = Recipe(
+            url=self.dataset.location.url,
             matrix=matrix,
             indptr=None if matrix is None else self.dataset.indptr(matrix),
             obs={name: column.values for name, column in columns.items()},

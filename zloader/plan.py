@@ -52,6 +52,9 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
                 raise OptionError(f"{name} must be a whole number of at least 0, not {value!r}")
+        # NumPy's integers overflow where Python's do not.
+        for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.rank >= self.world_size:
             raise OptionError(f"rank {self.rank} does not exist in a world of {self.world_size}: ranks count from 0")
         block_size = getattr(self.sampling, "block_size", 1)

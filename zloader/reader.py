@@ -79,6 +79,7 @@ class Elements:
 class Workshop:
     """What all loads of one epoch share: options, threads, budget, buffers and counters."""
 
+    url: str  # of the store, for messages
     options: FetchOptions
     source: Source
     object_sizes: Mapping[str, int]
@@ -248,7 +249,7 @@ class ArrayReader:
                 self._decoder.decode(view[start:stop], slot)
             except CorruptChunkError as error:
                 raise CorruptChunkError(
-                    f"chunk {chunk} of {self._layout.path}, bytes {piece.span.start + start}-"
+                    f"{self._shop.url}: chunk {chunk} of {self._layout.path}, bytes {piece.span.start + start}-"
                     f"{piece.span.start + stop - 1} of {piece.span.key}: {error}. "
                     "Restore this object or convert the store again"
                 ) from error
@@ -259,7 +260,8 @@ class ArrayReader:
         for chunk, slot in zip(absent.tolist(), slots, strict=True):
             if not self._layout.absent_is_fill:
                 raise MissingObjectError(
-                    f"chunk {chunk} of {self._layout.path} was never written: the store is incomplete. Convert it again"
+                    f"{self._shop.url}: chunk {chunk} of {self._layout.path} was never written: the store is "
+                    "incomplete. Convert it again"
                 )
             slot[:] = self._layout.fill_value
             if self._mirror is not None:
@@ -276,7 +278,7 @@ class ArrayReader:
         if size is None:
             if self._layout.absent_is_fill:
                 return np.full((self._layout.chunks_per_shard, 2), ABSENT, np.uint64)
-            raise MissingObjectError(f"{key} is not in the store: it is incomplete. Convert it again")
+            raise MissingObjectError(f"{self._shop.url}: {key} is not there: the store is incomplete. Convert it again")
         if not self._layout.sharded:
             return np.array([[0, size]], np.uint64)
         span = self._layout.index_span(shard, size)
@@ -284,9 +286,12 @@ class ArrayReader:
             try:
                 (stored,) = await self._shop.read([span])
                 return self._layout.parse_index(stored, shard=shard, object_size=size)
-            except CorruptChunkError:
+            except CorruptChunkError as error:
                 if attempt == self._shop.options.retries:
-                    raise
+                    raise CorruptChunkError(
+                        f"{self._shop.url}: {key} bytes {span.start}-{span.stop - 1}: {error}. "
+                        "Restore this object or convert the store again"
+                    ) from error
                 self._shop.counters.rereads += 1
         raise AssertionError("unreachable")
 

@@ -148,6 +148,7 @@ class ObjectSource:
                 read.cancel()
 
     async def _finished(self, kvstore: Any, span: Span, read: Any) -> bytes:
+        """What one read gave, asked for again where it gave too little."""
         for attempt in range(self._options.retries + 1):
             try:
                 async with asyncio.timeout(self._options.deadline_s):
@@ -158,7 +159,10 @@ class ObjectSource:
                     "is the server reachable? A slow link needs a longer deadline_s"
                 ) from error
             except (ValueError, OSError) as error:  # how TensorStore shows native failures: status word first
-                raise self._translated(error, span) from error
+                if not str(error).startswith("OUT_OF_RANGE"):
+                    raise self._translated(error, span) from error
+                gave = str(error).partition(": ")[2]
+                continue
             if result.state == "missing":
                 raise MissingObjectError(
                     f"{self._at(span)}: there is no such object. Was the store changed or deleted?"
@@ -166,8 +170,9 @@ class ObjectSource:
             stored: bytes = result.value
             if len(stored) == span.size:
                 return stored
+            gave = f"it gave {len(stored)} of {span.size} bytes"
         raise TruncatedObjectError(
-            f"{self._at(span)} gave {len(stored)} of {span.size} bytes, {attempt + 1} times: the object was cut short. "
+            f"{self._at(span)} failed {self._options.retries + 1} times ({gave}): the object was cut short. "
             "Restore or convert the store again"
         )
 
@@ -182,8 +187,6 @@ class ObjectSource:
                 f"{self._at(span)} is not allowed ({reason}). "
                 "Check the key and secret in storage_options or the AWS_* variables"
             )
-        if status == "OUT_OF_RANGE":
-            return TruncatedObjectError(f"{self._at(span)} lies outside the object ({reason}): it was cut short")
         return ReadError(f"{self._at(span)} failed after TensorStore's retries: {status}: {reason}")
 
 
