@@ -1,0 +1,205 @@
+"""The four compiled gathers against SciPy and NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from zloader import gather
+
+# Stored dtypes of genes and values, and the dtype wanted; each triple is compiled once, so not every one is here.
+CSR_DTYPES = [
+    ("uint8", "uint8", "float32"),
+    ("uint16", "uint8", "float32"),
+    ("uint16", "uint16", "int64"),
+    ("uint32", "uint32", "int64"),
+    ("int32", "int32", "float64"),
+    ("int64", "int64", "int64"),
+    ("int32", "float32", "float32"),
+    ("int64", "float64", "float64"),
+    ("uint16", "bool", "float32"),
+]
+DENSE_DTYPES = [
+    ("uint8", "float32"),
+    ("uint16", "int32"),
+    ("uint32", "int64"),
+    ("int32", "float64"),
+    ("int64", "int64"),
+    ("float32", "float32"),
+    ("float64", "float32"),
+    ("float64", "float64"),
+    ("bool", "float32"),
+]
+N_GENES = 12
+
+
+def _numbers(dtype):
+    """Numbers of a stored dtype that every wanted dtype above can hold, but for rounding, and often zero."""
+    kind = np.dtype(dtype)
+    if kind.kind == "b":
+        return st.booleans()
+    if kind.kind == "f":
+        width = 8 * kind.itemsize
+        special = st.sampled_from([0.0, -0.0, 1.0, np.nan, np.inf, -np.inf, 1e-30])
+        return special | st.floats(width=width, min_value=-(2.0**100), max_value=2.0**100)
+    limits = np.iinfo(dtype)
+    # Counts above 2**53 would be rounded twice on their way to float32, through float64.
+    return st.just(0) | st.integers(max(int(limits.min), -(2**52)), min(int(limits.max), 2**52))
+
+
+@st.composite
+def csr_rows(draw, genes, values):
+    """A canonical CSR matrix of some rows, empty ones among them, and rows to take from it, repeated at will."""
+    n_rows = draw(st.integers(1, 8))
+    rows = [sorted(draw(st.sets(st.integers(0, N_GENES - 1), max_size=draw(st.sampled_from([0, N_GENES])))))]
+    rows += [sorted(draw(st.sets(st.integers(0, N_GENES - 1)))) for _ in range(n_rows - 1)]
+    indptr = np.cumsum([0, *map(len, rows)])
+    stored = draw(hnp.arrays(values, int(indptr[-1]), elements=_numbers(values)))
+    taken = draw(st.lists(st.integers(0, n_rows - 1), max_size=10))
+    columns = np.array([gene for row in rows for gene in row], genes)
+    return columns, stored, indptr, np.array(taken, np.int64)
+
+
+def _scattered(elements, starts, lengths, before):
+    """The same rows of elements in another place: each row `before` elements after the one before it, read-only."""
+    room = np.full(len(elements) + before * (len(starts) + 1), 99, elements.dtype)
+    moved = starts + before * np.arange(1, len(starts) + 1)
+    for start, to, n in zip(starts, moved, lengths, strict=True):
+        room[to : to + n] = elements[start : start + n]
+    room.flags.writeable = False
+    return room, moved
+
+
+def _same(found, wanted):
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    np.testing.assert_array_equal(found, wanted)  # NaN equals NaN
+
+
+def _check_csr(found, wanted, dtype):
+    """`wanted` is a SciPy matrix with the same values stored."""
+    assert found.n_genes == wanted.shape[1]
+    assert found.indptr.dtype == found.indices.dtype == np.int64
+    _same(found.indptr, wanted.indptr.astype(np.int64))
+    _same(found.indices, wanted.indices.astype(np.int64))
+    _same(found.values, wanted.data.astype(dtype))
+    for array in (found.indptr, found.indices, found.values):
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert array.flags.owndata
+
+
+@pytest.mark.parametrize(("genes", "values", "dtype"), CSR_DTYPES)
+@given(draw=st.data())
+def test_csr_from_csr(genes, values, dtype, draw):
+    columns, stored, indptr, taken = draw.draw(csr_rows(genes, values))
+    lengths = np.diff(indptr)
+    in_genes, gene_starts = _scattered(columns, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
+    in_values, value_starts = _scattered(stored, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
+    starts = (gene_starts[taken], value_starts[taken])
+    found = gather.csr_from_csr(in_genes, in_values, starts, lengths[taken], n_genes=N_GENES, dtype=dtype)
+    wanted = scipy.sparse.csr_matrix((stored, columns.astype(np.int64), indptr), shape=(len(lengths), N_GENES))[taken]
+    _check_csr(found, wanted, dtype)
+    for row in range(len(taken)):  # canonical: ascending, no gene twice
+        assert (np.diff(found.indices[found.indptr[row] : found.indptr[row + 1]]) > 0).all()
+
+
+@pytest.mark.parametrize(("genes", "values", "dtype"), CSR_DTYPES)
+@given(draw=st.data())
+def test_dense_from_csr(genes, values, dtype, draw):
+    columns, stored, indptr, taken = draw.draw(csr_rows(genes, values))
+    lengths = np.diff(indptr)
+    in_genes, gene_starts = _scattered(columns, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
+    in_values, value_starts = _scattered(stored, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
+    starts = (gene_starts[taken], value_starts[taken])
+    found = gather.dense_from_csr(in_genes, in_values, starts, lengths[taken], n_genes=N_GENES, dtype=dtype)
+    wanted = np.zeros((len(lengths), N_GENES), dtype)
+    for row in range(len(lengths)):
+        at = slice(indptr[row], indptr[row + 1])
+        wanted[row, columns[at]] = stored[at].astype(dtype)
+    _same(found, wanted[taken])
+
+
+@given(
+    genes=st.lists(st.integers(0, 4), max_size=30),
+    draw=st.data(),
+)
+def test_dense_from_csr_sums_a_gene_that_stands_twice(genes, draw):
+    stored = draw.draw(hnp.arrays("int32", len(genes), elements=st.integers(-1000, 1000)))
+    found = gather.dense_from_csr(
+        np.array(genes, np.int32),
+        stored,
+        (np.zeros(1, np.int64), np.zeros(1, np.int64)),
+        np.array([len(genes)]),
+        n_genes=5,
+        dtype="int64",
+    )
+    _same(found, np.bincount(np.array(genes, np.int64), stored, minlength=5)[None].astype(np.int64))
+
+
+@st.composite
+def dense_rows(draw, values):
+    """A dense matrix with many zeros, laid out flat behind a few other elements, and rows to take from it."""
+    n_rows, n_genes, before = draw(st.integers(1, 8)), draw(st.integers(1, 6)), draw(st.integers(0, 3))
+    matrix = draw(hnp.arrays(values, (n_rows, n_genes), elements=_numbers(values), fill=st.just(0)))
+    flat = np.concatenate([np.ones(before, values), matrix.ravel()])
+    flat.flags.writeable = False
+    taken = np.array(draw(st.lists(st.integers(0, n_rows - 1), max_size=10)), np.int64)
+    return matrix, flat, before + taken * n_genes, taken
+
+
+@pytest.mark.parametrize(("values", "dtype"), DENSE_DTYPES)
+@given(draw=st.data())
+def test_dense_from_dense(values, dtype, draw):
+    matrix, flat, starts, taken = draw.draw(dense_rows(values))
+    found = gather.dense_from_dense(flat, starts, n_genes=matrix.shape[1], dtype=dtype)
+    _same(found, matrix[taken].astype(dtype))
+    assert found.flags.writeable
+
+
+@pytest.mark.parametrize(("values", "dtype"), DENSE_DTYPES)
+@given(draw=st.data())
+def test_csr_from_dense(values, dtype, draw):
+    matrix, flat, starts, taken = draw.draw(dense_rows(values))
+    found = gather.csr_from_dense(flat, starts, n_genes=matrix.shape[1], dtype=dtype)
+    _check_csr(found, scipy.sparse.csr_matrix(matrix[taken]), dtype)
+
+
+def test_signed_zeros_and_nan_survive():
+    flat = np.array([np.nan, -0.0, 0.0, np.inf], np.float32)
+    dense = gather.dense_from_dense(flat, np.array([0]), n_genes=4, dtype="float32")
+    assert dense.tobytes() == flat.tobytes()
+    csr = gather.csr_from_dense(flat, np.array([0]), n_genes=4, dtype="float32")
+    assert csr.indices.tolist() == [0, 3]  # zero has no sign here, and NaN is a value
+
+
+def test_no_rows():
+    nothing, none = np.empty(0, np.int64), np.empty(0, np.uint16)
+    csr = gather.csr_from_csr(none, none, (nothing, nothing), nothing, n_genes=7, dtype="float32")
+    assert (csr.indptr.tolist(), len(csr.indices), len(csr.values), csr.n_genes) == ([0], 0, 0, 7)
+    dense = gather.dense_from_csr(none, none, (nothing, nothing), nothing, n_genes=7, dtype="float32")
+    assert dense.shape == (0, 7)
+
+
+def test_nothing_but_empty_rows():
+    """Their starts may lie anywhere, also beyond what is loaded."""
+    starts, none = np.array([0, 50, 2**40]), np.empty(0, np.uint16)
+    lengths = np.zeros(3, np.int64)
+    csr = gather.csr_from_csr(none, none, (starts, starts), lengths, n_genes=7, dtype="float32")
+    assert (csr.indptr.tolist(), len(csr.indices)) == ([0, 0, 0, 0], 0)
+    dense = gather.dense_from_csr(none, none, (starts, starts), lengths, n_genes=7, dtype="int64")
+    _same(dense, np.zeros((3, 7), np.int64))
+
+
+def test_the_gathers_read_a_file_in_memory(tmp_path):
+    """As the mirror does: a read-only map, rows far apart."""
+    file = tmp_path / "x.flat"
+    np.arange(100_000, dtype=np.uint16).tofile(file)
+    mapped = np.memmap(file, np.uint16, mode="r")
+    starts, lengths = np.array([99_990, 0, 50_000]), np.array([10, 3, 0])
+    csr = gather.csr_from_csr(mapped, mapped, (starts, starts), lengths, n_genes=2**16, dtype="float32")
+    assert csr.values.tolist() == [*(value % 2**16 for value in range(99_990, 100_000)), 0, 1, 2]
