@@ -6,6 +6,7 @@ numcodecs decompresses (releasing the GIL) straight into the buffer where the co
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ class Decoder:
         whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
         try:
             self._decompress(stored, whole)
-        except (RuntimeError, ValueError, EOFError, OSError) as error:
+        except (RuntimeError, ValueError, EOFError, OSError, zlib.error) as error:
             raise CorruptChunkError(f"it does not decode: {error}") from error
         if whole is not out:
             out[:] = whole[: len(out)]
@@ -75,8 +76,9 @@ def _copy(stored: Bytes, out: NDArray[Any]) -> None:
 
 
 def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
-    if len(stored) < 16 or _uint32(stored, 4) != out.nbytes:
-        raise ValueError(f"its blosc header does not announce {out.nbytes} bytes")
+    # Blosc trusts its header (bytes 4-7: decoded size, 12-15: stored size) and would read past the end of a short chunk.
+    if len(stored) < 16 or _uint32(stored, 4) != out.nbytes or _uint32(stored, 12) != len(stored):
+        raise ValueError(f"its blosc header does not announce {out.nbytes} bytes in {len(stored)} stored")
     numcodecs.blosc.decompress(stored, out)
 
 

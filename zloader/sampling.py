@@ -142,6 +142,7 @@ class BlockShuffling(_Subset):
 
     def __post_init__(self) -> None:
         require_count(block_size=self.block_size)
+        object.__setattr__(self, "block_size", int(self.block_size))  # NumPy's integers overflow
         rows = _checked(self.indices)
         if rows is not None:
             rows = np.sort(rows)
