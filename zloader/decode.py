@@ -76,7 +76,7 @@ def _copy(stored: Bytes, out: NDArray[Any]) -> None:
 
 
 def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
-    # Blosc trusts its header (bytes 4-7: decoded size, 12-15: stored size) and would read past the end of a short chunk.
+    # Blosc trusts its header (bytes 4-7: decoded size, 12-15: stored size) and would read past a short chunk.
     if len(stored) < 16 or _uint32(stored, 4) != out.nbytes or _uint32(stored, 12) != len(stored):
         raise ValueError(f"its blosc header does not announce {out.nbytes} bytes in {len(stored)} stored")
     numcodecs.blosc.decompress(stored, out)
