@@ -108,7 +108,11 @@ def convert_to(
             raise
         destination.clear()
         store = destination.store()
-        conversion.write(store, list(zip(matrices, scans, strict=True)))
+        try:
+            conversion.write(store, list(zip(matrices, scans, strict=True)))
+        except BaseException:
+            store.abandon()
+            raise
         destination.release()
     changes = [change for matrix, scan in zip(matrices, scans, strict=True) for change in _changes(matrix, scan)]
     return ConversionReport(

@@ -1,11 +1,12 @@
 """Where a conversion writes: what may be replaced, and what marks it as unfinished.
 
-The first object written is a marker, the last the root's `zarr.json`, after which the marker goes. Until then nothing
-opens as a store, and whoever finds the marker may clear the rest away.
+The first object written is a marker and the last is the root's `zarr.json`, after which the marker goes. Until then
+nothing opens as a store, and whoever finds the marker may clear the rest away.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 
@@ -20,7 +21,7 @@ from zloader.store import Location
 
 MARKER = "zloader.partial"
 _ROOT = "zarr.json"
-_ROOTS = (_ROOT, ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+_METADATA = (_ROOT, ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 
 
 class Destination:
@@ -37,7 +38,7 @@ class Destination:
         there, url = self._keys(), self.location.url
         if not there or MARKER in there:
             return
-        if not there.intersection(_ROOTS):
+        if not there.intersection(_METADATA):
             raise StoreExistsError(
                 f"{url} holds something that is no Zarr store: it is never overwritten. Move it away"
             )
@@ -57,8 +58,8 @@ class Destination:
         """Deletes everything but the marker, the root's metadata first."""
         filesystem, path = self.location.filesystem(), self.location.path
         names = {key.split("/")[0] for key in self._keys()} - {MARKER}
-        roots = [f"{path}/{name}" for name in _ROOTS if name in names]
-        others = [f"{path}/{name}" for name in sorted(names.difference(_ROOTS))]
+        roots = [f"{path}/{name}" for name in _METADATA if name in names]
+        others = [f"{path}/{name}" for name in sorted(names.difference(_METADATA))]
         with _translated("delete what is in", self.location.url):
             for batch in (roots, others):
                 if batch:
@@ -74,46 +75,68 @@ class Destination:
         return PendingStore(self.location.zarr_store(read_only=False), self.location.url)
 
     def _keys(self) -> set[str]:
+        path = self.location.path
         try:
             with _translated("look at", self.location.url):
-                return set(self.location.listing())
+                return {key[len(path) + 1 :] for key in self.location.filesystem().find(path)}
         except StoreNotFoundError:
             return set()  # a bucket that is not there shows in `claim`
 
 
 class PendingStore(WrapperStore[Store]):
-    """Keeps the root's `zarr.json` in memory until `commit`, and knows the `sizes` in bytes of what it has stored."""
+    """Keeps all metadata (`zarr.json`) in memory until `commit`, so that nothing opens before, not even a group.
+
+    It is made for an empty place: metadata is looked for in memory alone, which saves some ten requests an array.
+    `sizes` are the bytes of each object stored.
+    """
 
     def __init__(self, store: Store, url: str = "") -> None:
         super().__init__(store)
         self._url = url
-        self._root: Buffer | None = None
+        self._held: dict[str, Buffer] = {}
+        self._abandoned = False
         self.sizes: dict[str, int] = {}
 
     def commit(self) -> None:
-        """Stores the root's metadata: from now on the store opens."""
-        assert self._root is not None
-        root, self._root = self._root, None
-        sync(self.set(_ROOT, root, hold=False))
+        """Stores the metadata, the root's after all other: from then on the store opens."""
+        sync(self._commit())
 
-    async def set(self, key: str, value: Buffer, *, hold: bool = True) -> None:
-        """Stores an object whole, or holds the root's metadata back."""
-        if key == _ROOT and hold:
-            self._root = value
-            return
+    def abandon(self) -> None:
+        """Refuses all further objects: after Ctrl-C zarr's own thread goes on with what it was told to write."""
+        self._abandoned = True
+
+    async def _commit(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for key, value in self._held.items():
+                    if key != _ROOT:
+                        group.create_task(self._put(key, value))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        await self._put(_ROOT, self._held[_ROOT])
+
+    async def _put(self, key: str, value: Buffer) -> None:
+        if self._abandoned:
+            raise StoreError(f"the conversion to {self._url} was interrupted: run it again")
         with _translated(f"write {key} to", self._url):
             await self._store.set(key, value)
         self.sizes[key] = len(value)
 
+    async def set(self, key: str, value: Buffer) -> None:
+        if _is_metadata(key):
+            self._held[key] = value
+        else:
+            await self._put(key, value)
+
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        if key == _ROOT and self._root is not None:
-            return self._root
+        if _is_metadata(key):
+            return self._held.get(key)
         with _translated(f"read {key} from", self._url):
             return await self._store.get(key, prototype, byte_range)
 
     async def exists(self, key: str) -> bool:
-        if key == _ROOT and self._root is not None:
-            return True
+        if _is_metadata(key):
+            return key in self._held
         with _translated(f"look for {key} in", self._url):
             return await self._store.exists(key)
 
@@ -125,11 +148,21 @@ class PendingStore(WrapperStore[Store]):
         for key, value in values:
             await self.set(key, value)
 
+    async def delete(self, key: str) -> None:
+        if _is_metadata(key):
+            self._held.pop(key, None)
+        else:
+            await self._store.delete(key)
+
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Names below a prefix, without the marker: it is no part of the hierarchy."""
-        async for name in self._store.list_dir(prefix):
-            if prefix or name != MARKER:
-                yield name
+        """The names of the groups and arrays below a prefix."""
+        above = f"{prefix.rstrip('/')}/" if prefix else ""
+        for name in sorted({key[len(above) :].split("/")[0] for key in self._held if key.startswith(above)}):
+            yield name
+
+
+def _is_metadata(key: str) -> bool:
+    return key.rsplit("/", 1)[-1] in _METADATA
 
 
 @contextlib.contextmanager
