@@ -1,0 +1,154 @@
+"""Cold and warm epochs from a local store, beside the limit that decoding sets.
+
+    python benchmarks/epochs.py STORE [--epochs 5] [--batch-size 64 --block-size 64 --fetch-factor 256]
+
+STORE is an AnnData Zarr on a local disk, for example that of
+
+    python benchmarks/synthetic.py /tmp/tahoe.h5ad --rows 100000 && zloader convert /tmp/tahoe.h5ad /tmp/tahoe.zarr
+
+What is measured, in turns, so that a change of the machine's speed hits all alike:
+
+- decode: numcodecs alone over the chunks of one epoch, from memory, in as many threads as the loader uses. Nothing that
+  reads from this store without a mirror can be faster.
+- cold: an epoch without a mirror. Every block's edge chunks are decoded again, since they are shared with blocks of
+  other fetches: with blocks of 64 rows and chunks of 32, 1.5 times the store.
+- filling: an epoch into an empty mirror. Every chunk is read and decoded once, then also checksummed and written.
+- warm: an epoch from the full mirror. Nothing is decoded; the bound is memory bandwidth: 3 bytes a value are read and
+  12 written.
+
+The consumer takes every minibatch (torch CSR, one obs column, the index) and does nothing with it. Read from the page
+cache: one pass is thrown away first. The last line is one JSON document with all figures and their medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import zloader as zl
+from zloader.decode import Decoder
+from zloader.layout import ArrayLayout, chunk_spans, chunks_of
+
+
+def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
+    """The stored bytes of every chunk of an array, in memory."""
+    chunks = []
+    for shard in range(layout.n_shards):
+        content = (store / layout.shard_key(shard)).read_bytes()
+        span = layout.index_span(shard, len(content))
+        table = layout.parse_index(content[span.start : span.stop], shard=shard, object_size=len(content))
+        view = np.frombuffer(content, np.uint8)
+        here = np.arange(shard * layout.chunks_per_shard, min((shard + 1) * layout.chunks_per_shard, layout.n_chunks))
+        spans, _ = chunk_spans(layout, here, {shard: table}, gap_bytes=0, max_read_bytes=1 << 40)
+        for piece in spans:
+            starts = piece.span.start + piece.offsets
+            chunks += [view[a:b] for a, b in zip(starts.tolist(), (starts + piece.sizes).tolist(), strict=True)]
+    return chunks
+
+
+def decode_seconds(loader: zl.Loader, store: Path, stored: dict[str, list[np.ndarray]]) -> float:
+    """Seconds to decode what one epoch of `loader` decodes without a mirror, and nothing else."""
+    dataset, plan = loader.dataset, loader.plan(0)
+    matrix = dataset.matrix()
+    indptr = dataset.indptr(matrix)
+    jobs = []
+    for number in range(plan.n_fetches):
+        starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)
+        for layout in matrix.arrays:
+            chunks = chunks_of(starts, stops, layout.chunk_elements)
+            jobs += [(layout, part) for part in np.array_split(chunks, max(1, len(chunks) // 16))]
+    decoders = {layout.path: Decoder(layout) for layout in matrix.arrays}
+
+    def decode(job: tuple[ArrayLayout, np.ndarray]) -> None:
+        layout, chunks = job
+        out = scratch[layout.path]
+        for chunk in chunks.tolist():
+            n = min(layout.chunk_elements, layout.n_elements - chunk * layout.chunk_elements)
+            decoders[layout.path].decode(stored[layout.path][chunk], out.get()[:n])
+
+    scratch = {layout.path: _PerThread(layout) for layout in matrix.arrays}
+    with ThreadPoolExecutor(loader.options.threads) as threads:
+        before = time.perf_counter()
+        for _ in threads.map(decode, jobs):
+            pass
+        return time.perf_counter() - before
+
+
+class _PerThread:
+    """One chunk's worth of memory for each thread."""
+
+    def __init__(self, layout: ArrayLayout) -> None:
+        self._layout, self._own = layout, {}
+
+    def get(self) -> np.ndarray:
+        import threading
+
+        own = threading.get_ident()
+        if own not in self._own:
+            self._own[own] = np.empty(self._layout.chunk_elements, self._layout.dtype)
+        return self._own[own]
+
+
+def epoch_seconds(loader: zl.Loader) -> float:
+    """Seconds of one epoch, and a check that no row was lost."""
+    before = time.perf_counter()
+    rows = sum(len(minibatch) for minibatch in loader)
+    seconds = time.perf_counter() - before
+    assert rows == loader.dataset.n_obs, f"{rows} rows of {loader.dataset.n_obs}"
+    return seconds
+
+
+def main() -> None:
+    """Measures, prints a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--fetch-factor", type=int, default=256)
+    parser.add_argument("--cache", type=Path, help="directory for the mirrors (default: a temporary one)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the consumer here only takes; a trainer would compute elsewhere
+
+    def loader_of(cache: Path | None) -> zl.Loader:
+        dataset = zl.open_dataset(options.store, cache=cache)
+        columns = dataset.obs_columns[:1]
+        sampling = zl.BlockShuffling(options.block_size)
+        sizes: dict[str, Any] = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor}
+        return zl.Loader(dataset, sampling=sampling, obs=columns, **sizes)
+
+    with tempfile.TemporaryDirectory(dir=options.cache) as directory:
+        plain, mirrored = loader_of(None), loader_of(Path(directory) / "warm")
+        stored = {layout.path: chunk_bytes(options.store, layout) for layout in plain.dataset.matrix().arrays}
+        for loader in (plain, mirrored):
+            epoch_seconds(loader)  # compiles, reads the store into the page cache, fills the mirror
+        seconds: dict[str, list[float]] = {"decode": [], "cold": [], "filling": [], "warm": []}
+        for turn in range(options.epochs):
+            seconds["decode"].append(decode_seconds(plain, options.store, stored))
+            seconds["cold"].append(epoch_seconds(plain))
+            seconds["filling"].append(epoch_seconds(loader_of(Path(directory) / f"fill {turn}")))
+            seconds["warm"].append(epoch_seconds(mirrored))
+            assert mirrored.statistics().gets == 0
+
+    n_rows = plain.dataset.n_obs
+    medians = {name: n_rows / statistics.median(times) for name, times in seconds.items()}
+    for name, rate in medians.items():
+        low, high = n_rows / max(seconds[name]), n_rows / min(seconds[name])
+        print(f"{name:8} {rate:12,.0f} rows/s   ({low:,.0f} to {high:,.0f})   {rate / medians['decode']:.2f} of decode")
+    sizes = {name: getattr(options, name) for name in ("batch_size", "block_size", "fetch_factor")}
+    cores = len(os.sched_getaffinity(0))
+    print(json.dumps({"rows": n_rows, "cores": cores, **sizes, "rows_per_s": medians, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

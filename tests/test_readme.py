@@ -1,0 +1,64 @@
+"""What the README says is true: its lines run, its options exist, its commands are what CI runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import counts
+
+import zloader as zl
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def fenced(marker: str) -> str:
+    """The fenced lines below a marker."""
+    return re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", README, re.DOTALL)[1]
+
+
+def test_the_example_runs_as_it_stands(tmp_path):
+    adata = counts(150, 40)
+    adata.obs["cell_type"] = adata.obs["cell_type"].cat.add_categories("rest").fillna("rest")
+    adata.write_h5ad(tmp_path / "pbmc.h5ad")
+    code = fenced("example")
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "epoch=0, rows=150" in run.stdout
+    assert re.search(r"epoch=1, rows=150.* gets=0", run.stdout)
+    assert "n_obs × n_vars = 3 × 40" in run.stdout
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 13
+
+
+def test_the_options_it_lists_exist():
+    table = README[README.index("| option | meaning |") : README.index("With `torch.utils")]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:] if line]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 8
+    assert named <= {field.name for field in dataclasses.fields(zl.Loader)}
+    fetching = set(re.findall(r"(\w+)=\.\.\.", table))
+    assert fetching <= {field.name for field in dataclasses.fields(zl.FetchOptions)}
+
+
+def test_the_commands_are_those_that_ci_runs():
+    for marker in ("tests", "demo"):
+        command = fenced(marker)
+        assert command.count("\n") == 1
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e ")
+    ci = ROOT / ".ci" / "run"
+    assert os.access(ci, os.X_OK)
+    assert "for name in tests demo" in ci.read_text()
+
+
+def test_the_tree_names_every_module():
+    tree = README[README.index("zloader/\n") : README.index("## Limits")]
+    modules = {path.name for path in (ROOT / "zloader").glob("*.py")} - {"__init__.py"}
+    assert modules == set(re.findall(r"\w+\.py", tree))
