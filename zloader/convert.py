@@ -100,20 +100,10 @@ def convert_to(
         opened.enter_context(_library_settings())
         conversion = _Conversion(file, options, opened.enter_context(progress_bars(shown=progress)))
         matrices = [opened.enter_context(matrix) for matrix in conversion.open_matrices()]
-        destination.claim()
-        try:
+        with destination.claimed():
             scans = [conversion.scan(matrix) for matrix in matrices]
-        except BaseException:
-            destination.release()
-            raise
-        destination.clear()
-        store = destination.store()
-        try:
+        with destination.replaced() as store:
             conversion.write(store, list(zip(matrices, scans, strict=True)))
-        except BaseException:
-            store.abandon()
-            raise
-        destination.release()
     changes = [change for matrix, scan in zip(matrices, scans, strict=True) for change in _changes(matrix, scan)]
     return ConversionReport(
         source=str(path),
@@ -193,7 +183,7 @@ class _Conversion:
         return scan_matrix(matrix, preserve_dtype=self._options.preserve_dtype, advance=advance)
 
     def write(self, store: PendingStore, matrices: list[tuple[SourceMatrix, MatrixScan]]) -> None:
-        """The second pass, and all the rest; the root's metadata comes last."""
+        """The second pass, and all the rest."""
         provenance = {"version": importlib.metadata.version("zloader"), "source": Path(self._file.filename).name}
         attributes = _encoding("anndata", "0.1.0") | {"zloader": provenance}
         root = zarr.create_group(store, zarr_format=3, attributes=attributes)
@@ -212,7 +202,6 @@ class _Conversion:
             for matrix, scan in matrices:
                 store_matrix(matrix, scan, target, self._bars.add(f"writing {matrix.name}", scan.n_values))
         zarr.consolidate_metadata(store)
-        store.commit()
 
     def _frame(self, name: str) -> pd.DataFrame:
         frame = self._read(name) if name in self._file else None

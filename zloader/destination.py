@@ -25,7 +25,7 @@ _METADATA = (_ROOT, ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 
 
 class Destination:
-    """The place of a store to be. `claim` writes the marker, `clear` empties it, `release` takes the marker away.
+    """The place of a store to be: first `check`, then `claimed` while the source is validated, then `replaced`.
 
     All raise AccessDeniedError, StoreNotFoundError (no such bucket) or StoreError.
     """
@@ -47,14 +47,36 @@ class Destination:
                 f"there is already a store at {url}: pass overwrite=True (--overwrite) to replace it"
             )
 
-    def claim(self) -> None:
-        """Marks the place as being written; what is there stays until `clear`."""
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Marks the place as being written. What is there stays; an error in the context leaves it as it was."""
+        marked = MARKER in self._keys()
         filesystem, path = self.location.filesystem(), self.location.path
         with _translated("write to", self.location.url):
-            filesystem.makedirs(path, exist_ok=True) if self.location.scheme == "file" else None
+            if self.location.scheme == "file":
+                filesystem.makedirs(path, exist_ok=True)
             filesystem.pipe_file(f"{path}/{MARKER}", b"A zloader conversion that has not ended. Run it again.\n")
+        try:
+            yield
+        except BaseException:
+            if not marked:
+                self._unmark()
+            raise
 
-    def clear(self) -> None:
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[PendingStore]:
+        """Deletes what is there, gives the store to fill, and makes it one that opens if there was no error."""
+        self._clear()
+        store = PendingStore(self.location.zarr_store(read_only=False), self.location.url)
+        try:
+            yield store
+            store.commit()
+        except BaseException:
+            store.abandon()
+            raise
+        self._unmark()
+
+    def _clear(self) -> None:
         """Deletes everything but the marker, the root's metadata first."""
         filesystem, path = self.location.filesystem(), self.location.path
         names = {key.split("/")[0] for key in self._keys()} - {MARKER}
@@ -65,14 +87,9 @@ class Destination:
                 if batch:
                     filesystem.rm(batch, recursive=True)
 
-    def release(self) -> None:
-        """Takes the marker away."""
+    def _unmark(self) -> None:
         with _translated("delete from", self.location.url):
             self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
-
-    def store(self) -> PendingStore:
-        """The zarr store to write to."""
-        return PendingStore(self.location.zarr_store(read_only=False), self.location.url)
 
     def _keys(self) -> set[str]:
         path = self.location.path
@@ -80,7 +97,7 @@ class Destination:
             with _translated("look at", self.location.url):
                 return {key[len(path) + 1 :] for key in self.location.filesystem().find(path)}
         except StoreNotFoundError:
-            return set()  # a bucket that is not there shows in `claim`
+            return set()  # a bucket that is not there shows in `claimed`
 
 
 class PendingStore(WrapperStore[Store]):
