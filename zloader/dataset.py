@@ -82,6 +82,7 @@ class Dataset:
         self.cache = cache
         self.objects: dict[str, StoredObject] = location.listing()
         self._opened = (os.getpid(), _open_root(location, self.objects))
+        self._inherited: list[Any] = [location.filesystem()]
         listed = sorted((key, entry.size, entry.tag) for key, entry in self.objects.items())
         self.fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
         self._mirrors: dict[str, Mirror | None] = {}
@@ -93,6 +94,7 @@ class Dataset:
     def _root(self) -> Any:
         """The root group; opened anew in a forked process, where the parent's connections do not live on."""
         if self._opened[0] != os.getpid():
+            self._inherited.append(self._opened)  # dropping them here would make aiohttp complain about the parent's
             self._opened = (os.getpid(), _open_root(self.location, self.objects))
         return self._opened[1]
 

@@ -162,6 +162,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             dense=self.layout == "dense",
             dtype=self.dtype,
         )
+        _silence_sparse_warnings()
         if self.options.tune_malloc:
             _tune_malloc()
         source = ObjectSource(self.dataset.location, self.options)
