@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from zloader.testing import SeaweedFS
+from zloader.testing import SeaweedFS, Sim
 
 # The machine may be slow or shared, so no example has a deadline. In CI the examples are the same at every run.
 hypothesis.settings.register_profile(
@@ -71,9 +71,7 @@ def s3(seaweed: SeaweedFS) -> S3:
 
 
 @pytest.fixture
-def sim(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    from zloader.testing.s3sim import Sim
-
+def sim(tmp_path: Path) -> Iterator[Callable[..., Sim]]:
     """Starts simulators: `sim(root=DIR, ttfb_ms=5)` or `sim(upstream=s3.endpoint_url)`; `sim()` serves tmp_path."""
     with contextlib.ExitStack() as running:
 

