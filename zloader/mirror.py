@@ -12,9 +12,11 @@ fill and read one mirror at once, since all write the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ def mirror_directory(cache: Path, fingerprint: str) -> Path:
     """
     directory = cache / f"{fingerprint}-v{_VERSION}"
     if not cache.exists():
-        cache.mkdir(mode=0o700, parents=True)
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         (cache / "CACHEDIR.TAG").write_text(_TAG)  # https://bford.info/cachedir: backups leave it out
     directory.mkdir(mode=0o700, exist_ok=True)
     return directory
@@ -52,30 +54,16 @@ class MirrorArray:
 
     def __init__(self, directory: Path, layout: ArrayLayout) -> None:
         self.layout = layout
-        self._name = directory / quote(layout.path, safe="")
-        self._file = os.open(f"{self._name}.flat", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = _file_of(directory, layout.path, "flat")
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         n_bytes = layout.n_elements * layout.dtype.itemsize
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
         self.elements = np.frombuffer(_mapped(self._file, n_bytes, mmap.ACCESS_READ), layout.dtype)
-        self._words = self._map_words()
+        self._words = _mapped_words(_file_of(directory, layout.path, "sums"), layout.n_chunks)
         # Chunks whose checksum this process has compared or written itself.
         self._trusted = np.zeros(layout.n_chunks, bool)
         self.writable = True
-
-    def _map_words(self) -> NDArray[np.uint64]:
-        n_bytes = 8 * self.layout.n_chunks
-        file = os.open(f"{self._name}.sums", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if os.fstat(file).st_size != n_bytes:
-                os.truncate(file, 0)  # of another layout or cut short: nothing in it counts
-                if n_bytes:
-                    os.posix_fallocate(
-                        file, 0, n_bytes
-                    )  # real blocks: storing to a hole of a full disk kills a process
-            return np.frombuffer(_mapped(file, n_bytes, mmap.ACCESS_WRITE), np.uint64)
-        finally:
-            os.close(file)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -93,7 +81,7 @@ class MirrorArray:
             if self._words[chunk] == _PRESENT | checksum(self._chunk(chunk)):
                 self._trusted[chunk] = True
             else:
-                log.warning("a chunk in %s.flat differs from its checksum: it is read again from the store", self._name)
+                log.warning("a chunk in %s differs from its checksum: it is read again from the store", self._path)
                 self._words[chunk] = 0
                 missing[position] = True
         return np.asarray(chunks[missing])
@@ -115,10 +103,36 @@ class MirrorArray:
             _write_all(self._file, elements, chunk * self.layout.chunk_elements * self.layout.dtype.itemsize)
         except OSError as error:
             self.writable = False
-            log.warning("cannot write the mirror %s.flat (%s): reading goes on without filling it", self._name, error)
+            log.warning("cannot write the mirror %s (%s): reading goes on without filling it", self._path, error)
             return
         self._words[chunk] = _PRESENT | checksum(elements)
         self._trusted[chunk] = True
+
+
+def _file_of(directory: Path, name: str, suffix: str) -> Path:
+    """Where something of an array is kept; the name comes from the store and never leads out of the directory."""
+    return directory / f"{quote(name, safe='')}.{suffix}"
+
+
+def _mapped_words(path: Path, n_chunks: int) -> NDArray[np.uint64]:
+    """The words of all chunks, shared with every process that maps them; a file of another size counts for nothing."""
+    n_bytes = 8 * n_chunks
+    if not path.exists() or path.stat().st_size != n_bytes:
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
+        with draft.open("wb") as file:
+            if n_bytes:
+                os.posix_fallocate(file.fileno(), 0, n_bytes)  # storing to a hole of a full disk would kill a process
+        try:
+            draft.chmod(0o600)
+            if path.exists():
+                draft.replace(path)
+            else:
+                with contextlib.suppress(FileExistsError):  # another process was first: its file is as good
+                    path.hardlink_to(draft)
+        finally:
+            draft.unlink(missing_ok=True)
+    with path.open("r+b") as file:
+        return np.frombuffer(_mapped(file.fileno(), n_bytes, mmap.ACCESS_WRITE), np.uint64)
 
 
 def _mapped(file: int, n_bytes: int, access: int) -> mmap.mmap | bytes:
@@ -150,32 +164,30 @@ def open_mirror(cache: Path, fingerprint: str, arrays: Sequence[ArrayLayout]) ->
 
 def load_column(directory: Path, name: str) -> NDArray[Any] | None:
     """A whole array kept by `save_column`, memory-mapped and read-only, or None where there is none to trust."""
-    path = directory / f"{quote(name, safe='')}.npy"
+    path = _file_of(directory, name, "npy")
     try:
-        column = np.load(path, mmap_mode="r")
-        with path.open("rb") as file:
-            file.seek(-4, os.SEEK_END)
-            stored = int.from_bytes(file.read(4), "little")
+        content = np.memmap(path, np.uint8, mode="r")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: an empty file
         log.warning("cannot use %s (%s): it is read again from the store", path, error)
         return None
-    array: NDArray[Any] = np.asarray(column)
-    if checksum(array) != stored:
+    if len(content) < 4 or checksum(content[:-4]) != int.from_bytes(content[-4:].tobytes(), "little"):
         log.warning("%s differs from its checksum: it is read again from the store", path)
         return None
-    return array
+    return np.asarray(np.load(path, mmap_mode="r"))
 
 
 def save_column(directory: Path, name: str, column: NDArray[Any]) -> None:
-    """Keeps a whole array as an .npy file with its crc32c behind it; appears at once or not at all."""
-    path = directory / f"{quote(name, safe='')}.npy"
-    draft = path.with_suffix(f".{os.getpid()}.draft")
+    """Keeps a whole array as an .npy file with the crc32c of it all behind; appears at once or not at all."""
+    path = _file_of(directory, name, "npy")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
         with draft.open("wb") as file:
             np.save(file, column)
-            file.write(checksum(column).to_bytes(4, "little"))
+        content = np.memmap(draft, np.uint8, mode="r")
+        with draft.open("ab") as file:
+            file.write(checksum(content).to_bytes(4, "little"))
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
