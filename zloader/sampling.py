@@ -93,14 +93,21 @@ class _Subset:
     """What both samplings below share: an optional list of the rows that take part, each exactly once."""
 
     _rows: Rows | None
+    _least: int
+    _most: int
+
+    def _choose(self, rows: Rows | None) -> None:
+        object.__setattr__(self, "_rows", rows)
+        if rows is not None:  # once: n_rows is asked for with every fetch
+            object.__setattr__(self, "_least", int(rows.min()))
+            object.__setattr__(self, "_most", int(rows.max()))
 
     def n_rows(self, dataset_rows: int) -> int:
         """How many rows an epoch has: all, or as many as `indices`."""
         if self._rows is None:
             return dataset_rows
-        least, most = int(self._rows.min()), int(self._rows.max())
-        if least < 0 or most >= dataset_rows:
-            bad = least if least < 0 else most
+        if self._least < 0 or self._most >= dataset_rows:
+            bad = self._least if self._least < 0 else self._most
             raise OptionError(f"indices holds row {bad}, but the dataset has the rows 0 to {dataset_rows - 1}")
         return len(self._rows)
 
@@ -116,7 +123,7 @@ class Streaming(_Subset):
     shuffle: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_rows", _checked(self.indices))
+        self._choose(_checked(self.indices))
 
     @property
     def shuffles_fetch(self) -> bool:
@@ -149,7 +156,7 @@ class BlockShuffling(_Subset):
             twice = rows[1:][rows[1:] == rows[:-1]]
             if len(twice):
                 raise OptionError(f"indices holds row {twice[0]} more than once; every row comes once an epoch")
-        object.__setattr__(self, "_rows", rows)
+        self._choose(rows)
 
     @property
     def shuffles_fetch(self) -> bool:
