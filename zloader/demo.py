@@ -1,0 +1,350 @@
+"""The demo: real cells on a real S3 server, a small classifier, and what cold and warm epochs cost.
+
+It starts SeaweedFS on loopback in a temporary directory, converts an .h5ad into it, and trains from s3:// through a
+mirror: the first epoch reads from S3, the others from the mirror. The classifier is one linear layer over
+log1p(counts per 10 000), which 80 steps train well. Whatever ends it, the server and the directory go too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import lzma
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+import h5py
+import numpy as np
+import torch
+from torch.nn import functional
+
+from zloader.convert import convert
+from zloader.dataset import Dataset, open_dataset
+from zloader.errors import MissingColumnError, OptionError
+from zloader.loader import DEFAULT_BLOCK_SIZE, Loader, Minibatch
+from zloader.report import DemoRun, EpochFigures, Step
+from zloader.sampling import BlockShuffling, Streaming, key_of, shuffled
+from zloader.terms import Rows, Statistics, require_count
+from zloader.workplace import Workplace
+
+BUNDLED = "pancreas_human.h5ad"
+BUNDLED_LABEL = "cell_type1"
+BATCH_SIZE = 64
+_HELD_OUT_SHARE = 0.2
+_FEWEST_CATEGORIES, _MOST_CATEGORIES = 2, 200
+_COUNTS_PER_CELL = 10_000  # the usual scale before log1p
+_LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the demo shall do: `file` is an .h5ad (None: the bundled cells), `label` an obs column to learn.
+
+    `keep` leaves the directory of store, cache and server behind.
+    """
+
+    file: Path | None = None
+    label: str | None = None
+    epochs: int = 3
+    seed: int = 0
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        require_count(epochs=self.epochs)
+        if self.seed < 0:
+            raise OptionError(f"seed must be a whole number of at least 0, not {self.seed}")
+
+
+class View(Protocol):
+    """Who is told how the demo goes."""
+
+    def step(self, text: str) -> None:
+        """Something begins or was found."""
+        ...
+
+    def progress(self, epoch: int, rows: int, of_rows: int) -> None:
+        """So many rows of an epoch are trained on."""
+        ...
+
+    def epoch(self, figures: EpochFigures) -> None:
+        """An epoch has ended."""
+        ...
+
+
+def run_demo(options: DemoOptions, place: Workplace, view: View) -> DemoRun:
+    """Converts, trains and evaluates. Raises MissingColumnError or OptionError for a label that cannot be learnt."""
+    source = options.file or unpack_bundled(place.directory)
+    _require_label(source, options.label)
+    name = source.stem
+    url = place.server.url(f"{name}.zarr")
+    view.step(f"converting {source.name} to {url}")
+    access = place.server.storage_options
+    conversion = convert(source, url, storage_options=access, progress=True)
+    dataset = open_dataset(url, cache=place.directory / "cache", storage_options=access)
+    label = choose_label(dataset, options.label)
+    task = _Task.of(dataset, label, options.seed)
+    view.step(
+        f"learning {label} ({task.n_categories} categories) from {len(task.train):,} cells, "
+        f"{len(task.held_out):,} held out"
+    )
+    steps: list[Step] = []
+    epochs = []
+    with _one_torch_thread():
+        _warm_up(open_dataset(url, storage_options=access), task)
+        for figures in _epochs(dataset, task, options, view, steps):
+            epochs.append(figures)
+            view.epoch(figures)
+    return DemoRun(
+        source=source.name,
+        bundled=options.file is None,
+        label=label,
+        categories=task.n_categories,
+        seed=options.seed,
+        conversion=conversion,
+        train_rows=len(task.train),
+        held_out_rows=len(task.held_out),
+        unlabelled=dataset.n_obs - len(task.train) - len(task.held_out),
+        guess_accuracy=task.guess_accuracy,
+        block_size=task.block_size,
+        batch_size=BATCH_SIZE,
+        fetch_rows=BATCH_SIZE * task.fetch_factor,
+        opening_bytes=_opening_bytes(dataset, label),
+        epochs=epochs,
+        machine=machine(),
+        steps=steps,
+    )
+
+
+def unpack_bundled(directory: Path) -> Path:
+    """The bundled cells as an .h5ad file in `directory`; where they come from stands in zloader/data/README.md."""
+    packed = importlib.resources.files("zloader") / "data" / f"{BUNDLED}.xz"
+    target = directory / BUNDLED
+    target.write_bytes(lzma.decompress(packed.read_bytes()))
+    return target
+
+
+def _require_label(source: Path, label: str | None) -> None:
+    """Fails before the conversion, not after it, where the file has no such column. Leaves other faults to convert."""
+    if label is None or not h5py.is_hdf5(source):
+        return
+    with h5py.File(source) as file:
+        columns = file["obs"].attrs.get("column-order") if "obs" in file else None
+    if columns is not None and label not in columns:
+        known = ", ".join(map(repr, columns)) or "none"
+        raise MissingColumnError(f"there is no obs column {label!r} in {source}; there are: {known}")
+
+
+def choose_label(dataset: Dataset, wanted: str | None) -> str:
+    """The obs column to learn: the one wanted, else cell_type1, else the first with 2 to 200 categories."""
+    if wanted is not None:
+        dataset.require_obs([wanted])
+    order = [wanted] if wanted else sorted(dataset.obs_columns, key=lambda name: name != BUNDLED_LABEL)
+    found = {}
+    for name in order:
+        found[name] = _n_categories(dataset, name)
+        if _FEWEST_CATEGORIES <= found[name] <= _MOST_CATEGORIES:
+            return name
+    if wanted is not None:
+        found = {name: _n_categories(dataset, name) for name in dataset.obs_columns}
+        refused = f"obs column {wanted!r} cannot be learnt"
+    else:
+        refused = "no obs column can be learnt"
+    there = ", ".join(f"{name} ({f'{n} categories' if n else 'numbers'})" for name, n in found.items()) or "none"
+    raise OptionError(
+        f"{refused}: a label needs {_FEWEST_CATEGORIES} to {_MOST_CATEGORIES} categories. "
+        f"Choose one with --label; the columns are: {there}"
+    )
+
+
+def _n_categories(dataset: Dataset, name: str) -> int:
+    """Categories that a column's rows really have; 0 for a column that holds none."""
+    try:
+        column = dataset.obs_column(name)
+    except OptionError:
+        return 0
+    return 0 if column.categories is None else len(np.unique(column.values[column.values >= 0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """Who is trained on and who is held out (row numbers), and how they are loaded."""
+
+    label: str
+    n_categories: int
+    n_codes: int
+    n_genes: int
+    train: Rows
+    held_out: Rows
+    guess_accuracy: float
+    block_size: int
+    fetch_factor: int
+
+    @classmethod
+    def of(cls, dataset: Dataset, label: str, seed: int) -> _Task:
+        codes = dataset.obs_column(label).values
+        rows = np.flatnonzero(codes >= 0)
+        rows = rows[shuffled(len(rows), key_of(seed))]
+        n_held_out = round(len(rows) * _HELD_OUT_SHARE)
+        held_out, train = np.sort(rows[:n_held_out]), np.sort(rows[n_held_out:])
+        if not (len(held_out) and len(train)):
+            raise OptionError(f"{len(rows)} cells with a {label} are too few to train on and hold some out")
+        # A small file makes at least three fetches of many blocks, so that cells really mix; a large one takes the
+        # Loader's defaults.
+        fetch_factor = min(_power_of_two(len(train) // (3 * BATCH_SIZE)), Loader.fetch_factor)
+        frequent = np.bincount(codes[train]).argmax()
+        return cls(
+            label=label,
+            n_categories=len(np.unique(codes[rows])),
+            n_codes=len(dataset.categories(label)),
+            n_genes=dataset.n_vars,
+            train=train,
+            held_out=held_out,
+            guess_accuracy=float((codes[held_out] == frequent).mean()),
+            block_size=min(DEFAULT_BLOCK_SIZE, BATCH_SIZE * fetch_factor // 32),
+            fetch_factor=fetch_factor,
+        )
+
+    def loader(self, dataset: Dataset, sampling: Streaming | BlockShuffling, seed: int = 0) -> Loader:
+        """Sparse minibatches with labels."""
+        return Loader(
+            dataset,
+            batch_size=BATCH_SIZE,
+            fetch_factor=self.fetch_factor,
+            sampling=sampling,
+            obs=[self.label],
+            seed=seed,
+            rank=0,
+            world_size=1,
+        )
+
+
+def _power_of_two(most: int) -> int:
+    """The largest up to `most`, but at least 1."""
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def _warm_up(dataset: Dataset, task: _Task) -> None:
+    """One throw-away step on one cell, read without a mirror: numba and torch load and compile things at first use."""
+    for minibatch in task.loader(dataset, Streaming(indices=task.train[:1])):
+        model, optimizer = _model(task)
+        _train_step(model, optimizer, minibatch, task.label)
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """So small a model gains nothing from more, and torch's idle threads spin on the cores that decode."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _model(task: _Task) -> tuple[Classifier, torch.optim.Optimizer]:
+    model = Classifier(task.n_genes, task.n_codes)
+    return model, torch.optim.Adam(model.parameters(), lr=_LEARNING_RATE)
+
+
+class Classifier(torch.nn.Module):
+    """One linear layer over log1p(counts per 10 000) of a sparse CSR minibatch.
+
+    An embedding bag is that product: it sums, for each cell, the weights of its genes times their values.
+    """
+
+    def __init__(self, n_genes: int, n_categories: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(n_genes, n_categories))
+        self.bias = torch.nn.Parameter(torch.zeros(n_categories))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits (rows x categories) of a float32 CSR tensor of counts (rows x genes)."""
+        ends, values = x.crow_indices(), x.values()
+        lengths = ends.diff()
+        totals = torch.segment_reduce(values, "sum", lengths=lengths).clamp(min=1.0)
+        scaled = torch.log1p(values * (_COUNTS_PER_CELL / totals).repeat_interleave(lengths))
+        summed = functional.embedding_bag(
+            x.col_indices(), self.weight, ends[:-1], mode="sum", per_sample_weights=scaled
+        )
+        return summed + self.bias
+
+
+def _epochs(
+    dataset: Dataset, task: _Task, options: DemoOptions, view: View, steps: list[Step]
+) -> Iterator[EpochFigures]:
+    """Trains, epoch by epoch; appends to `steps`."""
+    train = task.loader(dataset, BlockShuffling(block_size=task.block_size, indices=task.train), options.seed)
+    held_out = task.loader(dataset, Streaming(indices=task.held_out))
+    model, optimizer = _model(task)
+    began = time.perf_counter()
+    for epoch in range(1, options.epochs + 1):
+        started_s, done = time.perf_counter() - began, 0
+        first = len(steps)
+        for minibatch in train:
+            loss = _train_step(model, optimizer, minibatch, task.label)
+            steps.append(Step(epoch=epoch, done_s=time.perf_counter() - began, rows=len(minibatch), loss=loss))
+            done += len(minibatch)
+            view.progress(epoch, done, len(task.train))
+        trained = train.statistics()
+        accuracy = _accuracy(model, held_out, task.label)
+        yield _figures(started_s, steps[first:], trained, held_out.statistics(), accuracy)
+
+
+def _train_step(model: Classifier, optimizer: torch.optim.Optimizer, minibatch: Minibatch, label: str) -> float:
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(minibatch.x), minibatch.obs[label])
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _accuracy(model: Classifier, loader: Loader, label: str) -> float:
+    right = rows = 0
+    with torch.no_grad():
+        for minibatch in loader:
+            right += int((model(minibatch.x).argmax(dim=1) == minibatch.obs[label]).sum())
+            rows += len(minibatch)
+    return right / rows
+
+
+def _figures(
+    started_s: float, steps: list[Step], trained: Statistics, held_out: Statistics, accuracy: float
+) -> EpochFigures:
+    seconds = steps[-1].done_s - started_s
+    return EpochFigures(
+        epoch=steps[0].epoch,
+        started_s=started_s,
+        seconds=seconds,
+        rows=trained.rows,
+        minibatches=trained.minibatches,
+        rows_per_s=trained.rows / seconds,
+        gets=trained.gets,
+        bytes_read=trained.bytes_read,
+        wait_share=trained.wait_s / seconds,
+        loss=float(np.average([step.loss for step in steps], weights=[step.rows for step in steps])),
+        held_out_rows=held_out.rows,
+        held_out_gets=held_out.gets,
+        held_out_bytes_read=held_out.bytes_read,
+        held_out_accuracy=accuracy,
+    )
+
+
+def _opening_bytes(dataset: Dataset, label: str) -> int:
+    opened = ("X/indptr/", f"obs/{label}/")
+    return sum(size for key, size in dataset.object_sizes().items() if key == "zarr.json" or key.startswith(opened))
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on, and nothing that names the machine."""
+    return {
+        "cores": str(len(os.sched_getaffinity(0))),
+        "system": f"{platform.system()} {platform.machine()}",
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("zloader", "torch", "tensorstore", "zarr", "anndata", "numpy")},
+    }

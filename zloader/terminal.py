@@ -1,0 +1,150 @@
+"""What the commands show in a terminal: text and tables."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from zloader.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
+
+if TYPE_CHECKING:
+    from zloader.convert import ConversionReport
+    from zloader.cost import EpochCosts, MatrixSummary, StoreSummary
+
+_WIDTH = 120  # of what does not go to a terminal
+
+
+def console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
+
+
+def show_conversion(console: Console, done: ConversionReport) -> None:
+    console.print(
+        f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: "
+        f"{size(done.bytes_in)} of h5ad became {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s",
+        soft_wrap=True,
+    )
+    for name, change in done.dtypes_changed.items():
+        console.print(f"  {name}: {change}, without loss", soft_wrap=True)
+    for name, rows in done.rows_made_canonical.items():
+        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes added up", soft_wrap=True)
+    console.print(f"written to {done.destination}", soft_wrap=True, markup=False)
+
+
+def show_store(console: Console, summary: StoreSummary) -> None:
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, fact in (
+        ("store", summary.url),
+        ("rows x genes", f"{summary.rows:,} x {summary.genes:,}"),
+        ("objects", f"{summary.objects:,}, {size(summary.stored_bytes)} in all"),
+        ("also", ", ".join(summary.others)),
+        ("fingerprint", summary.fingerprint),
+    ):
+        if fact:
+            facts.add_row(Text(name, style="bold"), Text(fact))
+    console.print(facts)
+    obs = _table("obs column", "kind", ">categories")
+    for column in summary.obs:
+        obs.add_row(column.name, column.kind, "" if column.categories is None else f"{column.categories:,}")
+    if summary.obs:
+        console.print(obs)
+    for matrix in summary.matrices:
+        _show_matrix(console, matrix)
+
+
+def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
+    console.print(
+        f"\n{matrix.name}: {matrix.encoding}, {matrix.rows:,} x {matrix.genes:,}, "
+        f"{matrix.values:,} values ({matrix.density:.2%})",
+        style="bold",
+        markup=False,
+    )
+    if matrix.problem:
+        console.print(matrix.problem, soft_wrap=True, markup=False)
+        return
+    table = _table(
+        "array", "dtype", ">values in a chunk", ">chunks in a shard", ">shards", ">stored", ">decoded", "codecs"
+    )
+    for array in matrix.arrays:
+        narrowed = "" if array.dtype == array.original_dtype else f" (was {array.original_dtype})"
+        table.add_row(
+            array.path,
+            array.dtype + narrowed,
+            f"{array.chunk_elements:,} (~{array.rows_per_chunk:,.0f} rows)",
+            f"{array.chunks_per_shard:,}",
+            f"{array.shards:,}",
+            size(array.stored_bytes),
+            size(array.decoded_bytes),
+            array.codecs,
+        )
+    console.print(table)
+
+
+def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int]) -> None:
+    fetch_rows = sizes["batch_size"] * sizes["fetch_factor"]
+    console.print(
+        f"\nAn epoch of {x}: minibatches of {sizes['batch_size']:,}, fetches of {fetch_rows:,} rows, "
+        f"blocks of {sizes['block_size']:,}",
+        style="bold",
+        markup=False,
+    )
+    table = _table("", ">GETs", ">bytes")
+    first, every = costs.first_mirrored, costs.unmirrored
+    about, at_most = ("", "") if every.exact else ("about ", "at most ")
+    table.add_row("without a mirror, every epoch", f"{about}{every.gets:,}", f"{about}{size(every.bytes_read)}")
+    table.add_row("with a mirror, the first epoch", f"{at_most}{first.gets:,}", f"{at_most}{size(first.bytes_read)}")
+    table.add_row("with a mirror, each later epoch", "0", "0 B")
+    console.print(table)
+    console.print("Metadata, indptr and obs columns, read once when a loader starts, are not counted.", style="dim")
+
+
+def _table(*columns: str) -> Table:
+    """A table with these columns; one that begins with > is aligned to the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+class DemoView:
+    """The demo on a console: lines of text, then a table that grows by epoch."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+        self._epochs: list[EpochFigures] = []
+        self._status = ""
+
+    def step(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def progress(self, epoch: int, rows: int, of_rows: int) -> None:
+        self._status = f"epoch {epoch}: {rows:,} of {of_rows:,} cells" if rows < of_rows else ""
+        if self._live is None:
+            self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=8)
+            self._live.start()
+
+    def epoch(self, figures: EpochFigures) -> None:
+        self._epochs.append(figures)
+
+    def _render(self) -> Group:
+        table = _table(*(name if name in ("epoch", "from") else f">{name}" for name in EPOCH_HEADER))
+        for figures, cells in zip(self._epochs, epoch_rows(self._epochs), strict=True):
+            table.add_row(*cells, style="blue" if figures.cold else "yellow")
+        return Group(table, Text(self._status, style="dim"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

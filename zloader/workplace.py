@@ -1,0 +1,76 @@
+"""Where the demo happens: an S3 server of its own in a temporary directory, and nothing of it left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zloader.testing.seaweed import SeaweedFS
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """The directory that all of the demo's files are in, and the server that runs in it."""
+
+    directory: Path
+    server: SeaweedFS
+
+
+@contextlib.contextmanager
+def workplace(*, keep: bool) -> Iterator[Workplace]:
+    """A running S3 server in a temporary directory; both are gone afterwards (the directory not with `keep`)."""
+    directory = Path(tempfile.mkdtemp(prefix="zloader-demo-"))
+    server = SeaweedFS(directory / "seaweedfs", keep=keep)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_clear_up, directory, server, keep=keep)
+        stack.enter_context(_own_environment(directory))
+        server.start()
+        yield Workplace(directory=directory, server=server)
+
+
+def write_credentials(place: Workplace) -> Path:
+    """The server's keys as an AWS credentials file, mode 0600, for those who go on with a kept server."""
+    path = place.directory / "credentials"
+    path.touch(mode=0o600)
+    options = place.server.storage_options
+    path.write_text(f"[default]\naws_access_key_id = {options['key']}\naws_secret_access_key = {options['secret']}\n")
+    return path
+
+
+def _clear_up(directory: Path, server: SeaweedFS, *, keep: bool) -> None:
+    """Stops and removes; a second Ctrl-C meanwhile changes nothing."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    try:
+        server.stop()
+        if not keep:
+            shutil.rmtree(directory)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _own_environment(directory: Path) -> Iterator[None]:
+    """Meanwhile no AWS_* variables and no proxy for loopback, since this S3 server is none of the user's.
+
+    torch makes a directory for compiled code as soon as there is an optimizer: here, not in /tmp.
+    """
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "torch")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
