@@ -75,12 +75,12 @@ def test_what_passes_leaves_the_epoch_right(bucket, sim, tmp_path, fault, cached
 
 
 LASTING = {
-    "500 for ever": ({"kind": "status", "status": 500, "code": "InternalError"}, ReadError, ""),
+    "500 for ever": ({"kind": "status", "status": 500, "code": "InternalError"}, ReadError, None),
     "403 for ever": ({"kind": "status", "status": 403, "code": "AccessDenied"}, AccessDeniedError, "is not allowed"),
     "404": ({"kind": "status", "status": 404, "code": "NoSuchKey"}, MissingObjectError, "no such object"),
-    "flipped bytes": ({"kind": "flip"}, CorruptChunkError, ""),
-    "never enough bytes": ({"kind": "short", "by": 1}, StoreError, ""),
-    "range ignored": ({"kind": "ignore_range"}, StoreError, ""),
+    "flipped bytes": ({"kind": "flip"}, CorruptChunkError, None),
+    "never enough bytes": ({"kind": "short", "by": 1}, StoreError, None),
+    "range ignored": ({"kind": "ignore_range"}, StoreError, None),
     "a stall": ({"kind": "stall", "after": 10}, DeadlineError, "deadline_s=1.5"),
     "a drip": ({"kind": "slow", "bps": 10}, DeadlineError, "deadline_s=1.5"),
 }
