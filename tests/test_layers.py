@@ -38,10 +38,13 @@ LAYERS = {
     "zloader.matrices": 3,
     "zloader.progress": 3,
     "zloader.adapt": 3,
+    "zloader.cost": 3,
     "zloader": 3,
     "zloader.report": 4,
     "zloader.demo": 4,
+    "zloader.workplace": 4,
     "zloader.cli": 4,
+    "zloader.terminal": 4,
 }
 CONVERT_ROOMS = {
     f"zloader.{room}" for room in ("convert", "source", "hdf5", "destination", "encode", "matrices", "progress")
@@ -52,7 +55,7 @@ MAY_NAME = {
     "anndata": {"zloader.dataset"} | CONVERT_ROOMS,
 }
 # `zloader.testing` stands beside the layers: other people's tests use it, so it may need little.
-TESTING_MAY_NAME = {*sys.stdlib_module_names, "s3fs"}
+TESTING_MAY_NAME = {*sys.stdlib_module_names, "s3fs", "botocore"}  # whose errors s3fs lets through
 TESTING_LAYER = 2
 
 
