@@ -246,7 +246,7 @@ class Sim:
             wait_ms += 1e3 * (1 if fault.seconds is None else fault.seconds)
         if wait_ms > 0:
             self._pause(wait_ms / 1e3)
-        exchange.wire.pace(fault.bps if fault and fault.kind == "slow" else shaping.conn_mbps * 1e6)
+        exchange.wire.pace(shaping.conn_mbps * 1e6)
 
     def _pause(self, seconds: float) -> None:
         if self._stopped.wait(seconds):

@@ -273,6 +273,7 @@ def _weed_arguments(storage: Path, identities: Path, ports: dict[str, int]) -> l
         "-s3.autoCreateBucket=false",
         *(f"-{service}.port={port}" for service, port in ports.items()),
         "-master.telemetry=false",
+        "-volume.preStopSeconds=0",  # a second at the end, for clients of a cluster
         "-admin.ui=false",
         "-webdav=false",
         "-s3.port.iceberg=0",
