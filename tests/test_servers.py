@@ -682,6 +682,7 @@ def test_seaweed_outlives_the_thread_that_started_it(tmp_path):
         assert ending.comes()
     finally:
         server.stop()
+    assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
 
 
 def test_seaweed_not_installed(tmp_path, monkeypatch):

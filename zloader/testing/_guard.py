@@ -60,7 +60,7 @@ def run(spec: Spec) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end(server, spec["end_signal"])
-        _remove(spec["leftovers"])
+        remove(spec["leftovers"])
     return server.returncode
 
 
@@ -73,7 +73,8 @@ def _end(server: subprocess.Popen[bytes], end_signal: int) -> None:
         server.wait()
 
 
-def _remove(leftovers: list[str]) -> None:
+def remove(leftovers: list[str]) -> None:
+    """Removes these files and directories as far as they are there."""
     for path in map(Path, leftovers):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -76,6 +76,7 @@ class SeaweedFS:
         self._read_only_keys = (secrets.token_hex(10), secrets.token_hex(20))
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._leftovers: list[str] = []
 
     def __repr__(self) -> str:
         state = self.endpoint_url if self._process else "stopped"
@@ -136,6 +137,8 @@ class SeaweedFS:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its own group: the guard leads it
             process.wait()
+        if process.returncode < 0:  # the guard was killed, and could not do this
+            _guard.remove(self._leftovers)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -156,19 +159,18 @@ class SeaweedFS:
 
     def _launch(self, weed: str) -> None:
         storage, identities = self.directory / "data", self.directory / "s3.json"
-        leftovers = [] if self.keep else [str(identities)]
-        if not (self.keep or storage.exists()):
-            leftovers.append(str(storage))
+        throw_away = [] if self.keep else [identities] if storage.exists() else [identities, storage]
         storage.mkdir(exist_ok=True)
         identities.touch(mode=0o600)
         identities.write_text(json.dumps(_identities(self._keys, self._read_only_keys)))
         ports = dict(zip(_SERVICES, _free_ports(len(_SERVICES)), strict=True))
         self._port = ports["s3"]
+        self._leftovers = [*map(str, throw_away), *_sockets(ports)]
         spec: _guard.Spec = {
             "owner": os.getpid(),
             "command": [weed, *_weed_arguments(storage, identities, ports)],
             "end_signal": signal.SIGTERM if self.keep else signal.SIGKILL,
-            "leftovers": leftovers + _sockets(ports),
+            "leftovers": self._leftovers,
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
