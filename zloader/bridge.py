@@ -8,6 +8,7 @@ raised where the items are taken, after those made before it.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 import time
@@ -15,6 +16,8 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
+
+from zloader.errors import ForkError
 
 Item = TypeVar("Item")
 
@@ -43,8 +46,9 @@ class ByteBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release(n_bytes)  # it was granted in the same moment
+            granted = turn.done() and not turn.cancelled()  # in the same moment
+            turn.cancel()
+            self.release(n_bytes if granted else 0)  # also lets those go ahead who stood behind
             raise
 
     def release(self, n_bytes: int) -> None:
@@ -115,39 +119,52 @@ def _first_cause(error: BaseException) -> BaseException:
 def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
     try:
         asyncio.run(channel.run(produce))
+    except asyncio.CancelledError:
+        channel.taken.put(None)
     except BaseException as error:  # noqa: BLE001 - raised again in the consumer's thread
         channel.taken.put(_first_cause(error))
     else:
         channel.taken.put(None)
 
 
-def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.Thread) -> None:
+def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has a copy of all this, but not the thread
     channel.cancel()
     # Garbage may be collected on any thread, also on one that the loop is waiting for: only those wait here that it
-    # cannot be waiting for.
+    # is not likely to be waiting for, and not for ever.
     if threading.current_thread() in (owner, threading.main_thread()):
-        thread.join()
+        thread.join(timeout=5.0)
 
 
 class Bridge(Generic[Item], Iterator[Item]):
-    """Iterates over the items that the coroutine `produce(put)` puts, on the thread that calls `next`."""
+    """Iterates over the items that the coroutine `produce(put)` puts, on the thread that calls `next`.
+
+    Raises ForkError in a forked child, where nothing would ever come.
+    """
 
     def __init__(self, produce: Producer[Item], *, ready_bytes: int, name: str) -> None:
         self.wait_s = 0.0
         self._channel: _Channel[Item] = _Channel(ready_bytes)
         self._ready: Iterator[Item] = iter(())
-        self._thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
-        self._thread.start()
-        self.close = weakref.finalize(self, _close, self._channel, self._thread, threading.current_thread())
+        self._pid = os.getpid()
+        thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _close, self._channel, thread, threading.current_thread(), self._pid)
 
     def __next__(self) -> Item:
-        for item in self._ready:
-            return item
-        if not self.close.alive:
-            raise StopIteration
-        return self._next_group()
+        while True:
+            for item in self._ready:
+                return item
+            if not self.close.alive:
+                raise StopIteration
+            self._take_group()
 
-    def _next_group(self) -> Item:
+    def _take_group(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"process {self._pid} began this iteration before the fork: begin a new one in this process"
+            )
         before = time.perf_counter()
         try:
             group = self._channel.taken.get()
@@ -157,8 +174,7 @@ class Bridge(Generic[Item], Iterator[Item]):
             items, n_bytes = group
             self._channel.give_back(n_bytes)
             self._ready = iter(items)
-            return next(self)
+            return
         self.close()
-        if group is None:
-            raise StopIteration
-        raise group
+        if group is not None:
+            raise group
