@@ -217,9 +217,9 @@ def info(  # noqa: PLR0913 - one parameter a flag
     debug: _Debug = False,
 ) -> None:
     """Show what a store holds, and how many GETs and bytes a training epoch of it costs."""
-    from zloader.cost import summarize
     from zloader.dataset import open_dataset
     from zloader.loader import DEFAULT_BLOCK_SIZE, Loader
+    from zloader.summary import summarize
 
     sizes = {
         "batch_size": Loader.batch_size if batch_size is None else batch_size,
@@ -325,16 +325,12 @@ def _demo_document(run: DemoRun, report: Path) -> dict[str, Any]:
 
 def _serve(view: terminal.DemoView, place: Workplace, run: DemoRun) -> None:
     """Says where everything is, and waits for a signal."""
-    from zloader.workplace import write_credentials
+    from zloader.workplace import write_access
 
-    credentials = write_credentials(place)
+    access = write_access(place)
     view.step(f"store: {run.conversion.destination}, server: {place.server.endpoint_url}")
     view.step(f"files: {place.directory} (server: seaweedfs, mirror: cache)")
-    view.step("try, in another terminal:")
-    view.step(
-        f"  AWS_SHARED_CREDENTIALS_FILE={credentials} zloader info {run.conversion.destination} "
-        f"--endpoint-url {place.server.endpoint_url}"
-    )
+    view.step(f"try, in another terminal: . {access} && zloader info {run.conversion.destination}")
     view.step(f"Ctrl-C, or kill {os.getpid()}, stops the server; the files stay until you remove them")
     with contextlib.suppress(KeyboardInterrupt, _EndedError):
         signal.pause()

@@ -8,6 +8,7 @@ log1p(counts per 10 000), which 80 steps train well. Whatever ends it, the serve
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.resources
 import lzma
 import os
@@ -106,7 +107,7 @@ def run_demo(options: DemoOptions, place: Workplace, view: View) -> DemoRun:
         label=label,
         categories=task.n_categories,
         seed=options.seed,
-        conversion=conversion,
+        conversion=dataclasses.replace(conversion, source=source.name),
         train_rows=len(task.train),
         held_out_rows=len(task.held_out),
         unlabelled=dataset.n_obs - len(task.train) - len(task.held_out),
@@ -268,7 +269,8 @@ class Classifier(torch.nn.Module):
         ends, values = x.crow_indices(), x.values()
         lengths = ends.diff()
         totals = torch.segment_reduce(values, "sum", lengths=lengths).clamp(min=1.0)
-        scaled = torch.log1p(values * (_COUNTS_PER_CELL / totals).repeat_interleave(lengths))
+        shares = values.clamp(min=0) / totals.repeat_interleave(lengths)  # of what is no count, too
+        scaled = torch.log1p(shares * _COUNTS_PER_CELL)
         summed = functional.embedding_bag(
             x.col_indices(), self.weight, ends[:-1], mode="sum", per_sample_weights=scaled
         )

@@ -103,8 +103,7 @@ class DemoRun:
             first = cold[0]
             said.append(f"Epoch {first.epoch} read {size(first.bytes_read)} from S3 in {first.gets:,} GETs.")
         if warm:
-            numbers = [str(figures.epoch) for figures in warm]
-            which = f"Epoch {numbers[0]}" if len(warm) == 1 else f"Epochs {', '.join(numbers[:-1])} and {numbers[-1]}"
+            which = f"Epoch {warm[0].epoch}" if len(warm) == 1 else f"Epochs {warm[0].epoch} to {warm[-1].epoch}"
             said.append(f"{which} made 0 GETs: all {warm[0].rows:,} training cells came from the mirror.")
         if len(cold) > 1:
             said.append("The mirror did not hold everything: was its disk full?")

@@ -14,7 +14,8 @@ from zloader.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
 
 if TYPE_CHECKING:
     from zloader.convert import ConversionReport
-    from zloader.cost import EpochCosts, MatrixSummary, StoreSummary
+    from zloader.cost import EpochCosts
+    from zloader.summary import MatrixSummary, StoreSummary
 
 _WIDTH = 120  # of what does not go to a terminal
 

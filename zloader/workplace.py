@@ -26,22 +26,32 @@ class Workplace:
 
 @contextlib.contextmanager
 def workplace(*, keep: bool) -> Iterator[Workplace]:
-    """A running S3 server in a temporary directory; both are gone afterwards (the directory not with `keep`)."""
+    """A running S3 server in a temporary directory. Both are gone afterwards.
+
+    With `keep` the directory stays, unless what was done here failed or was interrupted.
+    """
     directory = Path(tempfile.mkdtemp(prefix="zloader-demo-"))
     server = SeaweedFS(directory / "seaweedfs", keep=keep)
-    with contextlib.ExitStack() as stack:
-        stack.callback(_clear_up, directory, server, keep=keep)
-        stack.enter_context(_own_environment(directory))
-        server.start()
-        yield Workplace(directory=directory, server=server)
+    finished = False
+    try:
+        with _own_environment(directory):
+            server.start()
+            yield Workplace(directory=directory, server=server)
+        finished = True
+    finally:
+        _clear_up(directory, server, keep=keep and finished)
 
 
-def write_credentials(place: Workplace) -> Path:
-    """The server's keys as an AWS credentials file, mode 0600, for those who go on with a kept server."""
-    path = place.directory / "credentials"
+def write_access(place: Workplace) -> Path:
+    """A shell script, mode 0600, that sets the AWS_* variables for those who go on with a kept server."""
+    path = place.directory / "access.sh"
     path.touch(mode=0o600)
     options = place.server.storage_options
-    path.write_text(f"[default]\naws_access_key_id = {options['key']}\naws_secret_access_key = {options['secret']}\n")
+    path.write_text(
+        f"export AWS_ACCESS_KEY_ID={options['key']}\n"
+        f"export AWS_SECRET_ACCESS_KEY={options['secret']}\n"
+        f"export AWS_ENDPOINT_URL={place.server.endpoint_url}\n"
+    )
     return path
 
 
