@@ -21,6 +21,7 @@ LAYERS = {
     "zloader.layout": 1,
     "zloader.sampling": 1,
     "zloader.plan": 1,
+    "zloader.columns": 1,
     "zloader.decode": 1,
     "zloader.gather": 1,
     "zloader.store": 2,

@@ -10,7 +10,6 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import zarr.errors
 from numpy.typing import NDArray
 
 from zloader.bridge import Bridge, Put
+from zloader.columns import ObsColumn, as_numbers
 from zloader.errors import FormatError, MissingColumnError, MissingObjectError, OptionError, StoreChangedError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.layout import ArrayLayout, MatrixLayout, array_layout
@@ -59,19 +59,6 @@ def _reopen(location: Location, cache: Cache | None, fingerprint: str) -> Datase
     if dataset.fingerprint != fingerprint:
         raise StoreChangedError(f"{location.url} has changed since it was opened: open it again")
     return dataset
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObsColumn:
-    """One obs column: a value for every row, and the labels that the values are codes of (None for plain numbers)."""
-
-    values: NDArray[Any]
-    categories: pd.Index | None
-
-    @property
-    def minibatch_dtype(self) -> np.dtype[Any]:
-        """int64 for codes (what torch indexes and computes losses with), else the stored dtype."""
-        return np.dtype(np.int64) if self.categories is not None else self.values.dtype
 
 
 class Dataset:
@@ -148,7 +135,7 @@ class Dataset:
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column as numbers: codes of a categorical or string column, the values of any other."""
         if column not in self._columns:
-            self._columns[column] = _as_numbers(column, self._obs_elem(column))
+            self._columns[column] = as_numbers(column, self._obs_elem(column))
         return self._columns[column]
 
     @cached_property
@@ -358,24 +345,3 @@ def _open_root(location: Location, objects: Mapping[str, StoredObject]) -> Any:
         if needed not in root:
             raise FormatError(f"{location.url} has no {needed}: it is not a whole AnnData store")
     return root
-
-
-def _as_numbers(name: str, column: Any) -> ObsColumn:
-    if isinstance(column, pd.Categorical):
-        return ObsColumn(values=np.asarray(column.codes), categories=pd.Index(column.categories))
-    values = np.asarray(column)
-    if isinstance(column, pd.api.extensions.ExtensionArray) and pd.api.types.is_numeric_dtype(column.dtype):
-        return ObsColumn(values=_nullable(column), categories=None)
-    if values.dtype.kind in "biuf":
-        return ObsColumn(values=values, categories=None)
-    if values.dtype.kind in "OUST":
-        codes, categories = pd.factorize(pd.Series(values, dtype="string"), sort=True)
-        return ObsColumn(values=codes, categories=pd.Index(categories, dtype=object))
-    raise OptionError(f"obs column {name!r} holds {values.dtype}: only numbers, categories and strings become tensors")
-
-
-def _nullable(column: Any) -> NDArray[Any]:
-    """A pandas nullable column as plain numbers; floats with NaN where there is a missing value."""
-    if column.isna().any():
-        return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan))
-    return np.asarray(column.to_numpy(dtype=column.dtype.numpy_dtype))
