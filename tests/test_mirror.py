@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.mirror
+from zloader.decode import checksum
 from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray, load_column, mirror_directory, open_mirror, save_column
 
@@ -121,6 +122,14 @@ def test_a_chunk_of_zeros_is_told_from_one_that_is_not_there(tmp_path):
     zeros = np.zeros(95, "<u2")
     _fill(tmp_path, [1, 5], truth=zeros)
     assert _check_what_is_there(tmp_path, truth=zeros) == [0, 2, 3, 4, 6, 7, 8, 9]
+
+
+def test_a_chunk_whose_checksum_is_zero_is_there(tmp_path):
+    layout = _layout(n_elements=8, chunk_elements=4, dtype="uint8")
+    values = np.frombuffer(b"\xab\x9b\xe0\x9b" * 2, np.uint8)
+    assert checksum(values[:4]) == 0
+    _fill(tmp_path, [1], layout, values)
+    assert _check_what_is_there(tmp_path, layout, values) == [0]
 
 
 def test_an_array_without_elements_has_a_mirror(tmp_path):
