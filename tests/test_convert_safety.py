@@ -47,6 +47,18 @@ from zloader.store import Location
 # ---- interruption
 
 
+def test_a_marker_beside_a_whole_store_does_not_give_it_up(tmp_path: Path) -> None:
+    """A conversion killed while it validated its source had replaced nothing: what is there still needs overwrite."""
+    source = write_h5ad(tmp_path / "a.h5ad", counts())
+    convert(source, tmp_path / "a.zarr")
+    whole = files(tmp_path / "a.zarr")
+    (tmp_path / "a.zarr" / MARKER).touch()
+    with pytest.raises(errors.StoreExistsError, match="overwrite"):
+        convert(source, tmp_path / "a.zarr")
+    convert(source, tmp_path / "a.zarr", overwrite=True)
+    assert files(tmp_path / "a.zarr") == whole
+
+
 def test_whatever_write_fails_nothing_opens_and_running_again_works(tmp_path: Path) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"dense": counts().toarray()})
     convert(source, tmp_path / "whole.zarr")

@@ -36,9 +36,10 @@ class Destination:
     def check(self, *, overwrite: bool) -> None:
         """Raises StoreExistsError unless there is nothing, an unfinished conversion, or a store to overwrite."""
         there, url = self._keys(), self.location.url
-        if not there or MARKER in there:
+        whole = there.intersection(_METADATA)  # a marker beside it was left by a conversion that replaced nothing yet
+        if not there or (MARKER in there and not whole):
             return
-        if not there.intersection(_METADATA):
+        if not whole:
             raise StoreExistsError(
                 f"{url} holds something that is no Zarr store: it is never overwritten. Move it away"
             )
@@ -86,6 +87,9 @@ class Destination:
             for batch in (roots, others):
                 if batch:
                     filesystem.rm(batch, recursive=True)
+        left = self._keys() - {MARKER}
+        if left:  # s3fs says nothing when it may write but not delete
+            raise AccessDeniedError(f"not allowed to delete {min(left)} from {self.location.url}: check the rights")
 
     def _unmark(self) -> None:
         with _translated("delete from", self.location.url):
