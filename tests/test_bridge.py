@@ -129,6 +129,21 @@ def test_an_error_in_one_of_several_tasks_keeps_its_type(name):
     assert cancelled
 
 
+def test_a_coroutine_cancelled_by_nobody_here_is_no_end_of_items(name):
+    """It would be a short epoch that looks like a whole one."""
+
+    async def produce(put):
+        await put([1], 1)
+        lost = asyncio.ensure_future(_silent(put))
+        asyncio.get_running_loop().call_soon(lost.cancel)
+        await lost
+
+    bridge = Bridge(produce, ready_bytes=1, name=name)
+    assert next(bridge) == 1
+    with pytest.raises((asyncio.CancelledError, RuntimeError, ReadError)):
+        next(bridge)
+
+
 def test_the_time_spent_waiting_is_counted(name):
     go = threading.Event()
 
