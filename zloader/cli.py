@@ -328,9 +328,10 @@ def _serve(view: terminal.DemoView, place: Workplace, run: DemoRun) -> None:
     from zloader.workplace import write_access
 
     access = write_access(place)
-    view.step(f"store: {run.conversion.destination}, server: {place.server.endpoint_url}")
-    view.step(f"files: {place.directory} (server: seaweedfs, mirror: cache)")
-    view.step(f"try, in another terminal: . {access} && zloader info {run.conversion.destination}")
-    view.step(f"Ctrl-C, or kill {os.getpid()}, stops the server; the files stay until you remove them")
     with contextlib.suppress(KeyboardInterrupt, _EndedError):
+        view.step(f"store: {run.conversion.destination}, server: {place.server.endpoint_url}")
+        view.step(f"files: {place.directory} (server: seaweedfs, mirror: cache)")
+        view.step(f"try, in another terminal: . {access} && zloader info {run.conversion.destination}")
+        view.step(f"Ctrl-C, or kill {os.getpid()}, stops the server; the files stay until you remove them")
         signal.pause()
+    view.step("stopping the server, which puts its files in order first")

@@ -114,7 +114,7 @@ def size(n_bytes: float) -> str:
     """Bytes for people: `7.6 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if n_bytes < 999.5:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 99.5 else f"{n_bytes:.1f} {unit}"
+            return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 99.95 else f"{n_bytes:.1f} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:,.1f} TB"
 
