@@ -1,6 +1,6 @@
 """Cold and warm epochs from a local store, beside the limit that decoding sets.
 
-    python benchmarks/epochs.py STORE [--epochs 5] [--batch-size 64 --block-size 64 --fetch-factor 256]
+    python benchmarks/epochs.py STORE [--epochs 5] [--cloud] [--batch-size 64 --block-size 64 --fetch-factor 256]
 
 STORE is an AnnData Zarr on a local disk, for example that of
 
@@ -16,6 +16,10 @@ What is measured, in turns, so that a change of the machine's speed hits all ali
 - warm: an epoch from the full mirror. Nothing is decoded; the bound is memory bandwidth: 3 bytes a value are read and
   12 written.
 
+With --cloud the store is served over loopback by a simulated S3 (30 ms to the first byte, log-normal with sigma 0.3;
+80 MB/s a connection; 400 MB/s in all), in a process of its own; "link" is then what 400 MB/s allow for a cold epoch's
+bytes. Its folder's name serves as the bucket, so it must be a valid one.
+
 The consumer takes every minibatch (torch CSR, one obs column, the index) and does nothing with it. Read from the page
 cache: one pass is thrown away first. The last line is one JSON document with all figures and their medians.
 """
@@ -23,11 +27,17 @@ cache: one pass is thrown away first. The last line is one JSON document with al
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,7 +66,7 @@ def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
     return chunks
 
 
-def decode_seconds(loader: zl.Loader, store: Path, stored: dict[str, list[np.ndarray]]) -> float:
+def decode_seconds(loader: zl.Loader, stored: dict[str, list[np.ndarray]]) -> float:
     """Seconds to decode what one epoch of `loader` decodes without a mirror, and nothing else."""
     dataset, plan = loader.dataset, loader.plan(0)
     matrix = dataset.matrix()
@@ -84,6 +94,24 @@ def decode_seconds(loader: zl.Loader, store: Path, stored: dict[str, list[np.nda
         return time.perf_counter() - before
 
 
+CLOUD = {"--ttfb-ms": "30", "--ttfb-sigma": "0.3", "--conn-mbps": "80", "--total-mbps": "400"}
+
+
+@contextlib.contextmanager
+def served(store: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """URL and storage options of the store behind a simulated S3."""
+    root, bucket = store.absolute().parent.parent, store.absolute().parent.name
+    shape = [part for option in CLOUD.items() for part in option]
+    command = [sys.executable, "-m", "zloader.testing.s3sim", "--root", str(root), *shape]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            endpoint = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
+            yield f"s3://{bucket}/{store.name}", {"key": "any", "secret": "any", "endpoint_url": endpoint}
+        finally:
+            server.terminate()
+
+
 class _PerThread:
     """One chunk's worth of memory for each thread."""
 
@@ -91,8 +119,6 @@ class _PerThread:
         self._layout, self._own = layout, {}
 
     def get(self) -> np.ndarray:
-        import threading
-
         own = threading.get_ident()
         if own not in self._own:
             self._own[own] = np.empty(self._layout.chunk_elements, self._layout.dtype)
@@ -116,36 +142,47 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--fetch-factor", type=int, default=256)
+    parser.add_argument("--cloud", action="store_true", help="through a simulated S3")
     parser.add_argument("--cache", type=Path, help="directory for the mirrors (default: a temporary one)")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the consumer here only takes; a trainer would compute elsewhere
+    with contextlib.ExitStack() as stack:
+        url, storage_options = str(options.store), None
+        if options.cloud:
+            url, storage_options = stack.enter_context(served(options.store))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.cache)))
+        measure(options, url, storage_options, directory)
+
+
+def measure(options: argparse.Namespace, url: str, storage_options: dict[str, Any] | None, directory: Path) -> None:
+    """Runs the turns and prints the figures."""
 
     def loader_of(cache: Path | None) -> zl.Loader:
-        dataset = zl.open_dataset(options.store, cache=cache)
-        columns = dataset.obs_columns[:1]
+        dataset = zl.open_dataset(url, cache=cache, storage_options=storage_options)
         sampling = zl.BlockShuffling(options.block_size)
         sizes: dict[str, Any] = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor}
-        return zl.Loader(dataset, sampling=sampling, obs=columns, **sizes)
+        return zl.Loader(dataset, sampling=sampling, obs=dataset.obs_columns[:1], **sizes)
 
-    with tempfile.TemporaryDirectory(dir=options.cache) as directory:
-        plain, mirrored = loader_of(None), loader_of(Path(directory) / "warm")
-        stored = {layout.path: chunk_bytes(options.store, layout) for layout in plain.dataset.matrix().arrays}
-        for loader in (plain, mirrored):
-            epoch_seconds(loader)  # compiles, reads the store into the page cache, fills the mirror
-        seconds: dict[str, list[float]] = {"decode": [], "cold": [], "filling": [], "warm": []}
-        for turn in range(options.epochs):
-            seconds["decode"].append(decode_seconds(plain, options.store, stored))
-            seconds["cold"].append(epoch_seconds(plain))
-            seconds["filling"].append(epoch_seconds(loader_of(Path(directory) / f"fill {turn}")))
-            seconds["warm"].append(epoch_seconds(mirrored))
-            assert mirrored.statistics().gets == 0
-
+    plain, mirrored = loader_of(None), loader_of(directory / "warm")
+    stored = {layout.path: chunk_bytes(options.store, layout) for layout in plain.dataset.matrix().arrays}
+    for loader in (plain, mirrored):
+        epoch_seconds(loader)  # compiles, reads the store into the page cache, fills the mirror
+    seconds: dict[str, list[float]] = {"decode": [], "cold": [], "filling": [], "warm": []}
+    for turn in range(options.epochs):
+        seconds["decode"].append(decode_seconds(plain, stored))
+        seconds["cold"].append(epoch_seconds(plain))
+        seconds["filling"].append(epoch_seconds(loader_of(directory / f"fill {turn}")))
+        shutil.rmtree(directory / f"fill {turn}")
+        seconds["warm"].append(epoch_seconds(mirrored))
+        assert mirrored.statistics().gets == 0
+    if options.cloud:
+        seconds["link"] = [plain.statistics().bytes_read / (float(CLOUD["--total-mbps"]) * 1e6)]
     n_rows = plain.dataset.n_obs
     medians = {name: n_rows / statistics.median(times) for name, times in seconds.items()}
     for name, rate in medians.items():
         low, high = n_rows / max(seconds[name]), n_rows / min(seconds[name])
         print(f"{name:8} {rate:12,.0f} rows/s   ({low:,.0f} to {high:,.0f})   {rate / medians['decode']:.2f} of decode")
-    sizes = {name: getattr(options, name) for name in ("batch_size", "block_size", "fetch_factor")}
+    sizes = {name: getattr(options, name) for name in ("batch_size", "block_size", "fetch_factor", "cloud")}
     cores = len(os.sched_getaffinity(0))
     print(json.dumps({"rows": n_rows, "cores": cores, **sizes, "rows_per_s": medians, "seconds": seconds}))
 
