@@ -132,12 +132,14 @@ def test_info_foretells_what_an_epoch_costs(tmp_path):
 def test_info_as_text(tmp_path):
     adata = counts(300, 60)
     adata.layers["dense"] = adata.X.toarray()
+    adata.obs["[red]lane"] = adata.obs["lane"]
     write_store(adata, tmp_path / "cells.zarr", tmp_path)
     text = zloader("info", tmp_path / "cells.zarr", "--x", "layers/dense").stdout
     dataset = zl.open_dataset(tmp_path / "cells.zarr")
     cost = epoch_costs(dataset, zl.Loader(dataset, x="layers/dense").plan(0), x="layers/dense").unmirrored
     assert "300 x 60" in text
     assert "cell_type" in text
+    assert "[red]lane" in text
     assert "uint16 (was float32)" in text
     assert any(line.split()[-3] == str(cost.gets) for line in text.splitlines() if line.startswith("without a mirror"))
     assert "…" not in text, "nothing is cut off where there is no terminal"

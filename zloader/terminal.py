@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from zloader.summary import MatrixSummary, StoreSummary
 
 _WIDTH = 120  # of what does not go to a terminal
+_OTHER_LINES = 4  # header, status and what the cursor needs
 
 
 def console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
+    console = Console(stderr=stderr, highlight=False, markup=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=_WIDTH)
 
 
 def show_conversion(console: Console, done: ConversionReport) -> None:
@@ -35,7 +36,7 @@ def show_conversion(console: Console, done: ConversionReport) -> None:
         console.print(f"  {name}: {change}, without loss", soft_wrap=True)
     for name, rows in done.rows_made_canonical.items():
         console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes added up", soft_wrap=True)
-    console.print(f"written to {done.destination}", soft_wrap=True, markup=False)
+    console.print(f"written to {done.destination}", soft_wrap=True)
 
 
 def show_store(console: Console, summary: StoreSummary) -> None:
@@ -64,10 +65,9 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
         f"\n{matrix.name}: {matrix.encoding}, {matrix.rows:,} x {matrix.genes:,}, "
         f"{matrix.values:,} values ({matrix.density:.2%})",
         style="bold",
-        markup=False,
     )
     if matrix.problem:
-        console.print(matrix.problem, soft_wrap=True, markup=False)
+        console.print(matrix.problem, soft_wrap=True)
         return
     table = _table(
         "array", "dtype", ">values in a chunk", ">chunks in a shard", ">shards", ">stored", ">decoded", "codecs"
@@ -93,7 +93,6 @@ def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int
         f"\nAn epoch of {x}: minibatches of {sizes['batch_size']:,}, fetches of {fetch_rows:,} rows, "
         f"blocks of {sizes['block_size']:,}",
         style="bold",
-        markup=False,
     )
     table = _table("", ">GETs", ">bytes")
     first, every = costs.first_mirrored, costs.unmirrored
@@ -117,18 +116,19 @@ class DemoView:
     """The demo on a console: lines of text, then a table that grows by epoch."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
+        self._console = console
         self._live: Live | None = None
         self._epochs: list[EpochFigures] = []
         self._status = ""
+        self._ended = False
 
     def step(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False)
+        self._console.print(text, soft_wrap=True)
 
     def progress(self, epoch: int, rows: int, of_rows: int) -> None:
         self._status = f"epoch {epoch}: {rows:,} of {of_rows:,} cells" if rows < of_rows else ""
         if self._live is None:
-            self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=8)
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=8)
             self._live.start()
 
     def epoch(self, figures: EpochFigures) -> None:
@@ -136,7 +136,9 @@ class DemoView:
 
     def _render(self) -> Group:
         table = _table(*(name if name in ("epoch", "from") else f">{name}" for name in EPOCH_HEADER))
-        for figures, cells in zip(self._epochs, epoch_rows(self._epochs), strict=True):
+        # While it grows, as much as the screen holds; in the end all.
+        shown = self._epochs if self._ended else self._epochs[-max(1, self._console.height - _OTHER_LINES) :]
+        for figures, cells in zip(shown, epoch_rows(shown), strict=True):
             table.add_row(*cells, style="blue" if figures.cold else "yellow")
         return Group(table, Text(self._status, style="dim"))
 
@@ -146,6 +148,7 @@ class DemoView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended = True
         if self._live is not None:
             self._live.stop()
             self._live = None
