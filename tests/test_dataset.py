@@ -333,6 +333,16 @@ def test_a_wrong_indptr_is_refused(pristine, tmp_path, change):
         epoch(zl.open_dataset(tmp_path / "s.zarr"))
 
 
+def test_a_gene_that_does_not_exist_is_an_error_and_not_a_wild_write(tmp_path):
+    """In a store of somebody else, without checksums: the index would be used as an address."""
+    write_plain(ADATA, tmp_path / "s.zarr")
+    indices = zarr.open_group(tmp_path / "s.zarr", mode="r+")["X/indices"]
+    indices[7] = 41
+    for layout in ("csr", "dense"):
+        with pytest.raises(CorruptChunkError, match="X/indices.*gene 41, but there are 41 genes"):
+            epoch(zl.open_dataset(tmp_path / "s.zarr"), layout=layout)
+
+
 def test_an_interrupted_conversion_says_so(store):
     (store / "zarr.json").rename(store / "zloader.partial")
     with pytest.raises(FormatError, match="its conversion did not end"):

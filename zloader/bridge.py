@@ -119,8 +119,8 @@ def _first_cause(error: BaseException) -> BaseException:
 def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
     try:
         asyncio.run(channel.run(produce))
-    except asyncio.CancelledError:
-        channel.taken.put(None)
+    except asyncio.CancelledError as error:
+        channel.taken.put(None if channel.closed else error)
     except BaseException as error:  # noqa: BLE001 - raised again in the consumer's thread
         channel.taken.put(_first_cause(error))
     else:
@@ -134,7 +134,7 @@ def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.T
     # Garbage may be collected on any thread, also on one that the loop is waiting for: only those wait here that it
     # is not likely to be waiting for, and not for ever.
     if threading.current_thread() in (owner, threading.main_thread()):
-        thread.join(timeout=5.0)
+        thread.join(timeout=2.0)
 
 
 class Bridge(Generic[Item], Iterator[Item]):

@@ -10,6 +10,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ class Dataset:
             n_rows=n_rows,
             n_genes=n_genes,
             values=self._array_layout(f"{name}/data"),
-            genes=self._array_layout(f"{name}/indices"),
+            genes=replace(self._array_layout(f"{name}/indices"), below=n_genes),
         )
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:

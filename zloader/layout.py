@@ -41,6 +41,8 @@ class ArrayLayout:
     fill_value: Any
     # Whether an object or chunk that is not there stands for fill values (never, in a store that zloader wrote).
     absent_is_fill: bool
+    # Every element must be at least 0 and below this; None for no bound. Gene indices index memory later on.
+    below: int | None = None
 
     @property
     def n_chunks(self) -> int:
@@ -66,6 +68,12 @@ class ArrayLayout:
         first = chunks * self.chunk_elements
         return first, np.minimum(first + self.chunk_elements, self.n_elements)
 
+    def check_bounds(self, elements: NDArray[Any]) -> None:
+        """Raises CorruptChunkError for an element that `below` forbids."""
+        if self.below is not None and len(elements) and not 0 <= elements.min() <= elements.max() < self.below:
+            bad = elements.min() if elements.min() < 0 else elements.max()
+            raise CorruptChunkError(f"it holds gene {bad}, but there are {self.below} genes")
+
     def index_span(self, shard: int, object_size: int) -> Span:
         """Where the index of a shard lies in its object of `object_size` bytes."""
         start = object_size - self.index_bytes if self.index_at_end else 0
@@ -79,6 +87,8 @@ class ArrayLayout:
     def parse_index(self, stored: bytes, *, shard: int, object_size: int) -> NDArray[np.uint64]:
         """Offset and size in bytes of each chunk of a shard (chunks x 2, uint64); ABSENT for one that is not there."""
         where = f"the shard index of {self.shard_key(shard)}"
+        if len(stored) != self.index_bytes:
+            raise CorruptChunkError(f"{where} has {len(stored)} bytes instead of {self.index_bytes}")
         body = stored[:-4] if self.index_checksum else stored
         if self.index_checksum and google_crc32c.value(body) != int.from_bytes(stored[-4:], "little"):
             raise CorruptChunkError(f"{where} does not match its checksum")
@@ -104,18 +114,20 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     codecs = tuple(metadata["codecs"])
     sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == "sharding_indexed" else None
     inner = tuple(sharding["chunk_shape"]) if sharding else outer
-    for name, grid in (("chunks", inner), ("shards", outer)):
-        if any(size < whole for size, whole in zip(grid[1:], shape[1:], strict=True)):
-            raise FormatError(
-                f"{path} has {name} of {grid} that split the rows of {shape}. Run 'zloader convert' on it"
-            )
-    index_codecs = [codec["name"] for codec in sharding["index_codecs"]] if sharding else []
+    # A dense chunk must hold whole rows. A writer may also make it wider than the rows, which pads every row.
+    if any(size != max(1, whole) for grid in (inner, outer) for size, whole in zip(grid[1:], shape[1:], strict=True)):
+        raise FormatError(
+            f"{path} has chunks of {inner} in shards of {outer}, not of whole rows of {shape}: "
+            "run 'zloader convert' on it"
+        )
+    index_codecs = _index_codecs(sharding) if sharding else []
+    known_index = index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
     encoding = metadata.get("chunk_key_encoding", {"name": "default"})
-    if encoding["name"] != "default" or index_codecs not in ([], ["bytes"], ["bytes", "crc32c"]):
-        raise FormatError(f"{path} has an unknown key encoding or shard index. Run 'zloader convert' on it")
+    if encoding["name"] != "default" or not known_index or (sharding and len(codecs) > 1):
+        raise FormatError(f"{path} has an unknown key encoding or form of shards. Run 'zloader convert' on it")
     return ArrayLayout(
         path=path,
-        dtype=np.dtype(metadata["data_type"]).newbyteorder("<"),
+        dtype=_dtype(path, metadata["data_type"]),
         n_elements=math.prod(shape),
         chunk_elements=inner[0] * math.prod(shape[1:]),
         chunks_per_shard=outer[0] // inner[0],
@@ -128,6 +140,25 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         fill_value=metadata.get("fill_value", 0),
         absent_is_fill=absent_is_fill,
     )
+
+
+def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
+    """Names of the codecs of a shard index; a byte order other than ours shows as a name of its own."""
+    names = {"little": "bytes", "big": "big-endian bytes"}
+    return [
+        names[codec.get("configuration", {}).get("endian", "little")] if codec["name"] == "bytes" else codec["name"]
+        for codec in sharding["index_codecs"]
+    ]
+
+
+def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(data_type).newbyteorder("<")
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "biuf":
+        raise FormatError(f"{path} holds {data_type!r}, not numbers. Run 'zloader convert' on what it was made from")
+    return dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -114,23 +114,34 @@ def _file_of(directory: Path, name: str, suffix: str) -> Path:
     return directory / f"{quote(name, safe='')}.{suffix}"
 
 
+@contextlib.contextmanager
+def _draft(path: Path) -> Iterator[Path]:
+    """A name of this thread's own beside `path`, to be moved there when it is whole; gone afterwards."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def _mapped_words(path: Path, n_chunks: int) -> NDArray[np.uint64]:
     """The words of all chunks, shared with every process that maps them; a file of another size counts for nothing."""
     n_bytes = 8 * n_chunks
     if not path.exists() or path.stat().st_size != n_bytes:
-        draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
-        with draft.open("wb") as file:
-            if n_bytes:
-                os.posix_fallocate(file.fileno(), 0, n_bytes)  # storing to a hole of a full disk would kill a process
-        try:
+        with _draft(path) as draft:
+            with draft.open("wb") as file:
+                if n_bytes:
+                    os.posix_fallocate(file.fileno(), 0, n_bytes)  # storing to a hole of a full disk kills a process
             draft.chmod(0o600)
-            if path.exists():
-                draft.replace(path)
-            else:
-                with contextlib.suppress(FileExistsError):  # another process was first: its file is as good
+            try:
+                if path.exists():  # of another size: nothing in it counts
+                    draft.replace(path)
+                else:
                     path.hardlink_to(draft)
-        finally:
-            draft.unlink(missing_ok=True)
+            except FileExistsError:
+                pass  # another process was first: its file is as good
+            except OSError:  # no hard links on this file system
+                draft.replace(path)
     with path.open("r+b") as file:
         return np.frombuffer(_mapped(file.fileno(), n_bytes, mmap.ACCESS_WRITE), np.uint64)
 
@@ -181,14 +192,13 @@ def load_column(directory: Path, name: str) -> NDArray[Any] | None:
 def save_column(directory: Path, name: str, column: NDArray[Any]) -> None:
     """Keeps a whole array as an .npy file with the crc32c of it all behind; appears at once or not at all."""
     path = _file_of(directory, name, "npy")
-    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
-        with draft.open("wb") as file:
-            np.save(file, column)
-        content = np.memmap(draft, np.uint8, mode="r")
-        with draft.open("ab") as file:
-            file.write(checksum(content).to_bytes(4, "little"))
-        draft.replace(path)
+        with _draft(path) as draft:
+            with draft.open("wb") as file:
+                np.save(file, column)
+            content = np.memmap(draft, np.uint8, mode="r")
+            with draft.open("ab") as file:
+                file.write(checksum(content).to_bytes(4, "little"))
+            draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         log.warning("cannot keep %s in the mirror (%s)", name, error)

@@ -3,7 +3,8 @@
 The order of an epoch is cut into fetches of `batch_size * fetch_factor` rows, dealt round-robin to the ranks, then to
 the workers of a rank. What is left after the last full round is shared out evenly, so that every rank yields the same
 number of minibatches: with `drop_last=False` no row is lost for that (but for `batch_size=1`, where fewer than
-`world_size` are); with `drop_last=True` fewer than `world_size * batch_size` are, others in each epoch.
+`world_size` are); with `drop_last=True` fewer than `world_size * batch_size` are: those that come last in the order, so
+others in each shuffled epoch.
 """
 
 from __future__ import annotations

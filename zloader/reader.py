@@ -247,6 +247,7 @@ class ArrayReader:
         for chunk, (start, stop), slot in zip(piece.chunks.tolist(), ranges, slots.of(piece.chunks), strict=True):
             try:
                 self._decoder.decode(view[start:stop], slot)
+                self._layout.check_bounds(slot)
             except CorruptChunkError as error:
                 raise CorruptChunkError(
                     f"{self._shop.url}: chunk {chunk} of {self._layout.path}, bytes {piece.span.start + start}-"

@@ -90,7 +90,7 @@ def _checked(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None
 
 
 class _Subset:
-    """What both samplings below share: an optional list of the rows that take part, each exactly once."""
+    """What both samplings below share: an optional list of the rows that take part."""
 
     _rows: Rows | None
     _least: int
@@ -117,7 +117,10 @@ class _Subset:
 
 @dataclass(frozen=True, eq=False)
 class Streaming(_Subset):
-    """Rows in the order of the dataset (or of `indices`); `shuffle=True` permutes the rows of each fetch in memory."""
+    """Rows in the order of the dataset, or of `indices` (a row as often as it is listed).
+
+    `shuffle=True` permutes the rows of each fetch in memory.
+    """
 
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
     shuffle: bool = False
