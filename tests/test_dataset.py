@@ -339,7 +339,7 @@ def test_a_gene_that_does_not_exist_is_an_error_and_not_a_wild_write(tmp_path):
     indices = zarr.open_group(tmp_path / "s.zarr", mode="r+")["X/indices"]
     indices[7] = 41
     for layout in ("csr", "dense"):
-        with pytest.raises(CorruptChunkError, match="X/indices.*gene 41, but there are 41 genes"):
+        with pytest.raises(CorruptChunkError, match=r"X/indices.*gene 41, but there are 41 genes"):
             epoch(zl.open_dataset(tmp_path / "s.zarr"), layout=layout)
 
 
