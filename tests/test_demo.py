@@ -164,8 +164,9 @@ def test_whatever_ends_it_leaves_nothing(tmp_path, after, number):
 
 
 @pytest.fixture
-def run(tmp_path, seaweed):
+def run(tmp_path, seaweed, monkeypatch):
     """Runs the demo on an AnnData in this process, against the session's server."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
 
     def started(adata: ad.AnnData, **options) -> tuple[DemoRun, Quiet]:
         name = f"own-{uuid.uuid4().hex}"
