@@ -214,6 +214,28 @@ def test_credentials_that_stop_working_before_the_first_read(s3, tmp_path):
     assert "changed meanwhile" not in str(caught.value)
 
 
+@pytest.mark.parametrize("where", ["environment", "file", "profile variable", "profile option"])
+def test_credentials_from_the_surroundings_serve_listing_and_reads_alike(s3, tmp_path, monkeypatch, where):
+    write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
+    key, secret = s3.storage_options["key"], s3.storage_options["secret"]
+    options = {"endpoint_url": s3.endpoint_url}
+    if where == "environment":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", options.pop("endpoint_url"))
+    else:
+        name = "default" if where == "file" else "lab"
+        lines = f"[{name}]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+        (tmp_path / "credentials").write_text(lines)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no such file"))
+        if where == "profile variable":
+            monkeypatch.setenv("AWS_PROFILE", "lab")
+        if where == "profile option":
+            options["profile"] = "lab"
+    assert sorted(epoch(zl.open_dataset(s3.url("counts.zarr"), storage_options=options))) == list(range(120))
+
+
 def test_secrets_are_not_shown(s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)

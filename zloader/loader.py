@@ -227,6 +227,10 @@ class _Epoch(Iterator[Minibatch]):
         minibatch: Minibatch = self._convert(arrays)
         return minibatch
 
+    def close(self) -> None:
+        """Ends the epoch and its threads now; dropping the iterator does so too."""
+        self._bridge.close()
+
 
 def _as_minibatch(dataset: Dataset, layout: str, arrays: MinibatchArrays) -> Minibatch:
     return Minibatch(

@@ -297,11 +297,15 @@ class _Credentials:
                 aws_session_token=str(options.get("token") or client.get("aws_session_token") or ""),
             )
         profile = options.get("profile") or os.environ.get("AWS_PROFILE")
-        if profile:
+        if not profile and "AWS_ACCESS_KEY_ID" in os.environ:
+            return {"type": "environment"}
+        known = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+        if profile or known.exists():
             config = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
-            absent = {} if config.exists() else {"config_file": os.devnull}  # TensorStore insists on one
-            return {"type": "profile", "profile": str(profile), **absent}
-        return {"type": "environment" if "AWS_ACCESS_KEY_ID" in os.environ else "default"}
+            files = {"credentials_file": known, "config_file": config}
+            there = {name: str(path if path.exists() else os.devnull) for name, path in files.items()}
+            return {"type": "profile", "profile": str(profile or "default"), **there}
+        return {"type": "default"}
 
     def _in_memory(self, **secrets: str) -> dict[str, str]:
         lines = [f"{name} = {value}" for name, value in secrets.items() if value]

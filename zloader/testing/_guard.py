@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-_GRACE_S = 20.0  # a server that has not ended this long after SIGTERM is killed
+_GRACE_S = 5.0  # a server that has not ended this long after SIGTERM is killed
 _PR_SET_PDEATHSIG = 1
 
 
