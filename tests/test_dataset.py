@@ -236,6 +236,17 @@ def test_credentials_from_the_surroundings_serve_listing_and_reads_alike(s3, tmp
     assert sorted(epoch(zl.open_dataset(s3.url("counts.zarr"), storage_options=options))) == list(range(120))
 
 
+def test_credentials_may_be_mended_in_a_running_process(s3, tmp_path, monkeypatch):
+    write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
+    # An option of its own, since fsspec may still hold a client for the same options and other credentials.
+    options = {"endpoint_url": s3.endpoint_url, "listings_expiry_time": 77}
+    with pytest.raises(AccessDeniedError, match="key and secret"):
+        zl.open_dataset(s3.url("counts.zarr"), storage_options=options)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.storage_options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.storage_options["secret"])
+    assert zl.open_dataset(s3.url("counts.zarr"), storage_options=options).n_obs == 120
+
+
 def test_secrets_are_not_shown(s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import botocore.exceptions
 import fsspec
 import tensorstore as ts
 import zarr.abc.store
 import zarr.storage
+from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
 from zloader.errors import (
     AccessDeniedError,
@@ -79,18 +79,35 @@ class Location:
 
     def filesystem(self) -> Any:
         """The fsspec file system that holds `path`, with nothing cached of its listings."""
-        options = {} if self.scheme == "file" else {"use_listings_cache": False, **self.storage_options}
-        return fsspec.filesystem(self.scheme, **options)
+        return fsspec.filesystem(self.scheme, **self._fsspec_options())
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """A zarr store rooted at this URL, for metadata and small arrays."""
         if self.scheme == "file":
             return zarr.storage.LocalStore(self.path, read_only=read_only)
         return zarr.storage.FsspecStore.from_url(
-            f"s3://{self.path}",
-            storage_options={"use_listings_cache": False, **self.storage_options},
-            read_only=read_only,
+            f"s3://{self.path}", storage_options=self._fsspec_options(), read_only=read_only
         )
+
+    def _fsspec_options(self) -> dict[str, Any]:
+        return {} if self.scheme == "file" else {"use_listings_cache": False, **self.s3_options()}
+
+    def s3_options(self) -> dict[str, Any]:
+        """`storage_options` with what they leave to the AWS_* variables filled in, for s3fs and TensorStore alike.
+
+        fsspec gives out one client for equal options for ever, so the variables must show in the options: else
+        credentials mended in a running process would not be seen.
+        """
+        options, client = dict(self.storage_options), dict(self.storage_options.get("client_kwargs") or {})
+        if not (client.keys() | options.keys()) & {"key", "anon", "profile", "aws_access_key_id"}:
+            names = {"key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
+            if "AWS_PROFILE" in os.environ:
+                names = {"profile": "AWS_PROFILE"}
+            options |= {option: os.environ[name] for option, name in names.items() if os.environ.get(name)}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint and not (options.get("endpoint_url") or client.get("endpoint_url")):
+            options["endpoint_url"] = endpoint
+        return options
 
     def listing(self) -> dict[str, StoredObject]:
         """Every object below the URL by key relative to it, from one listing.
@@ -102,12 +119,12 @@ class Location:
             found = filesystem.find(self.path, detail=True)
         except FileNotFoundError:
             found = {}
-        except PermissionError as error:
+        except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
             raise AccessDeniedError(
                 f"not allowed to list {self.url}: {error}. "
                 "Check the key and secret in storage_options or the AWS_* variables"
             ) from error
-        except (OSError, botocore.exceptions.BotoCoreError) as error:
+        except (OSError, BotoCoreError) as error:
             raise StoreError(
                 f"cannot list {self.url}: {error}. Is the endpoint right, and does its server run?"
             ) from error
@@ -249,14 +266,9 @@ def _kvstore_spec(location: Location, credentials: _Credentials) -> dict[str, An
     if location.scheme == "file":
         return {"driver": "file", "path": location.path + "/"}
     bucket, _, prefix = location.path.partition("/")
-    options = location.storage_options
+    options = location.s3_options()
     client = dict(options.get("client_kwargs") or {})
-    endpoint = (
-        options.get("endpoint_url")
-        or client.get("endpoint_url")
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-    )
+    endpoint = options.get("endpoint_url") or client.get("endpoint_url")
     region = client.get("region_name") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     spec: dict[str, Any] = {
         "driver": "s3",
@@ -296,9 +308,7 @@ class _Credentials:
                 aws_secret_access_key=str(options.get("secret") or client.get("aws_secret_access_key") or ""),
                 aws_session_token=str(options.get("token") or client.get("aws_session_token") or ""),
             )
-        profile = options.get("profile") or os.environ.get("AWS_PROFILE")
-        if not profile and "AWS_ACCESS_KEY_ID" in os.environ:
-            return {"type": "environment"}
+        profile = options.get("profile")
         known = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
         if profile or known.exists():
             config = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
