@@ -86,10 +86,11 @@ LASTING = {
 }
 
 
+@pytest.mark.parametrize("cached", [False, True], ids=["no mirror", "mirror"])
 @pytest.mark.parametrize(("fault", "error", "says"), LASTING.values(), ids=LASTING)
-def test_what_lasts_is_an_error_that_names_key_and_bytes(bucket, sim, fault, error, says):
+def test_what_lasts_is_an_error_that_names_key_and_bytes(bucket, sim, tmp_path, fault, error, says, cached):
     server = sim(root=bucket)
-    loader = loader_over(server, deadline_s=1.5)
+    loader = loader_over(server, cache=tmp_path / "cache" if cached else None, deadline_s=1.5)
     loader.dataset.indptr(loader.dataset.matrix())
     server.faults = [{"match": f"{ELEMENTS}1$", **fault}]
     # The simulator drips by pacing the connection, which may hit the answer after the one meant.

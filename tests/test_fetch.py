@@ -16,7 +16,7 @@ import zloader as zl
 from zloader.bridge import Bridge
 from zloader.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.fetch import FetchScheduler, Recipe
-from zloader.layout import array_layout
+from zloader.layout import MatrixLayout, array_layout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch, Plan
 from zloader.reader import BufferPool
@@ -213,3 +213,61 @@ def test_bytes_in_flight_stay_within_their_bound(store):
     largest = max(span.size for span in bounded.reads)
     assert bounded.most <= max(limit, largest) + 2 * 100  # and two shard indexes, which are not counted
     assert bounded.most < whole.most
+
+
+class Endless:
+    """A Source of two uncompressed arrays longer than 2**32, made up as they are read: element i is i % 251."""
+
+    CHUNK = 1000
+
+    async def read(self, spans):
+        def stored(span):
+            first = int(span.key.rsplit("/", 1)[1]) * self.CHUNK
+            elements = (np.arange(first, first + self.CHUNK) % 251).astype("<u2")
+            return elements.tobytes()[span.start : span.stop]
+
+        return [stored(span) for span in spans]
+
+
+class EveryObject(dict):
+    """Every object is there, and holds one chunk."""
+
+    def get(self, key, default=None):
+        return 2 * Endless.CHUNK
+
+
+@pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
+def test_values_beyond_2_to_the_32(tmp_path, mirrored):
+    """Three rows that lie across 2**31, across 2**32 and at the end; the mirror's files are sparse."""
+    n_elements = (1 << 32) + 5000
+    metadata = {
+        "zarr_format": 3,
+        "shape": [n_elements],
+        "data_type": "uint16",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [Endless.CHUNK]}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+    }
+    genes, values = (array_layout(f"X/{name}", metadata, absent_is_fill=False) for name in ("indices", "data"))
+    matrix = MatrixLayout(path="X", n_rows=7, n_genes=251, genes=genes, values=values)
+    edges = [0, (1 << 31) - 7, (1 << 31) + 5, (1 << 32) - 3, (1 << 32) + 9, n_elements - 11, n_elements - 2]
+    indptr = np.array([*edges, n_elements])
+    recipe = Recipe(
+        url="made up",
+        matrix=matrix,
+        indptr=indptr,
+        obs={},
+        obs_dtypes={},
+        object_sizes=EveryObject(),
+        dense=False,
+        dtype="int64",
+    )
+    rows = np.array([5, 1, 3, 6, 1])
+    fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))
+    mirror = Mirror(tmp_path, matrix.arrays) if mirrored else None
+    for _ in range(2):
+        minibatches, counters = run(recipe, Endless(), [fetch], mirror=mirror)
+        wanted = np.concatenate([np.arange(indptr[row], indptr[row + 1]) % 251 for row in rows])
+        np.testing.assert_array_equal(np.concatenate([minibatch.x.values for minibatch in minibatches]), wanted)
+        np.testing.assert_array_equal(np.concatenate([minibatch.x.indices for minibatch in minibatches]), wanted)
+        assert [minibatch.index.tolist() for minibatch in minibatches] == [[5, 1], [3, 6, 1]]
+    assert (counters.gets == 0) == mirrored
