@@ -106,7 +106,7 @@ def _all_below(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_imports_point_down(name):
-    assert name in LAYERS, f"{name} has no layer: give it one in this file and in DESIGN"
+    assert name in LAYERS, f"{name} has no layer: give it one in this file"
     for module in _own(name):
         assert module in FILES, f"{name} imports {module}, which does not exist"
         if module.startswith("zloader.testing"):
