@@ -27,7 +27,7 @@ from zloader.terms import FetchOptions, Rows, Source, Span
 Result = TypeVar("Result")
 # Spans read and decoded as one task, up to this many bytes: a task costs about 0.2 ms of the interpreter, which is as
 # much as decoding 100 KiB.
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = 2 << 20
 
 
 @dataclass(kw_only=True)
