@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import signal
 import subprocess
@@ -340,8 +339,7 @@ def leave_by_exception(loader):
 def leave_by_interrupt(loader):
     def train():
         for _ in loader:
-            os.kill(os.getpid(), signal.SIGINT)
-            signal.pause()
+            signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         train()
