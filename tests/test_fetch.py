@@ -179,7 +179,7 @@ def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(sto
     with pytest.raises(MissingObjectError, match="X/data/c/1 is not there"):
         run(lacking, FakeSource(store), plan())
 
-    values = zl.open_dataset(store)._root["X/data"].metadata.to_dict()
+    values = zl.open_dataset(store).root["X/data"].metadata.to_dict()
     matrix = type(recipe.matrix)(
         **(vars(recipe.matrix) | {"values": array_layout("X/data", values, absent_is_fill=True)})
     )

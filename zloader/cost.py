@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset
-from zloader.errors import MissingObjectError
-from zloader.layout import ABSENT, ArrayLayout, MatrixLayout, chunk_spans, chunks_of, total_bytes
+from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, total_bytes
 from zloader.plan import Plan
 from zloader.store import ObjectSource
 from zloader.summary import stored_bytes
-from zloader.terms import FetchOptions, Rows
+from zloader.terms import FetchOptions, Rows, Span
 
 MOST_FETCHES = 256  # an epoch of more is walked in part
 SAMPLED_FETCHES = 4  # each of hundreds of blocks from all over the dataset
@@ -158,27 +157,21 @@ def read_indexes(
 
     Raises MissingObjectError for a shard that must be there, and any ReadError.
     """
-    sizes = {shard: dataset.object_sizes().get(array.shard_key(shard)) for shard in shards}
+    sizes = dataset.object_sizes()
     indexes: dict[int, NDArray[np.uint64]] = {}
-    there = {}
-    for shard, size in sizes.items():
-        if size is None and not array.absent_is_fill:
-            raise MissingObjectError(
-                f"{array.shard_key(shard)} is not in the store: it is incomplete. Convert it again"
-            )
-        if size is None:
-            indexes[shard] = np.full((array.chunks_per_shard, 2), ABSENT, np.uint64)
-        elif array.sharded:
-            there[shard] = size
+    spans: dict[int, Span] = {}
+    for shard in shards:
+        found = array.find_index(shard, sizes.get(array.shard_key(shard)), dataset.location.url)
+        if isinstance(found, Span):
+            spans[shard] = found
         else:
-            indexes[shard] = np.array([[0, size]], np.uint64)
-    spans = [array.index_span(shard, size) for shard, size in there.items()]
+            indexes[shard] = found
     source = ObjectSource(dataset.location, options)
 
     async def produce(put: Put[list[bytes]]) -> None:
-        await put([await source.read(spans)], 0)
+        await put([await source.read(list(spans.values()))], 0)
 
     (stored,) = Bridge(produce, ready_bytes=1, name="zloader-indexes") if spans else ([],)
-    for (shard, size), body in zip(there.items(), stored, strict=True):
-        indexes[shard] = array.parse_index(body, shard=shard, object_size=size)
+    for shard, body in zip(spans, stored, strict=True):
+        indexes[shard] = array.parse_index(body, shard=shard, object_size=sizes[array.shard_key(shard)])
     return indexes

@@ -74,13 +74,15 @@ class Dataset:
         listed = sorted((key, entry.size, entry.tag) for key, entry in self.objects.items())
         self.fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
         self._mirrors: dict[str, Mirror | None] = {}
+        self._columns: dict[str, ObsColumn] = {}
+        self._indptrs: dict[str, NDArray[np.integer]] = {}
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         return _reopen, (self.location, self.cache, self.fingerprint)
 
     @property
-    def _root(self) -> Any:
-        """The root group; opened anew in a forked process, where the parent's connections do not live on."""
+    def root(self) -> Any:
+        """The root zarr group; opened anew in a forked process, where the parent's connections do not live on."""
         if self._opened[0] != os.getpid():
             self._inherited.append(self._opened)  # dropping them here would make aiohttp complain about the parent's
             self._opened = (os.getpid(), _open_root(self.location, self.objects))
@@ -103,12 +105,12 @@ class Dataset:
         return self._length("var")
 
     def _length(self, frame: str) -> int:
-        return int(self._root[frame][self._root[frame].attrs["_index"]].shape[0])
+        return int(self.root[frame][self.root[frame].attrs["_index"]].shape[0])
 
     @cached_property
     def var_names(self) -> pd.Index:
         """Gene names, in the order of x's columns."""
-        return pd.Index(self._elem(f"var/{self._root['var'].attrs['_index']}"))
+        return pd.Index(self._elem(f"var/{self.root['var'].attrs['_index']}"))
 
     @cached_property
     def var(self) -> pd.DataFrame:
@@ -118,12 +120,12 @@ class Dataset:
     @cached_property
     def obs_columns(self) -> list[str]:
         """Names of the obs columns."""
-        return [str(column) for column in self._root["obs"].attrs["column-order"]]
+        return [str(column) for column in self.root["obs"].attrs["column-order"]]
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The obs frame, or only some columns of it, with the obs names as its index."""
         names = self.obs_columns if columns is None else list(columns)
-        index = pd.Index(self._elem(f"obs/{self._root['obs'].attrs['_index']}"))
+        index = pd.Index(self._elem(f"obs/{self.root['obs'].attrs['_index']}"))
         return pd.DataFrame({name: self._obs_elem(name) for name in names}, index=index)
 
     def categories(self, column: str) -> pd.Index:
@@ -138,10 +140,6 @@ class Dataset:
         if column not in self._columns:
             self._columns[column] = as_numbers(column, self._obs_elem(column))
         return self._columns[column]
-
-    @cached_property
-    def _columns(self) -> dict[str, ObsColumn]:
-        return {}
 
     def require_obs(self, columns: Sequence[str]) -> None:
         """Raises MissingColumnError, which lists the columns, for the first that is not there."""
@@ -158,9 +156,10 @@ class Dataset:
 
     def _elem(self, path: str) -> Any:
         """An element read whole by anndata, after checking that its objects are there: zarr would read zeros."""
-        node = self._root[path]
+        node = self.root[path]
         arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in _arrays_below(node)]
-        for key in (key for array in arrays for key in _stored_keys(array) if self._written_by_us):
+        keys = (key for array in arrays for key in _stored_keys(array)) if self._written_by_us else ()
+        for key in keys:
             if key not in self.objects:
                 raise MissingObjectError(
                     f"{self.location.url}: {key} is not there: the store is incomplete. Convert it again"
@@ -174,18 +173,24 @@ class Dataset:
     @property
     def _written_by_us(self) -> bool:
         """Whether every object must be there: `convert` writes all, other writers leave out those of fill values."""
-        return "zloader" in self._root.attrs
+        return "zloader" in self.root.attrs
 
     def _array_layout(self, path: str) -> ArrayLayout:
-        return array_layout(path, self._root[path].metadata.to_dict(), absent_is_fill=not self._written_by_us)
+        return array_layout(path, self.root[path].metadata.to_dict(), absent_is_fill=not self._written_by_us)
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """What `x` may name: X, raw/X and the layers that are there."""
+        layers = [f"layers/{layer}" for layer in sorted(self.root.get("layers", {}))]
+        return [name for name in ("X", "raw/X") if name in self.root] + layers
 
     def matrix(self, name: str = "X") -> MatrixLayout:
         """How the matrix `"X"`, `"layers/NAME"` or `"raw/X"` is stored; raises FormatError when it cannot be read."""
-        if name not in self._root:
-            there = [known for known in ("X", "raw/X") if known in self._root]
-            there += [f"layers/{layer}" for layer in self._root.get("layers", {})]
-            raise FormatError(f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(there)}")
-        node = self._root[name]
+        if name not in self.root:
+            raise FormatError(
+                f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
+            )
+        node = self.root[name]
         if isinstance(node, zarr.Array):
             n_rows, n_genes = (int(size) for size in node.shape)
             return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self._array_layout(name), genes=None)
@@ -209,8 +214,8 @@ class Dataset:
         if matrix.genes is None:
             return None
         path = f"{matrix.path}/indptr"
-        if path in self._kept:
-            return self._kept[path]
+        if path in self._indptrs:
+            return self._indptrs[path]
         directory = self._mirror_directory()
         indptr = None if directory is None else load_column(directory, path)
         if indptr is None:
@@ -218,12 +223,8 @@ class Dataset:
             if directory is not None:
                 save_column(directory, path, indptr)
         self._check_indptr(indptr, matrix)
-        self._kept[path] = indptr
+        self._indptrs[path] = indptr
         return indptr
-
-    @cached_property
-    def _kept(self) -> dict[str, NDArray[np.integer]]:
-        return {}
 
     def _check_indptr(self, indptr: NDArray[np.integer], matrix: MatrixLayout) -> None:
         where = f"{matrix.path}/indptr of {self.location.url}"
@@ -251,7 +252,7 @@ class Dataset:
 
     def original_dtype(self, matrix: MatrixLayout) -> str:
         """The dtype that the matrix had before `convert` narrowed it, else the one stored."""
-        recorded = self._root[matrix.path].attrs.get("zloader", {}).get("dtype", {})
+        recorded = self.root[matrix.path].attrs.get("zloader", {}).get("dtype", {})
         return str(recorded.get("data", np.dtype(matrix.values.dtype).name))
 
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:

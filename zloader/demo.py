@@ -45,16 +45,12 @@ _LEARNING_RATE = 2e-3
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the demo shall do: `file` is an .h5ad (None: the bundled cells), `label` an obs column to learn.
-
-    `keep` leaves the directory of store, cache and server behind.
-    """
+    """What the demo shall do: `file` is an .h5ad (None: the bundled cells), `label` an obs column to learn."""
 
     file: Path | None = None
     label: str | None = None
     epochs: int = 3
     seed: int = 0
-    keep: bool = False
 
     def __post_init__(self) -> None:
         require_count(epochs=self.epochs)

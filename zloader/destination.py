@@ -96,10 +96,8 @@ class Destination:
             self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
 
     def _keys(self) -> set[str]:
-        path = self.location.path
         try:
-            with _translated("look at", self.location.url):
-                return {key[len(path) + 1 :] for key in self.location.filesystem().find(path)}
+            return set(self.location.listing())
         except StoreNotFoundError:
             return set()  # a bucket that is not there shows in `claimed`
 

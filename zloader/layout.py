@@ -17,7 +17,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.errors import CorruptChunkError, FormatError
+from zloader.errors import CorruptChunkError, FormatError, MissingObjectError
 from zloader.terms import Rows, Span
 
 ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that was never written
@@ -73,6 +73,19 @@ class ArrayLayout:
         if self.below is not None and len(elements) and not 0 <= elements.min() <= elements.max() < self.below:
             bad = elements.min() if elements.min() < 0 else elements.max()
             raise CorruptChunkError(f"it holds gene {bad}, but there are {self.below} genes")
+
+    def find_index(self, shard: int, object_size: int | None, url: str) -> Span | NDArray[np.uint64]:
+        """Where the index of a shard is read, or the index itself where there is none to read.
+
+        An object that does not exist (`object_size` None) stands for fill values, or raises MissingObjectError.
+        """
+        if object_size is None:
+            if not self.absent_is_fill:
+                raise MissingObjectError(
+                    f"{url}: {self.shard_key(shard)} is not there: the store is incomplete. Convert it again"
+                )
+            return np.full((self.chunks_per_shard, 2), ABSENT, np.uint64)
+        return self.index_span(shard, object_size) if self.sharded else np.array([[0, object_size]], np.uint64)
 
     def index_span(self, shard: int, object_size: int) -> Span:
         """Where the index of a shard lies in its object of `object_size` bytes."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from zloader.bridge import ByteBudget
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
-from zloader.layout import ABSENT, ArrayLayout, ChunkSpan, chunk_spans, chunks_of, total_bytes
+from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, total_bytes
 from zloader.mirror import MirrorArray
 from zloader.terms import FetchOptions, Rows, Source, Span
 
@@ -275,14 +275,10 @@ class ArrayReader:
 
     async def _read_index(self, shard: int) -> NDArray[np.uint64]:
         key = self._layout.shard_key(shard)
-        size = self._shop.object_sizes.get(key)
-        if size is None:
-            if self._layout.absent_is_fill:
-                return np.full((self._layout.chunks_per_shard, 2), ABSENT, np.uint64)
-            raise MissingObjectError(f"{self._shop.url}: {key} is not there: the store is incomplete. Convert it again")
-        if not self._layout.sharded:
-            return np.array([[0, size]], np.uint64)
-        span = self._layout.index_span(shard, size)
+        span = self._layout.find_index(shard, self._shop.object_sizes.get(key), self._shop.url)
+        if not isinstance(span, Span):
+            return span
+        size = self._shop.object_sizes[key]
         for attempt in range(self._shop.options.retries + 1):
             try:
                 (stored,) = await self._shop.read([span])

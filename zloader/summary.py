@@ -72,9 +72,7 @@ class StoreSummary:
 
 def summarize(dataset: Dataset) -> StoreSummary:
     """What the store holds, from its metadata alone."""
-    root: Any = zarr.open_group(dataset.location.zarr_store(read_only=True), mode="r")
-    names = [name for name in ("X", "raw/X") if name in root]
-    names += [f"layers/{layer}" for layer in sorted(root.get("layers", {}))]
+    root = dataset.root
     sizes = dataset.object_sizes()
     return StoreSummary(
         url=dataset.location.url,
@@ -84,7 +82,7 @@ def summarize(dataset: Dataset) -> StoreSummary:
         objects=len(sizes),
         stored_bytes=sum(sizes.values()),
         obs=[_column(name, root[f"obs/{name}"]) for name in dataset.obs_columns],
-        matrices=[_matrix(dataset, name, root[name]) for name in names],
+        matrices=[_matrix(dataset, name, root[name]) for name in dataset.matrix_names],
         others=[f"{group}/{key}" for group in _OTHERS for key in sorted(root.get(group, {}))],
     )
 
