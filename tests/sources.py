@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from zarr.abc.store import Store
 from zarr.storage import WrapperStore
 
 import zloader as zl
+from zloader.destination import Destination
+from zloader.objects import ObjectWriter, translated
 from zloader.store import Location
 
 # Chunks of 1 024 elements, shards of two of them or fewer, windows of a few rows.
@@ -148,26 +150,40 @@ def full_anndata() -> ad.AnnData:
 
 
 class FailingStore(WrapperStore[Store]):
-    """Calls `fail` instead of storing object number `survives` and all that follow."""
+    """Calls `before` for every object that it stores."""
 
-    def __init__(self, store: Store, survives: int = 0, fail: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, store: Store, before: Callable[[str], None] = lambda key: None) -> None:
         super().__init__(store)
-        self._left, self._fail = survives, fail
+        self._before = before
 
     async def set(self, key: str, value: Buffer) -> None:
-        self._left -= 1
-        if self._left < 0:
-            self._fail()
+        self._before(key)
         await self._store.set(key, value)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FailingLocation(Location):
-    survives: int = 0
-    fail: Callable[[], None] = lambda: None
+class FailingDestination(Destination):
+    """Calls `fail` instead of storing object number `survives` and all that follow; `stored` has those before."""
 
-    def zarr_store(self, *, read_only: bool) -> Store:
-        return FailingStore(super().zarr_store(read_only=read_only), self.survives, self.fail)
+    def __init__(self, location: Location, *, survives: int = 10**9, fail: Callable[[], None] = lambda: None) -> None:
+        super().__init__(location)
+        self._survives, self._fail = survives, fail
+        self._counting = threading.Lock()
+        self.stored: list[str] = []
+
+    def _count(self, key: str) -> None:
+        with self._counting:
+            fails = len(self.stored) >= self._survives
+            self.stored.append(key)
+        if fails:
+            self._fail()
+
+    def zarr_store(self) -> Store:
+        return FailingStore(super().zarr_store(), self._count)
+
+    def create_object(self, key: str) -> ObjectWriter:
+        with translated(f"write {key} to", self.location.url):
+            self._count(key)
+        return super().create_object(key)
 
 
 def disk_full() -> None:

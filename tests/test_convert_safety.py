@@ -23,7 +23,7 @@ import zarr
 from sources import (
     LAYOUTS,
     SMALL,
-    FailingLocation,
+    FailingDestination,
     assert_not_a_store,
     convert,
     counts,
@@ -35,13 +35,10 @@ from sources import (
     write_csr,
     write_h5ad,
 )
-from zarr.abc.buffer import Buffer
-from zarr.abc.store import Store
-from zarr.storage import WrapperStore
 
 from zloader import errors
 from zloader.convert import convert_to
-from zloader.destination import MARKER, Destination, PendingStore
+from zloader.destination import MARKER, PendingStore
 from zloader.store import Location
 
 # ---- interruption
@@ -65,9 +62,9 @@ def test_whatever_write_fails_nothing_opens_and_running_again_works(tmp_path: Pa
     whole = files(tmp_path / "whole.zarr")
     dest = tmp_path / "a.zarr"
     for survives in range(10_000):
-        location = FailingLocation(url=str(dest), survives=survives, fail=disk_full)
+        destination = FailingDestination(Location(url=str(dest)), survives=survives, fail=disk_full)
         with contextlib.suppress(errors.StoreError):
-            convert_to(Destination(location), source, options=SMALL)
+            convert_to(destination, source, options=SMALL)
             break
         assert MARKER in files(dest)
         assert_not_a_store(dest)
@@ -88,7 +85,7 @@ def test_ctrl_c_leaves_nothing_that_opens(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        convert_to(Destination(FailingLocation(url=str(dest), survives=6, fail=interrupt)), source, options=SMALL)
+        convert_to(FailingDestination(Location(url=str(dest)), survives=6, fail=interrupt), source, options=SMALL)
     assert_not_a_store(dest)
     convert(source, dest)
     np.testing.assert_array_equal(dense(ad.read_zarr(dest).X), counts().toarray())
@@ -101,8 +98,8 @@ def test_kill_leaves_nothing_that_opens(tmp_path: Path, survives: int) -> None:
         "import os, signal\n"
         "from test_convert_safety import *\n"
         "def kill(): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "location = FailingLocation(url=sys.argv[2], survives=int(sys.argv[3]), fail=kill)\n"
-        "convert_to(Destination(location), sys.argv[1], options=SMALL)\n"
+        "destination = FailingDestination(Location(url=sys.argv[2]), survives=int(sys.argv[3]), fail=kill)\n"
+        "convert_to(destination, sys.argv[1], options=SMALL)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     killed = subprocess.run(
@@ -119,19 +116,10 @@ def test_kill_leaves_nothing_that_opens(tmp_path: Path, survives: int) -> None:
 
 
 def test_root_metadata_comes_last(tmp_path: Path) -> None:
-    order: list[str] = []
-
-    class Recording(WrapperStore[Store]):
-        async def set(self, key: str, value: Buffer) -> None:
-            order.append(key)
-            await self._store.set(key, value)
-
-    class RecordingLocation(Location):
-        def zarr_store(self, *, read_only: bool) -> Store:
-            return Recording(super().zarr_store(read_only=read_only))
-
     source = write_h5ad(tmp_path / "a.h5ad", counts())
-    convert_to(Destination(RecordingLocation(url=str(tmp_path / "a.zarr"))), source, options=SMALL)
+    destination = FailingDestination(Location(url=str(tmp_path / "a.zarr")))
+    convert_to(destination, source, options=SMALL)
+    order = destination.stored
     assert order[-1] == "zarr.json"
     assert order.count("zarr.json") == 1
     shards = [key for key in order if key.startswith("X/data/c/")]
@@ -185,7 +173,7 @@ def test_a_store_is_replaced_only_when_asked(tmp_path: Path) -> None:
 def test_what_an_interruption_left_can_be_replaced_after_a_source_that_fails(tmp_path: Path) -> None:
     source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
     with pytest.raises(errors.StoreError):
-        convert_to(Destination(FailingLocation(url=str(dest), survives=6, fail=disk_full)), source, options=SMALL)
+        convert_to(FailingDestination(Location(url=str(dest)), survives=6, fail=disk_full), source, options=SMALL)
     x = counts()
     x.indices[0] = 300
     with pytest.raises(errors.SourceError):
@@ -387,9 +375,9 @@ def test_no_file_is_left_of_a_transposition(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     source = write_h5ad(tmp_path / "a.h5ad", counts().tocsc())
     convert(source, tmp_path / "a.zarr")
-    location = FailingLocation(url=str(tmp_path / "b.zarr"), survives=20, fail=disk_full)
+    destination = FailingDestination(Location(url=str(tmp_path / "b.zarr")), survives=12, fail=disk_full)
     with pytest.raises(errors.StoreError, match="No space left"):
-        convert_to(Destination(location), source, options=SMALL)
+        convert_to(destination, source, options=SMALL)
     assert list(scratch.iterdir()) == []
 
 
@@ -428,10 +416,9 @@ def test_straight_to_s3(tmp_path: Path, s3: Any) -> None:
 
 def test_interrupted_on_s3(tmp_path: Path, s3: Any) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts())
-    where = {"url": s3.url("a.zarr"), "storage_options": s3.storage_options}
+    location = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
     with pytest.raises(errors.StoreError, match="No space left"):
-        convert_to(Destination(FailingLocation(**where, survives=20, fail=disk_full)), source, options=SMALL)
-    location = Location(**where)
+        convert_to(FailingDestination(location, survives=12, fail=disk_full), source, options=SMALL)
     assert MARKER in location.listing()
     with pytest.raises(FileNotFoundError):
         zarr.open_group(location.zarr_store(read_only=True), mode="r")

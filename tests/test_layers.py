@@ -33,7 +33,17 @@ LAYERS = {
     "zloader.loader": 3,
     "zloader.convert": 3,
     "zloader.source": 3,
-    "zloader.hdf5": 3,
+    "zloader.content": 3,
+    "zloader.inputs": 3,
+    "zloader.join": 3,
+    "zloader.windows": 3,
+    "zloader.compressed": 3,
+    "zloader.transpose": 3,
+    "zloader.shuffle": 3,
+    "zloader.spill": 3,
+    "zloader.elements": 3,
+    "zloader.objects": 3,
+    "zloader.shards": 3,
     "zloader.destination": 3,
     "zloader.encode": 3,
     "zloader.matrices": 3,
@@ -48,9 +58,7 @@ LAYERS = {
     "zloader.cli": 4,
     "zloader.terminal": 4,
 }
-CONVERT_ROOMS = {
-    f"zloader.{room}" for room in ("convert", "source", "hdf5", "destination", "encode", "matrices", "progress")
-}
+CONVERT_ROOMS = {f"zloader.{room}" for room in ("convert", "content", "inputs", "elements")}
 MAY_NAME = {
     "tensorstore": {"zloader.store"},
     "torch": {"zloader.loader", "zloader.transforms", "zloader.demo"},

@@ -1,12 +1,17 @@
 """zloader trains PyTorch models straight from single-cell AnnData kept as sharded Zarr in object storage."""
 
+from typing import TYPE_CHECKING, Any
+
+from zloader.content import Selection
 from zloader.convert import ConversionReport, convert
 from zloader.dataset import Dataset, open_dataset
 from zloader.encode import ConvertOptions
 from zloader.errors import ZloaderError
-from zloader.loader import Loader, Minibatch
 from zloader.sampling import BlockShuffling, Streaming
 from zloader.terms import Cache, FetchOptions, Statistics
+
+if TYPE_CHECKING:
+    from zloader.loader import Loader, Minibatch
 
 __version__ = "0.1.0"
 
@@ -19,9 +24,19 @@ __all__ = [
     "FetchOptions",
     "Loader",
     "Minibatch",
+    "Selection",
     "Statistics",
     "Streaming",
     "ZloaderError",
     "convert",
     "open_dataset",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads torch, which takes a second and 180 MB, for those who train and not for those who convert."""
+    if name not in ("Loader", "Minibatch"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from zloader import loader
+
+    return getattr(loader, name)

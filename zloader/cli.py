@@ -144,27 +144,85 @@ def _print_json(document: Any) -> None:
 
 # ---- convert
 
+_CHOICE = "What goes in"
+_LAYOUT = "How it is stored"
+_Names = "Names with commas between, or none"
+
 
 @app.command(epilog=_KEYS)
 def convert(  # noqa: PLR0913 - one parameter a flag
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="An .h5ad file.", show_default=False)],
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC...",
+            help=".h5ad, AnnData Zarr, annbatch collection, 10x .h5 or .mtx directory: paths, URLs, globs.",
+            show_default=False,
+        ),
+    ],
     dest: Annotated[
         str, typer.Argument(metavar="DEST", help="Where to: local path or s3://BUCKET/KEY.", show_default=False)
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the store that is there.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted conversion after its last whole shard.")
+    ] = False,
+    x: Annotated[
+        str, typer.Option("--x", metavar="NAME", help="What becomes X: X, layers/NAME, raw/X.", rich_help_panel=_CHOICE)
+    ] = "X",
+    layers: Annotated[
+        str | None, typer.Option(metavar="A,B", help=f"Layers. {_Names}.", show_default="all", rich_help_panel=_CHOICE)
+    ] = None,
+    obsm: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help=f"Parts of obsm. {_Names}.", show_default="all", rich_help_panel=_CHOICE),
+    ] = None,
+    obs: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help=f"obs columns. {_Names}.", show_default="all", rich_help_panel=_CHOICE),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(help="Genes of several sources: inner (shared ones) or outer (all).", rich_help_panel=_CHOICE),
+    ] = None,
+    genes: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Exactly the genes in this file, one a line.", rich_help_panel=_CHOICE),
+    ] = None,
+    gene_column: Annotated[
+        str | None, typer.Option(help="var column that names the genes, e.g. Ensembl ids.", rich_help_panel=_CHOICE)
+    ] = None,
+    source_column: Annotated[
+        str | None, typer.Option(help="obs column to add: which source a row came from.", rich_help_panel=_CHOICE)
+    ] = None,
+    unique_obs_names: Annotated[
+        bool, typer.Option("--unique-obs-names", help="Number obs names that come twice.", rich_help_panel=_CHOICE)
+    ] = False,
     chunk_rows: Annotated[
-        int | None, typer.Option(help="Rows' worth of values in a chunk, about.", show_default="32")
+        int | None,
+        typer.Option(help="Rows' worth of values in a chunk, about.", show_default="32", rich_help_panel=_LAYOUT),
     ] = None,
     shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most in one object, uncompressed.", show_default="256MiB")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Most in one object, uncompressed.", show_default="256MiB", rich_help_panel=_LAYOUT
+        ),
     ] = None,
-    codec: Annotated[str | None, typer.Option(help="lz4, zstd (smaller, slower) or none.", show_default="lz4")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="lz4, zstd (smaller, slower) or none.", show_default="lz4", rich_help_panel=_LAYOUT),
+    ] = None,
     preserve_dtype: Annotated[
-        bool, typer.Option("--preserve-dtype", help="Keep dtypes, also where smaller ones hold the same values.")
+        bool,
+        typer.Option(
+            "--preserve-dtype", help="Keep dtypes, also where smaller ones would do.", rich_help_panel=_LAYOUT
+        ),
     ] = False,
-    window_bytes: Annotated[
-        int | None,
-        typer.Option(metavar="BYTES", help="Read at once; two such windows are held.", show_default="67108864"),
+    shuffle: Annotated[
+        int | None, typer.Option(metavar="SEED", help="Shuffle the rows, by this seed.", rich_help_panel=_LAYOUT)
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Most memory to use.", show_default="1GiB", rich_help_panel=_LAYOUT),
     ] = None,
     endpoint_url: _Endpoint = None,
     region: _Region = None,
@@ -173,8 +231,9 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Write an .h5ad file as a sharded AnnData Zarr store."""
-    from zloader.convert import convert as convert_file
+    """Write one or many AnnData as one sharded AnnData Zarr store."""
+    from zloader.content import Selection
+    from zloader.convert import convert as convert_sources
     from zloader.encode import ConvertOptions
 
     given = {
@@ -182,19 +241,47 @@ def convert(  # noqa: PLR0913 - one parameter a flag
         "shard_size": shard_size,
         "codec": codec,
         "preserve_dtype": preserve_dtype,
-        "window_bytes": window_bytes,
+        "memory": memory,
+        "shuffle_seed": shuffle,
     }
-    done = convert_file(
-        source,
+    select = Selection(
+        x=x,
+        layers=_listed(layers),
+        obsm=_listed(obsm),
+        obs=_listed(obs),
+        join=join,
+        genes=None if genes is None else _lines(genes),
+        gene_column=gene_column,
+        source_column=source_column,
+        unique_obs_names=unique_obs_names,
+    )
+    done = convert_sources(
+        sources,
         dest,
+        select=select,
         storage_options=_storage_options(endpoint_url, region, profile, anon),
         overwrite=overwrite,
+        resume=resume,
         options=ConvertOptions(**{name: value for name, value in given.items() if value is not None}),  # type: ignore[arg-type]
     )
     if as_json:
         _print_json(dataclasses.asdict(done))
     else:
         terminal.show_conversion(terminal.console(), done)
+
+
+def _listed(names: str | None) -> list[str] | None:
+    """The names of an option such as `a,b`; none of them for `none`."""
+    if names is None:
+        return None
+    return [] if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read genes from {path}: {error}") from error
 
 
 # ---- info

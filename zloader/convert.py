@@ -1,45 +1,48 @@
-"""h5ad -> sharded Zarr v3, in two passes over windows of rows.
+"""AnnData -> sharded Zarr v3, in two passes over windows of rows.
 
-The first pass reads every value once: it validates the file, finds the smallest lossless dtypes, and counts the values
-that are left when rows are canonical. Only then is anything at the destination replaced. The second pass reads the
-same windows again and stores them. Everything small (obs, var, obsm, varm, obsp, varp, uns) goes through anndata, one
-element at a time.
+The first pass reads every value once: it validates the sources, finds the smallest lossless dtypes, and counts the
+values that are left when rows are canonical. Only then is anything at the destination replaced. The second pass reads
+the same windows again and stores them. Everything small (obs, var, obsm, varm, obsp, varp, uns) goes through anndata,
+one element at a time.
+
+What the first pass found is kept in a journal at the destination. With it an interrupted conversion can be resumed: the
+shards that are there are checked and kept, and windows are read from the first row that is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
+import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
-import anndata.experimental
-import h5py
 import numpy as np
-import pandas as pd
-import scipy.sparse
 import zarr
 import zarr.errors
 
+from zloader.content import Content, Selection
 from zloader.destination import Destination, PendingStore
-from zloader.encode import ConvertOptions, grid, zarr_codecs
-from zloader.errors import OptionError, SourceError, StoreError, ZloaderError
-from zloader.hdf5 import open_h5ad
-from zloader.matrices import MatrixScan, Target, scan_matrix, store_matrix, threads
+from zloader.elements import ElementWriter
+from zloader.encode import ConvertOptions
+from zloader.errors import OptionError, StoreError
+from zloader.inputs import Input, Source, open_inputs
+from zloader.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.progress import Bars, progress_bars
-from zloader.source import SourceMatrix, open_matrix
+from zloader.shards import threads
+from zloader.shuffled import ShuffledContent
 from zloader.store import Location
-from zloader.terms import MiB
+from zloader.windows import SourceMatrix
 
 _DEFAULTS = ConvertOptions()
-_SMALL = ("obsm", "varm", "obsp", "varp", "uns")  # beside obs and var
-_SMALL_CHUNK_BYTES = MiB  # such arrays are read whole: few chunks, but enough to decode in several threads
+_EVERYTHING = Selection()
 _MAX_ENCODING_THREADS = 16  # what one reading thread can keep busy
 
 
@@ -47,10 +50,11 @@ _MAX_ENCODING_THREADS = 16  # what one reading thread can keep busy
 class ConversionReport:
     """What `convert` did. `values` are those stored for X; `dtypes_changed` reads `{"X/data": "float32 -> uint8"}`.
 
-    `rows_made_canonical` counts, by matrix, the rows whose genes were not ascending or came twice.
+    `rows_made_canonical` counts, by matrix, the rows whose genes were not ascending or came twice; `dropped` names what
+    several sources cannot share.
     """
 
-    source: str
+    sources: Sequence[str]
     destination: str
     rows: int
     genes: int
@@ -59,72 +63,112 @@ class ConversionReport:
     bytes_out: int
     dtypes_changed: Mapping[str, str]
     rows_made_canonical: Mapping[str, int]
+    dropped: Sequence[str]
     seconds: float
 
 
-def convert(
-    source: str | os.PathLike[str],
+def convert(  # noqa: PLR0913 - all but two are keyword-only
+    sources: Source | Sequence[Source],
     dest: str | os.PathLike[str],
     *,
-    storage_options: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
+    select: Selection = _EVERYTHING,
     options: ConvertOptions = _DEFAULTS,
+    storage_options: Mapping[str, Any] | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
     progress: bool = True,
 ) -> ConversionReport:
-    """Writes a local .h5ad file as a sharded AnnData Zarr v3 store to a local path or `s3://` URL.
+    """Writes one or many AnnData as one sharded AnnData Zarr v3 store to a local path or `s3://` URL.
 
-    `storage_options` are s3fs's. CSC becomes CSR, dense stays dense, dtypes shrink where that loses nothing.
-    A store that is there is replaced only with `overwrite`, and not before the whole source has been read once; what
-    an interrupted conversion left is replaced without. `progress` is shown on stderr if that is a terminal.
+    A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file or .mtx directory
+    (with scanpy), each as local path, fsspec URL or glob, or an AnnData in memory. `storage_options` are s3fs's, for the
+    destination and, unless there are `source_options`, for the sources. CSC becomes CSR, dense stays dense, dtypes
+    shrink where that loses nothing; several sources become what `anndata.concat` makes of them (see Selection).
+
+    A store that is there is replaced only with `overwrite`, and not before all sources have been read once; what an
+    interrupted conversion left is replaced without, or with `resume` gone on with, after the last shard that is whole.
+    `progress` is shown on stderr if that is a terminal.
     Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError, StoreError.
     """
     location = Location(url=os.fspath(dest), storage_options=dict(storage_options or {}))
-    return convert_to(Destination(location), source, overwrite=overwrite, options=options, progress=progress)
+    return convert_to(
+        Destination(location),
+        sources,
+        select=select,
+        options=options,
+        source_options=storage_options if source_options is None else source_options,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
+    )
 
 
-def convert_to(
+def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     destination: Destination,
-    source: str | os.PathLike[str],
+    sources: Source | Sequence[Source],
     *,
-    overwrite: bool = False,
+    select: Selection = _EVERYTHING,
     options: ConvertOptions = _DEFAULTS,
+    source_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
     progress: bool = False,
 ) -> ConversionReport:
     """`convert` to a Destination."""
     started = time.perf_counter()
-    path = Path(source).expanduser()
-    _refuse_overlap(path, destination.location)
     with contextlib.ExitStack() as opened:
-        file = opened.enter_context(open_h5ad(path))
-        destination.check(overwrite=overwrite)
-        opened.enter_context(_library_settings())
-        conversion = _Conversion(file, options, opened.enter_context(progress_bars(shown=progress)))
-        matrices = [opened.enter_context(matrix) for matrix in conversion.open_matrices()]
-        with destination.claimed():
-            scans = [conversion.scan(matrix) for matrix in matrices]
-        with destination.replaced() as store:
-            conversion.write(store, list(zip(matrices, scans, strict=True)))
+        inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
+        for source in inputs:
+            _refuse_overlap(source.name, destination.location)
+        content = arranged(Content(inputs, select), options)
+        opened.enter_context(library_settings())
+        bars = opened.enter_context(progress_bars(shown=progress))
+        conversion = _Conversion(inputs, content, select, options, bars)
+        journal = conversion.journal_to_resume(destination) if resume else None
+        if journal is None:
+            destination.check(overwrite=overwrite)
+        matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
+        if journal is None:
+            with destination.claimed():
+                scans = [conversion.scan(matrix) for matrix in matrices]
+        else:
+            scans = [MatrixScan.of_record(journal["scans"][matrix.name]) for matrix in matrices]
+        records = {matrix.name: scan.record() for matrix, scan in zip(matrices, scans, strict=True)}
+        new_journal = {"identity": conversion.identity(), "scans": records}
+        with destination.replaced(new_journal, resuming=journal is not None) as store:
+            conversion.write(destination, store, list(zip(matrices, scans, strict=True)))
     changes = [change for matrix, scan in zip(matrices, scans, strict=True) for change in _changes(matrix, scan)]
     return ConversionReport(
-        source=str(path),
+        sources=[source.name for source in inputs],
         destination=destination.location.url,
-        rows=matrices[0].n_rows,
-        genes=matrices[0].n_genes,
+        rows=content.n_rows,
+        genes=len(content.var),
         values=scans[0].n_values,
-        bytes_in=path.stat().st_size,
-        bytes_out=sum(store.sizes.values()),
+        bytes_in=sum(source.bytes_in for source in inputs),
+        bytes_out=sum(destination.objects().values()),
         dtypes_changed={name: f"{before} -> {after}" for name, before, after in changes if before != after},
         rows_made_canonical={m.name: scan.mended for m, scan in zip(matrices, scans, strict=True) if scan.mended},
+        dropped=content.dropped,
         seconds=time.perf_counter() - started,
     )
 
 
-def _refuse_overlap(path: Path, location: Location) -> None:
-    if location.scheme != "file":
-        return
-    source, destination = path.resolve(), Path(location.path).resolve()
-    if source == destination or source in destination.parents or destination in source.parents:
-        raise OptionError(f"cannot convert {path} to {location.url}: one lies within the other. Choose another place")
+def arranged(content: Content, options: ConvertOptions) -> Content | ShuffledContent:
+    """The content in the order in which it is stored."""
+    if options.shuffle_seed is None:
+        return content
+    return ShuffledContent(content, options.shuffle_seed, bucket_bytes=options.bucket)
+
+
+def _refuse_overlap(source: str, location: Location) -> None:
+    if "://" in source or location.scheme != "file":
+        apart = f"{source.rstrip('/')}/" not in f"{location.url.rstrip('/')}/"
+    else:
+        path, destination = Path(source).resolve(), Path(location.path).resolve()
+        apart = path != destination and path not in destination.parents and destination not in path.parents
+    if not apart:
+        raise OptionError(f"cannot convert {source} to {location.url}: one lies within the other. Choose another place")
 
 
 def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype[Any], np.dtype[Any]]]:
@@ -138,14 +182,14 @@ def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype
 
 
 @contextlib.contextmanager
-def _library_settings() -> Iterator[None]:
+def library_settings() -> Iterator[None]:
     """zarr stores chunks of zeros too, so that a missing one is an error; anndata writes what it can read."""
     with (
         warnings.catch_warnings(),
         zarr.config.set({"array.write_empty_chunks": True}),
         ad.settings.override(allow_write_nullable_strings=True, auto_shard_zarr_v3=False),
     ):
-        # That consolidated metadata, fixed-length strings and records are not in the Zarr v3 specification yet:
+        # That consolidated metadata, fixed-length strings, dates and records are not in the Zarr v3 specification yet:
         # AnnData needs them.
         warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
         warnings.simplefilter("ignore", zarr.errors.UnstableSpecificationWarning)
@@ -153,99 +197,108 @@ def _library_settings() -> Iterator[None]:
 
 
 class _Conversion:
-    """The two passes over one open file."""
+    """The two passes over what the sources hold."""
 
-    def __init__(self, file: h5py.File, options: ConvertOptions, bars: Bars) -> None:
-        self._file, self._options, self._bars = file, options, bars
-        self._obs, self._var = self._frame("obs"), self._frame("var")
+    def __init__(
+        self,
+        inputs: Sequence[Input],
+        content: Content | ShuffledContent,
+        select: Selection,
+        options: ConvertOptions,
+        bars: Bars,
+    ) -> None:
+        self._inputs, self._content, self._select = inputs, content, select
+        self._options, self._bars = options, bars
 
-    def open_matrices(self) -> Iterator[SourceMatrix]:
-        """X, then the layers, then raw/X."""
-        n_genes = dict.fromkeys(["X", *(f"layers/{layer}" for layer in self._file.get("layers", ()))], len(self._var))
-        if self._has_raw:
-            n_genes["raw/X"] = len(self._frame("raw/var"))
-        for name, genes in n_genes.items():
-            yield open_matrix(
-                self._file,
-                name,
-                n_rows=len(self._obs),
-                n_genes=genes,
-                window_bytes=self._options.window_bytes,
+    def identity(self) -> dict[str, Any]:
+        """What decides the bytes of the store."""
+        options = dataclasses.asdict(self._options)
+        del options["memory"], options["window_bytes"]
+        whole = {
+            "version": importlib.metadata.version("zloader"),
+            "sources": [source.identity() for source in self._inputs],
+            "select": dataclasses.asdict(self._select),
+            "options": options,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
+        return plain
+
+    def journal_to_resume(self, destination: Destination) -> dict[str, Any] | None:
+        """What was interrupted, if it was this; None if there is nothing to go on with."""
+        if not all(source.identity() for source in self._inputs):
+            raise OptionError("a conversion of an AnnData in memory cannot be resumed: run it again without resume")
+        journal = destination.journal()
+        if journal is None:
+            return None
+        before, now = journal["identity"], self.identity()
+        differing = [part for part in now if before.get(part) != now[part]]
+        if differing:
+            raise StoreError(
+                f"what was interrupted at {destination.location.url} was another conversion: {', '.join(differing)} "
+                f"differ ({_difference(before.get(differing[0]), now[differing[0]])}). Give the same again, or convert "
+                "anew without --resume"
             )
-
-    @property
-    def _has_raw(self) -> bool:
-        return isinstance(self._file.get("raw"), h5py.Group)  # a null dataset says that there is none
+        return journal
 
     def scan(self, matrix: SourceMatrix) -> MatrixScan:
         """The first pass over a matrix."""
         advance = self._bars.add(f"reading {matrix.name}", matrix.n_reads)
-        return scan_matrix(matrix, preserve_dtype=self._options.preserve_dtype, advance=advance)
+        return scan_matrix(matrix, keep_dtype=keeps_dtype(matrix, self._options), advance=advance)
 
-    def write(self, store: PendingStore, matrices: list[tuple[SourceMatrix, MatrixScan]]) -> None:
+    def write(
+        self, destination: Destination, store: PendingStore, matrices: list[tuple[SourceMatrix, MatrixScan]]
+    ) -> None:
         """The second pass, and all the rest."""
-        provenance = {"version": importlib.metadata.version("zloader"), "source": Path(self._file.filename).name}
-        attributes = _encoding("anndata", "0.1.0") | {"zloader": provenance}
-        root = zarr.create_group(store, zarr_format=3, attributes=attributes)
-        self._write_small(root, "obs", self._obs)
-        self._write_small(root, "var", self._var)
-        for name in _SMALL:
-            if name in self._file:
-                self._write_small(root, name, self._read(name))
-        if self._has_raw:
-            raw = root.create_group("raw", attributes=_encoding("raw", "0.1.0"))
-            self._write_small(raw, "var", self._read("raw/var"))
-            self._write_small(raw, "varm", self._read("raw/varm") if "raw/varm" in self._file else {})
-        root.create_group("layers", attributes=_encoding("dict", "0.1.0"))
+        existing = destination.objects()
+        root = zarr.create_group(store, zarr_format=3, attributes=self._root_attributes())
+        writer = ElementWriter(root, self._options)
+        self._write_frames(writer)
+        for name in ("layers", "obsm", "varm", "obsp", "varp"):
+            writer.write_group(name)
+        for path, element in self._content.elements():
+            writer.write(path, element)
         with threads(min(os.cpu_count() or 1, _MAX_ENCODING_THREADS)) as pool:
-            target = Target(root=root, options=self._options, threads=pool)
+            target = Target(
+                root=root,
+                location=destination.location,
+                options=self._options,
+                threads=pool,
+                bars=self._bars,
+                create_object=destination.create_object,
+                existing=existing,
+            )
             for matrix, scan in matrices:
-                store_matrix(matrix, scan, target, self._bars.add(f"writing {matrix.name}", scan.n_values))
+                store_matrix(matrix, scan, target)
         zarr.consolidate_metadata(store)
 
-    def _frame(self, name: str) -> pd.DataFrame:
-        frame = self._read(name) if name in self._file else None
-        if not isinstance(frame, pd.DataFrame):
-            raise SourceError(f"{self._file.filename}: {name} is not a data frame, so this is no AnnData")
-        return frame
+    def _root_attributes(self) -> dict[str, Any]:
+        select = dataclasses.asdict(self._select)
+        select["genes"] = None if self._select.genes is None else "var_names"
+        provenance = {
+            "version": importlib.metadata.version("zloader"),
+            "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
+            "select": {name: value for name, value in select.items() if value != getattr(_EVERYTHING, name)},
+            "shuffle_seed": self._options.shuffle_seed,
+        }
+        return {"encoding-type": "anndata", "encoding-version": "0.1.0", "zloader": provenance}
 
-    def _read(self, name: str) -> Any:
-        try:
-            return ad.io.read_elem(self._file[name])
-        except Exception as error:
-            raise SourceError(f"{self._file.filename}: anndata cannot read {name}: {error}") from error
-
-    def _write_small(self, group: zarr.Group, name: str, element: Any) -> None:
-        def write(function: Any, into: zarr.Group, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
-            function(into, key, leaf, dataset_kwargs={**dataset_kwargs, **self._storage(leaf)})
-            if leaf is None:  # anndata leaves the one chunk away that stands for None
-                array: Any = into[key]
-                array[...] = False
-
-        path = f"{group.path}/{name}".strip("/")
-        try:
-            anndata.experimental.write_dispatched(group, name, element, callback=write)
-        except ZloaderError:
-            raise
-        except OSError as error:
-            raise StoreError(f"cannot write {path}: {error}") from error
-        except Exception as error:
-            raise SourceError(f"{self._file.filename}: {path} cannot be written as Zarr: {error}") from error
-
-    def _storage(self, leaf: Any) -> dict[str, Any]:
-        """Grid and codecs for an array that anndata writes; nothing for scalars, nor for what is made of arrays."""
-        if scipy.sparse.issparse(leaf):
-            length, widths, item_bytes = leaf.nnz, [], 8
-        elif isinstance(leaf, np.ndarray) and leaf.ndim:
-            length, widths = len(leaf), [max(1, size) for size in leaf.shape[1:]]
-            item_bytes = leaf.dtype.itemsize * int(np.prod(widths, dtype=np.int64))
-        else:
-            return {}
-        chunk = _SMALL_CHUNK_BYTES // max(1, item_bytes)
-        cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
-        shards = {"shards": (cut.shard, *widths)} if length > cut.chunk else {}
-        return {"chunks": (cut.chunk, *widths), "compressors": zarr_codecs(self._options.codec, None), **shards}
+    def _write_frames(self, writer: ElementWriter) -> None:
+        content = self._content
+        columns = ((name, content.obs_column(name)) for name in content.obs_columns)  # one at a time
+        writer.write_frame("obs", content.obs_names(), columns, content.obs_columns)
+        writer.write("var", content.var)
+        if content.raw_var is not None:
+            writer.write_group("raw", "raw")
+            writer.write("raw/var", content.raw_var)
+            writer.write_group("raw/varm")
 
 
-def _encoding(kind: str, version: str) -> dict[str, Any]:
-    return {"encoding-type": kind, "encoding-version": version}
+def _difference(before: Any, now: Any) -> str:
+    """The first part in which two documents differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in now:
+            if before.get(key) != now[key]:
+                return f"{key}: {_difference(before.get(key), now[key])}"
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return next(_difference(a, b) for a, b in zip(before, now, strict=True) if a != b)
+    return f"{before!r} then, {now!r} now"

@@ -103,7 +103,7 @@ def run_demo(options: DemoOptions, place: Workplace, view: View) -> DemoRun:
         label=label,
         categories=task.n_categories,
         seed=options.seed,
-        conversion=dataclasses.replace(conversion, source=source.name),
+        conversion=dataclasses.replace(conversion, sources=[source.name]),
         train_rows=len(task.train),
         held_out_rows=len(task.held_out),
         unlabelled=dataset.n_obs - len(task.train) - len(task.held_out),

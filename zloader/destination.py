@@ -1,27 +1,32 @@
 """Where a conversion writes: what may be replaced, and what marks it as unfinished.
 
 The first object written is a marker and the last is the root's `zarr.json`, after which the marker goes. Until then
-nothing opens as a store, and whoever finds the marker may clear the rest away.
+nothing opens as a store, and whoever finds the marker may clear the rest away. Once the sources have been validated the
+marker is the journal as well: what is being converted and how, so that it can be resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from typing import Any
 
-from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
+from botocore.exceptions import BotoCoreError, ClientError
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
-from zloader.errors import AccessDeniedError, StoreError, StoreExistsError, StoreNotFoundError, ZloaderError
+from zloader.errors import AccessDeniedError, StoreError, StoreExistsError, StoreNotFoundError
+from zloader.objects import PARTIAL, ObjectWriter, create_object, translated
 from zloader.store import Location
 
 MARKER = "zloader.partial"
 _ROOT = "zarr.json"
 _METADATA = (_ROOT, ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+_NOTE = "A zloader conversion that has not ended: convert again, or go on with --resume."
 
 
 class Destination:
@@ -35,8 +40,8 @@ class Destination:
 
     def check(self, *, overwrite: bool) -> None:
         """Raises StoreExistsError unless there is nothing, an unfinished conversion, or a store to overwrite."""
-        there, url = self._keys(), self.location.url
-        whole = there.intersection(_METADATA)  # a marker beside it was left by a conversion that replaced nothing yet
+        there, url = self.objects(), self.location.url
+        whole = there.keys() & _METADATA  # a marker beside it was left by a conversion that replaced nothing yet
         if not there or (MARKER in there and not whole):
             return
         if not whole:
@@ -48,15 +53,23 @@ class Destination:
                 f"there is already a store at {url}: pass overwrite=True (--overwrite) to replace it"
             )
 
+    def journal(self) -> dict[str, Any] | None:
+        """The journal of an interrupted conversion; None where there is none, or it had replaced nothing yet."""
+        if MARKER not in self.objects():
+            return None
+        with translated(f"read {MARKER} from", self.location.url):
+            marker = self.location.filesystem().cat_file(f"{self.location.path}/{MARKER}")
+        try:
+            journal: dict[str, Any] | None = json.loads(marker).get("journal")
+        except ValueError:
+            return None
+        return journal
+
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Marks the place as being written. What is there stays; an error in the context leaves it as it was."""
-        marked = MARKER in self._keys()
-        filesystem, path = self.location.filesystem(), self.location.path
-        with _translated("write to", self.location.url):
-            if self.location.scheme == "file":
-                filesystem.makedirs(path, exist_ok=True)
-            filesystem.pipe_file(f"{path}/{MARKER}", b"A zloader conversion that has not ended. Run it again.\n")
+        marked = MARKER in self.objects()
+        self._mark(None)
         try:
             yield
         except BaseException:
@@ -65,10 +78,16 @@ class Destination:
             raise
 
     @contextlib.contextmanager
-    def replaced(self) -> Iterator[PendingStore]:
-        """Deletes what is there, gives the store to fill, and makes it one that opens if there was no error."""
-        self._clear()
-        store = PendingStore(self.location.zarr_store(read_only=False), self.location.url)
+    def replaced(self, journal: Mapping[str, Any], *, resuming: bool = False) -> Iterator[PendingStore]:
+        """Deletes what is there, gives the store to fill, and makes it one that opens if there was no error.
+
+        When `resuming` nothing is deleted but what was being written when the one before was interrupted.
+        """
+        self._drop_unfinished()
+        if not resuming:
+            self._clear()
+            self._mark(journal)
+        store = PendingStore(self.zarr_store(), self.location.url)
         try:
             yield store
             store.commit()
@@ -77,36 +96,74 @@ class Destination:
             raise
         self._unmark()
 
+    def zarr_store(self) -> Store:
+        """A zarr store to write to."""
+        return self.location.zarr_store(read_only=False)
+
+    def create_object(self, key: str) -> ObjectWriter:
+        """Begins to write one object."""
+        return create_object(self.location, key)
+
+    def objects(self) -> dict[str, int]:
+        """What is there: bytes by key."""
+        try:
+            return {key: entry.size for key, entry in self.location.listing().items()}
+        except StoreNotFoundError:
+            return {}  # a bucket that is not there shows in `claimed`
+
+    def _mark(self, journal: Mapping[str, Any] | None) -> None:
+        marker = json.dumps({"note": _NOTE, "journal": journal}).encode()
+        path = f"{self.location.path}/{MARKER}"
+        with translated("write to", self.location.url):
+            if self.location.scheme == "file":
+                self.location.filesystem().makedirs(self.location.path, exist_ok=True)
+        if journal is None:
+            with translated("write to", self.location.url):
+                self.location.filesystem().pipe_file(path, marker)
+            return
+        writer = create_object(self.location, MARKER)  # a journal is there whole or not at all
+        writer.write(marker)
+        writer.commit()
+
+    def _unmark(self) -> None:
+        with translated("delete from", self.location.url):
+            self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
+
     def _clear(self) -> None:
         """Deletes everything but the marker, the root's metadata first."""
         filesystem, path = self.location.filesystem(), self.location.path
-        names = {key.split("/")[0] for key in self._keys()} - {MARKER}
+        names = {key.split("/")[0] for key in self.objects()} - {MARKER}
         roots = [f"{path}/{name}" for name in _METADATA if name in names]
         others = [f"{path}/{name}" for name in sorted(names.difference(_METADATA))]
-        with _translated("delete what is in", self.location.url):
+        with translated("delete what is in", self.location.url):
             for batch in (roots, others):
                 if batch:
                     filesystem.rm(batch, recursive=True)
-        left = self._keys() - {MARKER}
+        left = self.objects().keys() - {MARKER}
         if left:  # s3fs says nothing when it may write but not delete
             raise AccessDeniedError(f"not allowed to delete {min(left)} from {self.location.url}: check the rights")
 
-    def _unmark(self) -> None:
-        with _translated("delete from", self.location.url):
-            self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
-
-    def _keys(self) -> set[str]:
-        try:
-            return set(self.location.listing())
-        except StoreNotFoundError:
-            return set()  # a bucket that is not there shows in `claimed`
+    def _drop_unfinished(self) -> None:
+        """Deletes local files that were being written, and ends uploads, whose parts are paid for unseen."""
+        filesystem, path = self.location.filesystem(), self.location.path
+        with translated("delete from", self.location.url):
+            for key in self.objects():
+                if key.endswith(PARTIAL) and key != MARKER:
+                    filesystem.rm_file(f"{path}/{key}")
+        if self.location.scheme != "s3":
+            return
+        bucket, prefix, _ = filesystem.split_path(path)
+        with contextlib.suppress(OSError, BotoCoreError, ClientError):  # not every key may do this, and it is only tidy
+            found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            for upload in found.get("Uploads", []):
+                which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
 
 
 class PendingStore(WrapperStore[Store]):
     """Keeps all metadata (`zarr.json`) in memory until `commit`, so that nothing opens before, not even a group.
 
     It is made for an empty place: metadata is looked for in memory alone, which saves some ten requests an array.
-    `sizes` are the bytes of each object stored.
     """
 
     def __init__(self, store: Store, url: str = "") -> None:
@@ -114,7 +171,6 @@ class PendingStore(WrapperStore[Store]):
         self._url = url
         self._held: dict[str, Buffer] = {}
         self._abandoned = False
-        self.sizes: dict[str, int] = {}
 
     def commit(self) -> None:
         """Stores the metadata, the root's after all other: from then on the store opens."""
@@ -136,10 +192,9 @@ class PendingStore(WrapperStore[Store]):
 
     async def _put(self, key: str, value: Buffer) -> None:
         if self._abandoned:
-            raise StoreError(f"the conversion to {self._url} was interrupted: run it again")
-        with _translated(f"write {key} to", self._url):
+            raise StoreError(f"the conversion to {self._url} was interrupted: run it again, or go on with --resume")
+        with translated(f"write {key} to", self._url):
             await self._store.set(key, value)
-        self.sizes[key] = len(value)
 
     async def set(self, key: str, value: Buffer) -> None:
         if _is_metadata(key):
@@ -150,13 +205,13 @@ class PendingStore(WrapperStore[Store]):
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         if _is_metadata(key):
             return self._held.get(key)
-        with _translated(f"read {key} from", self._url):
+        with translated(f"read {key} from", self._url):
             return await self._store.get(key, prototype, byte_range)
 
     async def exists(self, key: str) -> bool:
         if _is_metadata(key):
             return key in self._held
-        with _translated(f"look for {key} in", self._url):
+        with translated(f"look for {key} in", self._url):
             return await self._store.exists(key)
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
@@ -182,21 +237,3 @@ class PendingStore(WrapperStore[Store]):
 
 def _is_metadata(key: str) -> bool:
     return key.rsplit("/", 1)[-1] in _METADATA
-
-
-@contextlib.contextmanager
-def _translated(doing: str, url: str) -> Iterator[None]:
-    """Turns the errors of file systems and S3 clients into ours."""
-    try:
-        yield
-    except ZloaderError:
-        raise
-    except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
-        raise AccessDeniedError(
-            f"not allowed to {doing} {url} ({error}): check the rights of the directory, or the key and secret in "
-            "storage_options or the AWS_* variables"
-        ) from error
-    except FileNotFoundError as error:
-        raise StoreNotFoundError(f"cannot {doing} {url} ({error}): does the bucket exist?") from error
-    except (OSError, BotoCoreError) as error:
-        raise StoreError(f"cannot {doing} {url}: {error}") from error

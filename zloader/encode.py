@@ -24,13 +24,16 @@ from zarr.codecs import (
 
 from zloader.errors import OptionError
 from zloader.layout import ABSENT
-from zloader.terms import MiB, require_count
+from zloader.terms import MiB, require_at_least, require_count
 
 CODECS = ("lz4", "zstd", "none")
 _BLOSC_LEVEL = 5
 _MAX_CHUNK_BYTES = 1024 * MiB  # blosc takes no more than 2 GiB
 _MIN_CHUNK_ELEMENTS = 1024  # below this the cost of a chunk is that of handling it
 _SCAN_ELEMENTS = 1 << 17  # what stays in a core's cache
+_LIBRARY_BYTES = 256 * MiB  # resident once everything is imported and the compiled kernels are loaded
+_LEAST_MEMORY = 384 * MiB
+_MAX_WINDOW = 64 * MiB  # 16 and 64 MiB run alike; 256 MiB takes 20 % longer (page faults) and 350 MB more
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -54,12 +57,22 @@ class ConvertOptions:
     codec: str = "lz4"
     # Keeps the dtypes of data, indices and indptr as they are in the source.
     preserve_dtype: bool = False
-    # Values and indices read at once; two such windows are held. 16 and 64 MiB run alike, 256 MiB takes 20 % longer
-    # (page faults) and 350 MB more. CSC is transposed in pieces of a window's size: larger ones are fewer.
-    window_bytes: int = 64 * MiB
+    # Bounds the resident memory of the whole process, some 250 MiB of interpreter and libraries among it. More only
+    # makes windows and sorted pieces larger, which is faster for CSC and shuffling on slow disks, and for nothing else.
+    memory: int | str = "1GiB"
+    # Shuffles the rows, by this seed; the obs column `source_row` then says where each was.
+    shuffle_seed: int | None = None
+    # Values and indices read at once; by default what `memory` allows.
+    window_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        require_count(chunk_rows=self.chunk_rows, window_bytes=self.window_bytes, shard_size=self.shard_bytes)
+        require_count(chunk_rows=self.chunk_rows, shard_size=self.shard_bytes)
+        if self.window_bytes is not None:
+            require_count(window_bytes=self.window_bytes)
+        if self.shuffle_seed is not None:
+            require_at_least(0, shuffle_seed=self.shuffle_seed)
+        if parse_size(self.memory) < _LEAST_MEMORY:
+            raise OptionError(f"memory must be at least {_LEAST_MEMORY >> 20}MiB, not {self.memory!r}")
         if self.codec not in CODECS:
             raise OptionError(f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}")
 
@@ -67,6 +80,20 @@ class ConvertOptions:
     def shard_bytes(self) -> int:
         """`shard_size` in bytes."""
         return parse_size(self.shard_size)
+
+    @property
+    def window(self) -> int:
+        """Bytes of values and indices that are read at once; about ten times as much is held in all."""
+        return self.window_bytes or min(_MAX_WINDOW, self._working_bytes // 10)
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of the pieces that are sorted in memory where rows are transposed or shuffled."""
+        return self.window_bytes or self._working_bytes // 10
+
+    @property
+    def _working_bytes(self) -> int:
+        return parse_size(self.memory) - _LIBRARY_BYTES
 
 
 class ChunkEncoder:

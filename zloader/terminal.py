@@ -29,13 +29,15 @@ def console(*, stderr: bool = False) -> Console:
 def show_conversion(console: Console, done: ConversionReport) -> None:
     console.print(
         f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: "
-        f"{size(done.bytes_in)} of h5ad became {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s",
+        f"{size(done.bytes_in)} became {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s",
         soft_wrap=True,
     )
     for name, change in done.dtypes_changed.items():
         console.print(f"  {name}: {change}, without loss", soft_wrap=True)
     for name, rows in done.rows_made_canonical.items():
         console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes added up", soft_wrap=True)
+    if done.dropped:
+        console.print(f"  left out, since several sources cannot share it: {', '.join(done.dropped)}", soft_wrap=True)
     console.print(f"written to {done.destination}", soft_wrap=True)
 
 

@@ -1,0 +1,207 @@
+"""The shards of one array: written from front to back as chunks get ready, and read back with every checksum verified.
+
+A few threads encode chunks, and one at a time per array stores them in order, so that neither a decoded nor an encoded
+shard is ever held whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from zloader.decode import Decoder
+from zloader.encode import ChunkEncoder, shard_index
+from zloader.errors import CorruptChunkError, TruncatedObjectError
+from zloader.layout import ABSENT, ArrayLayout, array_layout
+from zloader.objects import ObjectWriter, translated
+from zloader.store import Location
+from zloader.terms import MiB
+
+_READ_BYTES = 8 * MiB  # at once, when a shard is read back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threads:
+    """The threads of one conversion. Indices, data and indptr may be stored at once."""
+
+    encoding: ThreadPoolExecutor
+    storing: ThreadPoolExecutor
+
+
+@contextmanager
+def threads(n_encoding: int) -> Iterator[Threads]:
+    """Threads that are gone when the context ends; what they had not begun is dropped."""
+    with (
+        ThreadPoolExecutor(n_encoding, thread_name_prefix="zloader-encode") as encoding,
+        ThreadPoolExecutor(3, thread_name_prefix="zloader-store") as storing,
+    ):
+        try:
+            yield Threads(encoding=encoding, storing=storing)
+        finally:
+            encoding.shutdown(cancel_futures=True)
+            storing.shutdown(cancel_futures=True)
+
+
+class ShardWriter:
+    """Fills a sharded zarr array from the front of a shard on; every shard is stored once, whole.
+
+    A context manager: a shard that is not whole when an error leaves it is dropped. Holds the elements of the last two
+    `append`s, and their chunks.
+    """
+
+    def __init__(
+        self,
+        array: zarr.Array[Any],
+        encoder: ChunkEncoder,
+        pool: Threads,
+        create_object: Callable[[str], ObjectWriter],
+        *,
+        first_shard: int = 0,
+    ) -> None:
+        assert array.shards is not None
+        self._array, self._encoder, self._threads, self._create_object = array, encoder, pool, create_object
+        self._chunk = math.prod(array.chunks)
+        self._chunks_per_shard = array.shards[0] // array.chunks[0]
+        self._tail = np.empty(0, encoder.dtype)  # elements that do not fill a chunk yet
+        self._encoding: list[Future[bytes]] = []
+        self._storing: Future[None] | None = None
+        self._shard = first_shard
+        self._object: ObjectWriter | None = None
+        self._sizes: list[int] = []  # of the chunks in it
+        self.n_elements = first_shard * self._chunks_per_shard * self._chunk
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._close()
+        finally:
+            if self._storing is not None:
+                self._storing.cancel()
+                if not self._storing.cancelled():
+                    self._storing.exception()  # it has ended
+            if self._object is not None:
+                self._object.abort()
+
+    def append(self, elements: NDArray[Any]) -> None:
+        """Takes the next elements, a flat array, which must not be changed afterwards."""
+        self._collect()
+        self.n_elements += len(elements)
+        missing = self._chunk - len(self._tail)
+        if len(elements) < missing:
+            self._tail = np.concatenate([self._tail, elements.astype(self._encoder.dtype)])
+            return
+        if len(self._tail):
+            self._encode(np.concatenate([self._tail, elements[:missing].astype(self._encoder.dtype)]))
+            elements = elements[missing:]
+        whole = len(elements) - len(elements) % self._chunk
+        for start in range(0, whole, self._chunk):
+            self._encode(elements[start : start + self._chunk])
+        self._tail = elements[whole:].astype(self._encoder.dtype)
+
+    def _close(self) -> None:
+        if len(self._tail):
+            self._encode(self._tail)
+        self._collect(last=True)
+        if self._storing is not None:
+            self._storing.result()
+
+    def _encode(self, elements: NDArray[Any]) -> None:
+        self._encoding.append(self._threads.encoding.submit(self._encoder.encode, elements, self._chunk))
+
+    def _collect(self, *, last: bool = False) -> None:
+        """Waits for the chunks being encoded and has them stored while the next are encoded."""
+        chunks = [chunk.result() for chunk in self._encoding]
+        self._encoding = []
+        if self._storing is not None:
+            self._storing.result()
+        self._storing = self._threads.storing.submit(self._store, chunks, last)
+
+    def _store(self, chunks: list[bytes], last: bool) -> None:
+        for chunk in chunks:
+            if self._object is None:
+                coordinates = (self._shard, *[0] * (self._array.ndim - 1))
+                key = f"{self._array.path}/{self._array.metadata.encode_chunk_key(coordinates)}"
+                self._object = self._create_object(key)
+            self._object.write(chunk)
+            self._sizes.append(len(chunk))
+            if len(self._sizes) == self._chunks_per_shard:
+                self._finish_shard(self._object)
+        if last and self._object is not None:
+            self._finish_shard(self._object)
+
+    def _finish_shard(self, shard: ObjectWriter) -> None:
+        shard.write(shard_index(self._sizes, self._chunks_per_shard))
+        shard.commit()
+        self._object, self._sizes = None, []
+        self._shard += 1
+
+
+def stored_layout(array: zarr.Array[Any]) -> ArrayLayout:
+    """The layout of an array whose objects must all be there."""
+    return array_layout(array.path, array.metadata.to_dict(), absent_is_fill=False)
+
+
+def read_shard(location: Location, layout: ArrayLayout, shard: int, size: int) -> Iterator[NDArray[Any]]:
+    """The elements of every chunk of a stored shard of `size` bytes, in order, each checksum verified.
+
+    Raises CorruptChunkError or TruncatedObjectError that names object and chunk, or what the file system says.
+    """
+    decoder = Decoder(layout)
+    first = shard * layout.chunks_per_shard
+    n_chunks = min(layout.n_chunks - first, layout.chunks_per_shard)
+    table = _read_index(location, layout, shard, size)[:n_chunks].astype(np.int64)
+    key = layout.shard_key(shard)
+    starts, stops = table[:, 0], table[:, 0] + table[:, 1]
+    at = 0
+    while at < n_chunks:
+        end = max(at + 1, int(np.searchsorted(stops, starts[at] + _READ_BYTES, side="right")))
+        stored = np.frombuffer(_read(location, key, int(starts[at]), int(stops[end - 1])), np.uint8)
+        for chunk in range(at, end):
+            elements = min(layout.chunk_elements, layout.n_elements - (first + chunk) * layout.chunk_elements)
+            out = np.empty(elements, layout.dtype)
+            begin = int(starts[chunk] - starts[at])
+            try:
+                decoder.decode(stored[begin : begin + int(table[chunk, 1])], out)
+                layout.check_bounds(out)
+            except CorruptChunkError as error:
+                raise CorruptChunkError(f"{location.url}: chunk {chunk} of {key}: {error}") from error
+            yield out
+        at = end
+
+
+def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int) -> NDArray[np.uint64]:
+    """The offset and size of each chunk of a shard; all are there and lie in order."""
+    key = layout.shard_key(shard)
+    try:
+        found = layout.find_index(shard, size, location.url)
+        if isinstance(found, np.ndarray):
+            return found
+        table = layout.parse_index(_read(location, key, found.start, found.stop), shard=shard, object_size=size)
+    except CorruptChunkError as error:
+        raise CorruptChunkError(f"{location.url}: {error}") from error
+    here = table[: layout.n_chunks - shard * layout.chunks_per_shard]
+    if (here == ABSENT).any() or (np.diff(here[:, 0].astype(np.int64)) <= 0).any():
+        raise CorruptChunkError(f"{location.url}: {key} lacks chunks that its array has: the object was cut short")
+    return table
+
+
+def _read(location: Location, key: str, start: int, stop: int) -> bytes:
+    with translated(f"read {key} from", location.url):
+        stored: bytes = location.filesystem().cat_file(f"{location.path}/{key}", start=start, end=stop)
+    if len(stored) != stop - start:
+        raise TruncatedObjectError(f"{location.url}: {key} gave {len(stored)} bytes for {start}-{stop - 1}")
+    return stored
