@@ -18,6 +18,7 @@ PACKAGE = Path(zloader.__file__).parent
 LAYERS = {
     "zloader.terms": 0,
     "zloader.errors": 0,
+    "zloader.malloc": 0,
     "zloader.layout": 1,
     "zloader.sampling": 1,
     "zloader.plan": 1,

@@ -34,6 +34,7 @@ from zloader.elements import ElementWriter
 from zloader.encode import ConvertOptions
 from zloader.errors import OptionError, StoreError
 from zloader.inputs import Input, Source, open_inputs
+from zloader.malloc import keep_freed_memory
 from zloader.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.progress import Bars, progress_bars
 from zloader.shards import threads
@@ -117,6 +118,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
 ) -> ConversionReport:
     """`convert` to a Destination."""
     started = time.perf_counter()
+    keep_freed_memory()
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         for source in inputs:

@@ -33,7 +33,7 @@ _MIN_CHUNK_ELEMENTS = 1024  # below this the cost of a chunk is that of handling
 _SCAN_ELEMENTS = 1 << 17  # what stays in a core's cache
 _LIBRARY_BYTES = 256 * MiB  # resident once everything is imported and the compiled kernels are loaded
 _LEAST_MEMORY = 384 * MiB
-_MAX_WINDOW = 64 * MiB  # 16 and 64 MiB run alike; 256 MiB takes 20 % longer (page faults) and 350 MB more
+_MAX_WINDOW = 16 * MiB  # arrays of such a window come from memory freed before; with 64 MiB the kernel gives new pages
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import time
@@ -20,6 +19,7 @@ from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset, as_scipy
 from zloader.errors import OptionError
 from zloader.fetch import FetchScheduler, Recipe
+from zloader.malloc import keep_freed_memory
 from zloader.plan import Plan
 from zloader.reader import BufferPool, Counters
 from zloader.sampling import BlockShuffling, Sampling
@@ -164,7 +164,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         )
         _silence_sparse_warnings()
         if self.options.tune_malloc:
-            _tune_malloc()
+            keep_freed_memory()
         source = ObjectSource(self.dataset.location, self.options)
         mirror = None if matrix is None else self.dataset.mirror(matrix)
         scheduler = FetchScheduler(recipe, source, mirror, self.options, self._buffers)
@@ -274,16 +274,3 @@ def _silence_sparse_warnings() -> None:
         warnings.simplefilter("ignore", UserWarning)
         empty = torch.zeros(1, dtype=torch.int64)
         torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0))
-
-
-@functools.cache
-def _tune_malloc() -> None:
-    """Lets glibc keep freed minibatches for the next ones; once a process. Does nothing on another libc.
-
-    Without it, memory above 128 KiB goes back to the kernel and comes again page by page, at about half the speed.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
-        mallopt(m_mmap_threshold, 32 << 20)
-        mallopt(m_trim_threshold, (2 << 30) - 1)

@@ -26,6 +26,7 @@ from zloader.objects import ObjectWriter, translated
 from zloader.store import Location
 from zloader.terms import MiB
 
+_JOB_ELEMENTS = 1 << 19  # encoded by one job: a few chunks, so that handing them over costs nothing
 _READ_BYTES = 8 * MiB  # at once, when a shard is read back
 
 
@@ -72,7 +73,7 @@ class ShardWriter:
         self._chunk = math.prod(array.chunks)
         self._chunks_per_shard = array.shards[0] // array.chunks[0]
         self._tail = np.empty(0, encoder.dtype)  # elements that do not fill a chunk yet
-        self._encoding: list[Future[bytes]] = []
+        self._encoding: list[Future[list[bytes]]] = []
         self._storing: Future[None] | None = None
         self._shard = first_shard
         self._object: ObjectWriter | None = None
@@ -108,8 +109,9 @@ class ShardWriter:
             self._encode(np.concatenate([self._tail, elements[:missing].astype(self._encoder.dtype)]))
             elements = elements[missing:]
         whole = len(elements) - len(elements) % self._chunk
-        for start in range(0, whole, self._chunk):
-            self._encode(elements[start : start + self._chunk])
+        together = max(1, _JOB_ELEMENTS // self._chunk) * self._chunk
+        for start in range(0, whole, together):
+            self._encode(elements[start : min(start + together, whole)])
         self._tail = elements[whole:].astype(self._encoder.dtype)
 
     def _close(self) -> None:
@@ -120,11 +122,15 @@ class ShardWriter:
             self._storing.result()
 
     def _encode(self, elements: NDArray[Any]) -> None:
-        self._encoding.append(self._threads.encoding.submit(self._encoder.encode, elements, self._chunk))
+        self._encoding.append(self._threads.encoding.submit(self._encoded, elements))
+
+    def _encoded(self, elements: NDArray[Any]) -> list[bytes]:
+        starts = range(0, len(elements), self._chunk)
+        return [self._encoder.encode(elements[start : start + self._chunk], self._chunk) for start in starts]
 
     def _collect(self, *, last: bool = False) -> None:
         """Waits for the chunks being encoded and has them stored while the next are encoded."""
-        chunks = [chunk.result() for chunk in self._encoding]
+        chunks = [chunk for job in self._encoding for chunk in job.result()]
         self._encoding = []
         if self._storing is not None:
             self._storing.result()
