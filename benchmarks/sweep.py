@@ -1,0 +1,234 @@
+"""What chunk_rows and the codec cost: bytes stored, speed of encoding and decoding, and the reads of an epoch.
+
+    python benchmarks/sweep.py FILE.h5ad [--turns 5] [--threads 2] [--block-size 64] [--fetch-factor 256]
+
+FILE is a CSR .h5ad, for example that of `python benchmarks/synthetic.py sweep.h5ad --rows 20000`; it is converted once
+for each combination. A value here is one of X with its gene index, that is, two stored elements.
+
+- bytes a value: those of X's data and indices, shard indexes included.
+- encode, decode: values/s of numcodecs and the checksum alone, from memory and into memory, in --threads threads, with
+  the codecs that the store names; decoding is zloader.decode's, as the loader uses it. Turns over all combinations.
+- near: what a cold epoch without a mirror takes where a fetch is many blocks of a small dataset, so that some of them
+  are neighbours and share chunks and reads: `zloader info`'s figures.
+- far: the same where no two blocks of a fetch are near each other, as in an atlas of 100 million rows. Every block is
+  then read by itself: one GET for the indices, one for the data. This is what to choose chunk_rows by.
+
+KB are those read for each row, chunks those decoded for each row, of indices and data together. The last column is the
+rows/s that decoding alone allows for the chunks of "far": blocks of 64 rows share their edge chunks with rows that
+nobody asked for, the larger the chunks the more. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numcodecs
+import numpy as np
+from epochs import chunk_bytes
+from rivals import table
+
+import zloader as zl
+from zloader.cost import epoch_costs
+from zloader.decode import Decoder
+from zloader.layout import ArrayLayout, chunks_of
+from zloader.summary import stored_bytes
+
+CHUNK_ROWS = (8, 16, 32, 64, 128, 256)
+CODECS = ("lz4", "zstd", "none")
+_JOB_CHUNKS = 16  # what a thread takes at once
+_BATCH_SIZE = 64
+Figures = dict[str, Any]
+Array = np.ndarray[Any, Any]
+
+
+# ---- encoding and decoding
+
+
+def encoder(layout: ArrayLayout) -> Callable[[Array], bytes]:
+    """Encodes one chunk with the codecs that the array names, as `zloader convert` does."""
+    names = [codec["name"] for codec in layout.codecs]
+    assert names in (["bytes", "blosc", "crc32c"], ["bytes", "crc32c"]), names
+    compress: Callable[[Array], bytes] = np.ndarray.tobytes
+    if "blosc" in names:
+        blosc = layout.codecs[1]["configuration"]
+        assert blosc["shuffle"] == "shuffle", blosc
+        compress = numcodecs.Blosc(blosc["cname"], blosc["clevel"], numcodecs.Blosc.SHUFFLE).encode
+
+    def encode(elements: Array) -> bytes:
+        body = compress(elements)
+        return body + int(google_crc32c.value(body)).to_bytes(4, "little")
+
+    return encode
+
+
+class Codings:
+    """Every chunk of a store's X in memory, stored and decoded, and the time that either way takes."""
+
+    def __init__(self, store: Path, layouts: Sequence[ArrayLayout]) -> None:
+        self._layouts = layouts
+        self._stored = [chunk_bytes(store, layout) for layout in layouts]
+        # Ones, so that the memory is there and first touches are not timed.
+        self._decoded = [np.ones(layout.n_chunks * layout.chunk_elements, layout.dtype) for layout in layouts]
+
+    def decode_seconds(self, threads: int) -> float:
+        """Seconds to decode every chunk. Afterwards all are decoded."""
+        decoders = [Decoder(layout).decode for layout in self._layouts]
+
+        def decode(number: int, chunk: int) -> None:
+            decoders[number](self._stored[number][chunk], self._elements(number, chunk))
+
+        return self._seconds(decode, threads)
+
+    def encode_seconds(self, threads: int) -> float:
+        """Seconds to encode what was decoded, and a check that the first chunk comes out as it is stored."""
+        encoders = [encoder(layout) for layout in self._layouts]
+        for number, encode in enumerate(encoders):
+            assert encode(self._elements(number, 0)) == self._stored[number][0].tobytes(), "encodes to other bytes"
+        return self._seconds(lambda number, chunk: encoders[number](self._elements(number, chunk)), threads)
+
+    def _elements(self, number: int, chunk: int) -> Array:
+        n = self._layouts[number].chunk_elements
+        return self._decoded[number][chunk * n : (chunk + 1) * n]
+
+    def _jobs(self) -> Iterator[tuple[int, range]]:
+        for number, layout in enumerate(self._layouts):
+            for start in range(0, layout.n_chunks, _JOB_CHUNKS):
+                yield number, range(start, min(start + _JOB_CHUNKS, layout.n_chunks))
+
+    def _seconds(self, step: Callable[[int, int], Any], threads: int) -> float:
+        def run(job: tuple[int, range]) -> None:
+            for chunk in job[1]:
+                step(job[0], chunk)
+
+        with ThreadPoolExecutor(threads) as pool:
+            before = time.perf_counter()
+            for _ in pool.map(run, list(self._jobs())):
+                pass
+            return time.perf_counter() - before
+
+
+# ---- reads
+
+
+def reads(dataset: zl.Dataset, *, block_size: int, batch_size: int, fetch_factor: int) -> Figures:
+    """What a cold epoch takes without a mirror: GETs, bytes, chunks decoded and the values in them."""
+    sampling = zl.BlockShuffling(block_size)
+    plan = zl.Loader(dataset, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor).plan(0)
+    matrix = dataset.matrix()
+    indptr = dataset.indptr(matrix)
+    cost = epoch_costs(dataset, plan, most_fetches=plan.n_fetches).unmirrored
+    chunks = values = 0
+    for number in range(plan.n_fetches):
+        starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)
+        for array in matrix.arrays:
+            wanted = chunks_of(starts, stops, array.chunk_elements)
+            chunks += len(wanted)
+            values += len(wanted) * array.chunk_elements
+    whole = len(matrix.arrays) * matrix.values.n_elements
+    return {"gets": cost.gets, "bytes": cost.bytes_read, "chunks": chunks, "decoded_over_stored": values / whole}
+
+
+# ---- the sweep
+
+
+def convert(source: Path, store: Path, chunk_rows: int, codec: str, options: argparse.Namespace) -> Figures:
+    """Converts, and returns all that is counted and not timed."""
+    choice = zl.ConvertOptions(chunk_rows=chunk_rows, codec=codec)
+    zl.convert(source, store, options=choice, progress=False)
+    dataset = zl.open_dataset(str(store))
+    matrix = dataset.matrix()
+    stored = sum(stored_bytes(dataset, array) for array in matrix.arrays)
+    near = {"block_size": options.block_size, "batch_size": _BATCH_SIZE, "fetch_factor": options.fetch_factor}
+    far = {"block_size": options.block_size, "batch_size": options.block_size, "fetch_factor": 1}
+    return {
+        "chunk_rows": chunk_rows,
+        "codec": codec,
+        "rows": dataset.n_obs,
+        "values": matrix.values.n_elements,
+        "chunk_bytes": stored / sum(array.n_chunks for array in matrix.arrays),
+        "stored_bytes": stored,
+        "near": reads(dataset, **near),
+        "far": reads(dataset, **far),
+    }
+
+
+def timed(store: Path, threads: int) -> Mapping[str, float]:
+    """Values/s of decoding and encoding, once."""
+    matrix = zl.open_dataset(str(store)).matrix()
+    codings = Codings(store, matrix.arrays)
+    n = matrix.values.n_elements
+    return {"decode": n / codings.decode_seconds(threads), "encode": n / codings.encode_seconds(threads)}
+
+
+def decoded_per_row(result: Figures) -> float:
+    """Values decoded for each row where blocks are far from each other."""
+    return float(result["far"]["decoded_over_stored"] * result["values"] / result["rows"])
+
+
+def show(results: Sequence[Figures]) -> None:
+    """Prints the table."""
+    reading = ["GETs/1000 rows", "KB/row", "chunks/row"]
+    header = ["codec, chunk_rows", "KB a chunk", "bytes a value", "encode M/s", "decode M/s"]
+    reads_of = [f"{where}: {what}" for where in ("near", "far") for what in reading]
+    lines = [[*header, *reads_of, "far: k rows/s"]]
+    for result in results:
+        rows, stored = result["rows"], result["stored_bytes"]
+        lines.append(
+            [
+                f"{result['codec']}, {result['chunk_rows']}",
+                f"{result['chunk_bytes'] / 1e3:,.0f}",
+                f"{stored / result['values']:.3f}",
+                *(f"{statistics.median(result[way]) / 1e6:,.0f}" for way in ("encode", "decode")),
+                *(
+                    cell
+                    for cost in (result["near"], result["far"])
+                    for cell in (
+                        f"{1000 * cost['gets'] / rows:.1f}",
+                        f"{cost['bytes'] / rows / 1e3:.2f}",
+                        f"{cost['chunks'] / rows:.3f}",
+                    )
+                ),
+                f"{statistics.median(result['decode']) / decoded_per_row(result) / 1e3:,.0f}",
+            ]
+        )
+    table(lines)
+
+
+def main() -> None:
+    """Converts, counts, times in turns; prints a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--fetch-factor", type=int, default=256)
+    parser.add_argument("--work", type=Path, help="directory to write to (default: a temporary one)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.work) as directory:
+        results = []
+        for codec, chunk_rows in itertools.product(CODECS, CHUNK_ROWS):
+            store = Path(directory) / f"{codec}{chunk_rows}.zarr"
+            results.append(convert(options.file, store, chunk_rows, codec, options))
+        for _ in range(options.turns):
+            for result in results:
+                speeds = timed(Path(directory) / f"{result['codec']}{result['chunk_rows']}.zarr", options.threads)
+                for way, speed in speeds.items():
+                    result.setdefault(way, []).append(speed)
+    show(results)
+    sizes = {name: getattr(options, name) for name in ("turns", "threads", "block_size", "fetch_factor")}
+    print(json.dumps({"cores": len(os.sched_getaffinity(0)), **sizes, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
