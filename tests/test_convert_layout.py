@@ -51,7 +51,9 @@ def test_layout_is_the_one_promised(tmp_path: Path) -> None:
         "encoding-type": "anndata",
         "encoding-version": "0.1.0",
     }
-    assert root.attrs["zloader"] == {"version": zl.__version__, "source": "a.h5ad"}
+    sources = [{"label": "a", "rows": 60}]
+    provenance = {"version": zl.__version__, "sources": sources, "select": {}, "shuffle_seed": None}
+    assert root.attrs["zloader"] == provenance
     x = root["X"]
     assert x.attrs["encoding-type"] == "csr_matrix"
     assert list(x.attrs["shape"]) == [60, 300]

@@ -155,7 +155,7 @@ _KILLS = """
 import json, os, random, sys, time
 import zloader as zl
 
-source, dest, storage_options, options, seed = json.loads(sys.argv[1])
+source, dest, storage_options, options, rounds = json.loads(sys.argv[1])
 options = zl.ConvertOptions(**options)
 
 def attempt(dest, **how):
@@ -165,25 +165,31 @@ def attempt(dest, **how):
     zl.convert(source, dest, options=options, storage_options=storage_options, progress=False, **how)
     os._exit(0)
 
+def ended(child):
+    return os.waitpid(child, 0)[1]
+
+assert ended(attempt(dest)) == 0
 began = time.monotonic()
-assert os.waitpid(attempt(dest + ".first"), 0)[1] == 0
+assert ended(attempt(dest, overwrite=True)) == 0
 seconds = time.monotonic() - began
-moments, kills = random.Random(seed), 0
-while True:
-    child = attempt(dest, resume=True)
-    if kills < 12:
-        time.sleep(moments.uniform(0.3, 1) * seconds)
+moments, kills = random.Random(rounds), 0
+for number in range(rounds):
+    for _ in range(2):  # the second time the conversion is being resumed
+        child = attempt(dest + str(number), resume=True)
+        time.sleep(moments.uniform(0.1, 0.7) * seconds)
         os.kill(child, 9)
-    if os.waitpid(child, 0)[1] == 0:
-        break
-    kills += 1
+        if ended(child) == 0:
+            break
+        kills += 1
+    else:
+        assert ended(attempt(dest + str(number), resume=True)) == 0
 print(kills)
 """
 
 
-def killed_at_random(source: Path, dest: str, storage_options: Any, options: zl.ConvertOptions, seed: int) -> int:
-    """How often the conversion was killed before it got through."""
-    task = [str(source), dest, storage_options, dataclasses.asdict(options), seed]
+def killed_at_random(source: Path, dest: str, storage_options: Any, options: zl.ConvertOptions, rounds: int) -> int:
+    """Converts to `dest`, and to `dest`0, `dest`1... with up to two kills each; gives how many there were."""
+    task = [str(source), dest, storage_options, dataclasses.asdict(options), rounds]
     done = subprocess.run(
         [sys.executable, "-c", _KILLS, json.dumps(task)], capture_output=True, text=True, check=False, timeout=100
     )
@@ -195,20 +201,22 @@ def killed_at_random(source: Path, dest: str, storage_options: Any, options: zl.
 def test_kill_at_random_moments(tmp_path: Path, options: zl.ConvertOptions) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), layers={"csc": counts(600, 1000, seed=1).tocsc()})
     options = dataclasses.replace(options, shard_size="8KiB", window_bytes=40_000)
-    assert killed_at_random(source, str(tmp_path / "a.zarr"), None, options, seed=1) > 2
-    assert files(tmp_path / "a.zarr") == files(tmp_path / "a.zarr.first")
+    assert killed_at_random(source, str(tmp_path / "a.zarr"), None, options, rounds=5) >= 3
+    for number in range(5):
+        assert files(tmp_path / f"a.zarr{number}") == files(tmp_path / "a.zarr")
 
 
 def test_kill_at_random_moments_on_s3(tmp_path: Path, s3: Any) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), obs=frame(600, "c").assign(n=range(600)))
     options = dataclasses.replace(SMALL, shard_size="16KiB", window_bytes=40_000)
-    assert killed_at_random(source, s3.url("a.zarr"), s3.storage_options, options, seed=2) > 2
-    found = []
-    for name in ("a.zarr", "a.zarr.first"):
+    assert killed_at_random(source, s3.url("a.zarr"), s3.storage_options, options, rounds=3) >= 2
+
+    def objects(name: str) -> dict[str, bytes]:
         location = Location(url=s3.url(name), storage_options=s3.storage_options)
-        filesystem = location.filesystem()
-        found.append({key: filesystem.cat_file(f"{location.path}/{key}") for key in location.listing()})
-    assert found[0] == found[1]
+        return {key: location.filesystem().cat_file(f"{location.path}/{key}") for key in location.listing()}
+
+    for number in range(3):
+        assert objects(f"a.zarr{number}") == objects("a.zarr")
 
 
 def test_uploads_that_were_under_way_are_ended(tmp_path: Path, s3: Any) -> None:

@@ -32,7 +32,7 @@ from zloader.content import Content, Selection
 from zloader.destination import Destination, PendingStore
 from zloader.elements import ElementWriter
 from zloader.encode import ConvertOptions
-from zloader.errors import OptionError, StoreError
+from zloader.errors import OptionError, SourceError, StoreError
 from zloader.inputs import Input, Source, open_inputs
 from zloader.malloc import keep_freed_memory
 from zloader.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
@@ -83,8 +83,8 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
     """Writes one or many AnnData as one sharded AnnData Zarr v3 store to a local path or `s3://` URL.
 
     A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file or .mtx directory
-    (with scanpy), each as local path, fsspec URL or glob, or an AnnData in memory. `storage_options` are s3fs's, for the
-    destination and, unless there are `source_options`, for the sources. CSC becomes CSR, dense stays dense, dtypes
+    (with scanpy), each as local path, fsspec URL or glob, or an AnnData in memory. `storage_options` are s3fs's, for
+    the destination and, unless there are `source_options`, for the sources. CSC becomes CSR, dense stays dense, dtypes
     shrink where that loses nothing; several sources become what `anndata.concat` makes of them (see Selection).
 
     A store that is there is replaced only with `overwrite`, and not before all sources have been read once; what an
@@ -131,6 +131,11 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         if journal is None:
             destination.check(overwrite=overwrite)
         matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
+        if not matrices or matrices[0].name != "X":
+            there = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
+            raise SourceError(
+                f"{inputs[0].name} has no X: not an AnnData to train on. It holds: {there}. Choose one as X (--x)"
+            )
         if journal is None:
             with destination.claimed():
                 scans = [conversion.scan(matrix) for matrix in matrices]

@@ -142,7 +142,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         path=path,
         dtype=_dtype(path, metadata["data_type"]),
         n_elements=math.prod(shape),
-        chunk_elements=inner[0] * math.prod(shape[1:]),
+        chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # 0 without genes
         chunks_per_shard=outer[0] // inner[0],
         codecs=tuple(sharding["codecs"]) if sharding else codecs,
         sharded=sharding is not None,

@@ -78,7 +78,7 @@ class ShardWriter:
         self._shard = first_shard
         self._object: ObjectWriter | None = None
         self._sizes: list[int] = []  # of the chunks in it
-        self.n_elements = first_shard * self._chunks_per_shard * self._chunk
+        self.n_elements = min(first_shard * self._chunks_per_shard * self._chunk, math.prod(array.shape))
 
     def __enter__(self) -> Self:
         return self
@@ -166,41 +166,75 @@ def read_shard(location: Location, layout: ArrayLayout, shard: int, size: int) -
 
     Raises CorruptChunkError or TruncatedObjectError that names object and chunk, or what the file system says.
     """
+    for elements in scan_shard(location, layout, shard, size):
+        if isinstance(elements, CorruptChunkError):
+            raise elements
+        yield elements
+
+
+def scan_shard(
+    location: Location, layout: ArrayLayout, shard: int, size: int | None
+) -> Iterator[NDArray[Any] | CorruptChunkError]:
+    """As `read_shard`, but gives an error in the place of a chunk that is damaged, and goes on.
+
+    `size` is None where there is no such object. Where the layout allows for that, what is absent is fill values.
+    """
     decoder = Decoder(layout)
-    first = shard * layout.chunks_per_shard
+    first, key = shard * layout.chunks_per_shard, layout.shard_key(shard)
     n_chunks = min(layout.n_chunks - first, layout.chunks_per_shard)
-    table = _read_index(location, layout, shard, size)[:n_chunks].astype(np.int64)
-    key = layout.shard_key(shard)
-    starts, stops = table[:, 0], table[:, 0] + table[:, 1]
-    at = 0
-    while at < n_chunks:
-        end = max(at + 1, int(np.searchsorted(stops, starts[at] + _READ_BYTES, side="right")))
-        stored = np.frombuffer(_read(location, key, int(starts[at]), int(stops[end - 1])), np.uint8)
-        for chunk in range(at, end):
-            elements = min(layout.chunk_elements, layout.n_elements - (first + chunk) * layout.chunk_elements)
-            out = np.empty(elements, layout.dtype)
-            begin = int(starts[chunk] - starts[at])
-            try:
-                decoder.decode(stored[begin : begin + int(table[chunk, 1])], out)
-                layout.check_bounds(out)
-            except CorruptChunkError as error:
-                raise CorruptChunkError(f"{location.url}: chunk {chunk} of {key}: {error}") from error
+    table = _read_index(location, layout, shard, size)[:n_chunks]
+    for begin, end in _reads(table):
+        stored = np.empty(0, np.uint8)
+        if table[begin, 0] != ABSENT:
+            start, stop = int(table[begin, 0]), int(table[end - 1].sum())
+            stored = np.frombuffer(_read(location, key, start, stop), np.uint8)
+        for chunk in range(begin, end):
+            at = first + chunk
+            out = np.empty(min(layout.chunk_elements, layout.n_elements - at * layout.chunk_elements), layout.dtype)
+            if table[begin, 0] == ABSENT:
+                out[:] = layout.fill_value
+            else:
+                offset = int(table[chunk, 0] - table[begin, 0])
+                try:
+                    decoder.decode(stored[offset : offset + int(table[chunk, 1])], out)
+                    layout.check_bounds(out)
+                except CorruptChunkError as error:
+                    yield CorruptChunkError(f"{location.url}: chunk {chunk} of {key}: {error}")
+                    continue
             yield out
-        at = end
 
 
-def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int) -> NDArray[np.uint64]:
-    """The offset and size of each chunk of a shard; all are there and lie in order."""
+def _reads(table: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
+    """The chunks `[begin, end)` that one read takes: ascending ones, not of too many bytes; or absent ones."""
+    begin, previous, start = 0, (ABSENT, 0), 0
+    for chunk, (offset, size) in enumerate(table.tolist()):
+        if previous[0] == ABSENT or offset == ABSENT:
+            goes_on = previous[0] == offset
+        else:
+            goes_on = offset >= sum(previous) and offset + size <= start + _READ_BYTES
+        if chunk and not goes_on:
+            yield begin, chunk
+        if not chunk or not goes_on:
+            begin, start = chunk, offset
+        previous = (offset, size)
+    if len(table):
+        yield begin, len(table)
+
+
+def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int | None) -> NDArray[np.uint64]:
+    """The offset and size of each chunk of a shard; all are there and lie in order, unless they may be absent."""
     key = layout.shard_key(shard)
     try:
         found = layout.find_index(shard, size, location.url)
         if isinstance(found, np.ndarray):
             return found
+        assert size is not None
         table = layout.parse_index(_read(location, key, found.start, found.stop), shard=shard, object_size=size)
     except CorruptChunkError as error:
         raise CorruptChunkError(f"{location.url}: {error}") from error
     here = table[: layout.n_chunks - shard * layout.chunks_per_shard]
-    if (here == ABSENT).any() or (np.diff(here[:, 0].astype(np.int64)) <= 0).any():
+    disordered = (here == ABSENT).any() or (np.diff(here[:, 0].astype(np.int64)) <= 0).any()
+    if disordered and not layout.absent_is_fill:
         raise CorruptChunkError(f"{location.url}: {key} lacks chunks that its array has: the object was cut short")
     return table
 

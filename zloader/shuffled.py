@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse
 
 from zloader.content import Content
 from zloader.errors import OptionError
 from zloader.sampling import key_of, permute
-from zloader.shuffle import ShuffledMatrix, reordered
+from zloader.shuffle import ShuffledMatrix
 from zloader.terms import Rows
 from zloader.windows import SourceMatrix
 
@@ -69,6 +70,12 @@ class ShuffledContent:
         """The elements of `Content.elements`, in the new order where they go by rows."""
         for path, element in self._content.elements():
             if path.startswith(("obsm/", "obsp/")):
-                yield path, reordered(element, self._order, columns=path.startswith("obsp/"))
+                yield path, self._reordered(element, columns=path.startswith("obsp/"))
             else:
                 yield path, element
+
+    def _reordered(self, element: Any, *, columns: bool) -> Any:
+        if isinstance(element, pd.DataFrame):
+            return element.iloc[self._order]
+        rows = element.tocsr()[self._order] if scipy.sparse.issparse(element) else element[self._order]
+        return rows[:, self._order] if columns else rows
