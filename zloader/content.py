@@ -63,7 +63,7 @@ class Content:
         added = self._selection.source_column
         if added is None:
             return chosen
-        if added in chosen or any(source.obs_names().name == added for source in self._sources):
+        if added in chosen:
             raise OptionError(f"obs has {added!r} already: give source_column (--source-column) another name")
         return [*chosen, added]
 
@@ -73,8 +73,9 @@ class Content:
         with Problems() as problems:
             with problems.noting():
                 paths = gene_matrices(self._sources, select)
-            with problems.noting():
-                self._axis = gene_axis(self._sources, self._rule)
+            if not self._rule.raw or all(source.has_raw for source in self._sources):
+                with problems.noting():
+                    self._axis = gene_axis(self._sources, self._rule)
         self.var = self._axis.var
         self.dropped += [f"var/{column}" for column in self._axis.dropped]
         self._stacks += [Stack.of_genes(name, path, self._axis) for name, path in paths.items()]
@@ -129,8 +130,9 @@ class Content:
         names = parts[0]
         if self._one is None:
             names = pd.Index(pd.concat([part.to_series() for part in parts], ignore_index=True))
-            if names.name in self.obs_columns:  # which another source has
-                names.name = None
+        added = [] if self._selection.source_column is None else [self._selection.source_column]
+        if names.name in (added if self._one is not None else self.obs_columns):
+            names = names.rename(None)  # a column of that name has other values
         if not self._selection.unique_obs_names:
             return names
         with _quiet():
@@ -171,7 +173,7 @@ class Content:
     def _gene_elements(self, part: str) -> Iterator[tuple[str, Any]]:
         within = f"raw/{part}" if self._rule.raw else part
         for name in keys_of(self._sources, within):
-            if self._one is not None and self._axis.maps == [None] and self._rule.column is None:
+            if self._one is not None and self._axis.maps[0] is None and self._rule.column is None:
                 yield f"{part}/{name}", self._one.element(f"{within}/{name}")
                 continue
             in_all = all(name in source.keys(within) for source in self._sources)
