@@ -37,6 +37,7 @@ LAYERS = {
     "zloader.content": 3,
     "zloader.inputs": 3,
     "zloader.join": 3,
+    "zloader.hdf5": 3,
     "zloader.windows": 3,
     "zloader.compressed": 3,
     "zloader.transpose": 3,

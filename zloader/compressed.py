@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.errors import SourceError
+from zloader.hdf5 import in_threads
 from zloader.terms import Rows
 
 _INDPTR_ROWS = 1 << 20  # entries of indptr held at once
@@ -74,7 +75,7 @@ class CompressedArrays:
             return SourceArray(stored=getattr(group, name), at=f"{self._at}/{name}")
         if name not in group:
             raise SourceError(f"{self._at} has no {name}: the file is damaged")
-        return SourceArray(stored=group[name], at=f"{self._at}/{name}")
+        return SourceArray(stored=in_threads(group[name]), at=f"{self._at}/{name}")
 
     def _check_ends(self) -> None:
         if self.indptr.shape != (self._major + 1,) or self.indices.shape != self.data.shape:
