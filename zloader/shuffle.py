@@ -116,7 +116,7 @@ class ShuffledMatrix(SourceMatrix):
         columns = zip(*(self._moved(window.values, window.genes) for window in self._held), strict=True)
         for column, (dtype, held) in enumerate(zip(self._stored, columns, strict=True)):
             source = np.concatenate(held, dtype=dtype, casting="unsafe")
-            block = np.empty(max(_BLOCK_ELEMENTS, lengths.max(initial=0)), dtype)
+            block = np.empty(max(min(_BLOCK_ELEMENTS, len(source)), lengths.max(initial=0)), dtype)
             for first, last in split_rows(indptr, _BLOCK_ELEMENTS):
                 taken = block[: indptr[last] - indptr[first]]
                 _copy_rows(source, starts[first:last], lengths[first:last], taken)

@@ -1,0 +1,149 @@
+"""What the tests of shuffling and transposing share: any matrices, what windows say, and the temporary files."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import scipy.sparse as sp
+from hypothesis import strategies as st
+
+from zloader.source import open_matrix
+from zloader.windows import SourceMatrix, Window
+
+_TO_COMPARE = {"float16": "float32"}  # scipy does not have the former
+LENGTHS = st.lists(st.just(0) | st.integers(0, 30) | st.integers(0, 300), max_size=40)
+
+
+@st.composite
+def any_csr(draw: st.DrawFn) -> sp.csr_matrix:
+    """Rows short, long and empty, with genes in any order, some twice, or canonical; or no rows."""
+    lengths = draw(LENGTHS)
+    n_genes = draw(st.sampled_from([1, 7, 256, 257, 70_000]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    indices = rng.integers(0, n_genes, sum(lengths)).astype(draw(st.sampled_from([np.int32, np.int64])))
+    values = rng.integers(0, 100, sum(lengths)).astype(draw(st.sampled_from([np.float32, np.uint8])))
+    x = sp.csr_matrix((values, indices, np.concatenate([[0], np.cumsum(lengths)])), shape=(len(lengths), n_genes))
+    if draw(st.booleans()):
+        x.sum_duplicates()
+    return x
+
+
+def opened(x: Any, window_bytes: int) -> SourceMatrix:
+    shape = x.shape if hasattr(x, "shape") else tuple(x.attrs["shape"].tolist())
+    return open_matrix(x, "X", source="memory", shape=shape, window_bytes=window_bytes)
+
+
+@contextlib.contextmanager
+def stored(x: Any, dtype: str) -> Iterator[Any]:
+    """An element of an HDF5 file in memory with the values of `x` in any dtype, also in those that scipy has not."""
+    with h5py.File.in_memory() as file:
+        if not sp.issparse(x):
+            file["X"] = x.astype(dtype)
+        else:
+            group = file.create_group("X")
+            group.attrs.update({"encoding-type": f"{x.format}_matrix", "shape": x.shape})
+            group["data"], group["indices"], group["indptr"] = x.data.astype(dtype), x.indices, x.indptr
+        yield file["X"]
+
+
+def with_values(x: Any, dtype: str) -> Any:
+    """What `matrix_of` makes of the windows of `stored(x, dtype)`."""
+    if not sp.issparse(x):
+        return x.astype(dtype)
+    return sp.csr_matrix((x.data.astype(_TO_COMPARE.get(dtype, dtype)), x.indices, x.indptr), shape=x.shape)
+
+
+def matrix_of(windows: Iterable[Window], shape: tuple[int, int], dtype: Any, *, dense: bool = False) -> Any:
+    """The matrix whose rows these are, at their places; every window is well formed, and every row comes once."""
+    parts = list(windows)
+    for window in parts:
+        assert (window.lengths.dtype, window.values.dtype, window.values.ndim) == (np.int64, np.dtype(dtype), 1)
+        assert len(window.values) == window.lengths.sum()
+        assert len(window.genes) == (0 if dense else len(window.values))
+    placed = [window.places for window in parts if window.places is not None]
+    assert len(placed) in (0, len(parts))
+    order: Any = slice(None)
+    if placed:
+        order = np.argsort(np.concatenate(placed))
+        np.testing.assert_array_equal(np.sort(np.concatenate(placed)), np.arange(shape[0]))
+    values = np.concatenate([*(window.values for window in parts), np.empty(0, dtype)])
+    if dense:
+        return values.reshape(sum(len(window.lengths) for window in parts), shape[1])[order]
+    lengths = np.concatenate([*(window.lengths for window in parts), np.empty(0, int)])
+    genes = np.concatenate([*(window.genes for window in parts), np.empty(0, np.uint8)]).astype(np.int64)
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    values = values.astype(_TO_COMPARE.get(str(values.dtype), values.dtype))
+    x = sp.csr_matrix((values, genes, indptr), shape=(len(lengths), shape[1]))
+    assert x.has_canonical_format
+    return x[order]
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """Equal arrays; for CSR equal in which values are stored, too, and in what order."""
+    assert found.shape == wanted.shape
+    if not sp.issparse(wanted):
+        np.testing.assert_array_equal(found, wanted)
+        return
+    for part in ("indptr", "indices", "data"):
+        np.testing.assert_array_equal(getattr(found, part), getattr(wanted, part))
+
+
+def assert_bounded(window: Window, window_bytes: int) -> None:
+    assert window.values.nbytes + window.genes.nbytes <= window_bytes or len(window.lengths) == 1
+
+
+def consumed(windows: Iterable[Window]) -> None:
+    """Takes windows and keeps none."""
+    for _ in windows:
+        pass
+
+
+def peak_bytes(do: Callable[[], None]) -> int:
+    """Bytes allocated at most while something is done."""
+    tracemalloc.start()
+    try:
+        do()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@contextlib.contextmanager
+def temporary_directory(path: Path) -> Iterator[None]:
+    """Where temporary files are made, so that `open_spills` counts only those."""
+    before, tempfile.tempdir = tempfile.tempdir, str(path)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def open_spills() -> int:
+    """How many temporary files without a name this process has open, below the directory for them."""
+    links = [_target(link) for link in Path("/proc/self/fd").iterdir()]
+    return sum(link.startswith(tempfile.gettempdir()) and link.endswith("(deleted)") for link in links)
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+        return str(link.readlink())
+    return ""
+
+
+@contextlib.contextmanager
+def files_no_longer_than(n_bytes: int) -> Iterator[None]:
+    """A disk that is full soon."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
