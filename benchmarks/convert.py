@@ -43,7 +43,20 @@ from typing import Any
 
 # Little is imported here, because a process's peak memory counts from that of the one that started it.
 import rivals
-from rivals import Figures, apart, columns, measured, median, ratio, read_through, spent, stored_bytes, table, touch
+from rivals import (
+    COLUMNS,
+    Figures,
+    apart,
+    columns,
+    measured,
+    median,
+    ratio,
+    read_through,
+    spent,
+    stored_bytes,
+    table,
+    touch,
+)
 
 HERE = Path(__file__).resolve().parent
 ZLOADER = Path(sys.executable).with_name("zloader")
@@ -152,18 +165,7 @@ def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
             runs[name].append(figures)
             print(f"turn {turn + 1}: {name}: {figures['wall_s']:.2f} s", file=sys.stderr)
     print(f"{rows:,} rows, {values:,} values, {options.file.stat().st_size / 1e6:,.0f} MB; {options.turns} turns\n")
-    header = [
-        "",
-        "cells/s",
-        "(range)",
-        "wall s",
-        "call s",
-        "CPU s",
-        "peak MB",
-        "stored MB",
-        "zloader is",
-        "its call is",
-    ]
+    header = ["", *COLUMNS, "stored MB", "zloader is", "its call is"]
     lines = []
     for name, turns in runs.items():
         ours = runs.get("zloader-shuffled" if "shuffled" in name else "zloader", [])
@@ -284,7 +286,7 @@ def to_s3(options: argparse.Namespace, work: Path) -> Figures:
             shutil.rmtree(store)
         print(f"turn {turn + 1}: {runs['to S3'][-1]['wall_s']:.2f} s", file=sys.stderr)
     print(f"{rows:,} rows, {here / 1e6:,.0f} MB stored; {options.turns} turns\n")
-    header = ["", "cells/s", "(range)", "wall s", "call s", "user s", "system s", "peak MB", "MB/s stored"]
+    header = ["", *COLUMNS, "MB/s stored"]
     lines = [
         [name, *columns(figures, rows), f"{here / 1e6 / median(figures, 'call_s'):,.0f}"]
         for name, figures in runs.items()

@@ -37,6 +37,7 @@ CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 _NEWEST_MINOR = 14  # of Python 3, to look for
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 Figures = dict[str, Any]
+COLUMNS = ("cells/s", "(range)", "wall s", "call s", "user s", "system s", "peak MB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ def ratio(slow: Sequence[Figures], quick: Sequence[Figures], key: str) -> float:
 
 
 def columns(figures: Sequence[Figures], rows: int) -> list[str]:
-    """Cells/s by wall time and their range, seconds (wall, call, CPU), the highest peak in MB."""
+    """The cells below COLUMNS: medians, the range, and the highest peak."""
     rates = sorted(rows / run["wall_s"] for run in figures)
     return [
         f"{statistics.median(rates):,.0f}",
