@@ -19,7 +19,6 @@ from zloader.cli import app
 from zloader.cost import epoch_costs
 from zloader.encode import ConvertOptions
 from zloader.loader import DEFAULT_BLOCK_SIZE
-from zloader.terms import MiB
 
 
 def zloader(*arguments, status=0):
@@ -49,12 +48,37 @@ def test_version_and_help():
 
 def test_every_option_of_convert_is_a_flag_with_its_default():
     flags = params("convert")
-    for option in dataclasses.fields(ConvertOptions):
-        assert option.name in flags, f"ConvertOptions.{option.name} has no flag"
-        if flags[option.name].default is None:
+    for option in [*dataclasses.fields(ConvertOptions), *dataclasses.fields(zl.Selection)]:
+        if option.name == "window_bytes":  # follows from memory
+            continue
+        assert option.name in flags, f"{option.name} has no flag"
+        if flags[option.name].default is None and option.default is not None:
             assert flags[option.name].show_default == str(option.default)
         else:
             assert flags[option.name].default == option.default
+
+
+def test_choices_reach_the_conversion(tmp_path):
+    layers = {"two": counts(60, 30, seed=1).X, "three": counts(60, 30, seed=2).X}
+    for name in ("a", "b"):
+        adata = counts(60, 30)
+        adata.layers.update(layers)
+        adata.obs_names = [f"{name}{row}" for row in range(60)] if name == "a" else ["same"] * 60
+        adata.write_h5ad(tmp_path / f"{name}.h5ad")
+    (tmp_path / "genes.txt").write_text("gene 3\n\ngene 1\n")
+    flags = ["--x", "layers/two", "--layers", "none", "--obs", "cell_type, lane", "--genes", tmp_path / "genes.txt"]
+    flags += ["--source-column", "file", "--unique-obs-names", "--shuffle", 5, "--memory", "600MiB", "--json"]
+    done = json.loads(zloader("convert", str(tmp_path / "?.h5ad"), tmp_path / "c.zarr", *flags).stdout)
+    out = ad.read_zarr(tmp_path / "c.zarr")
+    assert (done["rows"], len(done["sources"])) == (120, 2)
+    assert list(out.var_names) == ["gene 3", "gene 1"]
+    assert list(out.obs) == ["cell_type", "lane", "file", "source_row"]
+    assert out.obs_names.is_unique
+    assert not out.layers
+    rows = out.obs["source_row"].to_numpy()
+    assert sorted(rows) == list(range(120))
+    assert list(out.obs["file"]) == [("a", "b")[row // 60] for row in rows]
+    np.testing.assert_array_equal(out.X.toarray(), layers["two"].toarray()[rows % 60][:, [3, 1]])
 
 
 def test_the_plan_of_info_is_the_loaders():
@@ -74,7 +98,7 @@ def test_no_flag_takes_a_secret():
 
 def test_convert_round_trip(h5ad, tmp_path):
     dest = tmp_path / "cells.zarr"
-    flags = ("--chunk-rows", 1, "--shard-size", "4kB", "--codec", "zstd", "--preserve-dtype", "--window-bytes", MiB)
+    flags = ("--chunk-rows", 1, "--shard-size", "4kB", "--codec", "zstd", "--preserve-dtype")
     done = json.loads(zloader("convert", h5ad, dest, "--json", *flags).stdout)
     assert done["rows"] == 700
     assert done["dtypes_changed"] == {}

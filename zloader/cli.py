@@ -180,6 +180,7 @@ def convert(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Option(metavar="A,B", help=f"obs columns. {_Names}.", show_default="all", rich_help_panel=_CHOICE),
     ] = None,
+    raw: Annotated[bool, typer.Option("--raw/--no-raw", help="Keep raw.", rich_help_panel=_CHOICE)] = True,
     join: Annotated[
         str | None,
         typer.Option(help="Genes of several sources: inner (shared ones) or outer (all).", rich_help_panel=_CHOICE),
@@ -217,8 +218,8 @@ def convert(  # noqa: PLR0913 - one parameter a flag
             "--preserve-dtype", help="Keep dtypes, also where smaller ones would do.", rich_help_panel=_LAYOUT
         ),
     ] = False,
-    shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Shuffle the rows, by this seed.", rich_help_panel=_LAYOUT)
+    shuffle_seed: Annotated[
+        int | None, typer.Option("--shuffle", metavar="SEED", help="Shuffle the rows, by this seed.", rich_help_panel=_LAYOUT)
     ] = None,
     memory: Annotated[
         str | None,
@@ -242,13 +243,14 @@ def convert(  # noqa: PLR0913 - one parameter a flag
         "codec": codec,
         "preserve_dtype": preserve_dtype,
         "memory": memory,
-        "shuffle_seed": shuffle,
+        "shuffle_seed": shuffle_seed,
     }
     select = Selection(
         x=x,
         layers=_listed(layers),
         obsm=_listed(obsm),
         obs=_listed(obs),
+        raw=raw,
         join=join,
         genes=None if genes is None else _lines(genes),
         gene_column=gene_column,

@@ -30,7 +30,7 @@ def in_threads(array: Any) -> Any:
 
 
 class GzipDataset:
-    """A one-dimensional gzip dataset whose slices equal those of h5py's. Raises OSError for bytes that do not inflate."""
+    """A flat gzip dataset whose slices equal those of h5py's. Raises OSError for bytes that do not inflate."""
 
     def __init__(self, dataset: h5py.Dataset, *, shuffled: bool) -> None:
         self._dataset = dataset
