@@ -69,6 +69,8 @@ LAYERS = {
     "zloader.demo": 4,
     "zloader.workplace": 4,
     "zloader.cli": 4,
+    "zloader.cli_convert": 4,
+    "zloader.command": 4,
     "zloader.terminal": 4,
 }
 CONVERT_ROOMS = {f"zloader.{room}" for room in ("convert", "content", "inputs", "elements")}

@@ -13,9 +13,11 @@ from rich.text import Text
 from zloader.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
 
 if TYPE_CHECKING:
+    from zloader.append import AppendReport
     from zloader.convert import ConversionReport
     from zloader.cost import EpochCosts
     from zloader.summary import MatrixSummary, StoreSummary
+    from zloader.verify import Verification
 
 _WIDTH = 120  # of what does not go to a terminal
 _OTHER_LINES = 4  # header, status and what the cursor needs
@@ -39,6 +41,30 @@ def show_conversion(console: Console, done: ConversionReport) -> None:
     if done.dropped:
         console.print(f"  left out, since several sources cannot share it: {', '.join(done.dropped)}", soft_wrap=True)
     console.print(f"written to {done.destination}", soft_wrap=True)
+
+
+def show_append(console: Console, done: AppendReport) -> None:
+    console.print(
+        f"{done.rows - done.rows_before:,} rows added to {done.rows_before:,}: {done.rows:,} rows and "
+        f"{done.values:,} values are in {done.destination}, after {done.seconds:.1f} s",
+        soft_wrap=True,
+    )
+    for name, rows in done.rows_made_canonical.items():
+        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes added up", soft_wrap=True)
+    if done.left_out:
+        console.print(f"  left out, since the store has none: {', '.join(done.left_out)}", soft_wrap=True)
+
+
+def show_verification(console: Console, seen: Verification) -> None:
+    for problem in seen.problems:
+        console.print(f"{problem.where}: {problem.what}", soft_wrap=True)
+    compared = f", every value as in {', '.join(seen.against)}" if seen.against and seen.ok else ""
+    console.print(
+        f"{seen.url}: {seen.rows:,} rows x {seen.genes:,} genes, {seen.values:,} values in {seen.chunks:,} chunks of "
+        f"{seen.objects:,} objects ({size(seen.bytes_read)}) read in {seen.seconds:.1f} s: "
+        + (f"all is well{compared}" if seen.ok else f"{len(seen.problems)} problems"),
+        soft_wrap=True,
+    )
 
 
 def show_store(console: Console, summary: StoreSummary) -> None:

@@ -1,0 +1,132 @@
+"""What every `zloader` command shares: the application, how it ends, and the flags that several have.
+
+Figures and tables go to stdout, progress and errors to stderr; with --json, stdout is one JSON document. What takes
+seconds to import is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+import typer.core
+
+from zloader.errors import ZloaderError
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class EndedError(BaseException):
+    """A signal that asks to end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else EndedError(number)
+
+
+class _Commands(typer.core.TyperGroup):
+    """Shows errors as one line and ends on signals as a shell expects, after everything has been cleared up."""
+
+    def invoke(self, ctx: Any) -> Any:
+        before = {number: signal.signal(number, _end) for number in _ENDING_SIGNALS}
+        try:
+            return super().invoke(ctx)
+        except ZloaderError as error:
+            if _debugging():
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            _leave(128 + signal.SIGINT)
+        except EndedError as error:
+            _leave(128 + error.number)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process now: all is cleared up, and what libraries were doing in threads would end with noise."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # rich tracebacks show local variables, credentials among them
+    help="Trains PyTorch models straight from single-cell AnnData kept as sharded Zarr in object storage.",
+)
+
+
+def _debugging() -> bool:
+    return os.environ.get("ZLOADER_DEBUG", "") not in ("", "0")
+
+
+def _debug(wanted: bool) -> None:
+    if wanted:
+        os.environ["ZLOADER_DEBUG"] = "1"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"zloader {importlib.metadata.version('zloader')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Only holds what stands before a command's name."""
+
+
+_S3 = "Access to S3"
+Url = Annotated[str, typer.Argument(metavar="URL", help="A store: local path or s3://BUCKET/KEY.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show the traceback of an error (or set ZLOADER_DEBUG=1).", callback=_debug),
+]
+Endpoint = Annotated[
+    str | None,
+    typer.Option("--endpoint-url", metavar="URL", help="S3 server, where it is not AWS.", rich_help_panel=_S3),
+]
+Region = Annotated[str | None, typer.Option("--region", help="Region of the bucket.", rich_help_panel=_S3)]
+Profile = Annotated[
+    str | None, typer.Option("--profile", help="Profile of the AWS configuration.", rich_help_panel=_S3)
+]
+Anonymous = Annotated[
+    bool, typer.Option("--anon", help="Without credentials, for public buckets.", rich_help_panel=_S3)
+]
+KEYS = "Keys are taken from the AWS_* variables or the AWS configuration, never from the command line."
+
+
+def storage_options(
+    endpoint_url: str | None, region: str | None, profile: str | None, anonymous: bool
+) -> dict[str, Any]:
+    """The options of s3fs that the flags stand for."""
+    client = {"endpoint_url": endpoint_url, "region_name": region}
+    client = {name: value for name, value in client.items() if value}
+    given: dict[str, Any] = {"profile": profile, "anon": anonymous, "client_kwargs": client}
+    return {name: value for name, value in given.items() if value}
+
+
+def print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, default=str))
