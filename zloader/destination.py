@@ -16,10 +16,11 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
+from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
-from zloader.errors import AccessDeniedError, StoreError, StoreExistsError, StoreNotFoundError
+from zloader.errors import AccessDeniedError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
 from zloader.objects import PARTIAL, ObjectWriter, create_object, translated
 from zloader.store import Location
 
@@ -88,13 +89,23 @@ class Destination:
             self._clear()
             self._mark(journal)
         store = PendingStore(self.zarr_store(), self.location.url)
-        try:
+        with _committed(store):
             yield store
-            store.commit()
-        except BaseException:
-            store.abandon()
-            raise
         self._unmark()
+
+    def opened(self) -> PendingStore:
+        """The store that is there, all its metadata in memory as its root has them. Nothing is written."""
+        store = PendingStore(self.zarr_store(), self.location.url)
+        with translated(f"read {_ROOT} from", self.location.url):
+            store.hold(json.loads(self.location.filesystem().cat_file(f"{self.location.path}/{_ROOT}")))
+        return store
+
+    @contextlib.contextmanager
+    def extended(self, store: PendingStore) -> Iterator[None]:
+        """Lets more be written to a store that was `opened`, which others see if there was no error."""
+        self._drop_unfinished()
+        with _committed(store):
+            yield
 
     def zarr_store(self) -> Store:
         """A zarr store to write to."""
@@ -163,7 +174,8 @@ class Destination:
 class PendingStore(WrapperStore[Store]):
     """Keeps all metadata (`zarr.json`) in memory until `commit`, so that nothing opens before, not even a group.
 
-    It is made for an empty place: metadata is looked for in memory alone, which saves some ten requests an array.
+    Metadata is looked for in memory alone, which saves some ten requests an array where there is none; what is there
+    already must be given to `hold`.
     """
 
     def __init__(self, store: Store, url: str = "") -> None:
@@ -171,6 +183,16 @@ class PendingStore(WrapperStore[Store]):
         self._url = url
         self._held: dict[str, Buffer] = {}
         self._abandoned = False
+
+    def hold(self, root: Mapping[str, Any]) -> None:
+        """Takes all metadata from the root's: those of single nodes may be ahead, after a `commit` that was cut off."""
+        consolidated = root.get("consolidated_metadata")
+        if not consolidated:
+            raise FormatError(f"the metadata of {self._url} is not consolidated: zarr.consolidate_metadata it")
+        for path, node in {"": root, **consolidated["metadata"]}.items():
+            document = {part: value for part, value in node.items() if part != "consolidated_metadata"}
+            stored = json.dumps(document).encode()
+            self._held[f"{path}/{_ROOT}".lstrip("/")] = default_buffer_prototype().buffer.from_bytes(stored)
 
     def commit(self) -> None:
         """Stores the metadata, the root's after all other: from then on the store opens."""
@@ -192,7 +214,7 @@ class PendingStore(WrapperStore[Store]):
 
     async def _put(self, key: str, value: Buffer) -> None:
         if self._abandoned:
-            raise StoreError(f"the conversion to {self._url} was interrupted: run it again, or go on with --resume")
+            raise StoreError(f"writing to {self._url} was interrupted: run it again (a conversion: with --resume)")
         with translated(f"write {key} to", self._url):
             await self._store.set(key, value)
 
@@ -233,6 +255,17 @@ class PendingStore(WrapperStore[Store]):
         above = f"{prefix.rstrip('/')}/" if prefix else ""
         for name in sorted({key[len(above) :].split("/")[0] for key in self._held if key.startswith(above)}):
             yield name
+
+
+@contextlib.contextmanager
+def _committed(store: PendingStore) -> Iterator[None]:
+    """Commits a store when the context ends, unless by an error."""
+    try:
+        yield
+        store.commit()
+    except BaseException:
+        store.abandon()
+        raise
 
 
 def _is_metadata(key: str) -> bool:
