@@ -1,0 +1,139 @@
+"""Whatever can be converted, opened: h5ad, AnnData Zarr, annbatch collections, 10x matrices, AnnData in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import anndata as ad
+import h5py
+import numpy as np
+import zarr
+import zarr.errors
+
+from zloader.anndatas import Input, MemoryInput, StoredInput
+from zloader.errors import OptionError, SourceError, ZloaderError
+from zloader.places import BlockCache, Objects, Place, places
+from zloader.tenx import MATRIX_FILES, is_10x, read_10x
+
+__all__ = ["Input", "Source", "open_inputs"]
+
+Source: TypeAlias = str | os.PathLike[str] | ad.AnnData
+
+_COLLECTION = "annbatch-preshuffled"
+
+
+def open_inputs(sources: Source | Sequence[Source], *, storage_options: Mapping[str, Any] | None = None) -> list[Input]:
+    """Opens sources, in order: paths, URLs of any scheme that fsspec knows, globs of these, and AnnData objects.
+
+    A glob gives one Input a match, sorted; an annbatch collection one a dataset. `storage_options` are fsspec's, for
+    all that is remote. Only metadata is read, but 10x matrices are read whole. Raises StoreNotFoundError,
+    AccessDeniedError, SourceError, OptionError, ReadError.
+    """
+    alone = isinstance(sources, (str, os.PathLike, ad.AnnData))
+    given = cast("Sequence[Any]", [sources] if alone else sources)
+    if not given:
+        raise OptionError("there is nothing to convert: the list of sources is empty")
+    cache = BlockCache()
+    with contextlib.ExitStack() as opened:
+        inputs: list[Input] = []
+        for number, source in enumerate(given):
+            if isinstance(source, ad.AnnData):
+                name = "the AnnData in memory" if alone else f"the AnnData in memory (source {number})"
+                inputs.append(MemoryInput(source, name, "adata"))
+                continue
+            for place in places(source, storage_options or {}):
+                inputs.extend(map(opened.enter_context, _open(place, cache)))
+        opened.pop_all()
+    _tell_apart(inputs)
+    return inputs
+
+
+def _tell_apart(inputs: list[Input]) -> None:
+    taken: set[str] = set()
+    for one in inputs:
+        label, repeats = one.label, 0
+        while one.label in taken:
+            repeats += 1
+            one.label = f"{label}-{repeats}"
+        taken.add(one.label)
+
+
+def _open(place: Place, cache: BlockCache) -> Iterator[Input]:
+    if place.has("zarr.json", ".zgroup"):
+        yield from _open_zarr(place)
+    elif place.entry()["type"] != "directory":
+        yield _open_hdf5(place, cache)
+    elif place.has(*MATRIX_FILES):
+        yield _in_memory(place, "read_10x_mtx")
+    else:
+        raise SourceError(
+            f"{place.name} is a directory, but no Zarr group (there is no zarr.json or .zgroup: perhaps its conversion "
+            f"did not end) and no 10x matrix ({' or '.join(MATRIX_FILES)})"
+        )
+
+
+def _in_memory(place: Place, reader: str) -> Input:
+    return MemoryInput(read_10x(place, reader), place.name, place.label, objects=place.objects())
+
+
+def _open_hdf5(place: Place, cache: BlockCache) -> Input:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("hdf5plugin")  # makes blosc and other filters known to HDF5
+    try:
+        file = h5py.File(place.file(cache), "r")
+    except ZloaderError:
+        raise
+    except OSError as error:
+        if "signature not found" in str(error):
+            raise SourceError(f"{place.name} is not an HDF5 file, so not an .h5ad either") from error
+        raise SourceError(f"{place.name} cannot be opened ({error}): was it cut short while it was copied?") from error
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(file)
+        if is_10x(file):
+            return _in_memory(place, "read_10x_h5")
+        found = StoredInput(file, place.name, place.label, objects=place.objects(), close=file.close)
+        opened.pop_all()
+    return found
+
+
+def _open_zarr(place: Place) -> Iterator[Input]:
+    try:
+        root = zarr.open_group(place.zarr_store(), mode="r")
+    except ZloaderError:
+        raise
+    except (zarr.errors.BaseZarrError, ValueError, KeyError, FileNotFoundError) as error:
+        raise SourceError(f"{place.name} is not a Zarr group: {error}") from error
+    if not place.can_be_listed and root.metadata.consolidated_metadata is None:
+        raise SourceError(
+            f"the metadata of {place.name} is not consolidated, and a web server does not list what there is: "
+            "zarr.consolidate_metadata it"
+        )
+    objects = place.objects()
+    if "zloader" in root.attrs and place.can_be_listed:
+        _refuse_incomplete(root, place, objects)
+    if root.attrs.get("encoding-type") != _COLLECTION:
+        yield StoredInput(root, place.name, place.label, objects=objects)
+        return
+    datasets = sorted((name for name in root if name.startswith("dataset_")), key=lambda name: (len(name), name))
+    if not datasets:
+        raise SourceError(f"{place.name} is an annbatch collection without a dataset_0")
+    for dataset in datasets:
+        own = [stored for stored in objects if stored[0].startswith(f"{dataset}/")] or objects
+        yield StoredInput(root[dataset], f"{place.name}/{dataset}", f"{place.label}/{dataset}", objects=own)
+
+
+def _refuse_incomplete(root: zarr.Group, place: Place, objects: Objects) -> None:
+    """Raises SourceError when an object is missing of a store of ours, where all must be: zarr would read zeros."""
+    there = {key for key, _, _ in objects}
+    for _, array in root.members(max_depth=None):
+        if isinstance(array, zarr.Array):
+            sizes = array.shards or array.chunks
+            cells = (-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))
+            for cell in np.ndindex(*cells):
+                key = f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
+                if key not in there:
+                    raise SourceError(f"{place.name}: {key} is not there: the store is incomplete. Convert it again")
