@@ -1,0 +1,65 @@
+"""What other tools make of a store: anndata, whole and lazy, and zarr give the values that went in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import zarr
+from sources import LAYOUTS, SMALL, assert_same, convert, counts, dense, full_anndata, write_h5ad
+
+import zloader as zl
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zarr_reads_the_arrays(tmp_path: Path, layout: str, codec: str) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", LAYOUTS[layout](counts()))
+    convert(source, tmp_path / "a.zarr", zl.ConvertOptions(codec=codec, chunk_rows=1, shard_size="4KiB"))
+    x: Any = zarr.open_group(tmp_path / "a.zarr", mode="r")["X"]
+    if layout == "dense":
+        np.testing.assert_array_equal(x[:], counts().toarray())
+        return
+    for name in ("data", "indices", "indptr"):
+        np.testing.assert_array_equal(x[name][:], getattr(counts(), name))
+        np.testing.assert_array_equal(x[name][3:50], getattr(counts(), name)[3:50])
+
+
+@pytest.mark.parametrize("consolidated", [True, False])
+def test_anndata_reads_it_with_and_without_consolidated_metadata(tmp_path: Path, consolidated: bool) -> None:
+    with ad.settings.override(allow_write_nullable_strings=True):
+        full_anndata().write_h5ad(tmp_path / "a.h5ad", convert_strings_to_categoricals=False)
+    convert(tmp_path / "a.h5ad", tmp_path / "a.zarr")
+    group = zarr.open_group(tmp_path / "a.zarr", mode="r", use_consolidated=consolidated)
+    out, wanted = ad.read_zarr(group), ad.read_h5ad(tmp_path / "a.h5ad")
+    for part in ("obs", "var", "obsm", "varm", "obsp", "varp", "uns"):
+        assert_same(getattr(out, part), getattr(wanted, part))
+    np.testing.assert_array_equal(dense(out.X), dense(wanted.X))
+
+
+# xarray and dask have warnings of their own.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preserve_dtype", [True, False])
+def test_anndata_reads_it_lazily(tmp_path: Path, layout: str, preserve_dtype: bool) -> None:
+    obs = full_anndata().obs[["kind", "flag", "float", "string", "zero"]]
+    source = write_h5ad(tmp_path / "a.h5ad", LAYOUTS[layout](counts()), obs=obs)
+    options = zl.ConvertOptions(chunk_rows=SMALL.chunk_rows, shard_size="4KiB", preserve_dtype=preserve_dtype)
+    convert(source, tmp_path / "a.zarr", options)
+    lazy = ad.experimental.read_lazy(str(tmp_path / "a.zarr"))
+    some = lazy[[5, 3, 40]].to_memory()
+    np.testing.assert_array_equal(dense(some.X), counts().toarray()[[5, 3, 40]])
+    assert list(some.obs["kind"].astype(str)) == list(obs["kind"].iloc[[5, 3, 40]].astype(str))
+    np.testing.assert_array_equal(dense(lazy.to_memory().X), counts().toarray())
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_anndata_reads_rows_of_the_matrix_on_disk(tmp_path: Path, layout: str) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", LAYOUTS[layout](counts()))
+    convert(source, tmp_path / "a.zarr")
+    node = zarr.open_group(tmp_path / "a.zarr", mode="r")["X"]
+    x = ad.io.sparse_dataset(node) if layout == "csr" else node
+    np.testing.assert_array_equal(dense(x[10:30]), counts().toarray()[10:30])
