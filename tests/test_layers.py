@@ -48,6 +48,9 @@ LAYERS = {
     "zloader.tenx": 3,
     "zloader.shuffled": 3,
     "zloader.append": 3,
+    "zloader.fit": 3,
+    "zloader.extend": 3,
+    "zloader.growth": 3,
     "zloader.verify": 3,
     "zloader.windows": 3,
     "zloader.compressed": 3,
@@ -73,7 +76,22 @@ LAYERS = {
     "zloader.command": 4,
     "zloader.terminal": 4,
 }
-CONVERT_ROOMS = {f"zloader.{room}" for room in ("convert", "content", "inputs", "elements")}
+CONVERT_ROOMS = {
+    f"zloader.{room}"
+    for room in (
+        "convert",
+        "content",
+        "genes",
+        "union",
+        "parts",
+        "inputs",
+        "anndatas",
+        "elements",
+        "growth",
+        "fit",
+        "tenx",
+    )
+}
 MAY_NAME = {
     "tensorstore": {"zloader.store"},
     "torch": {"zloader.loader", "zloader.transforms", "zloader.demo"},

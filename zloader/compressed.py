@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.errors import SourceError
+from zloader.errors import SourceError, ZloaderError
 from zloader.hdf5 import in_threads
 from zloader.terms import Rows
 
@@ -45,6 +45,8 @@ class SourceArray:
         """Items `[start, stop)` along the first axis, in native byte order. Raises SourceError."""
         try:
             items = self.stored[start:stop]
+        except ZloaderError:
+            raise  # a remote source that cannot be reached is not damaged
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise SourceError(
                 f"{self.at} cannot be read at {start} to {stop} ({error}): the file is damaged, or compressed with a "
