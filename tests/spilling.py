@@ -61,6 +61,23 @@ def with_values(x: Any, dtype: str) -> Any:
     return sp.csr_matrix((x.data.astype(_TO_COMPARE.get(dtype, dtype)), x.indices, x.indptr), shape=x.shape)
 
 
+class CountedArray:
+    """Counts the items that are read of an array."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array, self.n_read = array, 0
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __getitem__(self, items: slice) -> np.ndarray:
+        self.n_read += len(self._array[items])
+        return self._array[items]
+
+
+def counted(x: Any) -> dict[str, CountedArray]:
+    """A compressed matrix for CompressedArrays."""
+    return {name: CountedArray(getattr(x, name)) for name in ("data", "indices", "indptr")}
+
+
 def matrix_of(windows: Iterable[Window], shape: tuple[int, int], dtype: Any, *, dense: bool = False) -> Any:
     """The matrix whose rows these are, at their places; every window is well formed, and every row comes once."""
     parts = list(windows)

@@ -17,6 +17,7 @@ from spilling import (
     assert_bounded,
     assert_equal,
     consumed,
+    counted,
     files_no_longer_than,
     matrix_of,
     open_spills,
@@ -27,9 +28,10 @@ from spilling import (
     with_values,
 )
 
-from zloader import errors
+from zloader import errors, spill
 from zloader.sampling import permute
 from zloader.shuffle import ShuffledMatrix
+from zloader.transpose import CscMatrix
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -151,17 +153,25 @@ def test_a_first_pass_that_was_not_finished_does_not_count() -> None:
 
 def test_the_source_is_read_once_and_what_it_holds_freed() -> None:
     x = counts().tocsc()
-    read: list[int] = []
-    with shuffled(x, 4096) as matrix:
-        for _ in matrix.first_pass(read.append):
-            assert open_spills() > 5  # this one's and the transposition's
-        assert sum(read) == matrix.n_reads == 2 * x.nnz
-        assert open_spills() > 0
-        held = open_spills()
+    parts = counted(x)
+    inner = CscMatrix(parts, "X", at="X", shape=x.shape, window_bytes=4096)
+    done: list[int] = []
+    with ShuffledMatrix(inner, lambda rows: permute(rows, 60, 0), window_bytes=4096) as matrix:
+        files_open = [open_spills() for _ in matrix.first_pass(done.append)]
+        assert open_spills() < files_open[0]  # its own, without those of the transposition
+        assert sum(done) == matrix.n_reads
         for _ in range(2):
             assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), oracle(x))
-        assert open_spills() == held
+    assert parts["data"].n_read == x.nnz
     assert open_spills() == 0
+
+
+def test_many_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the ends of their buckets do not all fit in what is held of them."""
+    monkeypatch.setattr(spill, "_CUTS_HELD", 100)
+    x = counts()
+    with shuffled(x, 1000) as matrix:
+        assert_equal(matrix_of(matrix.windows(7), x.shape, x.dtype), oracle(x)[7:])
 
 
 def test_a_damaged_source_is_named() -> None:

@@ -18,6 +18,7 @@ from spilling import (
     assert_bounded,
     assert_equal,
     consumed,
+    counted,
     files_no_longer_than,
     matrix_of,
     open_spills,
@@ -113,21 +114,9 @@ def test_rows_that_are_not_alike() -> None:
             assert_equal(matrix_of(matrix.windows(first_row), x.shape, x.dtype), x[first_row:])
 
 
-class CountedArray:
-    """Counts the items that are read of an array."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array, self.n_read = array, 0
-        self.shape, self.dtype = array.shape, array.dtype
-
-    def __getitem__(self, items: slice) -> np.ndarray:
-        self.n_read += len(self._array[items])
-        return self._array[items]
-
-
 def test_the_source_is_read_once() -> None:
     x = counts().tocsc()
-    parts = {name: CountedArray(getattr(x, name)) for name in ("data", "indices", "indptr")}
+    parts = counted(x)
     done: list[int] = []
     with CscMatrix(parts, "X", at="X", shape=x.shape, window_bytes=4096) as matrix:
         consumed(matrix.first_pass(done.append))
