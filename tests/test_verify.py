@@ -294,6 +294,11 @@ def test_the_root_is_gone(store: Path) -> None:
     assert_named(found(store), {"zarr.json": "there is no zarr.json"})
 
 
+def test_the_root_is_broken(store: Path) -> None:
+    edit(store / "zarr.json", lambda node: node["consolidated_metadata"]["metadata"]["X"].update(strange=1))
+    assert_named(found(store), {"zarr.json": "strange"})
+
+
 def test_a_conversion_that_did_not_end(tmp_path: Path) -> None:
     source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
     with pytest.raises(errors.StoreError):
@@ -667,7 +672,7 @@ def test_sparse_elements_and_those_of_other_kinds() -> None:
 
 
 def test_on_s3(s3: S3, tmp_path: Path) -> None:
-    source = write_full(tmp_path / "a.h5ad")
+    source = write_h5ad(tmp_path / "a.h5ad", counts(), obs=frame(60, "cell").assign(string="x"))
     url, options = s3.url("a.zarr"), s3.storage_options
     convert(source, url, storage_options=options, source_options={})
     assert found(url, storage_options=options, source_options={}, against=source) == []

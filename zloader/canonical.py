@@ -18,7 +18,7 @@ from zloader.stored import StoredArray
 from zloader.terms import Rows
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tally:
     """Rows with something wrong: the first, the last, how many; each is added once, but for the last one again."""
 
@@ -94,7 +94,7 @@ def starts_by_piece(indptr: StoredArray, indices: StoredArray) -> Iterator[tuple
         first_row, held = first_row + n_here, held[n_here:]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Seen:
     """What was seen in one piece: rows out of order, rows with genes that are not, and the elements at its ends."""
 

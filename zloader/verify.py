@@ -119,7 +119,7 @@ def _opened(location: Location, findings: Findings) -> Dataset | None:
     """The store, unless it is so damaged that nothing else can be said."""
     try:
         return open_dataset(location.url, storage_options=location.storage_options)
-    except FormatError as error:
+    except (FormatError, TypeError) as error:  # zarr's, for metadata with fields that it does not know
         there = location.listing()
         if MARKER in there and "zarr.json" not in there:
             findings.add(MARKER, "its conversion did not end: convert --resume, or convert again")
