@@ -95,17 +95,24 @@ class CompressedArrays:
             )
 
     def windows(
-        self, max_elements: int, first: int = 0
+        self, max_elements: int, first: int = 0, *, whole: bool = True
     ) -> Iterator[tuple[int, Rows, NDArray[np.integer], NDArray[Any]]]:
-        """First major number, relative indptr, minor numbers and values of successive windows, from `first` on."""
+        """First major number, relative indptr, minor numbers and values of successive windows, from `first` on.
+
+        A major line with more than `max_elements` is a window of its own or, unless `whole`, several in turn.
+        """
         for start in range(first, self._major, _INDPTR_ROWS):
             indptr = self._checked_indptr(start, min(start + _INDPTR_ROWS, self._major))
-            for begin_row, end_row in split_rows(indptr, max_elements):
-                begin, end = int(indptr[begin_row]), int(indptr[end_row])
-                relative = indptr[begin_row : end_row + 1] - begin
-                minor = self.indices.read(begin, end)
-                self._check_minor(minor, relative, start + begin_row)
-                yield start + begin_row, relative, minor, self.data.read(begin, end)
+            for first_line, last_line in split_rows(indptr, max_elements):
+                ends = indptr[first_line : last_line + 1]
+                begin, end = int(ends[0]), int(ends[-1])
+                step = max(1, end - begin if whole else max_elements)
+                for piece in range(begin, end, step) or [begin]:
+                    piece_end = min(piece + step, end)
+                    relative = np.clip(ends, piece, piece_end) - piece
+                    minor = self.indices.read(piece, piece_end)
+                    self._check_minor(minor, relative, start + first_line)
+                    yield start + first_line, relative, minor, self.data.read(piece, piece_end)
 
     def _checked_indptr(self, start: int, stop: int) -> Rows:
         indptr = self.indptr.read(start, stop + 1).astype(np.int64)

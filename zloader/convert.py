@@ -165,7 +165,7 @@ def arranged(content: Content, options: ConvertOptions) -> Content | ShuffledCon
     """The content in the order in which it is stored."""
     if options.shuffle_seed is None:
         return content
-    return ShuffledContent(content, options.shuffle_seed, bucket_bytes=options.bucket)
+    return ShuffledContent(content, options.shuffle_seed, bucket_bytes=options.window)
 
 
 def _refuse_overlap(source: str, location: Location) -> None:

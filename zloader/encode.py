@@ -33,7 +33,6 @@ _MIN_CHUNK_ELEMENTS = 1024  # below this the cost of a chunk is that of handling
 _SCAN_ELEMENTS = 1 << 17  # what stays in a core's cache
 _LIBRARY_BYTES = 256 * MiB  # resident once everything is imported and the compiled kernels are loaded
 _LEAST_MEMORY = 384 * MiB
-_MAX_WINDOW = 16 * MiB  # arrays of such a window come from memory freed before; with 64 MiB the kernel gives new pages
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -62,7 +61,7 @@ class ConvertOptions:
     memory: int | str = "1GiB"
     # Shuffles the rows, by this seed; the obs column `source_row` then says where each was.
     shuffle_seed: int | None = None
-    # Values and indices read at once; by default what `memory` allows.
+    # Bytes of values and indices held at once, by default what `memory` allows. Where nothing is sorted it is 16 MiB.
     window_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,17 +82,8 @@ class ConvertOptions:
 
     @property
     def window(self) -> int:
-        """Bytes of values and indices that are read at once; about ten times as much is held in all."""
-        return self.window_bytes or min(_MAX_WINDOW, self._working_bytes // 10)
-
-    @property
-    def bucket(self) -> int:
-        """Bytes of the pieces that are sorted in memory where rows are transposed or shuffled."""
-        return self.window_bytes or self._working_bytes // 10
-
-    @property
-    def _working_bytes(self) -> int:
-        return parse_size(self.memory) - _LIBRARY_BYTES
+        """Bytes of values and indices that are held to be sorted; with all copies it is some eight times as much."""
+        return self.window_bytes or (parse_size(self.memory) - _LIBRARY_BYTES) // 8
 
 
 class ChunkEncoder:

@@ -10,9 +10,12 @@ import scipy.sparse
 
 from zloader.compressed import CompressedArrays, SourceArray
 from zloader.errors import SourceError
+from zloader.terms import MiB
 from zloader.transpose import CscMatrix
 from zloader.windows import SourceMatrix, Window, canonical
 
+# Arrays of such a window come from memory that was freed before; with 64 MiB the kernel gives new pages.
+_MOST_READ = 16 * MiB
 _ENCODINGS = {"csr_matrix": "csr", "csc_matrix": "csc", "array": "dense"}
 
 
@@ -63,7 +66,7 @@ class DenseMatrix(SourceMatrix):
         self._array = SourceArray(stored=array, at=at)
         self.dtype = self._array.dtype
         self.n_stored = self.n_rows * self.n_genes
-        rows = max(1, window_bytes // max(1, self.n_genes * self.dtype.itemsize))
+        rows = max(1, min(window_bytes, _MOST_READ) // max(1, self.n_genes * self.dtype.itemsize))
         chunks = getattr(array, "chunks", None)
         stored_together = chunks[0] if chunks else 1
         # Whole stored chunks where they fit, so that none is decompressed twice.
@@ -84,7 +87,7 @@ class CsrMatrix(SourceMatrix):
     def __init__(self, group: Any, name: str, *, at: str, shape: tuple[int, int], window_bytes: int) -> None:
         super().__init__(name, n_rows=shape[0], n_genes=shape[1])
         self._stored = CompressedArrays(group, at=at, axes=("row", "gene"), major=shape[0], minor=shape[1])
-        self._window_elements = window_bytes // self._stored.element_bytes
+        self._window_elements = min(window_bytes, _MOST_READ) // self._stored.element_bytes
         self.n_stored, self.dtype = self._stored.n_values, self._stored.dtype
         self.genes_dtype, self.indptr_dtype = self._stored.indices.dtype, self._stored.indptr.dtype
 

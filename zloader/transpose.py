@@ -26,7 +26,7 @@ _ROW_BYTES = 32  # that a row takes besides its values while its bucket is sorte
 class CscMatrix(SourceMatrix):
     """A CSC matrix, transposed through temporary files that take its values and 4 (or 8) bytes for each.
 
-    Memory is bounded by a few `window_bytes`, or by the values of the longest gene; a window has no more, or one row.
+    Memory is bounded by a few `window_bytes`; a window has no more, or one row.
     """
 
     encoding = "csc"
@@ -69,7 +69,7 @@ class CscMatrix(SourceMatrix):
             purpose=f"transpose {self.name}",
             takes_bytes=self.n_stored * (self._keys.itemsize + self.dtype.itemsize),
         )
-        for _, _, rows, _ in behind(self._stored.windows(self._read_elements), self._deal):
+        for _, _, rows, _ in behind(self._stored.windows(self._read_elements, whole=False), self._deal):
             advance(len(rows))
         self._is_dealt = True
 
