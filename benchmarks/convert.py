@@ -260,7 +260,7 @@ def write_csc(source: Path, dest: Path) -> None:
 
 def parse_size(size: str) -> int:
     """As zloader reads it."""
-    from zloader.encode import parse_size as parsed
+    from zloader.writing.encode import parse_size as parsed
 
     return parsed(size)
 

@@ -13,7 +13,7 @@ import scipy.sparse
 import torch
 
 import zloader as zl
-from zloader.encode import ConvertOptions
+from zloader.writing.encode import ConvertOptions
 
 # Chunks of about 1 024 values and shards of two: a few hundred rows cross many of both.
 SMALL = ConvertOptions(chunk_rows=1, shard_size=2048)

@@ -38,9 +38,9 @@ from zarr.storage import WrapperStore
 import zloader as zl
 from zloader import errors
 from zloader.append import AppendReport, append, append_to
-from zloader.destination import Destination
-from zloader.fit import unfit
 from zloader.store import Location
+from zloader.writing.destination import Destination
+from zloader.writing.fit import unfit
 
 
 def add(dest: Path | str, *sources: Any, options: zl.ConvertOptions = SMALL, **more: Any) -> AppendReport:

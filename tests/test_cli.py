@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import zloader as zl
 from zloader.cli import app
 from zloader.cost import epoch_costs
-from zloader.encode import ConvertOptions
 from zloader.loader import DEFAULT_BLOCK_SIZE
+from zloader.writing.encode import ConvertOptions
 
 
 def zloader(*arguments, status=0):

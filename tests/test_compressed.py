@@ -7,7 +7,7 @@ import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zloader.compressed import CompressedArrays
+from zloader.sources.compressed import CompressedArrays
 
 
 @given(

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import LAYOUTS, assert_same, counts, dense, full_anndata
 
-from zloader.content import Content, Selection
 from zloader.errors import OptionError, SourceError
-from zloader.inputs import open_inputs
+from zloader.joining.content import Content, Selection
+from zloader.sources.inputs import open_inputs
 
 GENES = [f"g{i}" for i in (3, 1, 4, 15, 9, 2, 6, 5, 35, 8)]
 OTHERS = [f"g{i}" for i in (9, 7, 1, 3, 23, 8, 4, 62)]

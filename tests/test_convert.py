@@ -33,8 +33,8 @@ from sources import (
 
 import zloader as zl
 from zloader import errors
-from zloader.encode import DtypeScan, parse_size
 from zloader.progress import progress_bars
+from zloader.writing.encode import DtypeScan, parse_size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

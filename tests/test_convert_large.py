@@ -8,8 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
-from zloader.matrices import _row_at
-from zloader.source import open_matrix
+from zloader.sources.source import open_matrix
+from zloader.writing.matrices import _row_at
 
 BIG = 2**31 + 11
 

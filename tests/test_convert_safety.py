@@ -39,8 +39,8 @@ from sources import (
 
 from zloader import errors
 from zloader.convert import convert_to
-from zloader.destination import MARKER, PendingStore
 from zloader.store import Location
+from zloader.writing.destination import MARKER, PendingStore
 
 # ---- interruption
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zloader.hdf5 import GzipDataset, in_threads
+from zloader.sources.hdf5 import GzipDataset, in_threads
 
 
 @given(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sources import LAYOUTS, counts, dense
 
 from zloader.errors import SourceError
-from zloader.join import JoinedMatrix
-from zloader.source import open_matrix
+from zloader.sources.join import JoinedMatrix
+from zloader.sources.source import open_matrix
 
 DTYPES = ("bool", "int8", "uint8", "int32", "uint64", "float32", "float64")
 

@@ -78,7 +78,7 @@ def demo_run(n_epochs: int = 3, **changes: Any) -> DemoRun:
         for k in range(10)
     ]
     conversion = ConversionReport(
-        source="cells.h5ad",
+        sources=["cells.h5ad"],
         destination="s3://zloader/cells.zarr",
         rows=900,
         genes=2000,
@@ -87,6 +87,7 @@ def demo_run(n_epochs: int = 3, **changes: Any) -> DemoRun:
         bytes_out=1_000_000,
         dtypes_changed={"X/data": "float32 -> uint8"},
         rows_made_canonical={},
+        dropped=[],
         seconds=1.5,
     )
     run = DemoRun(

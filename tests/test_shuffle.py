@@ -28,10 +28,11 @@ from spilling import (
     with_values,
 )
 
-from zloader import errors, spill
+from zloader import errors
 from zloader.sampling import permute
-from zloader.shuffle import ShuffledMatrix
-from zloader.transpose import CscMatrix
+from zloader.sources import spill
+from zloader.sources.shuffle import ShuffledMatrix
+from zloader.sources.transpose import CscMatrix
 
 
 @pytest.fixture(autouse=True, scope="module")

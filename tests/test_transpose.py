@@ -30,8 +30,8 @@ from spilling import (
 )
 
 from zloader import errors
-from zloader.transpose import CscMatrix
-from zloader.windows import SourceMatrix
+from zloader.sources.transpose import CscMatrix
+from zloader.sources.windows import SourceMatrix
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sources import full_anndata
 
 from zloader.errors import SourceError
-from zloader.inputs import open_inputs
-from zloader.union import is_storable, kind_of, storable, stored_kind, unite
+from zloader.joining.union import is_storable, kind_of, storable, stored_kind, unite
+from zloader.sources.inputs import open_inputs
 
 
 def concatenated(columns, lengths):

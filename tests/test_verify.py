@@ -25,13 +25,13 @@ from sources import LAYOUTS, SMALL, FailingDestination, convert, counts, disk_fu
 
 import zloader as zl
 from zloader import errors
-from zloader.canonical import GeneOrder, IndptrCheck
+from zloader.checking.canonical import GeneOrder, IndptrCheck
+from zloader.checking.differences import Sparse, bits_differ, column_difference, element_differences
+from zloader.checking.findings import Findings
 from zloader.convert import convert_to
-from zloader.destination import MARKER
-from zloader.differences import Sparse, bits_differ, column_difference, element_differences
-from zloader.findings import Findings
 from zloader.store import Location
 from zloader.verify import Verification, verify
+from zloader.writing.destination import MARKER
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=7)
 

@@ -2,13 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from zloader.content import Selection
+from zloader.append import AppendReport, append
 from zloader.convert import ConversionReport, convert
 from zloader.dataset import Dataset, open_dataset
-from zloader.encode import ConvertOptions
 from zloader.errors import ZloaderError
+from zloader.joining.selection import Selection
 from zloader.sampling import BlockShuffling, Streaming
 from zloader.terms import Cache, FetchOptions, Statistics
+from zloader.verify import Verification, verify
+from zloader.writing.encode import ConvertOptions
 
 if TYPE_CHECKING:
     from zloader.loader import Loader, Minibatch
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AppendReport",
     "BlockShuffling",
     "Cache",
     "ConversionReport",
@@ -27,9 +30,12 @@ __all__ = [
     "Selection",
     "Statistics",
     "Streaming",
+    "Verification",
     "ZloaderError",
+    "append",
     "convert",
     "open_dataset",
+    "verify",
 ]
 
 

@@ -18,20 +18,20 @@ from typing import Any
 import zarr
 from numpy.typing import NDArray
 
-from zloader.content import Content
-from zloader.convert import _MAX_ENCODING_THREADS, _refuse_overlap, library_settings
+from zloader.convert import library_settings, refuse_overlap
 from zloader.dataset import Dataset
-from zloader.destination import Destination
-from zloader.encode import ConvertOptions
 from zloader.errors import StoreError
-from zloader.extend import FittedMatrix, check_objects, check_room, extend_matrix
-from zloader.growth import Growth
-from zloader.inputs import Source, open_inputs
+from zloader.joining.content import Content
 from zloader.malloc import keep_freed_memory
-from zloader.matrices import MatrixScan, Target, scan_matrix
 from zloader.progress import Bars, progress_bars
-from zloader.shards import threads
+from zloader.sources.inputs import Source, open_inputs
 from zloader.store import Location
+from zloader.writing.destination import Destination
+from zloader.writing.encode import ConvertOptions
+from zloader.writing.extend import FittedMatrix, check_objects, check_room, extend_matrix
+from zloader.writing.growth import Growth
+from zloader.writing.matrices import MatrixScan, Target, scan_matrix
+from zloader.writing.shards import threads
 
 _DEFAULTS = ConvertOptions()
 
@@ -100,7 +100,7 @@ def append_to(
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         for source in inputs:
-            _refuse_overlap(source.name, destination.location)
+            refuse_overlap(source.name, destination.location)
         content = growth.content(inputs)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
@@ -151,7 +151,7 @@ class _Addition:
         """The second pass. Raises SourceError when a source has changed, StoreError."""
         for path, new in self._growth.obs(self._content):
             _extend_array(self._root[path], new)
-        with threads(min(os.cpu_count() or 1, _MAX_ENCODING_THREADS)) as pool:
+        with threads() as pool:
             target = Target(
                 root=self._root,
                 location=destination.location,

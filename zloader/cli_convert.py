@@ -114,9 +114,9 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     debug: Debug = False,
 ) -> None:
     """Write one or many AnnData as one sharded AnnData Zarr store."""
-    from zloader.content import Selection
     from zloader.convert import convert as convert_sources
-    from zloader.encode import ConvertOptions
+    from zloader.joining.content import Selection
+    from zloader.writing.encode import ConvertOptions
 
     given = {
         "chunk_rows": chunk_rows,

@@ -28,23 +28,22 @@ import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.content import Content, Selection
-from zloader.destination import Destination, PendingStore
-from zloader.elements import ElementWriter
-from zloader.encode import ConvertOptions
 from zloader.errors import OptionError, SourceError, StoreError
-from zloader.inputs import Input, Source, open_inputs
+from zloader.joining.content import Content, Selection
+from zloader.joining.shuffled import ShuffledContent
 from zloader.malloc import keep_freed_memory
-from zloader.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.progress import Bars, progress_bars
-from zloader.shards import threads
-from zloader.shuffled import ShuffledContent
+from zloader.sources.inputs import Input, Source, open_inputs
+from zloader.sources.windows import SourceMatrix
 from zloader.store import Location
-from zloader.windows import SourceMatrix
+from zloader.writing.destination import Destination, PendingStore
+from zloader.writing.elements import ElementWriter
+from zloader.writing.encode import ConvertOptions
+from zloader.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
+from zloader.writing.shards import threads
 
 _DEFAULTS = ConvertOptions()
 _EVERYTHING = Selection()
-_MAX_ENCODING_THREADS = 16  # what one reading thread can keep busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         for source in inputs:
-            _refuse_overlap(source.name, destination.location)
+            refuse_overlap(source.name, destination.location)
         content = arranged(Content(inputs, select), options)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
@@ -168,7 +167,7 @@ def arranged(content: Content, options: ConvertOptions) -> Content | ShuffledCon
     return ShuffledContent(content, options.shuffle_seed, bucket_bytes=options.window)
 
 
-def _refuse_overlap(source: str, location: Location) -> None:
+def refuse_overlap(source: str, location: Location) -> None:
     if "://" in source or location.scheme != "file":
         apart = f"{source.rstrip('/')}/" not in f"{location.url.rstrip('/')}/"
     else:
@@ -264,7 +263,7 @@ class _Conversion:
             writer.write_group(name)
         for path, element in self._content.elements():
             writer.write(path, element)
-        with threads(min(os.cpu_count() or 1, _MAX_ENCODING_THREADS)) as pool:
+        with threads() as pool:
             target = Target(
                 root=root,
                 location=destination.location,

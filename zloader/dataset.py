@@ -157,8 +157,8 @@ class Dataset:
     def _elem(self, path: str) -> Any:
         """An element read whole by anndata, after checking that its objects are there: zarr would read zeros."""
         node = self.root[path]
-        arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in _arrays_below(node)]
-        keys = (key for array in arrays for key in _stored_keys(array)) if self._written_by_us else ()
+        arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in arrays_below(node)]
+        keys = (key for array in arrays for key in stored_keys(array)) if self._written_by_us else ()
         for key in keys:
             if key not in self.objects:
                 raise MissingObjectError(
@@ -317,11 +317,11 @@ def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
     return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), shape=(len(x.indptr) - 1, x.n_genes))
 
 
-def _arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
+def arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
     return [(name, node) for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
 
 
-def _stored_keys(array: Any) -> Iterator[str]:
+def stored_keys(array: Any) -> Iterator[str]:
     """The keys of the objects that hold an array, relative to the store."""
     sizes = array.shards or array.chunks
     for cell in np.ndindex(*(-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))):
@@ -336,7 +336,7 @@ def _open_root(location: Location, objects: Mapping[str, StoredObject]) -> Any:
         raise FormatError(f"{location.url} is not a complete AnnData Zarr store: {why}")
     try:
         root: Any = zarr.open_group(location.zarr_store(read_only=True), mode="r")
-    except (zarr.errors.BaseZarrError, ValueError, KeyError) as error:
+    except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{location.url} is not a Zarr group: {error}") from error
     encoding = root.attrs.get("encoding-type")
     if encoding != "anndata":

@@ -19,12 +19,12 @@ from zloader.terms import CsrArrays, Rows
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _compiled(function: Function) -> Function:
+def compiled(function: Function) -> Function:
     return cast(Function, numba.njit(nogil=True, cache=True)(function))
 
 
-@_compiled
-def _copy_rows(source: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[Any]) -> None:
+@compiled
+def copy_rows(source: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[Any]) -> None:
     at = 0
     for row in range(len(starts)):
         n = lengths[row]
@@ -35,7 +35,7 @@ def _copy_rows(source: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[A
         at += n
 
 
-@_compiled
+@compiled
 def _scatter_rows(
     genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, out: NDArray[Any]
 ) -> None:
@@ -48,7 +48,7 @@ def _scatter_rows(
             given[columns[i]] += taken[i]
 
 
-@_compiled
+@compiled
 def _count_nonzero(source: NDArray[Any], starts: Rows, n_genes: int, out: Rows) -> None:
     for row in range(len(starts)):
         taken = source[starts[row] : starts[row] + n_genes]
@@ -58,7 +58,7 @@ def _count_nonzero(source: NDArray[Any], starts: Rows, n_genes: int, out: Rows) 
         out[row] = found
 
 
-@_compiled
+@compiled
 def _compress_rows(
     source: NDArray[Any], starts: Rows, n_genes: int, out_indices: NDArray[Any], out_values: NDArray[Any]
 ) -> None:
@@ -72,7 +72,7 @@ def _compress_rows(
                 at += 1
 
 
-def _indptr(lengths: Rows) -> Rows:
+def indptr_of(lengths: Rows) -> Rows:
     indptr = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=indptr[1:])
     return indptr
@@ -82,15 +82,15 @@ def csr_from_csr(
     genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, *, n_genes: int, dtype: str
 ) -> CsrArrays:
     """CSR rows from CSR elements; `starts` are each row's first element in `genes` and in `values`."""
-    indptr = _indptr(lengths)
+    indptr = indptr_of(lengths)
     out = CsrArrays(
         indptr=indptr,
         indices=np.empty(indptr[-1], np.int64),
         values=np.empty(indptr[-1], dtype),
         n_genes=n_genes,
     )
-    _copy_rows(genes, starts[0], lengths, out.indices)
-    _copy_rows(values, starts[1], lengths, out.values)
+    copy_rows(genes, starts[0], lengths, out.indices)
+    copy_rows(values, starts[1], lengths, out.values)
     return out
 
 
@@ -106,7 +106,7 @@ def dense_from_csr(
 def dense_from_dense(values: NDArray[Any], starts: Rows, *, n_genes: int, dtype: str) -> NDArray[Any]:
     """Dense rows (rows x genes) from a dense matrix laid out flat."""
     out = np.empty((len(starts), n_genes), dtype)
-    _copy_rows(values, starts, np.full(len(starts), n_genes, np.int64), out.reshape(-1))
+    copy_rows(values, starts, np.full(len(starts), n_genes, np.int64), out.reshape(-1))
     return out
 
 
@@ -114,7 +114,7 @@ def csr_from_dense(values: NDArray[Any], starts: Rows, *, n_genes: int, dtype: s
     """CSR rows of the values of a flat dense matrix that are not zero."""
     lengths = np.empty(len(starts), np.int64)
     _count_nonzero(values, starts, n_genes, lengths)
-    indptr = _indptr(lengths)
+    indptr = indptr_of(lengths)
     indices, out = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], dtype)
     _compress_rows(values, starts, n_genes, indices, out)
     return CsrArrays(indptr=indptr, indices=indices, values=out, n_genes=n_genes)

@@ -11,19 +11,19 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from zloader.compare import Comparison
+from zloader.checking.compare import Comparison
+from zloader.checking.findings import Findings, Problem
+from zloader.checking.hierarchy import Hierarchy
+from zloader.checking.scan import ChunkScan
 from zloader.convert import library_settings
 from zloader.dataset import Dataset, open_dataset
-from zloader.destination import MARKER
-from zloader.encode import parse_size
 from zloader.errors import FormatError
-from zloader.findings import Findings, Problem
-from zloader.hierarchy import Hierarchy
-from zloader.inputs import Input, Source, open_inputs
 from zloader.progress import Bars, progress_bars
-from zloader.scan import ChunkScan
+from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.store import Location
 from zloader.terms import MiB
+from zloader.writing.destination import MARKER
+from zloader.writing.encode import parse_size
 
 _THREADS = 8  # enough for the latency of S3; on few cores they cost nothing
 _LIBRARY_BYTES = 256 * MiB  # resident before anything is read
@@ -119,7 +119,7 @@ def _opened(location: Location, findings: Findings) -> Dataset | None:
     """The store, unless it is so damaged that nothing else can be said."""
     try:
         return open_dataset(location.url, storage_options=location.storage_options)
-    except (FormatError, TypeError) as error:  # zarr's, for metadata with fields that it does not know
+    except FormatError as error:
         there = location.listing()
         if MARKER in there and "zarr.json" not in there:
             findings.add(MARKER, "its conversion did not end: convert --resume, or convert again")

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from zloader.compressed import CompressedArrays, SourceArray
 from zloader.errors import SourceError
+from zloader.sources.compressed import CompressedArrays, SourceArray
+from zloader.sources.transpose import CscMatrix
+from zloader.sources.windows import SourceMatrix, Window, canonical
 from zloader.terms import MiB
-from zloader.transpose import CscMatrix
-from zloader.windows import SourceMatrix, Window, canonical
 
 # Arrays of such a window come from memory that was freed before; with 64 MiB the kernel gives new pages.
 _MOST_READ = 16 * MiB

@@ -21,8 +21,8 @@ from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
 from zloader.errors import AccessDeniedError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
-from zloader.objects import PARTIAL, ObjectWriter, create_object, translated
 from zloader.store import Location
+from zloader.writing.objects import PARTIAL, ObjectWriter, create_object, translated
 
 MARKER = "zloader.partial"
 _ROOT = "zarr.json"

@@ -14,11 +14,7 @@ import zarr
 from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
-from zloader.anndatas import StoredInput
-from zloader.content import Content, Selection
-from zloader.convert import arranged
-from zloader.dataset import Dataset
-from zloader.differences import (
+from zloader.checking.differences import (
     Sparse,
     bits_differ,
     column_difference,
@@ -27,17 +23,21 @@ from zloader.differences import (
     name_differences,
     shown,
 )
-from zloader.elements import ElementWriter
-from zloader.encode import ConvertOptions
+from zloader.checking.findings import Findings
+from zloader.checking.hierarchy import Hierarchy
+from zloader.checking.stored import ElementStream, StoredArray
+from zloader.convert import arranged
+from zloader.dataset import Dataset
 from zloader.errors import OptionError, SourceError
-from zloader.findings import Findings
-from zloader.hierarchy import Hierarchy
-from zloader.inputs import Input
+from zloader.joining.content import Content, Selection
+from zloader.joining.shuffled import ShuffledContent
 from zloader.progress import Bars
-from zloader.shuffled import ShuffledContent
-from zloader.stored import ElementStream, StoredArray
+from zloader.sources.anndatas import StoredInput
+from zloader.sources.inputs import Input
+from zloader.sources.windows import Advance, SourceMatrix
 from zloader.terms import Rows
-from zloader.windows import Advance, SourceMatrix
+from zloader.writing.elements import ElementWriter
+from zloader.writing.encode import ConvertOptions
 
 AGAINST = "against"  # where a problem is that is not one of the store alone
 

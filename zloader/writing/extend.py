@@ -16,11 +16,11 @@ import zarr
 from numpy.typing import NDArray
 
 from zloader.errors import SourceError, StoreError
-from zloader.fit import unfit
-from zloader.join import _compressed
-from zloader.matrices import MatrixScan, Target
-from zloader.shards import ShardWriter, read_shard, stored_layout
-from zloader.windows import Advance, SourceMatrix, Window
+from zloader.sources.join import without_zeros
+from zloader.sources.windows import Advance, SourceMatrix, Window
+from zloader.writing.fit import unfit
+from zloader.writing.matrices import MatrixScan, Target
+from zloader.writing.shards import ShardWriter, read_shard, stored_layout
 
 _INDPTR_WINDOW = 1 << 20  # entries handed over at once
 _MAX_OBJECTS = 10_000  # of one array; 100 million cells have 2 200
@@ -59,7 +59,7 @@ class FittedMatrix(SourceMatrix):
     def _fitted(self, windows: Iterator[Window], row: int) -> Iterator[Window]:
         for window in windows:
             if self.encoding == "csr" and self._inner.encoding == "dense":
-                window = _compressed(window, self.n_genes)
+                window = without_zeros(window, self.n_genes)
             bad = unfit(window.values, self.dtype)
             if bad is not None:
                 within = int(np.searchsorted(np.cumsum(window.lengths), bad, side="right"))

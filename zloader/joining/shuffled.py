@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 import scipy.sparse
 
-from zloader.content import Content
 from zloader.errors import OptionError
+from zloader.joining.content import Content
 from zloader.sampling import key_of, permute
-from zloader.shuffle import ShuffledMatrix
+from zloader.sources.shuffle import ShuffledMatrix
+from zloader.sources.windows import SourceMatrix
 from zloader.terms import Rows
-from zloader.windows import SourceMatrix
 
 SOURCE_ROW = "source_row"  # the obs column that says where each row was
 

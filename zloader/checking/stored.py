@@ -13,13 +13,13 @@ import zarr
 import zarr.errors
 from numpy.typing import NDArray
 
+from zloader.checking.hierarchy import Hierarchy
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, FormatError, ZloaderError
-from zloader.hierarchy import Hierarchy
 from zloader.layout import ArrayLayout, array_layout
-from zloader.objects import translated
-from zloader.shards import scan_shard
 from zloader.terms import MiB
+from zloader.writing.objects import translated
+from zloader.writing.shards import scan_shard
 
 _BATCH_BYTES = 8 * MiB  # decoded ahead of whoever takes elements
 # What zarr and numcodecs raise for bytes that do not decode, when no checksum was there to notice it first.

@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 
 from zloader.errors import SourceError
-from zloader.places import Place
+from zloader.sources.places import Place
 
 MATRIX_FILES = ("matrix.mtx", "matrix.mtx.gz")
 

@@ -12,17 +12,17 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.content import Content, Selection
-from zloader.dataset import Dataset, _arrays_below, _stored_keys
-from zloader.encode import CODECS, zarr_codecs
+from zloader.dataset import Dataset, arrays_below, stored_keys
 from zloader.errors import FormatError, MissingObjectError, SourceError, StoreError
-from zloader.fit import addition
-from zloader.genes import GeneRule
-from zloader.inputs import Input
-from zloader.join import JoinedMatrix
-from zloader.problems import Problems, listed
+from zloader.joining.content import Content, Selection
+from zloader.joining.genes import GeneRule
+from zloader.joining.problems import Problems, listed
+from zloader.sources.inputs import Input
+from zloader.sources.join import JoinedMatrix
+from zloader.sources.windows import SourceMatrix
 from zloader.terms import Rows
-from zloader.windows import SourceMatrix
+from zloader.writing.encode import CODECS, zarr_codecs
+from zloader.writing.fit import addition
 
 TOGETHER = "convert all sources together"
 
@@ -48,8 +48,8 @@ class Growth:
 
     def _refuse_incomplete(self) -> None:
         """Where an object is missing, zarr would write zeros in the place of what was there."""
-        for _, array in _arrays_below(self._root):
-            for key in _stored_keys(array):
+        for _, array in arrays_below(self._root):
+            for key in stored_keys(array):
                 if key not in self.dataset.objects:
                     raise MissingObjectError(
                         f"{self._url}: {key} is not there: the store is incomplete. Convert it again"

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.compressed import split_rows
-from zloader.gather import _compiled, _copy_rows, _indptr
-from zloader.spill import Spill, behind, rows_a_bucket, smallest_index
+from zloader.gather import compiled, copy_rows, indptr_of
+from zloader.sources.compressed import split_rows
+from zloader.sources.spill import Spill, behind, rows_a_bucket, smallest_index
+from zloader.sources.windows import Advance, SourceMatrix, Window, skip_rows
 from zloader.terms import MiB, Rows
-from zloader.windows import Advance, SourceMatrix, Window, skip_rows
 
 _BUCKET_SHARE = 0.85  # of a window, so that few buckets take more than one: equally many rows differ in their values
 _ROW_BYTES = 64  # that a row takes besides its values while it is dealt or gathered
@@ -108,7 +108,7 @@ class ShuffledMatrix(SourceMatrix):
         order = np.argsort(places)
         starts = (np.cumsum(lengths) - lengths)[order]
         places, lengths = places[order], lengths[order]
-        indptr = _indptr(lengths)
+        indptr = indptr_of(lengths)
         cuts = np.searchsorted(places, np.arange(self._n_buckets + 1) * self._bucket_rows)
         rows.write(0, places)
         rows.write(1, lengths)
@@ -119,7 +119,7 @@ class ShuffledMatrix(SourceMatrix):
             block = np.empty(max(min(_BLOCK_ELEMENTS, len(source)), lengths.max(initial=0)), dtype)
             for first, last in split_rows(indptr, _BLOCK_ELEMENTS):
                 taken = block[: indptr[last] - indptr[first]]
-                _copy_rows(source, starts[first:last], lengths[first:last], taken)
+                copy_rows(source, starts[first:last], lengths[first:last], taken)
                 elements.write(column, taken)
         elements.end_section(indptr[cuts])
         self._held, self._held_bytes = [], 0
@@ -145,7 +145,7 @@ class ShuffledMatrix(SourceMatrix):
             lengths = rows.read(1, row_cuts)
             in_order = np.empty_like(lengths)
             in_order[places] = lengths
-            indptr = _indptr(in_order)
+            indptr = indptr_of(in_order)
             blocks = list(_blocks(row_cuts, cuts))
             for first, last in split_rows(indptr, self._window_bytes // self._element_bytes):
                 yield self._window(in_order[first:last], lengths, indptr[places] - indptr[first], blocks)
@@ -173,12 +173,12 @@ class ShuffledMatrix(SourceMatrix):
 
 def _blocks(row_cuts: Rows, cuts: Rows) -> Iterator[tuple[slice, Rows]]:
     """A bucket's sections, some at a time: which of its rows, and the cuts of their elements."""
-    row_ends, ends = (_indptr(each[:, 1] - each[:, 0]) for each in (row_cuts, cuts))
+    row_ends, ends = (indptr_of(each[:, 1] - each[:, 0]) for each in (row_cuts, cuts))
     for first, last in split_rows(ends, _BLOCK_ELEMENTS):
         yield slice(row_ends[first], row_ends[last]), cuts[first:last]
 
 
-@_compiled
+@compiled
 def _place_rows(rows: NDArray[Any], lengths: Rows, starts: Rows, out: NDArray[Any]) -> None:
     """Copies rows that lie end to end to their `starts` in `out`; leaves out those that do not belong there."""
     at = 0

@@ -7,6 +7,7 @@ shard is ever held whole.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,13 +20,14 @@ import zarr
 from numpy.typing import NDArray
 
 from zloader.decode import Decoder
-from zloader.encode import ChunkEncoder, shard_index
 from zloader.errors import CorruptChunkError, TruncatedObjectError
 from zloader.layout import ABSENT, ArrayLayout, array_layout
-from zloader.objects import ObjectWriter, translated
 from zloader.store import Location
 from zloader.terms import MiB
+from zloader.writing.encode import ChunkEncoder, shard_index
+from zloader.writing.objects import ObjectWriter, translated
 
+_MAX_ENCODING = 16
 _JOB_ELEMENTS = 1 << 19  # encoded by one job: a few chunks, so that handing them over costs nothing
 _READ_BYTES = 8 * MiB  # at once, when a shard is read back
 
@@ -39,10 +41,10 @@ class Threads:
 
 
 @contextmanager
-def threads(n_encoding: int) -> Iterator[Threads]:
-    """Threads that are gone when the context ends; what they had not begun is dropped."""
+def threads() -> Iterator[Threads]:
+    """As many threads as one that reads keeps busy, gone when the context ends; what they had not begun is dropped."""
     with (
-        ThreadPoolExecutor(n_encoding, thread_name_prefix="zloader-encode") as encoding,
+        ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_ENCODING), thread_name_prefix="zloader-encode") as encoding,
         ThreadPoolExecutor(3, thread_name_prefix="zloader-store") as storing,
     ):
         try:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.gather import _compiled
+from zloader.gather import compiled
+from zloader.sources.windows import Advance, SourceMatrix, Window
 from zloader.terms import Rows
-from zloader.windows import Advance, SourceMatrix, Window
 
 
-@_compiled
+@compiled
 def _count_bits(word: Any) -> Any:
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
@@ -25,7 +25,7 @@ def _count_bits(word: Any) -> Any:
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@_compiled
+@compiled
 def _place(
     lengths: Rows, n_genes: int, taken: tuple[NDArray[Any], NDArray[Any]], given: tuple[NDArray[Any], NDArray[Any]]
 ) -> Rows:
@@ -101,7 +101,7 @@ class JoinedMatrix(SourceMatrix):
         if self.encoding == "dense":
             return self._dense(window, matrix.n_genes, genes)
         if matrix.encoding == "dense":
-            window = _compressed(window, matrix.n_genes)
+            window = without_zeros(window, matrix.n_genes)
         return self._sparse(window, genes)
 
     def _dense(self, window: Window, n_genes: int, genes: NDArray[Any] | None) -> Window:
@@ -131,7 +131,7 @@ class JoinedMatrix(SourceMatrix):
             matrix.close()
 
 
-def _compressed(window: Window, n_genes: int) -> Window:
+def without_zeros(window: Window, n_genes: int) -> Window:
     """A dense window as CSR, without its zeros."""
     values = window.values.reshape(len(window.lengths), n_genes)
     rows, genes = np.nonzero(values)

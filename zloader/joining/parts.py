@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 
 from zloader.errors import OptionError, SourceError
-from zloader.genes import GeneAxis
-from zloader.inputs import Input
-from zloader.join import JoinedMatrix
-from zloader.problems import Problems, by_source, listed, refuse_unknown
-from zloader.selection import Selection
-from zloader.source import encoding_of, open_matrix, shape_of
+from zloader.joining.genes import GeneAxis
+from zloader.joining.problems import Problems, by_source, listed, refuse_unknown
+from zloader.joining.selection import Selection
+from zloader.sources.inputs import Input
+from zloader.sources.join import JoinedMatrix
+from zloader.sources.source import encoding_of, open_matrix, shape_of
+from zloader.sources.windows import SourceMatrix
 from zloader.terms import Rows
-from zloader.windows import SourceMatrix
 
 _CHOOSE = "choose those that all sources have with {0}=[...] (--{0} a,b), [] for none"
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.compressed import CompressedArrays, split_rows
-from zloader.gather import _compiled, _indptr
-from zloader.spill import Spill, behind, rows_a_bucket, smallest_index
+from zloader.gather import compiled, indptr_of
+from zloader.sources.compressed import CompressedArrays, split_rows
+from zloader.sources.spill import Spill, behind, rows_a_bucket, smallest_index
+from zloader.sources.windows import Advance, SourceMatrix, Window, canonical, skip_rows
 from zloader.terms import Rows
-from zloader.windows import Advance, SourceMatrix, Window, canonical, skip_rows
 
 _BLOCK_ELEMENTS = 1 << 18  # read back at once: they stay in a core's cache
 _ROW_BYTES = 32  # that a row takes besides its values while its bucket is sorted
@@ -79,7 +79,7 @@ class CscMatrix(SourceMatrix):
         first_gene, indptr, rows, values = window
         sizes = np.zeros(self._n_buckets, np.int64)
         _count_buckets(rows, self._row_bits, sizes)
-        cuts = _indptr(sizes)
+        cuts = indptr_of(sizes)
         keys, dealt = np.empty(len(rows), self._keys), np.empty(len(rows), self._bits)
         bits = (self._row_bits, self._gene_bits)
         _deal_elements((indptr, rows, values.view(self._bits)), first_gene, bits, cuts[:-1].copy(), (keys, dealt))
@@ -99,17 +99,17 @@ class CscMatrix(SourceMatrix):
         for bucket, cuts in enumerate(self._spill.buckets(skipped), skipped):
             n_rows = min(1 << self._row_bits, self.n_rows - (bucket << self._row_bits))
             lengths = np.zeros(n_rows, np.int64)
-            sections = split_rows(_indptr(cuts[:, 1] - cuts[:, 0]), _BLOCK_ELEMENTS)
+            sections = split_rows(indptr_of(cuts[:, 1] - cuts[:, 0]), _BLOCK_ELEMENTS)
             blocks = [cuts[first:last] for first, last in sections]
             for block in blocks:
                 _count_rows(self._spill.read(0, block), self._gene_bits, lengths)
-            for first, last in split_rows(_indptr(lengths), self._window_elements):
+            for first, last in split_rows(indptr_of(lengths), self._window_elements):
                 yield self._window(lengths[first:last], first, blocks)
 
     def _window(self, lengths: Rows, first: int, blocks: list[Rows]) -> Window:
         """The rows of a bucket from `first` on that have these `lengths`."""
         assert self._spill is not None
-        indptr = _indptr(lengths)
+        indptr = indptr_of(lengths)
         genes, values = np.empty(indptr[-1], self._genes), np.empty(indptr[-1], self.dtype)
         ends = indptr[:-1].copy()  # where the next element of each row goes
         for block in blocks:
@@ -123,13 +123,13 @@ class CscMatrix(SourceMatrix):
         self._spill, self._is_dealt = None, False
 
 
-@_compiled
+@compiled
 def _count_buckets(rows: NDArray[np.integer], row_bits: int, sizes: Rows) -> None:
     for i in range(len(rows)):
         sizes[np.int64(rows[i]) >> row_bits] += 1
 
 
-@_compiled
+@compiled
 def _deal_elements(
     window: tuple[Rows, NDArray[Any], NDArray[Any]],
     first_gene: int,
@@ -151,13 +151,13 @@ def _deal_elements(
             out_values[at] = values[i]
 
 
-@_compiled
+@compiled
 def _count_rows(keys: NDArray[Any], gene_bits: int, lengths: Rows) -> None:
     for i in range(len(keys)):
         lengths[np.int64(keys[i]) >> gene_bits] += 1
 
 
-@_compiled
+@compiled
 def _place_elements(
     stored: tuple[NDArray[Any], NDArray[Any]],
     gene_bits: int,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from zloader.errors import OptionError
-from zloader.problems import listed
+from zloader.joining.problems import listed
 
 _JOINS = (None, "inner", "outer")
 

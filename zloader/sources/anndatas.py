@@ -17,7 +17,7 @@ import h5py
 import pandas as pd
 
 from zloader.errors import SourceError, ZloaderError
-from zloader.places import Objects
+from zloader.sources.places import Objects
 
 _PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")
 

@@ -14,8 +14,8 @@ import zarr
 from numpy.typing import NDArray
 
 from zloader.errors import SourceError, StoreError
-from zloader.problems import listed
-from zloader.union import NOTHING, kind_of, stored_kind
+from zloader.joining.problems import listed
+from zloader.joining.union import NOTHING, kind_of, stored_kind
 
 _CHECKED = 1 << 17  # values at once: what stays in a core's cache
 _NULLABLE = ("nullable-integer", "nullable-boolean", "nullable-string-array")

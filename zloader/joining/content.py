@@ -18,13 +18,13 @@ import numpy as np
 import pandas as pd
 
 from zloader.errors import OptionError, SourceError
-from zloader.genes import GeneRule, gene_axis
-from zloader.inputs import Input
-from zloader.parts import Stack, gene_matrices, keys_of, row_parts
-from zloader.problems import Problems, by_source, refuse_unknown
-from zloader.selection import Selection
-from zloader.union import NOTHING, is_storable, kind_of, storable, stored_kind, unite
-from zloader.windows import SourceMatrix
+from zloader.joining.genes import GeneRule, gene_axis
+from zloader.joining.parts import Stack, gene_matrices, keys_of, row_parts
+from zloader.joining.problems import Problems, by_source, refuse_unknown
+from zloader.joining.selection import Selection
+from zloader.joining.union import NOTHING, is_storable, kind_of, storable, stored_kind, unite
+from zloader.sources.inputs import Input
+from zloader.sources.windows import SourceMatrix
 
 __all__ = ["Content", "Selection"]
 

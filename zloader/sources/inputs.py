@@ -14,10 +14,10 @@ import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.anndatas import Input, MemoryInput, StoredInput
 from zloader.errors import OptionError, SourceError, ZloaderError
-from zloader.places import BlockCache, Objects, Place, places
-from zloader.tenx import MATRIX_FILES, is_10x, read_10x
+from zloader.sources.anndatas import Input, MemoryInput, StoredInput
+from zloader.sources.places import BlockCache, Objects, Place, places
+from zloader.sources.tenx import MATRIX_FILES, is_10x, read_10x
 
 __all__ = ["Input", "Source", "open_inputs"]
 

@@ -12,11 +12,11 @@ import zarr
 import zarr.errors
 from zarr.storage import StorePath
 
-from zloader.dataset import Dataset, _stored_keys
-from zloader.destination import MARKER
+from zloader.checking.findings import Findings
+from zloader.dataset import Dataset, stored_keys
 from zloader.errors import FormatError
-from zloader.findings import Findings
-from zloader.objects import translated
+from zloader.writing.destination import MARKER
+from zloader.writing.objects import translated
 
 _METADATA = "zarr.json"
 _COMPRESSED = ("csr_matrix", "csc_matrix")
@@ -125,7 +125,7 @@ class Hierarchy:
             self._findings.add(MARKER, "a conversion to this place did not end: convert again, or with --resume")
             unclaimed.discard(MARKER)
         for array in self.arrays.values():
-            for key in _stored_keys(array):
+            for key in stored_keys(array):
                 if key in unclaimed:
                     unclaimed.discard(key)
                 elif self.written_by_us:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.canonical import GeneOrder, IndptrCheck, starts_by_piece
+from zloader.checking.canonical import GeneOrder, IndptrCheck, starts_by_piece
+from zloader.checking.findings import Findings
+from zloader.checking.hierarchy import Hierarchy
+from zloader.checking.stored import StoredArray
 from zloader.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
-from zloader.findings import Findings
-from zloader.hierarchy import Hierarchy
-from zloader.stored import StoredArray
-from zloader.windows import Advance
+from zloader.sources.windows import Advance
 
 Look = Callable[[int, NDArray[Any]], None]  # takes the number of a chunk's first element, and its elements
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.errors import SourceError, ZloaderError
-from zloader.hdf5 import in_threads
+from zloader.sources.hdf5 import in_threads
 from zloader.terms import Rows
 
 _INDPTR_ROWS = 1 << 20  # entries of indptr held at once

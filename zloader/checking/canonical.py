@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.findings import Findings
-from zloader.stored import StoredArray
+from zloader.checking.findings import Findings
+from zloader.checking.stored import StoredArray
 from zloader.terms import Rows
 
 

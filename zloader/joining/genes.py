@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from zloader.errors import OptionError, SourceError
-from zloader.inputs import Input
-from zloader.problems import Problems, listed
+from zloader.joining.problems import Problems, listed
+from zloader.sources.inputs import Input
 from zloader.terms import Rows
 
 

@@ -15,7 +15,11 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.encode import (
+from zloader.errors import FormatError, ReadError, SourceError
+from zloader.progress import Bars
+from zloader.sources.windows import Advance, SourceMatrix, Window
+from zloader.store import Location
+from zloader.writing.encode import (
     ChunkEncoder,
     ConvertOptions,
     DtypeScan,
@@ -24,12 +28,8 @@ from zloader.encode import (
     grid,
     smallest_integer,
 )
-from zloader.errors import FormatError, ReadError, SourceError
-from zloader.objects import ObjectWriter
-from zloader.progress import Bars
-from zloader.shards import ShardWriter, Threads, read_shard, stored_layout
-from zloader.store import Location
-from zloader.windows import Advance, SourceMatrix, Window
+from zloader.writing.objects import ObjectWriter
+from zloader.writing.shards import ShardWriter, Threads, read_shard, stored_layout
 
 _INDPTR_CHUNK = 1 << 16  # entries; it is read whole: chunks enough for several threads, each worth its call
 _INDPTR_WINDOW = 1 << 20  # entries handed over at once

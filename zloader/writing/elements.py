@@ -11,9 +11,9 @@ import pandas as pd
 import scipy.sparse
 import zarr
 
-from zloader.encode import ConvertOptions, grid, zarr_codecs
 from zloader.errors import SourceError, StoreError, ZloaderError
 from zloader.terms import MiB
+from zloader.writing.encode import ConvertOptions, grid, zarr_codecs
 
 _CHUNK_BYTES = MiB  # such arrays are read whole: few chunks, but enough to decode in several threads
 
@@ -75,14 +75,15 @@ class ElementWriter:
         array[...] = times
 
     def _storage(self, leaf: Any) -> dict[str, Any]:
-        """Grid and codecs for an array that anndata writes; nothing for scalars, nor for what is made of arrays."""
+        """Grid and codecs for an array that anndata writes; nothing for what is made of arrays."""
         if scipy.sparse.issparse(leaf):
             length, widths, item_bytes = leaf.nnz, [], 8
         elif isinstance(leaf, np.ndarray) and leaf.ndim:
             length, widths = len(leaf), [max(1, size) for size in leaf.shape[1:]]
             item_bytes = leaf.dtype.itemsize * int(np.prod(widths, dtype=np.int64))
         else:
-            return {}
+            is_scalar = isinstance(leaf, (np.ndarray, np.generic, str, int, float, complex))
+            return {"compressors": zarr_codecs("none", None)} if is_scalar else {}
         chunk = _CHUNK_BYTES // max(1, item_bytes)
         cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
         shards = {"shards": (cut.shard, *widths)} if length > cut.chunk else {}

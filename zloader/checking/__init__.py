@@ -1,0 +1,1 @@
+"""Checking: everything that can be wrong with a store, found and named."""
