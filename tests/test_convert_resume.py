@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +218,38 @@ def test_kill_at_random_moments_on_s3(tmp_path: Path, s3: Any) -> None:
 
     for number in range(3):
         assert objects(f"a.zarr{number}") == objects("a.zarr")
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """No byte beyond a file's 40 000th can be written, by anyone, as on a full disk or over a quota."""
+    source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000))
+    convert(source, tmp_path / "whole.zarr", zl.ConvertOptions())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(errors.StoreError, match=r"cannot write X/.* free some .*--resume"):
+            convert(source, tmp_path / "a.zarr", zl.ConvertOptions())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_not_a_store(tmp_path / "a.zarr")
+    convert(source, tmp_path / "a.zarr", zl.ConvertOptions(), resume=True)
+    assert files(tmp_path / "a.zarr") == files(tmp_path / "whole.zarr")
+
+
+def test_a_bucket_that_fails_half_way(tmp_path: Path, s3: Any, sim: Any) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts())
+    server = sim(upstream=s3.endpoint_url)
+    storage_options = {**s3.storage_options, "client_kwargs": {"endpoint_url": server.url, "region_name": "us-east-1"}}
+    server.faults = [{"kind": "status", "status": 500, "code": "InternalError", "method": "PUT", "match": "X/data/c/1"}]
+    url = s3.url("a.zarr")
+    impatient = storage_options | {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    with pytest.raises(errors.StoreError, match=r"cannot write X/data/c/1 to s3://.*--resume"):
+        convert(source, url, storage_options=impatient)
+    server.faults = [{"kind": "status", "status": 503, "code": "SlowDown", "method": "PUT", "count": 2}]
+    destination = FailingDestination(Location(url=url, storage_options=storage_options))
+    convert_to(destination, source, options=SMALL, resume=True)  # a few refusals are only waited for
+    assert "X/data/c/0" not in destination.stored
+    assert zl.verify(url, against=source, storage_options=s3.storage_options, progress=False).ok
 
 
 def test_uploads_that_were_under_way_are_ended(tmp_path: Path, s3: Any) -> None:

@@ -41,7 +41,8 @@ def translated(doing: str, url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {doing} {url} ({error}): does the bucket exist?") from error
     except (OSError, BotoCoreError) as error:
-        raise StoreError(f"cannot {doing} {url}: {error}") from error
+        advice = ": free some room there, or mend the server, and run it again (convert: with --resume)"
+        raise StoreError(f"cannot {doing} {url}: {error}{advice if doing.startswith('write') else ''}") from error
 
 
 class ObjectWriter(ABC):
