@@ -15,7 +15,7 @@ is, like with like: the median of the turns' ratios. After each one the store is
 each row's name once (in the source's order where it was not shuffled), and the values of some rows.
 
 --scale makes a file of so many rows and one of ten times as many, and measures the peak for both: CSR, shuffled, and
-CSC (which is made by the script). With --memory it ends with status 1 where a peak is beyond that. --s3 takes turns at
+CSC (which is made by the script). It ends with status 1 where a peak is beyond --memory. --s3 takes turns at
 converting to disk, into a real S3 server (SeaweedFS on loopback, on the same cores), and uploading the finished store
 with s3fs: where uploading overlaps with encoding, the second takes less than the sum of the others.
 
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import multiprocessing
 import os
@@ -68,23 +67,10 @@ _TOUCHED = 4  # times the file: what the hungriest rival needs
 # ---- one conversion
 
 
-@functools.cache
-def known_options() -> str:
-    """What `zloader convert --help` says."""
-    answer = subprocess.run(
-        [ZLOADER, "convert", "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"}
-    )
-    return answer.stdout
-
-
 def zloader(source: Path, dest: Path | str, *, memory: str | None, shuffle: bool = False) -> list[str]:
-    """The command, with the options that this version of zloader has."""
+    """The command; without `memory` the bound is zloader's own default."""
     command = [str(ZLOADER), "convert", str(source), str(dest), "--json"]
-    if shuffle:
-        command += ["--shuffle", "0"]
-    if memory and "--memory" in known_options():
-        command += ["--memory", memory]
-    return command
+    return command + ["--shuffle", "0"] * shuffle + (["--memory", memory] if memory else [])
 
 
 def size_of(source: Path) -> tuple[int, int]:
@@ -143,8 +129,6 @@ def contenders(source: Path, options: argparse.Namespace) -> dict[str, Callable[
             for name in ("annbatch", "annbatch-zarrs", "annbatch-shuffled", "annbatch-shuffled-zarrs")
         },
     }
-    if "--shuffle" not in known_options():
-        del found["zloader-shuffled"]
     return {name: command for name, command in found.items() if name in (options.only or found)}
 
 
@@ -180,9 +164,7 @@ def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
 
 def scale(options: argparse.Namespace, work: Path) -> Figures:
     """The peak for a file and one ten times larger, by kind of input."""
-    bounded = bool(options.memory) and "--memory" in known_options()
-    if not bounded:
-        print("no bound is asked for (--memory), or this zloader knows none: the peaks are only shown", file=sys.stderr)
+    limit = apart(parse_size, options.memory)
     sizes = [options.scale, GROWTH * options.scale]
     runs: dict[str, list[Figures]] = {"CSR": [], "CSR, shuffled": [], "CSC": []}
     for rows in sizes:
@@ -191,16 +173,13 @@ def scale(options: argparse.Namespace, work: Path) -> Figures:
             [sys.executable, HERE / "synthetic.py", csr, "--rows", str(rows)], check=True, stdout=subprocess.DEVNULL
         )
         runs["CSR"].append(scaled(csr, csr, options, work))
-        if "--shuffle" in known_options():
-            runs["CSR, shuffled"].append(scaled(csr, csr, options, work, shuffle=True))
+        runs["CSR, shuffled"].append(scaled(csr, csr, options, work, shuffle=True))
         apart(write_csc, csr, csc)
         runs["CSC"].append(scaled(csc, csr, options, work))
         csr.unlink()
         csc.unlink()
-    runs = {kind: figures for kind, figures in runs.items() if figures}
     peaks = {kind: [run["peak_bytes"] for run in figures] for kind, figures in runs.items()}
-    limit = apart(parse_size, options.memory) if bounded else None
-    print(f"{sizes[0]:,} and {sizes[1]:,} rows, memory {options.memory or 'as it is by default'}\n")
+    print(f"{sizes[0]:,} and {sizes[1]:,} rows, --memory {options.memory} ({limit / 1e6:,.0f} MB)\n")
     header = ["", *(f"{what} at {rows:,}" for rows in sizes for what in ("MB in", "cells/s", "peak MB")), "peak grows"]
     lines = []
     for kind, figures in runs.items():
@@ -211,8 +190,8 @@ def scale(options: argparse.Namespace, work: Path) -> Figures:
         ]
         lines.append([kind, *cells, f"{peaks[kind][1] / peaks[kind][0]:.2f} x"])
     table([header, *lines])
-    broken = [kind for kind, both in peaks.items() if limit and max(both) > limit]
-    return {"rows": sizes, "memory": options.memory if bounded else None, "runs": runs, "beyond_the_bound": broken}
+    broken = [kind for kind, both in peaks.items() if max(both) > limit]
+    return {"rows": sizes, "memory": options.memory, "runs": runs, "beyond_the_bound": broken}
 
 
 def scaled(source: Path, csr: Path, options: argparse.Namespace, work: Path, *, shuffle: bool = False) -> Figures:
@@ -351,6 +330,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.file is None and options.scale is None:
         parser.error("give a file, or --scale")
+    if options.scale and not options.memory:
+        parser.error("--scale needs the bound to hold: give --memory")
     what = scale if options.scale else to_s3 if options.s3 else side_by_side
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         figures = what(options, Path(directory))
