@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import anndata as ad
 import numpy as np
+import pytest
 import zarr
 from helpers import counts
 from test_cli import zloader
@@ -46,3 +50,28 @@ def test_what_is_wrong_is_named_and_is_a_failure(tmp_path: Path) -> None:
     assert not json.loads(zloader("verify", store, "--json", status=1).stdout)["ok"]
     refused = zloader("append", store, write(tmp_path / "c.h5ad", 5, 0), status=1)
     assert refused.stderr.startswith("error: ")
+
+
+_DROPPED = """
+import signal, sys
+from zloader.command import app
+
+class Dying:
+    def __del__(self):
+        signal.raise_signal(int(sys.argv[1]))
+
+@app.command()
+def wait():
+    Dying()  # what the handler raises in there is dropped
+    signal.sigtimedwait([], 20)
+
+app(["wait"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_in_a_destructor_is_not_lost(number: int) -> None:
+    command = [sys.executable, "-c", _DROPPED, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr

@@ -12,6 +12,8 @@ import json
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -34,13 +36,38 @@ def _end(number: int, _: FrameType | None) -> None:
     raise KeyboardInterrupt if number == signal.SIGINT else EndedError(number)
 
 
+@contextlib.contextmanager
+def _signals_end() -> Iterator[None]:
+    """Meanwhile the ending signals raise, wherever the program is.
+
+    Python drops what is raised in a destructor or weakref callback; then the signal is sent once more.
+    """
+    before = {number: signal.signal(number, _end) for number in _ENDING_SIGNALS}
+    show = sys.unraisablehook
+
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        if isinstance(dropped.exc_value, (KeyboardInterrupt, EndedError)):
+            number = getattr(dropped.exc_value, "number", signal.SIGINT)
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+        else:
+            show(dropped)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = show
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class _Commands(typer.core.TyperGroup):
     """Shows errors as one line and ends on signals as a shell expects, after everything has been cleared up."""
 
     def invoke(self, ctx: Any) -> Any:
-        before = {number: signal.signal(number, _end) for number in _ENDING_SIGNALS}
         try:
-            return super().invoke(ctx)
+            with _signals_end():
+                return super().invoke(ctx)
         except ZloaderError as error:
             if _debugging():
                 raise
@@ -51,9 +78,6 @@ class _Commands(typer.core.TyperGroup):
             _leave(128 + signal.SIGINT)
         except EndedError as error:
             _leave(128 + error.number)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _leave(status: int) -> NoReturn:
