@@ -167,6 +167,32 @@ def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert files(tmp_path / "1") == files(tmp_path / "2")
 
 
+def test_same_seed_gives_the_same_bytes_and_another_one_another_order(tmp_path: Path) -> None:
+    with ad.settings.override(allow_write_nullable_strings=True):
+        full_anndata().write_h5ad(tmp_path / "a.h5ad")
+    stores, orders = {}, {}
+    for name, seed, window_bytes in (
+        ("1", 4, 4096),
+        ("2", 4, 4096),
+        ("other window", 4, 10**8),
+        ("other seed", 5, 4096),
+    ):
+        options = dataclasses.replace(SMALL, shuffle_seed=seed, window_bytes=window_bytes)
+        convert(tmp_path / "a.h5ad", tmp_path / name, options)
+        stores[name] = files(tmp_path / name)
+        out, wanted = ad.read_zarr(tmp_path / name), ad.read_h5ad(tmp_path / "a.h5ad")
+        orders[name] = out.obs.pop("source_row").to_numpy()
+        pd.testing.assert_frame_equal(out.obs, wanted.obs.iloc[orders[name]])
+        wanted = wanted[orders[name]]
+        for got, before in ((out.X, wanted.X), (out.raw.X, wanted.raw.X), (out.obsp["graph"], wanted.obsp["graph"])):
+            np.testing.assert_array_equal(got.toarray(), before.toarray())
+        np.testing.assert_array_equal(out.layers["dense"], wanted.layers["dense"])
+        np.testing.assert_array_equal(out.obsm["X_pca"], wanted.obsm["X_pca"])
+        assert sorted(orders[name]) == list(range(60))
+    assert stores["1"] == stores["2"] == stores["other window"]
+    assert list(orders["other seed"]) != list(orders["1"]) != list(range(60))
+
+
 def test_window_size_does_not_show_in_the_store(tmp_path: Path) -> None:
     for layout, form in LAYOUTS.items():
         source = write_h5ad(tmp_path / f"{layout}.h5ad", form(counts()))
