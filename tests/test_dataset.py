@@ -292,9 +292,6 @@ def test_directories_that_are_no_anndata_store(tmp_path):
     (tmp_path / "text.zarr" / "zarr.json").write_text("not JSON")
     with pytest.raises(FormatError, match="not a Zarr group"):
         zl.open_dataset(tmp_path / "text.zarr")
-    write_plain(ADATA, tmp_path / "v2.zarr", zarr_format=2)
-    with pytest.raises(FormatError, match=r"Zarr v2.*zloader convert"):
-        zl.open_dataset(tmp_path / "v2.zarr")
 
 
 def test_no_x(tmp_path):

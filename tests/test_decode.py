@@ -18,7 +18,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from zloader.decode import Decoder, checksum
 from zloader.errors import CorruptChunkError, FormatError
-from zloader.layout import array_layout
+from zloader.metadata import array_layout
 
 CHUNK = 50  # elements
 COMPRESSORS = {

@@ -16,7 +16,8 @@ import zloader as zl
 from zloader.bridge import Bridge
 from zloader.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.fetch import FetchScheduler, Recipe
-from zloader.layout import MatrixLayout, array_layout
+from zloader.layout import MatrixLayout
+from zloader.metadata import array_layout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch, Plan
 from zloader.reader import BufferPool

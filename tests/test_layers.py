@@ -21,6 +21,7 @@ LAYERS = {
     "zloader.errors": 0,
     "zloader.malloc": 0,
     "zloader.layout": 1,
+    "zloader.metadata": 1,
     "zloader.sampling": 1,
     "zloader.plan": 1,
     "zloader.columns": 1,

@@ -21,13 +21,13 @@ from zloader.layout import (
     ABSENT,
     ArrayLayout,
     MatrixLayout,
-    array_layout,
     chunk_spans,
     chunks_of,
     coalesce,
     expand,
     total_bytes,
 )
+from zloader.metadata import array_layout
 
 LAYOUT = ArrayLayout(
     path="X/data",
@@ -39,6 +39,7 @@ LAYOUT = ArrayLayout(
     sharded=True,
     index_checksum=True,
     index_at_end=True,
+    key_prefix="c/",
     separator="/",
     n_dims=1,
     fill_value=0,
@@ -373,8 +374,16 @@ def _sharded(*after, chunk_shape=(4, 6), codecs=(BYTES,), index_codecs=(BYTES, C
     return [{"name": "sharding_indexed", "configuration": configuration}, *after]
 
 
+_V2 = {"zarr_format": 2, "shape": [40, 6], "chunks": [8, 6], "dtype": "<u2"}
+
 UNREADABLE = {
-    "zarr v2": {"zarr_format": 2, "shape": [40, 6], "chunks": [8, 6], "dtype": "<u2"},
+    "zarr v1": {"zarr_format": 1, "shape": [40, 6], "chunks": [8, 6], "dtype": "<u2"},
+    "zarr v2, big endian": _V2 | {"dtype": ">u2"},
+    "zarr v2, by columns": _V2 | {"order": "F"},
+    "zarr v2, chunks that split rows": _V2 | {"chunks": [8, 3]},
+    "zarr v2, unknown compressor": _V2 | {"compressor": {"id": "pcodec of the future"}},
+    "zarr v2, unknown filter": _V2 | {"filters": [{"id": "filter of the future"}], "compressor": {"id": "zlib"}},
+    "zarr v2, strings": _V2 | {"dtype": "|O"},
     "no format": {"shape": [40, 6]},
     "chunks that split rows": _plain(chunk_grid=_grid(8, 3)),
     "shards that split rows": _plain(chunk_grid=_grid(8, 3), codecs=_sharded(chunk_shape=(4, 3))),
@@ -392,7 +401,7 @@ UNREADABLE = {
     "shards compressed as a whole": _plain(codecs=_sharded(ZSTD)),
     "shards with a checksum as a whole": _plain(codecs=_sharded(CRC32C)),
     "shards in shards": _plain(codecs=_sharded(codecs=_sharded(chunk_shape=(2, 6)))),
-    "keys of zarr v2": _plain(chunk_key_encoding={"name": "v2", "configuration": {"separator": "."}}),
+    "unknown keys": _plain(chunk_key_encoding={"name": "v4", "configuration": {"separator": "."}}),
     "strings": _plain(data_type="string", codecs=[{"name": "vlen-utf8"}]),
 }
 

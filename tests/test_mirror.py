@@ -37,6 +37,7 @@ def _layout(path="X/data", *, n_elements=95, chunk_elements=10, dtype="<u2"):
         sharded=True,
         index_checksum=True,
         index_at_end=True,
+        key_prefix="c/",
         separator="/",
         n_dims=1,
         fill_value=0,

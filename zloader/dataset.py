@@ -27,7 +27,8 @@ from zloader.bridge import Bridge, Put
 from zloader.columns import ObsColumn, as_numbers
 from zloader.errors import FormatError, MissingColumnError, MissingObjectError, OptionError, StoreChangedError
 from zloader.fetch import FetchScheduler, Recipe
-from zloader.layout import ArrayLayout, MatrixLayout, array_layout
+from zloader.layout import ArrayLayout, MatrixLayout
+from zloader.metadata import array_layout
 from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
 from zloader.plan import Fetch
 from zloader.reader import BufferPool
@@ -176,7 +177,9 @@ class Dataset:
         return "zloader" in self.root.attrs
 
     def _array_layout(self, path: str) -> ArrayLayout:
-        return array_layout(path, self.root[path].metadata.to_dict(), absent_is_fill=not self._written_by_us)
+        array = self.root[path]
+        metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # which zarr leaves out for v2
+        return array_layout(path, metadata, absent_is_fill=not self._written_by_us)
 
     @property
     def matrix_names(self) -> list[str]:
@@ -329,9 +332,7 @@ def stored_keys(array: Any) -> Iterator[str]:
 
 
 def _open_root(location: Location, objects: Mapping[str, StoredObject]) -> Any:
-    if "zarr.json" not in objects:
-        if ".zgroup" in objects or ".zattrs" in objects:
-            raise FormatError(f"{location.url} is Zarr v2: only v3 is read. Run 'zloader convert' on it")
+    if not objects.keys() & {"zarr.json", ".zgroup"}:
         why = "its conversion did not end" if "zloader.partial" in objects else "there is no zarr.json in it"
         raise FormatError(f"{location.url} is not a complete AnnData Zarr store: {why}")
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
@@ -39,9 +39,10 @@ class Decoder:
         self._checked = names[-1] == "crc32c"
         compressors = [codec for codec in layout.codecs[1:] if codec["name"] != "crc32c"]
         endian = layout.codecs[0].get("configuration", {}).get("endian", "little")
-        if names[0] != "bytes" or endian != "little" or len(compressors) > 1 or "crc32c" in names[:-1]:
+        too_many = len(compressors) > 1 and not all(codec["name"] == "numcodecs" for codec in compressors)
+        if names[0] != "bytes" or endian != "little" or too_many or "crc32c" in names[:-1]:
             raise FormatError(f"{layout.path} is encoded with {names}: cannot be read. Run 'zloader convert' on it")
-        self._decompress = _decompressor(compressors[0], layout.path) if compressors else _copy
+        self._decompress = _decompressor(compressors, layout.path) if compressors else _copy
         self._dtype = layout.dtype
         self._chunk_elements = layout.chunk_elements
 
@@ -57,7 +58,7 @@ class Decoder:
         whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
         try:
             self._decompress(stored, whole)
-        except (RuntimeError, ValueError, EOFError, OSError, zlib.error) as error:
+        except (RuntimeError, ValueError, EOFError, OSError, MemoryError, zlib.error) as error:
             raise CorruptChunkError(f"it does not decode: {error}") from error
         if whole is not out:
             out[:] = whole[: len(out)]
@@ -82,15 +83,26 @@ def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
     numcodecs.blosc.decompress(stored, out)
 
 
-def _decompressor(codec: Mapping[str, Any], path: str) -> Callable[[Bytes, NDArray[Any]], None]:
-    name = codec["name"]
-    if name == "blosc":
+def _decompressor(codecs: Sequence[Mapping[str, Any]], path: str) -> Callable[[Bytes, NDArray[Any]], None]:
+    """Undoes codecs, the last one first: one of Zarr v3, or those of Zarr v2: filters, then a compressor."""
+    configurations = [
+        codec["configuration"] if codec["name"] == "numcodecs" else {"id": codec["name"]} for codec in codecs
+    ]
+    if [each["id"] for each in configurations] == ["blosc"]:
         return _blosc
-    if name not in ("zstd", "gzip"):
-        raise FormatError(f"{path} is compressed with {name!r}: cannot be read. Run 'zloader convert' on it")
-    decode = numcodecs.get_codec({"id": name}).decode
+    if codecs[0]["name"] not in ("numcodecs", "zstd", "gzip"):
+        raise FormatError(
+            f"{path} is compressed with {codecs[0]['name']!r}: cannot be read. Run 'zloader convert' on it"
+        )
+    try:
+        coders = [numcodecs.get_codec(dict(each)) for each in reversed(configurations)]
+    except ValueError as error:
+        raise FormatError(f"{path} cannot be read ({error}): run 'zloader convert' on it") from error
 
     def through_bytes(stored: Bytes, out: NDArray[Any]) -> None:
-        _copy(np.frombuffer(decode(stored), np.uint8), out)
+        plain: Any = stored
+        for coder in coders:
+            plain = coder.decode(plain)
+        _copy(np.ascontiguousarray(np.frombuffer(plain, np.uint8)), out)
 
     return through_bytes

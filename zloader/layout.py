@@ -8,7 +8,6 @@ more than one, an index of their byte ranges (Zarr v3 sharding codec, https://za
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.errors import CorruptChunkError, FormatError, MissingObjectError
+from zloader.errors import CorruptChunkError, MissingObjectError
 from zloader.terms import Rows, Span
 
 ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that was never written
@@ -25,7 +24,10 @@ ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that was never wr
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayLayout:
-    """How one array is stored; `path` is its key in the store, `codecs` are the Zarr v3 codecs of one chunk."""
+    """How one array is stored; `path` is its key in the store, `codecs` are the Zarr v3 codecs of one chunk.
+
+    A codec of Zarr v2 has the name "numcodecs" and numcodecs' own configuration.
+    """
 
     path: str
     dtype: np.dtype[Any]
@@ -36,6 +38,7 @@ class ArrayLayout:
     sharded: bool
     index_checksum: bool
     index_at_end: bool
+    key_prefix: str  # of a shard's key after the path: "c" and the separator, nothing in Zarr v2
     separator: str
     n_dims: int
     fill_value: Any
@@ -61,7 +64,7 @@ class ArrayLayout:
 
     def shard_key(self, shard: int) -> str:
         """The key of one stored object, relative to the store."""
-        return f"{self.path}/c{self.separator}" + self.separator.join([str(shard), *["0"] * (self.n_dims - 1)])
+        return f"{self.path}/{self.key_prefix}" + self.separator.join([str(shard), *["0"] * (self.n_dims - 1)])
 
     def chunk_bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         """First element of each chunk, and one past its last."""
@@ -111,67 +114,6 @@ class ArrayLayout:
         if len(ends) and (ends.max() > object_size or (table[there] > object_size).any()):
             raise CorruptChunkError(f"{where} points to byte {int(ends.max())}, but the object has {object_size} bytes")
         return table
-
-
-def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
-    """The layout of the Zarr v3 array whose `zarr.json` is `metadata`.
-
-    Raises FormatError for what cannot be read: another Zarr version, chunks that split a row, foreign endianness.
-    """
-    if metadata.get("zarr_format") != 3:
-        raise FormatError(
-            f"{path} is Zarr v{metadata.get('zarr_format')}: only v3 is read. Run 'zloader convert' on it"
-        )
-    shape = tuple(metadata["shape"])
-    outer = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
-    codecs = tuple(metadata["codecs"])
-    sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == "sharding_indexed" else None
-    inner = tuple(sharding["chunk_shape"]) if sharding else outer
-    # A dense chunk must hold whole rows. A writer may also make it wider than the rows, which pads every row.
-    if any(size != max(1, whole) for grid in (inner, outer) for size, whole in zip(grid[1:], shape[1:], strict=True)):
-        raise FormatError(
-            f"{path} has chunks of {inner} in shards of {outer}, not of whole rows of {shape}: "
-            "run 'zloader convert' on it"
-        )
-    index_codecs = _index_codecs(sharding) if sharding else []
-    known_index = index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
-    encoding = metadata.get("chunk_key_encoding", {"name": "default"})
-    if encoding["name"] != "default" or not known_index or (sharding and len(codecs) > 1):
-        raise FormatError(f"{path} has an unknown key encoding or form of shards. Run 'zloader convert' on it")
-    return ArrayLayout(
-        path=path,
-        dtype=_dtype(path, metadata["data_type"]),
-        n_elements=math.prod(shape),
-        chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # 0 without genes
-        chunks_per_shard=outer[0] // inner[0],
-        codecs=tuple(sharding["codecs"]) if sharding else codecs,
-        sharded=sharding is not None,
-        index_checksum="crc32c" in index_codecs,
-        index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
-        separator=encoding.get("configuration", {}).get("separator", "/"),
-        n_dims=len(shape),
-        fill_value=metadata.get("fill_value", 0),
-        absent_is_fill=absent_is_fill,
-    )
-
-
-def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
-    """Names of the codecs of a shard index; a byte order other than ours shows as a name of its own."""
-    names = {"little": "bytes", "big": "big-endian bytes"}
-    return [
-        names[codec.get("configuration", {}).get("endian", "little")] if codec["name"] == "bytes" else codec["name"]
-        for codec in sharding["index_codecs"]
-    ]
-
-
-def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
-    try:
-        dtype: np.dtype[Any] = np.dtype(data_type).newbyteorder("<")
-    except TypeError:
-        dtype = np.dtype(object)
-    if dtype.kind not in "biuf":
-        raise FormatError(f"{path} holds {data_type!r}, not numbers. Run 'zloader convert' on what it was made from")
-    return dtype
 
 
 @dataclass(frozen=True, kw_only=True)

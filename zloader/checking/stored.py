@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from zloader.checking.hierarchy import Hierarchy
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, FormatError, ZloaderError
-from zloader.layout import ArrayLayout, array_layout
+from zloader.layout import ArrayLayout
+from zloader.metadata import array_layout
 from zloader.terms import MiB
 from zloader.writing.objects import translated
 from zloader.writing.shards import scan_shard

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, TruncatedObjectError
-from zloader.layout import ABSENT, ArrayLayout, array_layout
+from zloader.layout import ABSENT, ArrayLayout
+from zloader.metadata import array_layout
 from zloader.store import Location
 from zloader.terms import MiB
 from zloader.writing.encode import ChunkEncoder, shard_index

@@ -1,0 +1,114 @@
+"""An array's Zarr metadata, v2 or v3 -> its ArrayLayout. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zloader.errors import FormatError
+from zloader.layout import ArrayLayout
+
+
+def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
+    """The layout of the array whose `zarr.json` (v3) or `.zarray` (v2) is `metadata`.
+
+    Raises FormatError for what cannot be read: another Zarr version, chunks that split a row, foreign endianness.
+    """
+    if metadata.get("zarr_format") == 2:
+        return _layout_v2(path, metadata, absent_is_fill=absent_is_fill)
+    if metadata.get("zarr_format") != 3:
+        raise FormatError(
+            f"{path} is Zarr v{metadata.get('zarr_format')}: v2 and v3 are read. Run 'zloader convert' on it"
+        )
+    shape = tuple(metadata["shape"])
+    outer = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+    codecs = tuple(metadata["codecs"])
+    sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == "sharding_indexed" else None
+    inner = tuple(sharding["chunk_shape"]) if sharding else outer
+    _check_whole_rows(path, shape, inner, outer)
+    index_codecs = _index_codecs(sharding) if sharding else []
+    known_index = index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
+    encoding = metadata.get("chunk_key_encoding", {"name": "default"})
+    is_default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    if encoding["name"] not in ("default", "v2") or not known_index or (sharding and len(codecs) > 1):
+        raise FormatError(f"{path} has an unknown key encoding or form of shards. Run 'zloader convert' on it")
+    return ArrayLayout(
+        path=path,
+        dtype=_dtype(path, metadata["data_type"]),
+        n_elements=math.prod(shape),
+        chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # 0 without genes
+        chunks_per_shard=outer[0] // inner[0],
+        codecs=tuple(sharding["codecs"]) if sharding else codecs,
+        sharded=sharding is not None,
+        index_checksum="crc32c" in index_codecs,
+        index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
+        key_prefix=f"c{separator}" if is_default else "",
+        separator=separator,
+        n_dims=len(shape),
+        fill_value=metadata.get("fill_value", 0),
+        absent_is_fill=absent_is_fill,
+    )
+
+
+def _check_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
+    """A dense chunk must hold whole rows. A writer may also make it wider than the rows, which pads every row."""
+    if any(size != max(1, whole) for grid in grids for size, whole in zip(grid[1:], shape[1:], strict=True)):
+        raise FormatError(
+            f"{path} has chunks of {' in shards of '.join(map(str, grids))}, not of whole rows of {shape}: "
+            "run 'zloader convert' on it"
+        )
+
+
+def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
+    """The layout of a Zarr v2 array: every chunk is an object, compressed and filtered by numcodecs."""
+    shape, chunks = tuple(metadata["shape"]), tuple(metadata["chunks"])
+    _check_whole_rows(path, shape, chunks)
+    if metadata.get("order", "C") != "C" and len(shape) > 1:
+        raise FormatError(f"{path} is stored column by column: run 'zloader convert' on it")
+    dtype = _dtype(path, metadata["dtype"])
+    if np.dtype(metadata["dtype"]).byteorder == ">":
+        raise FormatError(f"{path} is stored in foreign byte order: run 'zloader convert' on it")
+    coders = [*(metadata.get("filters") or []), metadata.get("compressor")]
+    configurations = [
+        getattr(coder, "get_config", lambda coder=coder: coder)() for coder in coders if coder is not None
+    ]
+    fill_value = metadata.get("fill_value")
+    return ArrayLayout(
+        path=path,
+        dtype=dtype,
+        n_elements=math.prod(shape),
+        chunk_elements=max(1, math.prod(chunks)),
+        chunks_per_shard=1,
+        codecs=({"name": "bytes"}, *({"name": "numcodecs", "configuration": each} for each in configurations)),
+        sharded=False,
+        index_checksum=False,
+        index_at_end=False,
+        key_prefix="",
+        separator=metadata.get("dimension_separator", "."),
+        n_dims=len(shape),
+        fill_value=0 if fill_value is None else fill_value,
+        absent_is_fill=absent_is_fill,
+    )
+
+
+def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
+    """Names of the codecs of a shard index; a byte order other than ours shows as a name of its own."""
+    names = {"little": "bytes", "big": "big-endian bytes"}
+    return [
+        names[codec.get("configuration", {}).get("endian", "little")] if codec["name"] == "bytes" else codec["name"]
+        for codec in sharding["index_codecs"]
+    ]
+
+
+def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(data_type).newbyteorder("<")
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "biuf":
+        raise FormatError(f"{path} holds {data_type!r}, not numbers. Run 'zloader convert' on what it was made from")
+    return dtype
