@@ -166,7 +166,7 @@ def read_indexes(
             spans[shard] = found
         else:
             indexes[shard] = found
-    source = ObjectSource(dataset.location, options)
+    source = ObjectSource(dataset.location, dataset.objects, options)
 
     async def produce(put: Put[list[bytes]]) -> None:
         await put([await source.read(list(spans.values()))], 0)

@@ -290,7 +290,7 @@ class Dataset:
             dense=matrix.genes is None,
             dtype=self.original_dtype(matrix),
         )
-        source = ObjectSource(self.location, options)
+        source = ObjectSource(self.location, self.objects, options)
         scheduler = FetchScheduler(recipe, source, self.mirror(matrix), options, BufferPool())
         fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
 

@@ -165,7 +165,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         _silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
-        source = ObjectSource(self.dataset.location, self.options)
+        source = ObjectSource(self.dataset.location, self.dataset.objects, self.options)
         mirror = None if matrix is None else self.dataset.mirror(matrix)
         scheduler = FetchScheduler(recipe, source, mirror, self.options, self._buffers)
 

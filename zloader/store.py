@@ -29,6 +29,7 @@ from zloader.errors import (
     MissingObjectError,
     OptionError,
     ReadError,
+    StoreChangedError,
     StoreError,
     StoreNotFoundError,
     TruncatedObjectError,
@@ -135,6 +136,16 @@ class Location:
             for key, entry in found.items()
         }
 
+    def find_object(self, key: str) -> StoredObject | None:
+        """One object as it is now; None where it is not. Raises StoreError."""
+        try:
+            entry = self.filesystem().info(f"{self.path}/{key}")
+        except FileNotFoundError:
+            return None
+        except (OSError, BotoCoreError) as error:
+            raise StoreError(f"cannot look at {key} of {self.url}: {error}") from error
+        return StoredObject(size=int(entry["size"]), tag=_tag(entry))
+
 
 def _tag(entry: Mapping[str, Any]) -> str:
     return str(entry["ETag"]) if "ETag" in entry else repr(entry.get("mtime"))
@@ -146,14 +157,18 @@ class ObjectSource:
     Nothing is opened before the first `read`, which must happen in the process that iterates.
     """
 
-    def __init__(self, location: Location, options: FetchOptions) -> None:
-        self._location = location
-        self._options = options
+    def __init__(self, location: Location, objects: Mapping[str, StoredObject], options: FetchOptions) -> None:
+        """`objects` are those that were listed when the store was opened: others are not taken for them."""
+        self._location, self._objects, self._options = location, objects, options
+        self._generations: dict[str, bytes] = {}  # of each object read from, as TensorStore has it
         self._credentials = _Credentials()
         self._opening: asyncio.Task[Any] | None = None
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """The bytes of each span, in order. Raises a ReadError, or AccessDeniedError, that names URL, key and range."""
+        """The bytes of each span, in order.
+
+        Raises a ReadError, AccessDeniedError or StoreChangedError, each with URL, key and range.
+        """
         if self._opening is None:  # several fetches may come at once: one of them opens
             self._opening = asyncio.ensure_future(_open_kvstore(self._location, self._credentials))
         kvstore = await self._opening
@@ -184,13 +199,37 @@ class ObjectSource:
                 raise MissingObjectError(
                     f"{self._at(span)}: there is no such object. Was the store changed or deleted?"
                 )
+            await self._check_unchanged(span, result.stamp.generation)
             stored: bytes = result.value
             if len(stored) == span.size:
                 return stored
             gave = f"it gave {len(stored)} of {span.size} bytes"
+        await self._check_there(span)
         raise TruncatedObjectError(
             f"{self._at(span)} failed {self._options.retries + 1} times ({gave}): the object was cut short. "
             "Restore or convert the store again"
+        )
+
+    async def _check_unchanged(self, span: Span, generation: bytes) -> None:
+        """Raises StoreChangedError when an object is not the one that was listed, or was read from before."""
+        known = self._generations.get(span.key)
+        if known == generation:
+            return
+        if known is not None:
+            raise self._changed(span)
+        # An S3 generation ends in the ETag. Where that is not the one listed, and for files, it takes another look.
+        if not (self._location.scheme == "s3" and generation.endswith(self._objects[span.key].tag.encode())):
+            await self._check_there(span)
+        self._generations[span.key] = generation
+
+    async def _check_there(self, span: Span) -> None:
+        """Raises StoreChangedError when another object is there now than the one that was listed."""
+        if await asyncio.to_thread(self._location.find_object, span.key) != self._objects[span.key]:
+            raise self._changed(span)
+
+    def _changed(self, span: Span) -> StoreChangedError:
+        return StoreChangedError(
+            f"{self._at(span)}: the object is not the one that was there when the store was opened. Open it again"
         )
 
     def _at(self, span: Span) -> str:
