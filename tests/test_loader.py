@@ -157,6 +157,18 @@ def test_layouts_and_dtypes(tmp_path, layout, dtype, kind):
     assert str(x.dtype).removeprefix("torch.") == dtype
 
 
+def test_statistics_say_what_was_in_flight(store):
+    options = zl.FetchOptions(in_flight_bytes=20_000, max_read_bytes=4_000, gap_bytes=0)
+    loader = zl.Loader(zl.open_dataset(store), batch_size=50, fetch_factor=2, options=options)
+    for _ in loader:
+        assert loader.statistics().in_flight_bytes <= loader.statistics().most_in_flight_bytes
+    seen = loader.statistics()
+    assert seen.in_flight_bytes == 0
+    assert 0 < seen.most_in_flight_bytes <= 20_000
+    assert repr(seen).startswith(f"<Statistics of epoch 0: 503 rows in {seen.minibatches} minibatches, ")
+    assert f"{seen.gets:,} GETs, {seen.bytes_read / 1e6:,.1f} MB read" in repr(seen)
+
+
 def test_obs_alone_reads_no_matrix(store):
     loader = zl.Loader(zl.open_dataset(store), x=None, obs=OBS, batch_size=50, fetch_factor=2)
     rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])

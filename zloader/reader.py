@@ -39,6 +39,8 @@ class Counters:
     chunks_decoded: int = 0
     chunks_from_mirror: int = 0
     rereads: int = 0
+    in_flight_bytes: int = 0
+    most_in_flight_bytes: int = 0
     decode_s: float = 0.0
     gather_s: float = 0.0
 
@@ -102,9 +104,15 @@ class Workshop:
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The source's `read`, counted."""
-        self.counters.gets += len(spans)
-        self.counters.bytes_read += sum(span.size for span in spans)
-        return await self.source.read(spans)
+        counters, n_bytes = self.counters, sum(span.size for span in spans)
+        counters.gets += len(spans)
+        counters.bytes_read += n_bytes
+        counters.in_flight_bytes += n_bytes
+        counters.most_in_flight_bytes = max(counters.most_in_flight_bytes, counters.in_flight_bytes)
+        try:
+            return await self.source.read(spans)
+        finally:
+            counters.in_flight_bytes -= n_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

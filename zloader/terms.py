@@ -138,12 +138,14 @@ class MinibatchArrays:
         return held if self.x is None else held + self.x.nbytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Statistics:
     """What the last epoch of a loader, or the one under way, has done so far.
 
-    Times are seconds: `decode_s` and `gather_s` are summed over threads, `wait_s` is what the consumer waited for its
-    next minibatch, `elapsed_s` runs from `iter()` to the last minibatch taken.
+    `gets` are the ranged reads that were made of the chunks asked for, `bytes_read` what they gave, `in_flight_bytes`
+    what is being read now and `most_in_flight_bytes` the most that ever was. Times are seconds: `decode_s` and
+    `gather_s` are summed over threads, `wait_s` is what the consumer waited for its next minibatch, `elapsed_s` runs
+    from `iter()` to the last minibatch taken.
     """
 
     epoch: int
@@ -154,10 +156,20 @@ class Statistics:
     chunks_decoded: int
     chunks_from_mirror: int
     rereads: int
+    in_flight_bytes: int
+    most_in_flight_bytes: int
     decode_s: float
     gather_s: float
     wait_s: float
     elapsed_s: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<Statistics of epoch {self.epoch}: {self.rows:,} rows in {self.minibatches:,} minibatches, "
+            f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, "
+            f"{self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at once; "
+            f"{self.chunks_decoded:,} decoded, {self.chunks_from_mirror:,} from the mirror, {self.rereads} reread>"
+        )
 
     @property
     def rows_per_s(self) -> float:
