@@ -32,7 +32,7 @@ def test_the_example_runs_as_it_stands(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "epoch 0: 150 rows" in run.stdout
-    assert re.search(r"epoch=1, rows=150.* gets=0", run.stdout)
+    assert re.search(r"epoch 1: 150 rows.* 0 GETs", run.stdout)
     assert "n_obs × n_vars = 3 × 40" in run.stdout
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 13
