@@ -130,3 +130,9 @@ def test_bytes_that_do_not_decode_are_an_error(tmp_path: Path, compressor: str) 
     stored.write_bytes(stored.read_bytes()[:-20])
     with pytest.raises(CorruptChunkError, match="X/data/1"):
         zl.open_dataset(store).take(range(ADATA.n_obs))
+
+
+def test_verify_says_that_it_does_not_check_zarr_v2(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", csr((500, 700)), 2)
+    (problem,) = zl.verify(store, progress=False).problems
+    assert "is Zarr v2" in problem.what

@@ -23,10 +23,9 @@ from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.store import Location
 from zloader.terms import MiB
 from zloader.writing.destination import MARKER
-from zloader.writing.encode import parse_size
+from zloader.writing.encode import working_bytes
 
 _THREADS = 8  # enough for the latency of S3; on few cores they cost nothing
-_LIBRARY_BYTES = 256 * MiB  # resident before anything is read
 _THREAD_BYTES = 24 * MiB  # that a thread holds: stored bytes, and a few chunks decoded
 
 
@@ -118,7 +117,7 @@ class _Seen:
 def _opened(location: Location, findings: Findings) -> Dataset | None:
     """The store, unless it is so damaged that nothing else can be said."""
     try:
-        return open_dataset(location.url, storage_options=location.storage_options)
+        dataset = open_dataset(location.url, storage_options=location.storage_options)
     except FormatError as error:
         there = location.listing()
         if MARKER in there and "zarr.json" not in there:
@@ -126,12 +125,16 @@ def _opened(location: Location, findings: Findings) -> Dataset | None:
         else:
             findings.add("zarr.json", error)
         return None
+    if dataset.root.metadata.zarr_format != 3:
+        findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
+        return None
+    return dataset
 
 
 @contextlib.contextmanager
 def _threads(memory: int | str) -> Iterator[Executor]:
     """Threads that read; an error or Ctrl-C drops what they had not begun."""
-    n_threads = max(1, min(_THREADS, (parse_size(memory) - _LIBRARY_BYTES) // _THREAD_BYTES))
+    n_threads = max(1, min(_THREADS, working_bytes(memory) // _THREAD_BYTES))
     with ThreadPoolExecutor(n_threads, thread_name_prefix="zloader-verify") as pool:
         try:
             yield pool

@@ -44,6 +44,11 @@ def parse_size(size: int | str) -> int:
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 
 
+def working_bytes(memory: int | str) -> int:
+    """What a bound on resident memory leaves beside interpreter and libraries. Raises OptionError."""
+    return parse_size(memory) - _LIBRARY_BYTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """How `convert` lays out a store, and what it holds in memory. Raises OptionError."""
@@ -85,7 +90,7 @@ class ConvertOptions:
     @property
     def window(self) -> int:
         """Bytes of values and indices that are held to be sorted; with all copies it is some eight times as much."""
-        return self.window_bytes or (parse_size(self.memory) - _LIBRARY_BYTES) // 8
+        return self.window_bytes or working_bytes(self.memory) // 8
 
 
 class ChunkEncoder:
