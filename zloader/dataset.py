@@ -28,7 +28,7 @@ from zloader.columns import ObsColumn, as_numbers
 from zloader.errors import FormatError, MissingColumnError, MissingObjectError, OptionError, StoreChangedError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.layout import ArrayLayout, MatrixLayout
-from zloader.metadata import array_layout
+from zloader.metadata import layout_of
 from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
 from zloader.plan import Fetch
 from zloader.reader import BufferPool
@@ -177,9 +177,7 @@ class Dataset:
         return "zloader" in self.root.attrs
 
     def _array_layout(self, path: str) -> ArrayLayout:
-        array = self.root[path]
-        metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # which zarr leaves out for v2
-        return array_layout(path, metadata, absent_is_fill=not self._written_by_us)
+        return layout_of(self.root[path], absent_is_fill=not self._written_by_us)
 
     @property
     def matrix_names(self) -> list[str]:

@@ -12,6 +12,12 @@ from zloader.errors import FormatError
 from zloader.layout import ArrayLayout
 
 
+def layout_of(array: Any, *, absent_is_fill: bool) -> ArrayLayout:
+    """The layout of an opened zarr array. Raises FormatError as `array_layout`."""
+    metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # which zarr leaves out for v2
+    return array_layout(array.path, metadata, absent_is_fill=absent_is_fill)
+
+
 def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
     """The layout of the array whose `zarr.json` (v3) or `.zarray` (v2) is `metadata`.
 

@@ -17,7 +17,7 @@ from zloader.checking.hierarchy import Hierarchy
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, FormatError, ZloaderError
 from zloader.layout import ArrayLayout
-from zloader.metadata import array_layout
+from zloader.metadata import layout_of
 from zloader.terms import MiB
 from zloader.writing.objects import translated
 from zloader.writing.shards import scan_shard
@@ -105,7 +105,7 @@ def _layout(array: zarr.Array[Any], *, absent_is_fill: bool) -> ArrayLayout | No
     if array.ndim == 0 or array.size == 0 or array.dtype.kind not in "biuf":
         return None
     try:
-        layout = array_layout(array.path, array.metadata.to_dict(), absent_is_fill=absent_is_fill)
+        layout = layout_of(array, absent_is_fill=absent_is_fill)
         Decoder(layout)
     except FormatError:
         return None

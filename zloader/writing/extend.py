@@ -19,10 +19,9 @@ from zloader.errors import SourceError, StoreError
 from zloader.sources.join import without_zeros
 from zloader.sources.windows import Advance, SourceMatrix, Window
 from zloader.writing.fit import unfit
-from zloader.writing.matrices import MatrixScan, Target
+from zloader.writing.matrices import MatrixScan, Target, row_ends
 from zloader.writing.shards import ShardWriter, read_shard, stored_layout
 
-_INDPTR_WINDOW = 1 << 20  # entries handed over at once
 _MAX_OBJECTS = 10_000  # of one array; 100 million cells have 2 200
 
 
@@ -148,10 +147,8 @@ def _extend_sparse(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> in
 
 def _extend_indptr(indptr: zarr.Array[Any], lengths: NDArray[np.uint32], end: int, target: Target) -> None:
     with _grown(indptr, target) as writer:
-        for start in range(0, len(lengths), _INDPTR_WINDOW):
-            ends = end + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
+        for _, ends in row_ends(lengths, end):
             writer.append(ends)
-            end = int(ends[-1])
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ an interrupted conversion goes on after the last shard whose bytes are there and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from zloader.errors import FormatError, ReadError, SourceError
 from zloader.progress import Bars
 from zloader.sources.windows import Advance, SourceMatrix, Window
 from zloader.store import Location
+from zloader.terms import Rows
 from zloader.writing.encode import (
     ChunkEncoder,
     ConvertOptions,
@@ -239,12 +240,17 @@ def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target, group:
         lengths = again.lengths
     with target.writer(array) as writer:
         writer.append(np.zeros(1, dtype))
-        end = 0
-        for start in range(0, matrix.n_rows, _INDPTR_WINDOW):
-            ends = end + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
+        for _, ends in row_ends(lengths):
             writer.append(ends)
-            end = int(ends[-1])
     return lengths
+
+
+def row_ends(lengths: NDArray[np.uint32], begin: int = 0) -> Iterator[tuple[int, Rows]]:
+    """Where rows end that begin at an element, some at a time: the number of the first, and their ends."""
+    for start in range(0, len(lengths), _INDPTR_WINDOW):
+        ends = begin + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
+        yield start, ends
+        begin = int(ends[-1])
 
 
 def _stored_lengths(indptr: zarr.Array[Any], target: Target) -> NDArray[np.uint32]:
@@ -261,11 +267,8 @@ def _stored_lengths(indptr: zarr.Array[Any], target: Target) -> NDArray[np.uint3
 
 def _row_at(lengths: NDArray[np.uint32], element: int) -> tuple[int, int]:
     """The row that holds an element, and how many of the row's elements come before it."""
-    first = 0
-    for start in range(0, len(lengths), _INDPTR_WINDOW):
-        ends = first + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
+    for start, ends in row_ends(lengths):
         if ends[-1] > element:
             row = int(np.searchsorted(ends, element, side="right"))
             return start + row, element - int(ends[row] - lengths[start + row])
-        first = int(ends[-1])
     return len(lengths), 0

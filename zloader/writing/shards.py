@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, TruncatedObjectError
 from zloader.layout import ABSENT, ArrayLayout
-from zloader.metadata import array_layout
+from zloader.metadata import layout_of
 from zloader.store import Location
 from zloader.terms import MiB
 from zloader.writing.encode import ChunkEncoder, shard_index
@@ -161,7 +161,7 @@ class ShardWriter:
 
 def stored_layout(array: zarr.Array[Any]) -> ArrayLayout:
     """The layout of an array whose objects must all be there."""
-    return array_layout(array.path, array.metadata.to_dict(), absent_is_fill=False)
+    return layout_of(array, absent_is_fill=False)
 
 
 def read_shard(location: Location, layout: ArrayLayout, shard: int, size: int) -> Iterator[NDArray[Any]]:
