@@ -38,7 +38,7 @@ from zarr.storage import WrapperStore
 import zloader as zl
 from zloader import errors
 from zloader.append import AppendReport, append, append_to
-from zloader.store import Location
+from zloader.location import Location
 from zloader.writing.destination import Destination
 from zloader.writing.fit import unfit
 

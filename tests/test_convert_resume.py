@@ -31,7 +31,7 @@ from sources import (
 import zloader as zl
 from zloader import errors
 from zloader.convert import convert_to
-from zloader.store import Location
+from zloader.location import Location
 from zloader.writing.destination import MARKER
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=3)

@@ -39,7 +39,7 @@ from sources import (
 
 from zloader import errors
 from zloader.convert import convert_to
-from zloader.store import Location
+from zloader.location import Location
 from zloader.writing.destination import MARKER, PendingStore
 
 # ---- interruption

@@ -29,10 +29,10 @@ from sources import SMALL, assert_same, counts, frame, full_anndata, write_h5ad
 
 import zloader as zl
 from zloader import errors
+from zloader.location import Location
 from zloader.sources.inputs import Input, open_inputs
 from zloader.sources.places import BlockCache, RemoteFile, places
 from zloader.sources.source import encoding_of, open_matrix, shape_of
-from zloader.store import Location
 
 MATRICES = ("X", "layers/csr", "layers/csc", "layers/dense", "raw/X")
 

@@ -27,6 +27,8 @@ LAYERS = {
     "zloader.columns": 1,
     "zloader.decode": 1,
     "zloader.gather": 1,
+    "zloader.location": 2,
+    "zloader.kvstore": 2,
     "zloader.store": 2,
     "zloader.mirror": 2,
     "zloader.bridge": 2,

@@ -29,7 +29,7 @@ from zloader.checking.canonical import GeneOrder, IndptrCheck
 from zloader.checking.differences import Sparse, bits_differ, column_difference, element_differences
 from zloader.checking.findings import Findings
 from zloader.convert import convert_to
-from zloader.store import Location
+from zloader.location import Location
 from zloader.verify import Verification, verify
 from zloader.writing.destination import MARKER
 

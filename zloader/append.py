@@ -22,10 +22,10 @@ from zloader.convert import library_settings, refuse_overlap
 from zloader.dataset import Dataset
 from zloader.errors import StoreError
 from zloader.joining.content import Content
+from zloader.location import Location
 from zloader.malloc import keep_freed_memory
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Source, open_inputs
-from zloader.store import Location
 from zloader.writing.destination import Destination
 from zloader.writing.encode import ConvertOptions
 from zloader.writing.extend import FittedMatrix, check_objects, check_room, extend_matrix

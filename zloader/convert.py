@@ -31,11 +31,11 @@ import zarr.errors
 from zloader.errors import OptionError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
 from zloader.joining.shuffled import ShuffledContent
+from zloader.location import Location
 from zloader.malloc import keep_freed_memory
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.sources.windows import SourceMatrix
-from zloader.store import Location
 from zloader.writing.destination import Destination, PendingStore
 from zloader.writing.elements import ElementWriter
 from zloader.writing.encode import ConvertOptions

@@ -28,11 +28,12 @@ from zloader.columns import ObsColumn, as_numbers
 from zloader.errors import FormatError, MissingColumnError, MissingObjectError, OptionError, StoreChangedError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.layout import ArrayLayout, MatrixLayout
+from zloader.location import Location, StoredObject
 from zloader.metadata import layout_of
 from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
 from zloader.plan import Fetch
 from zloader.reader import BufferPool
-from zloader.store import Location, ObjectSource, StoredObject
+from zloader.store import ObjectSource
 from zloader.terms import Cache, CsrArrays, FetchOptions, MinibatchArrays, Rows
 
 X = CsrArrays | NDArray[np.generic]

@@ -18,9 +18,9 @@ from zloader.checking.scan import ChunkScan
 from zloader.convert import library_settings
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import FormatError
+from zloader.location import Location
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs
-from zloader.store import Location
 from zloader.terms import MiB
 from zloader.writing.destination import MARKER
 from zloader.writing.encode import working_bytes

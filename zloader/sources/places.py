@@ -30,7 +30,7 @@ from zloader.errors import (
     TruncatedObjectError,
     ZloaderError,
 )
-from zloader.store import Location
+from zloader.location import Location
 from zloader.terms import MiB
 
 Objects = list[tuple[str, int, str]]  # relative name, bytes, and a tag that changes with the bytes

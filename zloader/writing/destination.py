@@ -21,7 +21,7 @@ from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
 from zloader.errors import AccessDeniedError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
-from zloader.store import Location
+from zloader.location import Location
 from zloader.writing.objects import PARTIAL, ObjectWriter, create_object, translated
 
 MARKER = "zloader.partial"

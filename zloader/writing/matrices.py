@@ -16,9 +16,9 @@ import zarr
 from numpy.typing import NDArray
 
 from zloader.errors import FormatError, ReadError, SourceError
+from zloader.location import Location
 from zloader.progress import Bars
 from zloader.sources.windows import Advance, SourceMatrix, Window
-from zloader.store import Location
 from zloader.terms import Rows
 from zloader.writing.encode import (
     ChunkEncoder,

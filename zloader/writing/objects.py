@@ -18,7 +18,7 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
 from zloader.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.store import Location
+from zloader.location import Location
 from zloader.terms import MiB
 
 PARTIAL = ".partial"  # ends the name of a local file that is being written, by zarr as well

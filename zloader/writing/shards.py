@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, TruncatedObjectError
 from zloader.layout import ABSENT, ArrayLayout
+from zloader.location import Location
 from zloader.metadata import layout_of
-from zloader.store import Location
 from zloader.terms import MiB
 from zloader.writing.encode import ChunkEncoder, shard_index
 from zloader.writing.objects import ObjectWriter, translated
