@@ -51,6 +51,7 @@ LAYERS = {
     "zloader.demo": TOP,
     "zloader.workplace": TOP,
     "zloader.cli": TOP,
+    "zloader.cli_bench": TOP,
     "zloader.cli_convert": TOP,
     "zloader.command": TOP,
     "zloader.terminal": TOP,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -180,3 +182,87 @@ class DemoView:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+# ---- bench
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{size(bytes_per_s)}/s"
+
+
+# In the order shown; figures that are not there are left out.
+_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "rows_per_s": ("rows/s", _count),
+    "elapsed_s": ("took", _seconds),
+    "first_minibatch_s": ("first minibatch after", _seconds),
+    "wait_share": ("waited", _share),
+    "gets": ("GETs", _count),
+    "spans": ("spans", _count),
+    "bytes_read": ("read", size),
+    "bytes_read_per_s": ("read per second", _rate),
+    "in_flight_bytes": ("in flight now", size),
+    "most_in_flight_bytes": ("in flight at most", size),
+    "mirror_share": ("chunks from the mirror", _share),
+    "bytes_from_mirror": ("read from the mirror", size),
+    "decode_s": ("decoding, all threads", _seconds),
+    "gather_s": ("gathering, all threads", _seconds),
+    "rereads": ("reread", _count),
+    "retries": ("retries", _count),
+}
+_IN_A_LINE = ("elapsed_s", "first_minibatch_s", "wait_share", "gets", "bytes_read", "mirror_share")
+
+
+def _shown(name: str, figures: Mapping[str, float]) -> str:
+    return _FIGURES[name][1](figures[name]) if name in figures else ""
+
+
+def in_a_line(figures: Mapping[str, float]) -> str:
+    """The chief figures of an epoch."""
+    return f"{_count(figures['rows_per_s'])} rows/s; " + ", ".join(
+        f"{_FIGURES[name][0]} {_shown(name, figures)}" for name in _IN_A_LINE if name in figures
+    )
+
+
+def _figures_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
+    """One row for each figure that some column has."""
+    table = _table("", *(f">{name}" for name in columns))
+    for name, (label, _) in _FIGURES.items():
+        if any(name in figures for figures in columns.values()):
+            table.add_row(label, *(_shown(name, figures) for figures in columns.values()))
+    return table
+
+
+def show_figures(console: Console, columns: Mapping[str, Mapping[str, float]]) -> None:
+    """Figures side by side, without what only matters while an epoch runs."""
+    ended = {
+        column: {k: v for k, v in figures.items() if k != "in_flight_bytes"} for column, figures in columns.items()
+    }
+    console.print(_figures_table(ended))
+
+
+@contextlib.contextmanager
+def bench_view(console: Console, rows: int, figures: Callable[[], Mapping[str, float]]) -> Iterator[None]:
+    """Meanwhile shows the figures of the epoch under way, as they change, if there is a terminal to draw on."""
+    if not console.is_terminal:
+        yield
+        return
+
+    def render() -> RenderableType:
+        now = figures()
+        return _figures_table({f"epoch {now['epoch']:.0f}: {now['rows']:,.0f} of {rows:,} rows": now})
+
+    with Live(console=console, get_renderable=render, refresh_per_second=8, transient=True):
+        yield
