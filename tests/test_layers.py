@@ -27,6 +27,8 @@ LAYERS = {
     "zloader.columns": 1,
     "zloader.decode": 1,
     "zloader.gather": 1,
+    "zloader.credentials": 2,
+    "zloader.web": 2,
     "zloader.location": 2,
     "zloader.kvstore": 2,
     "zloader.store": 2,

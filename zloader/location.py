@@ -1,13 +1,14 @@
 """Where a store lives: its URL and options, its listing, and the zarr store for its metadata.
 
-All of it goes through fsspec, s3fs and zarr. The bytes of chunks go through store.py, which takes credentials and
-endpoints from the same `storage_options` and `AWS_*` variables.
+All of it goes through fsspec and zarr. The bytes of chunks go through store.py, which is told of credentials and
+endpoints what is told here.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,18 @@ import zarr.abc.store
 import zarr.storage
 from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
-from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError
+from zloader import web
+from zloader.credentials import s3_access
+from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 
-SCHEMES = ("file", "s3")
+SCHEMES = ("file", "s3", "gs", "http", "https")
+_WRITABLE = ("file", "s3")
+_WEB = ("http", "https")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """Size in bytes and tag (ETag, or modification time for local files) of one object, as listed."""
+    """Size in bytes and tag (ETag, GCS generation, or modification time) of one object, as listed."""
 
     size: int
     tag: str
@@ -35,101 +40,163 @@ class StoredObject:
 class Location:
     """A URL together with the options that open it.
 
-    `url` is a local path, `file://` or `s3://bucket/prefix`; `storage_options` are s3fs's and are never shown.
+    `url` is a local path, `file://`, `s3://bucket/prefix`, or for reading alone `gs://bucket/prefix` or `http(s)://`.
+    `storage_options` are s3fs's or gcsfs's, or `headers` for http(s). They are never shown, but pickled: a worker
+    process needs them, and whoever keeps the pickle keeps the secrets.
     """
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
+        scheme, authority = self.scheme, self.url.partition("://")[2].partition("/")[0]
+        shown = self.url.replace(authority, authority.rpartition("@")[2]).partition("?")[0]
+        if scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            raise OptionError(f"cannot open {self.url!r}: give a local path or a URL that starts with {known}")
-        if self.scheme == "s3" and not urlsplit(self.url).netloc:
-            raise OptionError(f"cannot open {self.url!r}: an S3 URL reads s3://BUCKET/KEY")
+            raise OptionError(f"cannot open {shown!r}: give a local path or a URL that starts with {known}")
+        if scheme != "file" and not authority:
+            raise OptionError(f"cannot open {shown!r}: a URL reads {scheme}://{_shape(scheme)}")
+        if scheme != "file" and "@" in authority:
+            raise OptionError(f"cannot open {shown!r}: a URL cannot hold user and password. Use storage_options")
+        if scheme in _WEB and ("?" in self.url or "#" in self.url):
+            raise OptionError(
+                f"cannot open {shown!r}: the address of a store cannot have a query or fragment. Give what it says as "
+                "headers in storage_options; write ? and # that belong to the path as %3F and %23"
+            )
 
     @property
     def scheme(self) -> str:
-        """`"file"` or `"s3"`."""
+        """`"file"`, `"s3"`, `"gs"`, `"http"` or `"https"`."""
         return urlsplit(self.url).scheme if "://" in self.url else "file"
 
     @property
     def path(self) -> str:
-        """The absolute local path, or `bucket/prefix`; never ends in a slash."""
+        """The absolute local path, `bucket/prefix`, or the whole address in plain text; never ends in a slash."""
         if self.scheme == "file":
             bare = unquote(urlsplit(self.url).path) if "://" in self.url else self.url
             return str(Path(bare).expanduser().absolute())
-        parts = urlsplit(self.url)
-        return f"{parts.netloc}/{parts.path.strip('/')}".rstrip("/")
+        rest = self.url.partition("://")[2].strip("/")
+        return f"{self.scheme}://{unquote(rest)}" if self.is_web else rest
 
-    def filesystem(self) -> Any:
+    @property
+    def is_web(self) -> bool:
+        """Whether it is on a web server, which cannot be listed."""
+        return self.scheme in _WEB
+
+    def require_writable(self) -> None:
+        """Raises OptionError where stores can only be read."""
+        if self.scheme not in _WRITABLE:
+            raise OptionError(
+                f"cannot write to {self.url}: stores are written to a local path or s3:// alone. Write there, and copy "
+                "the store with a tool of the cloud"
+            )
+
+    def filesystem(self, *, asynchronous: bool = False) -> Any:
         """The fsspec file system that holds `path`, with nothing cached of its listings."""
-        return fsspec.filesystem(self.scheme, **self._fsspec_options())
+        with self._translated("open"):
+            if self.is_web:
+                return web.web_files(self.storage_options, asynchronous=asynchronous)
+            if self.scheme == "gs":
+                options = {"use_listings_cache": False, **self.storage_options, "token": self.google_token()}
+                return _google_files()(access="read_only", asynchronous=asynchronous, **options)
+            if self.scheme == "file":
+                return fsspec.filesystem("file")
+            options = {"use_listings_cache": False, **s3_access(self.storage_options).options}
+            return fsspec.filesystem("s3", asynchronous=asynchronous, **options)
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """A zarr store rooted at this URL, for metadata and small arrays."""
+        if not read_only:
+            self.require_writable()
         if self.scheme == "file":
             return zarr.storage.LocalStore(self.path, read_only=read_only)
-        return zarr.storage.FsspecStore.from_url(
-            f"s3://{self.path}", storage_options=self._fsspec_options(), read_only=read_only
-        )
+        return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=read_only, path=self.path)
 
-    def _fsspec_options(self) -> dict[str, Any]:
-        return {} if self.scheme == "file" else {"use_listings_cache": False, **self.s3_options()}
-
-    def s3_options(self) -> dict[str, Any]:
-        """`storage_options` with what they leave to the AWS_* variables filled in, for s3fs and TensorStore alike.
-
-        fsspec gives out one client for equal options for ever, so the variables must show in the options: else
-        credentials mended in a running process would not be seen.
-        """
-        options, client = dict(self.storage_options), dict(self.storage_options.get("client_kwargs") or {})
-        if not (client.keys() | options.keys()) & {"key", "anon", "profile", "aws_access_key_id"}:
-            names = {"key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
-            if "AWS_PROFILE" in os.environ:
-                names = {"profile": "AWS_PROFILE"}
-            options |= {option: os.environ[name] for option, name in names.items() if os.environ.get(name)}
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        if endpoint and not (options.get("endpoint_url") or client.get("endpoint_url")):
-            options["endpoint_url"] = endpoint
-        return options
+    def google_token(self) -> str:
+        """How requests to gs:// are signed: `"google_default"` or `"anon"`; raises OptionError for anything else."""
+        token = self.storage_options.get("token") or "google_default"
+        if token not in ("google_default", "anon"):
+            raise OptionError(
+                'a token for gs:// is "anon" (public buckets) or left out: for the default credentials of Google, set '
+                "GOOGLE_APPLICATION_CREDENTIALS to the file of a key or run 'gcloud auth application-default login'"
+            )
+        if "endpoint_url" in self.storage_options and token != "anon":
+            raise OptionError('an endpoint_url for gs:// goes with {"token": "anon"} alone')
+        return str(token)
 
     def listing(self) -> dict[str, StoredObject]:
         """Every object below the URL by key relative to it, from one listing.
 
+        On a web server they are those that the consolidated metadata imply and that are there, one request each.
         Raises StoreNotFoundError where there is none, AccessDeniedError where the credentials do not allow to look.
         """
         filesystem = self.filesystem()
-        try:
-            found = filesystem.find(self.path, detail=True)
-        except FileNotFoundError:
-            found = {}
-        except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
-            raise AccessDeniedError(
-                f"not allowed to list {self.url}: {error}. "
-                "Check the key and secret in storage_options or the AWS_* variables"
-            ) from error
-        except (OSError, BotoCoreError) as error:
-            raise StoreError(
-                f"cannot list {self.url}: {error}. Is the endpoint right, and does its server run?"
-            ) from error
+        if self.is_web:
+            there = web.listing(filesystem, self.path, self.zarr_store(read_only=True))
+            return {key: StoredObject(size=size, tag=tag) for key, (size, tag) in there.items()}
+        with self._translated("list"):
+            try:
+                found = filesystem.find(self.path, detail=True)
+            except FileNotFoundError:
+                found = {}
         if not found:
             raise StoreNotFoundError(f"nothing is stored at {self.url}: check the bucket, the key and the endpoint")
-        return {
-            key[len(self.path) + 1 :]: StoredObject(size=int(entry["size"]), tag=_tag(entry))
-            for key, entry in found.items()
-        }
+        return {key[len(self.path) + 1 :]: _stored_object(entry) for key, entry in found.items()}
 
     def find_object(self, key: str) -> StoredObject | None:
         """One object as it is now; None where it is not. Raises StoreError."""
+        filesystem = self.filesystem()
+        if self.is_web:
+            there = web.find(filesystem, self.path, [key])
+            return StoredObject(size=there[key][0], tag=there[key][1]) if there else None
+        with self._translated(f"look at {key} of"):
+            try:
+                return _stored_object(filesystem.info(f"{self.path}/{key}"))
+            except FileNotFoundError:
+                return None
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        """Turns the errors of file systems and their clients into ours."""
         try:
-            entry = self.filesystem().info(f"{self.path}/{key}")
-        except FileNotFoundError:
-            return None
+            yield
+        except ZloaderError:
+            raise
+        except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
+            raise self._denied(doing, error) from error
         except (OSError, BotoCoreError) as error:
-            raise StoreError(f"cannot look at {key} of {self.url}: {error}") from error
-        return StoredObject(size=int(entry["size"]), tag=_tag(entry))
+            raise StoreError(
+                f"cannot {doing} {self.url}: {error}. Is the endpoint right, and does its server run?"
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
+
+    def _denied(self, doing: str, error: Exception) -> AccessDeniedError:
+        where = {
+            "file": "the rights of the directory",
+            "gs": 'GOOGLE_APPLICATION_CREDENTIALS, or give {"token": "anon"} for a public bucket',
+        }.get(self.scheme, "the key and secret in storage_options or the AWS_* variables")
+        return AccessDeniedError(f"not allowed to {doing} {self.url}: {error}. Check {where}")
 
 
-def _tag(entry: Mapping[str, Any]) -> str:
-    return str(entry["ETag"]) if "ETag" in entry else repr(entry.get("mtime"))
+def _shape(scheme: str) -> str:
+    return "HOST/PATH" if scheme in _WEB else "BUCKET/KEY"
+
+
+@functools.cache
+def _google_files() -> Any:
+    """The file system for gs://."""
+    try:
+        from gcsfs.core import GCSFileSystem
+    except ImportError as error:
+        raise OptionError('gs:// needs gcsfs, which is not installed: pip install "zloader[gs]"') from error
+
+    class GoogleFiles(web.ReadOnly, GCSFileSystem):  # type: ignore[misc]
+        """Objects below gs:// addresses."""
+
+    return GoogleFiles
+
+
+def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
+    tag = next((str(entry[name]) for name in ("ETag", "generation") if name in entry), repr(entry.get("mtime")))
+    return StoredObject(size=int(entry["size"]), tag=tag)

@@ -1,0 +1,186 @@
+"""Stores on a web server, which cannot be listed: what is there follows from the consolidated metadata.
+
+One byte is asked of every object that the metadata imply, 64 at once: the answer holds size and ETag, and proves that
+the server serves byte ranges. Redirects are not followed, since TensorStore does not follow them either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import numpy as np
+import yarl
+import zarr
+import zarr.errors
+from fsspec.asyn import sync
+from fsspec.implementations.http import HTTPFileSystem
+
+from zloader.errors import AccessDeniedError, FormatError, OptionError, StoreError, StoreNotFoundError
+
+SizeAndTag = tuple[int, str]
+
+_AT_ONCE = 64
+_PAUSES_S = (0.2, 0.4, 0.8)  # after which what may pass is tried again
+_DEADLINE = aiohttp.ClientTimeout(total=30)  # of one request
+_ROOTS = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
+
+
+class _PassingError(StoreError):
+    """Something that may be gone at the next attempt."""
+
+
+class ReadOnly:
+    """Refuses what a writer does first, on any file system of fsspec that it is mixed into."""
+
+    async def _pipe_file(self, path: str, value: bytes, **options: object) -> None:
+        raise OptionError(f"cannot write to {path}: stores are written to a local path or s3:// alone")
+
+
+class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
+    """Files below http(s) addresses. Paths are plain text, which becomes an address whatever signs it holds."""
+
+    def encode_url(self, url: str) -> yarl.URL:
+        scheme, _, rest = url.partition("://")
+        host, _, path = rest.partition("/")
+        return yarl.URL(f"{scheme}://{host}/{quote(path)}", encoded=True)
+
+    def _raise_not_found_for_status(self, response: aiohttp.ClientResponse, url: str) -> None:
+        if response.status in (404, 410):
+            raise FileNotFoundError(url)
+        if response.status not in (200, 206):
+            raise _refusal(response, url)
+
+
+def web_files(storage_options: Mapping[str, Any], *, asynchronous: bool = False) -> WebFiles:
+    """The file system for http(s). Raises OptionError for options other than `headers`, which all requests carry."""
+    unknown = storage_options.keys() - {"headers"}
+    if unknown:
+        raise OptionError(
+            f"storage_options for http(s) take only headers, not {', '.join(sorted(unknown))}: "
+            'give {"headers": {"Authorization": ...}} where a server wants credentials'
+        )
+    headers = dict(storage_options.get("headers") or {})
+    # The proxies of the environment, as TensorStore takes them.
+    client = {"trust_env": True}
+    return WebFiles(headers=headers, allow_redirects=False, client_kwargs=client, asynchronous=asynchronous)
+
+
+def find(filesystem: WebFiles, root: str, keys: Iterable[str]) -> dict[str, SizeAndTag]:
+    """Size in bytes and ETag (else Last-Modified, else nothing) of those of the objects below `root` that are there.
+
+    Raises AccessDeniedError and StoreError: also for a redirect, and where byte ranges are not served.
+    """
+    found: dict[str, SizeAndTag] = sync(filesystem.loop, _find, filesystem, root, iter(keys))
+    return found
+
+
+def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, SizeAndTag]:
+    """Those of the objects of a whole store (`store` is zarr's, below `root`) that are there.
+
+    Raises StoreNotFoundError, FormatError where metadata are not consolidated, and what `find` does.
+    """
+    roots = find(filesystem, root, _ROOTS)
+    if not roots.keys() & {"zarr.json", ".zgroup"}:
+        raise StoreNotFoundError(f"there is no zarr.json or .zgroup at {root}: check the address")
+    try:
+        group = zarr.open_group(store, mode="r")
+    except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{root} is not a Zarr group: {error}") from error
+    if group.metadata.consolidated_metadata is None:
+        raise FormatError(
+            f"the metadata of {root} are not consolidated, and a web server cannot be listed: run "
+            "zarr.consolidate_metadata on the store where it can be written, or 'zloader convert' on it"
+        )
+    return roots | find(filesystem, root, _keys(group.members(max_depth=None)))
+
+
+def stored_keys(array: Any) -> Iterator[str]:
+    """The keys of the objects that hold a zarr array, relative to the store."""
+    sizes = array.shards or array.chunks
+    for cell in np.ndindex(*(-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))):
+        yield f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
+
+
+def _keys(nodes: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    for path, node in nodes:
+        if node.metadata.zarr_format == 3:
+            yield f"{path}/zarr.json"
+        if isinstance(node, zarr.Array):
+            yield from stored_keys(node)
+
+
+async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[str, SizeAndTag]:
+    found: dict[str, SizeAndTag] = {}
+
+    async def take_turns() -> None:
+        for key in keys:  # all share the iterator, so that no more keys are held than are asked for
+            there = await _with_patience(filesystem, f"{root}/{key}")
+            if there is not None:
+                found[key] = there
+
+    await filesystem.set_session()
+    tasks = [asyncio.ensure_future(take_turns()) for _ in range(_AT_ONCE)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
+
+
+async def _with_patience(filesystem: WebFiles, path: str) -> SizeAndTag | None:
+    for pause_s in _PAUSES_S:
+        with contextlib.suppress(_PassingError):
+            return await _first_byte(filesystem, path)
+        await asyncio.sleep(pause_s)
+    return await _first_byte(filesystem, path)
+
+
+async def _first_byte(filesystem: WebFiles, path: str) -> SizeAndTag | None:
+    """Size and tag; None where nothing is there."""
+    headers = filesystem.kwargs["headers"] | {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
+    request = filesystem.kwargs | {"headers": headers, "timeout": _DEADLINE}
+    session = await filesystem.set_session()
+    try:
+        async with session.get(filesystem.encode_url(path), **request) as response:
+            return _size_and_tag(response, path)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise _PassingError(
+            f"cannot reach {path}: {error or type(error).__name__}. Is the address right, and does its server run?"
+        ) from error
+
+
+def _size_and_tag(response: aiohttp.ClientResponse, path: str) -> SizeAndTag | None:
+    if response.status in (404, 410):
+        return None
+    if response.status not in (200, 206, 416):
+        raise _refusal(response, path)
+    whole = re.fullmatch(r"bytes (?:0-0|\*)/(\d+)", response.headers.get("Content-Range", ""))
+    if response.status == 200 or not whole:
+        response.close()  # or all of it would be read
+        raise StoreError(
+            f"the server of {path} does not serve byte ranges (it answered status {response.status} when asked for "
+            "the first byte), and shards are read in parts: use a server that does, or copy the store"
+        )
+    tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
+    return int(whole[1]), tag.strip('"')
+
+
+def _refusal(response: aiohttp.ClientResponse, path: str) -> StoreError:
+    if response.status in (401, 403, 407):
+        return AccessDeniedError(
+            f"not allowed to read {path} (status {response.status}): give the headers that its server wants in "
+            'storage_options, {"headers": {"Authorization": ...}}'
+        )
+    if 300 <= response.status < 400:
+        target = response.headers.get("Location", "nowhere").partition("?")[0]  # the query may be a signature
+        return StoreError(f"{path} is redirected to {target} (status {response.status}): open the store there")
+    kind = _PassingError if response.status in (408, 429) or response.status >= 500 else StoreError
+    return kind(f"cannot read {path}: its server answered status {response.status}")
