@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
-from zloader.decode import Decoder, checksum
+from zloader import blosc
+from zloader.decode import Decoder, StoredChunks, checksum
 from zloader.errors import CorruptChunkError, FormatError
 from zloader.metadata import array_layout
 
@@ -78,9 +79,37 @@ def _chunk(codec, *, checked=False):
 
 
 def _decoded(layout, stored, n=CHUNK):
+    """The first `n` elements of one chunk. Decoding many at once must give the same, or find it corrupt as well."""
+    (whole,), corrupt = _decoded_all(layout, [stored], [n])
     found = np.zeros(n, layout.dtype)
-    Decoder(layout).decode(stored, found)
+    try:
+        Decoder(layout).decode(stored, found)
+    except CorruptChunkError as error:
+        assert [(position, str(reason)) for position, reason in corrupt] == [(0, str(error))]  # noqa: PT017 - raised again
+        raise
+    assert not corrupt
+    _same(whole[:n], found)
     return found
+
+
+def _decoded_all(layout, stored, lengths=None):
+    """Chunks decoded at once, put into reads two by two with a byte between, and laid down the last one first."""
+    pairs = [stored[i : i + 2] for i in range(0, len(stored), 2)]
+    sizes = np.array([len(content) for content in stored], np.int64)
+    offsets = np.array([0 if i % 2 == 0 else sizes[i - 1] + 1 for i in range(len(stored))], np.int64)
+    width = layout.chunk_elements
+    begins = np.arange(len(stored))[::-1] * width
+    chunks = StoredChunks(
+        reads=np.arange(len(stored)) // 2,
+        offsets=offsets,
+        sizes=sizes,
+        begins=begins,
+        lengths=np.array([width] * len(stored) if lengths is None else lengths, np.int64),
+    )
+    reads = [b"!".join(content.tobytes() for content in pair) for pair in pairs]
+    out = np.zeros(len(stored) * width, layout.dtype)
+    corrupt = Decoder(layout).decode_all(reads, chunks, out)
+    return [out[begin : begin + width] for begin in begins], corrupt
 
 
 def _same(found, wanted):
@@ -193,6 +222,57 @@ def test_bytes_of_something_else_are_noticed(codec):
     for other in (b"", b"x", b"<html>Service Unavailable</html>" * 20, bytes(len(stored) + 1)):
         with pytest.raises(CorruptChunkError):
             _decoded(layout, np.frombuffer(other, np.uint8))
+
+
+# ---- many at once
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "one by one"])
+def either_way(request, monkeypatch):
+    """With the libraries' C functions, and as on a machine whose libraries do not show them."""
+    assert blosc.AVAILABLE  # with the wheels that the tests run with
+    monkeypatch.setattr(blosc, "AVAILABLE", request.param)
+
+
+@pytest.mark.usefixtures("either_way")
+@CHECKED
+@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "blosc zstd bitshuffle", "zstd", "none"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "int64"])
+def test_many_chunks_are_decoded_at_once(dtype, codec, checked):
+    values = _values(7 * CHUNK, dtype)
+    layout, stored = _written(values, codec, checked=checked)
+    found, corrupt = _decoded_all(layout, stored)
+    assert not corrupt
+    _same(np.concatenate(found), values)
+
+
+@pytest.mark.usefixtures("either_way")
+@CHECKED
+@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "zstd"])
+def test_of_many_chunks_each_corrupt_one_is_told_and_the_others_are_right(codec, checked):
+    values = _values(9 * CHUNK, "uint16")
+    layout, stored = _written(values, codec, checked=checked)
+    wrong = {1: stored[1][:-1], 4: stored[4][:3], 5: np.zeros(200, np.uint8), 8: stored[8][:0]}
+    found, corrupt = _decoded_all(layout, [wrong.get(i, content) for i, content in enumerate(stored)])
+    assert [position for position, _ in corrupt] == sorted(wrong)
+    assert all(isinstance(error, CorruptChunkError) for _, error in corrupt)
+    for i in set(range(9)) - set(wrong):
+        _same(found[i], values[i * CHUNK : (i + 1) * CHUNK])
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+def test_elements_out_of_bounds_are_told_also_with_a_right_checksum(dtype):
+    values = np.arange(6 * CHUNK).astype(dtype) % 40
+    values[2 * CHUNK + 3] = 41  # too large by one
+    values[5 * CHUNK + 7 :] = 99  # behind what is wanted of the last chunk: what lies there does not count
+    if np.dtype(dtype).kind == "i":
+        values[4 * CHUNK + 5] = -1
+    layout, stored = _written(values, "blosc lz4 shuffle", checked=True)
+    layout = dataclasses.replace(layout, below=41)
+    _, corrupt = _decoded_all(layout, stored, lengths=[CHUNK] * 5 + [7])
+    assert [position for position, _ in corrupt] == [2, *[4] * (np.dtype(dtype).kind == "i")]
+    assert "gene 41" in str(corrupt[0][1])
 
 
 # ---- making a decoder

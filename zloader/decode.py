@@ -1,6 +1,7 @@
 """Stored chunk bytes -> elements, with their checksums verified. Pure.
 
-numcodecs decompresses (releasing the GIL) straight into the buffer where the codec allows it.
+numcodecs decompresses (releasing the GIL) straight into the buffer where the codec allows it. Blosc chunks, which are
+those that `convert` writes, are decoded many at a time.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
@@ -16,8 +18,10 @@ import numcodecs.blosc
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader import blosc
 from zloader.errors import CorruptChunkError, FormatError
 from zloader.layout import ArrayLayout
+from zloader.terms import Rows
 
 Bytes = NDArray[np.uint8]
 _UINT32 = struct.Struct("<I")
@@ -26,6 +30,20 @@ _UINT32 = struct.Struct("<I")
 def checksum(stored: NDArray[Any]) -> int:
     """crc32c (Castagnoli, RFC 3720) of the bytes of a contiguous array."""
     return int(google_crc32c.value(stored.view(np.uint8)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredChunks:
+    """Where chunks lie, and where they go: chunk i is bytes `[offsets[i], offsets[i] + sizes[i])` of read `reads[i]`.
+
+    It becomes `lengths[i]` elements (fewer than a chunk's at the end of the array) from element `begins[i]` on.
+    """
+
+    reads: Rows
+    offsets: Rows
+    sizes: Rows
+    begins: Rows
+    lengths: Rows
 
 
 class Decoder:
@@ -43,8 +61,41 @@ class Decoder:
         if names[0] != "bytes" or endian != "little" or too_many or "crc32c" in names[:-1]:
             raise FormatError(f"{layout.path} is encoded with {names}: cannot be read. Run 'zloader convert' on it")
         self._decompress = _decompressor(compressors, layout.path) if compressors else _copy
+        self._many_at_once = self._decompress is _blosc and blosc.AVAILABLE
+        self._layout = layout
         self._dtype = layout.dtype
         self._chunk_elements = layout.chunk_elements
+
+    def decode_all(
+        self, reads: Sequence[bytes], chunks: StoredChunks, out: NDArray[Any]
+    ) -> list[tuple[int, CorruptChunkError]]:
+        """Fills `out`, which has room for a whole chunk at each of `chunks.begins`, with chunks out of `reads`.
+
+        Returns the position of each chunk that is corrupt, or holds what the layout's `below` forbids, and its error.
+        """
+        views = [np.frombuffer(read, np.uint8) for read in reads]
+        corrupt = []
+        for i in np.flatnonzero(~self._decoded_at_once(views, chunks, out)).tolist():
+            first, begin = int(chunks.offsets[i]), int(chunks.begins[i])
+            elements = out[begin : begin + int(chunks.lengths[i])]
+            try:
+                self.decode(views[int(chunks.reads[i])][first : first + int(chunks.sizes[i])], elements)
+                self._layout.check_bounds(elements)
+            except CorruptChunkError as error:
+                corrupt.append((i, error))
+        return corrupt
+
+    def _decoded_at_once(self, views: Sequence[Bytes], chunks: StoredChunks, out: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which chunks were decoded and right; the others are left to those who can say what is wrong."""
+        if not self._many_at_once:
+            return np.zeros(len(chunks.reads), bool)
+        addresses = np.array([view.ctypes.data for view in views])[chunks.reads] + chunks.offsets
+        size, chunk_bytes = self._dtype.itemsize, self._chunk_elements * self._dtype.itemsize
+        target, begins = out.view(np.uint8), chunks.begins * size
+        right = blosc.decompress(addresses, chunks.sizes, self._checked, target, begins, chunk_bytes)
+        if self._layout.below is not None:
+            right &= blosc.within(out, chunks.begins, chunks.lengths, self._layout.below)
+        return right
 
     def decode(self, stored: Bytes, out: NDArray[Any]) -> None:
         """Fills `out`, the first elements of the chunk (an edge chunk is stored whole), from its stored bytes.

@@ -204,14 +204,16 @@ def chunk_spans(
         if not len(here):
             continue
         opens = coalesce(offsets, offsets + sizes, gap_bytes=gap_bytes, max_read_bytes=max_read_bytes)
-        for begin, end in zip(opens.tolist(), [*opens[1:].tolist(), len(here)], strict=True):
-            start = int(offsets[begin])
-            stop = int((offsets[begin:end] + sizes[begin:end]).max())
+        starts, stops = offsets[opens], np.maximum.reduceat(offsets + sizes, opens)
+        within = offsets - np.repeat(starts, np.diff(opens, append=len(here)))
+        key = layout.shard_key(shard)
+        ends = [*opens[1:].tolist(), len(here)]
+        for begin, end, start, stop in zip(opens.tolist(), ends, starts.tolist(), stops.tolist(), strict=True):
             spans.append(
                 ChunkSpan(
-                    span=Span(key=layout.shard_key(shard), start=start, stop=stop),
+                    span=Span(key=key, start=start, stop=stop),
                     chunks=here[begin:end],
-                    offsets=offsets[begin:end] - start,
+                    offsets=within[begin:end],
                     sizes=sizes[begin:end],
                 )
             )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.bridge import ByteBudget
-from zloader.decode import Decoder
+from zloader.decode import Decoder, StoredChunks
 from zloader.errors import CorruptChunkError, MissingObjectError
 from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, total_bytes
 from zloader.mirror import MirrorArray
@@ -123,12 +123,15 @@ class _Slots:
     chunks: Rows
     elements: NDArray[Any]
 
-    def of(self, chunks: Rows) -> list[NDArray[Any]]:
-        """Where each of `chunks` goes; the last chunk of an array may be shorter than the others."""
-        width = self.layout.chunk_elements
-        begins = np.searchsorted(self.chunks, chunks) * width
+    def begins(self, chunks: Rows) -> tuple[Rows, Rows]:
+        """First element and length of the slot of each of `chunks`; the last chunk of an array may be shorter."""
         first, last = self.layout.chunk_bounds(chunks)
-        return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + last - first).tolist(), strict=True)]
+        return np.searchsorted(self.chunks, chunks) * self.layout.chunk_elements, last - first
+
+    def of(self, chunks: Rows) -> list[NDArray[Any]]:
+        """The slot of each of `chunks`."""
+        begins, lengths = self.begins(chunks)
+        return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
 
     def starts(self, starts: Rows) -> Rows:
         """Where elements of the array stand in the buffer."""
@@ -241,29 +244,31 @@ class ArrayReader:
         self, pieces: Sequence[ChunkSpan], stored: Sequence[bytes], slots: _Slots
     ) -> list[tuple[ChunkSpan, CorruptChunkError]]:
         """Decodes spans into their slots and the mirror; gives those that are corrupt, with the first error of each."""
-        corrupt = []
-        for piece, content in zip(pieces, stored, strict=True):
-            try:
-                self._decode_piece(piece, content, slots)
-            except CorruptChunkError as error:
-                corrupt.append((piece, error))
-        return corrupt
+        chunks = np.concatenate([piece.chunks for piece in pieces])
+        begins, lengths = slots.begins(chunks)
+        placed = StoredChunks(
+            reads=np.repeat(np.arange(len(pieces)), [len(piece.chunks) for piece in pieces]),
+            offsets=np.concatenate([piece.offsets for piece in pieces]),
+            sizes=np.concatenate([piece.sizes for piece in pieces]),
+            begins=begins,
+            lengths=lengths,
+        )
+        found = self._decoder.decode_all(stored, placed, slots.elements)
+        if self._mirror is not None:
+            wrong = {position for position, _ in found}
+            for position, (chunk, slot) in enumerate(zip(chunks.tolist(), slots.of(chunks), strict=True)):
+                if position not in wrong:
+                    self._mirror.put(chunk, slot)
+        corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
+        for position, error in found:
+            read, start = int(placed.reads[position]), int(placed.offsets[position])
+            where = self._where(pieces[read].span, start, start + int(placed.sizes[position]), int(chunks[position]))
+            corrupt.setdefault(read, (pieces[read], _explained(error, where)))
+        return list(corrupt.values())
 
-    def _decode_piece(self, piece: ChunkSpan, content: bytes, slots: _Slots) -> None:
-        view = np.frombuffer(content, np.uint8)
-        ranges = zip(piece.offsets.tolist(), (piece.offsets + piece.sizes).tolist(), strict=True)
-        for chunk, (start, stop), slot in zip(piece.chunks.tolist(), ranges, slots.of(piece.chunks), strict=True):
-            try:
-                self._decoder.decode(view[start:stop], slot)
-                self._layout.check_bounds(slot)
-            except CorruptChunkError as error:
-                raise CorruptChunkError(
-                    f"{self._shop.url}: chunk {chunk} of {self._layout.path}, bytes {piece.span.start + start}-"
-                    f"{piece.span.start + stop - 1} of {piece.span.key}: {error}. "
-                    "Restore this object or convert the store again"
-                ) from error
-            if self._mirror is not None:
-                self._mirror.put(chunk, slot)
+    def _where(self, span: Span, start: int, stop: int, chunk: int) -> str:
+        at = f"bytes {span.start + start}-{span.start + stop - 1} of {span.key}"
+        return f"{self._shop.url}: chunk {chunk} of {self._layout.path}, {at}"
 
     def _fill(self, absent: Rows, slots: list[NDArray[Any]]) -> None:
         for chunk, slot in zip(absent.tolist(), slots, strict=True):
@@ -293,12 +298,15 @@ class ArrayReader:
                 return self._layout.parse_index(stored, shard=shard, object_size=size)
             except CorruptChunkError as error:
                 if attempt == self._shop.options.retries:
-                    raise CorruptChunkError(
-                        f"{self._shop.url}: {key} bytes {span.start}-{span.stop - 1}: {error}. "
-                        "Restore this object or convert the store again"
-                    ) from error
+                    raise _explained(error, f"{self._shop.url}: {key} bytes {span.start}-{span.stop - 1}") from error
                 self._shop.counters.rereads += 1
         raise AssertionError("unreachable")
+
+
+def _explained(error: CorruptChunkError, where: str) -> CorruptChunkError:
+    explained = CorruptChunkError(f"{where}: {error}. Restore this object or convert the store again")
+    explained.__cause__ = error
+    return explained
 
 
 def _batches(pieces: Sequence[ChunkSpan]) -> Iterator[list[ChunkSpan]]:
