@@ -78,10 +78,11 @@ class FetchOptions:
     ready_bytes: int = 64 * MiB
     # One fetch being loaded while another is being gathered, and one more so that the link never idles between them.
     prefetch: int = 2
-    # A read that has not ended by then has failed, whatever the server says.
+    # A read that has not ended by then, with all its attempts, has failed, whatever the server says.
     deadline_s: float = 60.0
-    # A read cut short or corrupt is read again this often before it is an error.
-    retries: int = 1
+    # How often a read is asked for again where that may help. So many, 0.1 to 4 s apart, take 46 s: half a minute
+    # of SlowDown or a server that starts anew passes, and what stays shows within the deadline.
+    retries: int = 16
     # Threads that decode and gather; by default one a core that this process may use.
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     # Keeps freed memory in the process (glibc's mallopt, once, when a loader first starts): without it every minibatch
