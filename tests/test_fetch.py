@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.bridge import Bridge
 from zloader.errors import CorruptChunkError, MissingObjectError, ReadError
-from zloader.fetch import FetchScheduler, Recipe
+from zloader.fetch import FetchScheduler, Part, Recipe
 from zloader.layout import MatrixLayout
 from zloader.metadata import array_layout
 from zloader.mirror import Mirror
@@ -33,26 +34,22 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "counts.zarr"
 
 
-def recipe_of(store: Path) -> Recipe:
-    dataset = zl.open_dataset(store)
-    matrix = dataset.matrix()
-    sizes = dataset.object_sizes()
-    return Recipe(
-        url=str(store),
-        matrix=matrix,
-        indptr=dataset.indptr(matrix),
-        obs={},
-        obs_dtypes={},
-        object_sizes=sizes,
-        dense=False,
-        dtype="int32",
-    )
+def part_of(store: Path) -> Part:
+    opened = zl.open_dataset(store).store
+    return opened.part(opened.matrix("X"), zl.FetchOptions())
 
 
-def run(recipe, source, fetches, *, mirror=None, options=None):
+def scheduler_of(part, source, *, mirror=None, options=None) -> FetchScheduler:
+    """Reads one part from `source`."""
+    part = replace(part, source=source, mirror=mirror)
+    recipe = Recipe(parts=[part], obs={}, obs_dtypes={}, dense=False, dtype="int64")
+    return FetchScheduler(recipe, options or zl.FetchOptions(), BufferPool())
+
+
+def run(part, source, fetches, *, mirror=None, options=None):
     """All minibatches of some fetches, and the scheduler's counters."""
     options = options or zl.FetchOptions()
-    scheduler = FetchScheduler(recipe, source, mirror, options, BufferPool())
+    scheduler = scheduler_of(part, source, mirror=mirror, options=options)
 
     async def produce(put):
         await scheduler.run(fetches, put)
@@ -86,51 +83,50 @@ def test_any_rows_in_any_order_with_reads_completing_in_any_order(store, rows, s
     rows = np.array(rows)
     fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
     options = zl.FetchOptions(gap_bytes=gap_bytes, max_read_bytes=max_read_bytes, in_flight_bytes=4_000)
-    minibatches, _ = run(recipe_of(store), FakeSource(store, seed=seed), [fetch], options=options)
+    minibatches, _ = run(part_of(store), FakeSource(store, seed=seed), [fetch], options=options)
     assert check(minibatches).tolist() == rows.tolist()
 
 
 def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(store, tmp_path):
-    recipe = recipe_of(store)
-    mirror = Mirror(tmp_path, recipe.matrix.arrays)
+    part = part_of(store)
+    mirror = Mirror(tmp_path, part.matrix.arrays)
     source = FakeSource(store, seed=1)
     # No gap: every byte between two wanted chunks would be a chunk read for nothing.
     options = zl.FetchOptions(gap_bytes=0, prefetch=5)
-    minibatches, counters = run(recipe, source, plan(), mirror=mirror, options=options)
+    minibatches, counters = run(part, source, plan(), mirror=mirror, options=options)
     assert sorted(check(minibatches)) == list(range(300))
-    chunks = sum(array.n_chunks for array in recipe.matrix.arrays)
-    shards = sum(array.n_shards for array in recipe.matrix.arrays)
+    chunks = sum(array.n_chunks for array in part.matrix.arrays)
+    shards = sum(array.n_shards for array in part.matrix.arrays)
     assert counters.chunks_decoded == chunks
     assert counters.gets == len(source.reads)
     assert counters.bytes_read == sum(span.size for span in source.reads)
-    stored = sum(recipe.object_sizes[a.shard_key(s)] for a in recipe.matrix.arrays for s in range(a.n_shards))
+    stored = sum(part.object_sizes[a.shard_key(s)] for a in part.matrix.arrays for s in range(a.n_shards))
     assert counters.bytes_read == stored
     twice = Counter((span.key, byte) for span in source.reads for byte in range(span.start, span.stop))
     assert set(twice.values()) == {1}
     assert shards > 4  # else this would not have crossed any
 
     again = FakeSource(store)
-    minibatches, counters = run(recipe, again, plan(epoch=1), mirror=mirror)
+    minibatches, counters = run(part, again, plan(epoch=1), mirror=mirror)
     assert sorted(check(minibatches)) == list(range(300))
     assert again.reads == []
     assert counters.chunks_decoded == 0
 
 
 def test_a_half_filled_mirror_is_completed(store, tmp_path):
-    recipe = recipe_of(store)
+    part = part_of(store)
     streaming = plan(sampling=zl.Streaming())
-    run(recipe, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(tmp_path, recipe.matrix.arrays))
-    minibatches, counters = run(recipe, FakeSource(store), plan(), mirror=Mirror(tmp_path, recipe.matrix.arrays))
+    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(tmp_path, part.matrix.arrays))
+    minibatches, counters = run(part, FakeSource(store), plan(), mirror=Mirror(tmp_path, part.matrix.arrays))
     assert sorted(check(minibatches)) == list(range(300))
-    assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in recipe.matrix.arrays)
+    assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in part.matrix.arrays)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_first_failed_read_is_raised_after_the_minibatches_before_it(store, seed):
-    recipe = recipe_of(store)
     fetches = plan(sampling=zl.Streaming())
     source = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$")], seed=seed)
-    scheduler = FetchScheduler(recipe, source, None, zl.FetchOptions(prefetch=1), BufferPool())
+    scheduler = scheduler_of(part_of(store), source, options=zl.FetchOptions(prefetch=1))
 
     async def produce(put):
         await scheduler.run(fetches, put)
@@ -144,14 +140,14 @@ def test_the_first_failed_read_is_raised_after_the_minibatches_before_it(store, 
 
 def test_a_flipped_byte_is_read_again_and_only_that_span(store):
     source = FakeSource(store, faults=[Fault(kind="flip", key="X/indices/c/1$", skip=1, count=1)])
-    minibatches, counters = run(recipe_of(store), source, plan())
+    minibatches, counters = run(part_of(store), source, plan())
     assert sorted(check(minibatches)) == list(range(300))
     assert counters.rereads == 1
 
 
 def test_a_flipped_byte_in_a_shard_index_is_read_again(store):
     source = FakeSource(store, faults=[Fault(kind="flip", key="X/indices/c/1$", count=1)])
-    minibatches, counters = run(recipe_of(store), source, plan())
+    minibatches, counters = run(part_of(store), source, plan())
     assert sorted(check(minibatches)) == list(range(300))
     assert counters.rereads == 1
 
@@ -159,34 +155,32 @@ def test_a_flipped_byte_in_a_shard_index_is_read_again(store):
 @pytest.mark.parametrize("skip", [0, 1], ids=["index", "chunk"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
 def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, skip, mirrored):
-    recipe = recipe_of(store)
-    mirror = Mirror(tmp_path, recipe.matrix.arrays) if mirrored else None
+    part = part_of(store)
+    mirror = Mirror(tmp_path, part.matrix.arrays) if mirrored else None
     source = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2$", skip=skip)])
     with pytest.raises(CorruptChunkError, match="X/data/c/2") as caught:
-        run(recipe, source, plan(sampling=zl.Streaming()), mirror=mirror)
+        run(part, source, plan(sampling=zl.Streaming()), mirror=mirror)
     if skip:
         start, stop = map(int, re.search(r"bytes (\d+)-(\d+) of X/data/c/2", str(caught.value)).groups())
-        assert 0 <= start < stop < recipe.object_sizes["X/data/c/2"]
+        assert 0 <= start < stop < part.object_sizes["X/data/c/2"]
     # What is in the mirror now is right all the same.
-    good, _ = run(recipe, FakeSource(store), plan(), mirror=mirror)
+    good, _ = run(part, FakeSource(store), plan(), mirror=mirror)
     assert sorted(check(good)) == list(range(300))
 
 
 def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(store):
-    recipe = recipe_of(store)
-    sizes = dict(recipe.object_sizes)
+    part = part_of(store)
+    sizes = dict(part.object_sizes)
     del sizes["X/data/c/1"]
-    lacking = Recipe(**(vars(recipe) | {"object_sizes": sizes}))
+    lacking = replace(part, object_sizes=sizes)
     with pytest.raises(MissingObjectError, match="X/data/c/1 is not there"):
         run(lacking, FakeSource(store), plan())
 
     values = zl.open_dataset(store).root["X/data"].metadata.to_dict()
-    matrix = type(recipe.matrix)(
-        **(vars(recipe.matrix) | {"values": array_layout("X/data", values, absent_is_fill=True)})
-    )
-    foreign = Recipe(**(vars(lacking) | {"matrix": matrix}))
+    matrix = replace(part.matrix, values=array_layout("X/data", values, absent_is_fill=True))
+    foreign = replace(lacking, matrix=matrix)
     minibatches, _ = run(foreign, FakeSource(store), plan())
-    first = recipe.matrix.values.chunk_elements * recipe.matrix.values.chunks_per_shard
+    first = part.matrix.values.chunk_elements * part.matrix.values.chunks_per_shard
     filled = ADATA.X.data.copy()
     filled[first : 2 * first] = 0
     for minibatch in minibatches:
@@ -207,10 +201,10 @@ def test_bytes_in_flight_stay_within_their_bound(store):
                 self.held -= sum(span.size for span in spans)
 
     whole = Watched(store, seed=0)
-    run(recipe_of(store), whole, plan(), options=zl.FetchOptions(prefetch=8))
+    run(part_of(store), whole, plan(), options=zl.FetchOptions(prefetch=8))
     bounded = Watched(store, seed=0)
     limit = whole.most // 4
-    run(recipe_of(store), bounded, plan(), options=zl.FetchOptions(prefetch=8, in_flight_bytes=limit))
+    run(part_of(store), bounded, plan(), options=zl.FetchOptions(prefetch=8, in_flight_bytes=limit))
     largest = max(span.size for span in bounded.reads)
     assert bounded.most <= max(limit, largest) + 2 * 100  # and two shard indexes, which are not counted
     assert bounded.most < whole.most
@@ -252,21 +246,12 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
     matrix = MatrixLayout(path="X", n_rows=7, n_genes=251, genes=genes, values=values)
     edges = [0, (1 << 31) - 7, (1 << 31) + 5, (1 << 32) - 3, (1 << 32) + 9, n_elements - 11, n_elements - 2]
     indptr = np.array([*edges, n_elements])
-    recipe = Recipe(
-        url="made up",
-        matrix=matrix,
-        indptr=indptr,
-        obs={},
-        obs_dtypes={},
-        object_sizes=EveryObject(),
-        dense=False,
-        dtype="int64",
-    )
+    part = Part(url="made up", matrix=matrix, indptr=indptr, object_sizes=EveryObject(), source=Endless(), mirror=None)
     rows = np.array([5, 1, 3, 6, 1])
     fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))
     mirror = Mirror(tmp_path, matrix.arrays) if mirrored else None
     for _ in range(2):
-        minibatches, counters = run(recipe, Endless(), [fetch], mirror=mirror)
+        minibatches, counters = run(part, Endless(), [fetch], mirror=mirror)
         wanted = np.concatenate([np.arange(indptr[row], indptr[row + 1]) % 251 for row in rows])
         np.testing.assert_array_equal(np.concatenate([minibatch.x.values for minibatch in minibatches]), wanted)
         np.testing.assert_array_equal(np.concatenate([minibatch.x.indices for minibatch in minibatches]), wanted)

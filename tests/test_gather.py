@@ -1,4 +1,4 @@
-"""The four compiled gathers against SciPy and NumPy."""
+"""The compiled gathers against SciPy and NumPy."""
 
 from __future__ import annotations
 
@@ -74,6 +74,15 @@ def _scattered(elements, starts, lengths, before):
     return room, moved
 
 
+def sparse(genes, values, starts, lengths, at=slice(None)):
+    return gather.StoreRows(at=at, genes=genes, values=values, starts=starts, lengths=lengths)
+
+
+def dense(values, starts, n_genes, at=slice(None)):
+    lengths = np.full(len(starts), n_genes)
+    return gather.StoreRows(at=at, genes=None, values=values, starts=(starts, starts), lengths=lengths)
+
+
 def _same(found, wanted):
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape
@@ -101,7 +110,8 @@ def test_csr_from_csr(genes, values, dtype, draw):
     in_genes, gene_starts = _scattered(columns, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
     in_values, value_starts = _scattered(stored, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
     starts = (gene_starts[taken], value_starts[taken])
-    found = gather.csr_from_csr(in_genes, in_values, starts, lengths[taken], n_genes=N_GENES, dtype=dtype)
+    rows = sparse(in_genes, in_values, starts, lengths[taken])
+    found = gather.csr_rows([rows], len(taken), n_genes=N_GENES, dtype=dtype)
     wanted = scipy.sparse.csr_matrix((stored, columns.astype(np.int64), indptr), shape=(len(lengths), N_GENES))[taken]
     _check_csr(found, wanted, dtype)
     for row in range(len(taken)):  # canonical: ascending, no gene twice
@@ -116,7 +126,8 @@ def test_dense_from_csr(genes, values, dtype, draw):
     in_genes, gene_starts = _scattered(columns, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
     in_values, value_starts = _scattered(stored, indptr[:-1], lengths, draw.draw(st.integers(0, 3)))
     starts = (gene_starts[taken], value_starts[taken])
-    found = gather.dense_from_csr(in_genes, in_values, starts, lengths[taken], n_genes=N_GENES, dtype=dtype)
+    rows = sparse(in_genes, in_values, starts, lengths[taken])
+    found = gather.dense_rows([rows], len(taken), n_genes=N_GENES, dtype=dtype)
     wanted = np.zeros((len(lengths), N_GENES), dtype)
     for row in range(len(lengths)):
         at = slice(indptr[row], indptr[row + 1])
@@ -130,14 +141,9 @@ def test_dense_from_csr(genes, values, dtype, draw):
 )
 def test_dense_from_csr_sums_a_gene_that_stands_twice(genes, draw):
     stored = draw.draw(hnp.arrays("int32", len(genes), elements=st.integers(-1000, 1000)))
-    found = gather.dense_from_csr(
-        np.array(genes, np.int32),
-        stored,
-        (np.zeros(1, np.int64), np.zeros(1, np.int64)),
-        np.array([len(genes)]),
-        n_genes=5,
-        dtype="int64",
-    )
+    first = np.zeros(1, np.int64)
+    rows = sparse(np.array(genes, np.int32), stored, (first, first), np.array([len(genes)]))
+    found = gather.dense_rows([rows], 1, n_genes=5, dtype="int64")
     _same(found, np.bincount(np.array(genes, np.int64), stored, minlength=5)[None].astype(np.int64))
 
 
@@ -156,7 +162,8 @@ def dense_rows(draw, values):
 @given(draw=st.data())
 def test_dense_from_dense(values, dtype, draw):
     matrix, flat, starts, taken = draw.draw(dense_rows(values))
-    found = gather.dense_from_dense(flat, starts, n_genes=matrix.shape[1], dtype=dtype)
+    n_genes = matrix.shape[1]
+    found = gather.dense_rows([dense(flat, starts, n_genes)], len(taken), n_genes=n_genes, dtype=dtype)
     _same(found, matrix[taken].astype(dtype))
     assert found.flags.writeable
 
@@ -165,34 +172,54 @@ def test_dense_from_dense(values, dtype, draw):
 @given(draw=st.data())
 def test_csr_from_dense(values, dtype, draw):
     matrix, flat, starts, taken = draw.draw(dense_rows(values))
-    found = gather.csr_from_dense(flat, starts, n_genes=matrix.shape[1], dtype=dtype)
+    n_genes = matrix.shape[1]
+    found = gather.csr_rows([dense(flat, starts, n_genes)], len(taken), n_genes=n_genes, dtype=dtype)
     _check_csr(found, scipy.sparse.csr_matrix(matrix[taken]), dtype)
+
+
+@given(draw=st.data(), n_rows=st.integers(0, 12))
+def test_rows_of_several_stores_in_one_minibatch(draw, n_rows):
+    """CSR and dense stores of different dtypes, each with some of the rows, or none, in any order."""
+    kinds = [("uint16", "uint8"), ("uint32", "float32"), (None, "uint16"), (None, "float64")]
+    wanted = draw.draw(hnp.arrays("uint8", (n_rows, N_GENES), elements=st.just(0) | st.integers(0, 255)))
+    of = draw.draw(hnp.arrays("int8", n_rows, elements=st.integers(0, len(kinds) - 1)))
+    parts = []
+    for number, (genes, values) in enumerate(kinds):
+        at = np.array(draw.draw(st.permutations(np.flatnonzero(of == number).tolist())), np.int64)
+        if genes is None:
+            parts.append(dense(wanted[at].ravel().astype(values), np.arange(len(at)) * N_GENES, N_GENES, at))
+        else:
+            csr = scipy.sparse.csr_matrix(wanted[at])
+            starts = csr.indptr[:-1].astype(np.int64)
+            lengths = np.diff(csr.indptr).astype(np.int64)
+            parts.append(sparse(csr.indices.astype(genes), csr.data.astype(values), (starts, starts), lengths, at))
+    _check_csr(gather.csr_rows(parts, n_rows, n_genes=N_GENES, dtype="float32"), scipy.sparse.csr_matrix(wanted), "f4")
+    _same(gather.dense_rows(parts, n_rows, n_genes=N_GENES, dtype="float32"), wanted.astype("float32"))
 
 
 def test_signed_zeros_and_nan_survive():
     flat = np.array([np.nan, -0.0, 0.0, np.inf], np.float32)
-    dense = gather.dense_from_dense(flat, np.array([0]), n_genes=4, dtype="float32")
-    assert dense.tobytes() == flat.tobytes()
-    csr = gather.csr_from_dense(flat, np.array([0]), n_genes=4, dtype="float32")
+    rows = [dense(flat, np.array([0]), 4)]
+    assert gather.dense_rows(rows, 1, n_genes=4, dtype="float32").tobytes() == flat.tobytes()
+    csr = gather.csr_rows(rows, 1, n_genes=4, dtype="float32")
     assert csr.indices.tolist() == [0, 3]  # zero has no sign here, and NaN is a value
 
 
 def test_no_rows():
     nothing, none = np.empty(0, np.int64), np.empty(0, np.uint16)
-    csr = gather.csr_from_csr(none, none, (nothing, nothing), nothing, n_genes=7, dtype="float32")
-    assert (csr.indptr.tolist(), len(csr.indices), len(csr.values), csr.n_genes) == ([0], 0, 0, 7)
-    dense = gather.dense_from_csr(none, none, (nothing, nothing), nothing, n_genes=7, dtype="float32")
-    assert dense.shape == (0, 7)
+    for parts in ([], [sparse(none, none, (nothing, nothing), nothing)]):
+        csr = gather.csr_rows(parts, 0, n_genes=7, dtype="float32")
+        assert (csr.indptr.tolist(), len(csr.indices), len(csr.values), csr.n_genes) == ([0], 0, 0, 7)
+        assert gather.dense_rows(parts, 0, n_genes=7, dtype="float32").shape == (0, 7)
 
 
 def test_nothing_but_empty_rows():
     """Their starts may lie anywhere, also beyond what is loaded."""
     starts, none = np.array([0, 50, 2**40]), np.empty(0, np.uint16)
-    lengths = np.zeros(3, np.int64)
-    csr = gather.csr_from_csr(none, none, (starts, starts), lengths, n_genes=7, dtype="float32")
+    rows = [sparse(none, none, (starts, starts), np.zeros(3, np.int64))]
+    csr = gather.csr_rows(rows, 3, n_genes=7, dtype="float32")
     assert (csr.indptr.tolist(), len(csr.indices)) == ([0, 0, 0, 0], 0)
-    dense = gather.dense_from_csr(none, none, (starts, starts), lengths, n_genes=7, dtype="int64")
-    _same(dense, np.zeros((3, 7), np.int64))
+    _same(gather.dense_rows(rows, 3, n_genes=7, dtype="int64"), np.zeros((3, 7), np.int64))
 
 
 def test_the_gathers_read_a_file_in_memory(tmp_path):
@@ -201,5 +228,6 @@ def test_the_gathers_read_a_file_in_memory(tmp_path):
     np.arange(100_000, dtype=np.uint16).tofile(file)
     mapped = np.memmap(file, np.uint16, mode="r")
     starts, lengths = np.array([99_990, 0, 50_000]), np.array([10, 3, 0])
-    csr = gather.csr_from_csr(mapped, mapped, (starts, starts), lengths, n_genes=2**16, dtype="float32")
+    rows = sparse(mapped, mapped, (starts, starts), lengths)
+    csr = gather.csr_rows([rows], 3, n_genes=2**16, dtype="float32")
     assert csr.values.tolist() == [*(value % 2**16 for value in range(99_990, 100_000)), 0, 1, 2]

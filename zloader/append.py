@@ -96,7 +96,7 @@ def append_to(
     """`append` to a Destination. Of the options only those count that bound memory."""
     started = time.perf_counter()
     keep_freed_memory()
-    growth = Growth(Dataset(destination.location, None))
+    growth = Growth(Dataset([destination.location], None))
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         for source in inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.errors import OptionError
+from zloader.errors import FormatError, OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class ObsColumn:
 
     values: NDArray[Any]
     categories: pd.Index | None
+    from_strings: bool = False
 
     @property
     def minibatch_dtype(self) -> np.dtype[Any]:
@@ -39,7 +41,7 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
         return ObsColumn(values=values, categories=None)
     if values.dtype.kind in "OUST":
         codes, categories = pd.factorize(pd.Series(values, dtype="string"), sort=True)
-        return ObsColumn(values=codes, categories=pd.Index(categories, dtype=object))
+        return ObsColumn(values=codes, categories=pd.Index(categories, dtype=object), from_strings=True)
     raise OptionError(f"obs column {name!r} holds {values.dtype}: only numbers, categories and strings become tensors")
 
 
@@ -48,3 +50,59 @@ def _nullable(column: Any) -> NDArray[Any]:
     if column.isna().any():
         return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan))
     return np.asarray(column.to_numpy(dtype=column.dtype.numpy_dtype))
+
+
+def joined(columns: Sequence[ObsColumn]) -> ObsColumn:
+    """The same column of several stores as one column over all their rows.
+
+    Codes are over all categories of all stores, in order of first appearance; over sorted labels where all were
+    strings. Numbers have the dtype that all promote to.
+    """
+    if len(columns) == 1:
+        return columns[0]
+    from_strings = all(column.from_strings for column in columns)
+    labels = list(dict.fromkeys(label for column in columns for label in _labels(column)))
+    if from_strings:
+        labels.sort()
+    if columns[0].categories is None:
+        return ObsColumn(values=np.concatenate([column.values for column in columns]), categories=None)
+    code_of = {label: code for code, label in enumerate(labels)}
+    dtype = np.min_scalar_type(-max(1, len(labels)))
+    recoded = []
+    for column in columns:
+        codes = np.array([*(code_of[label] for label in _labels(column)), -1], dtype)  # -1, none, is the last
+        recoded.append(codes[column.values])
+    return ObsColumn(values=np.concatenate(recoded), categories=pd.Index(labels), from_strings=from_strings)
+
+
+def _labels(column: ObsColumn) -> Sequence[Any]:
+    return [] if column.categories is None else column.categories.tolist()
+
+
+def concatenated(columns: Sequence[Any]) -> Any:
+    """The same column of several stores, as anndata reads it, over all their rows; categories as `joined` has them."""
+    if len(columns) == 1:
+        return columns[0]
+    if any(isinstance(column, pd.Categorical) for column in columns):
+        one = joined([as_numbers("", column) for column in columns])
+        ordered = all(getattr(column, "ordered", False) and column.dtype == columns[0].dtype for column in columns)
+        return pd.Categorical.from_codes(one.values, one.categories, ordered=ordered)
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return np.concatenate(columns)
+    filled = [pd.Series(column) for column in columns if len(column)]  # pandas is about to change what no rows weigh
+    return pd.concat(filled).array if filled else columns[0]
+
+
+def require_alike(name: str, columns: Sequence[Any], urls: Sequence[str]) -> None:
+    """Raises FormatError for a column that holds numbers in one store and labels in another."""
+    numeric = [bool(pd.api.types.is_numeric_dtype(column.dtype)) for column in columns]
+    if len(set(numeric)) > 1:
+        number, label = numeric.index(True), numeric.index(False)
+        raise FormatError(
+            f"obs column {name!r} holds numbers in {urls[number]} and {_kind(columns[label])} in {urls[label]}: "
+            "leave it out, or write these stores again with it alike in all"
+        )
+
+
+def _kind(column: Any) -> str:
+    return "categories" if isinstance(column, pd.Categorical) else f"{column.dtype} values"

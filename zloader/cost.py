@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset
+from zloader.fetch import shares
 from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, total_bytes
+from zloader.opened import OpenedStore
 from zloader.plan import Plan
-from zloader.store import ObjectSource
 from zloader.summary import stored_bytes
 from zloader.terms import FetchOptions, Rows, Span
 
@@ -57,29 +59,32 @@ def epoch_costs(
     An epoch of more than `most_fetches` is walked in part.
     Raises FormatError for a matrix that cannot be read, and any ReadError.
     """
-    matrix = dataset.matrix(x)
+    stores = list(zip(dataset.stores, dataset.matrices(x), strict=True))
+    ends = np.cumsum([matrix.n_rows for _, matrix in stores], dtype=np.int64)
     numbers = _walked(plan, most_fetches)
     exact = len(numbers) == plan.n_fetches
     every, first = _Count(), _Count()
-    steps = list(_chunks_by_array(plan, matrix, dataset.indptr(matrix), numbers))
-    for array, wanted in zip(matrix.arrays, zip(*steps, strict=True), strict=bool(steps)):
-        indexes = read_indexes(dataset, array, _shards(array, wanted), options)
-        every.add(array, wanted, indexes, options)
-        first.add(array, _unseen(array, wanted), indexes, options)
-        # Fetches that were not walked touch the other shards, too.
-        with_index = _indexed(dataset, array, indexes if exact else range(array.n_shards))
-        for count in (every, first):
-            count.add_indexes(array, with_index)
+    for (store, matrix), fetches in zip(stores, _rows_by_store(plan, ends, numbers), strict=True):
+        steps = list(_chunks_by_array(matrix, store.indptr(matrix), fetches))
+        for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
+            indexes = read_indexes(store, array, _shards(array, wanted), options)
+            every.add(array, wanted, indexes, options)
+            first.add(array, _unseen(array, wanted), indexes, options)
+            # Fetches that were not walked touch the other shards, too.
+            with_index = _indexed(store, array, indexes if exact else range(array.n_shards))
+            for count in (every, first):
+                count.add_indexes(array, with_index)
     if exact:
         return EpochCosts(unmirrored=every.cost(), first_mirrored=first.cost())
     unmirrored = every.cost(scale=plan.n_rows / plan.world_size / (len(numbers) * plan.fetch_rows))
-    return EpochCosts(unmirrored=unmirrored, first_mirrored=_at_most(dataset, matrix, unmirrored))
+    return EpochCosts(unmirrored=unmirrored, first_mirrored=_at_most(stores, unmirrored))
 
 
-def _at_most(dataset: Dataset, matrix: MatrixLayout, unmirrored: EpochCost) -> EpochCost:
+def _at_most(stores: Sequence[tuple[OpenedStore, MatrixLayout]], unmirrored: EpochCost) -> EpochCost:
     """With a mirror no chunk is read twice, so an epoch takes no more than the whole matrix, chunk by chunk."""
-    chunks = sum(array.n_chunks + array.n_shards for array in matrix.arrays)
-    whole = sum(stored_bytes(dataset, array) for array in matrix.arrays)
+    arrays = [(store, array) for store, matrix in stores for array in matrix.arrays]
+    chunks = sum(array.n_chunks + array.n_shards for _, array in arrays)
+    whole = sum(stored_bytes(store, array) for store, array in arrays)
     return EpochCost(gets=min(chunks, unmirrored.gets), bytes_read=min(whole, unmirrored.bytes_read), exact=False)
 
 
@@ -91,23 +96,34 @@ def _walked(plan: Plan, most_fetches: int) -> Sequence[int]:
     return numbers
 
 
+def _rows_by_store(plan: Plan, ends: Rows, numbers: Sequence[int]) -> list[list[Rows]]:
+    """For each store the rows that each fetch takes of it, counted from its first."""
+    taken: list[list[Rows]] = [[] for _ in ends]
+    begins = np.append(0, ends[:-1])
+    for number in numbers:
+        rows = plan.fetch(number).rows
+        for store, at in shares(ends, rows):
+            taken[store].append(rows[at] - begins[store])
+    return taken
+
+
 def _chunks_by_array(
-    plan: Plan, matrix: MatrixLayout, indptr: NDArray[np.integer] | None, numbers: Sequence[int]
+    matrix: MatrixLayout, indptr: NDArray[np.integer] | None, fetches: Sequence[Rows]
 ) -> Iterator[list[Rows]]:
     """For each fetch the chunks that it needs of each array."""
-    for number in numbers:
-        starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)
+    for rows in fetches:
+        starts, stops = matrix.elements_of(rows, indptr)
         yield [chunks_of(starts, stops, array.chunk_elements) for array in matrix.arrays]
 
 
 def _shards(array: ArrayLayout, wanted: Sequence[Rows]) -> list[int]:
-    found: list[int] = np.unique(np.concatenate(wanted) // array.chunks_per_shard).tolist()
+    found: list[int] = np.unique(np.concatenate([np.empty(0, np.int64), *wanted]) // array.chunks_per_shard).tolist()
     return found
 
 
-def _indexed(dataset: Dataset, array: ArrayLayout, shards: Iterable[int]) -> int:
+def _indexed(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> int:
     """How many of the shards have an index to read."""
-    return sum(array.sharded and array.shard_key(shard) in dataset.objects for shard in shards)
+    return sum(array.sharded and array.shard_key(shard) in store.objects for shard in shards)
 
 
 def _unseen(array: ArrayLayout, wanted: Sequence[Rows]) -> list[Rows]:
@@ -151,22 +167,22 @@ class _Count:
 
 
 def read_indexes(
-    dataset: Dataset, array: ArrayLayout, shards: Sequence[int], options: FetchOptions = _DEFAULTS
+    store: OpenedStore, array: ArrayLayout, shards: Sequence[int], options: FetchOptions = _DEFAULTS
 ) -> dict[int, NDArray[np.uint64]]:
     """The index of each shard: offset and size of its chunks. One GET each, none for arrays without shards.
 
     Raises MissingObjectError for a shard that must be there, and any ReadError.
     """
-    sizes = dataset.object_sizes()
+    sizes = store.object_sizes()
     indexes: dict[int, NDArray[np.uint64]] = {}
     spans: dict[int, Span] = {}
     for shard in shards:
-        found = array.find_index(shard, sizes.get(array.shard_key(shard)), dataset.location.url)
+        found = array.find_index(shard, sizes.get(array.shard_key(shard)), store.location.url)
         if isinstance(found, Span):
             spans[shard] = found
         else:
             indexes[shard] = found
-    source = ObjectSource(dataset.location, dataset.objects, options)
+    source = store.source(options)
 
     async def produce(put: Put[list[bytes]]) -> None:
         await put([await source.read(list(spans.values()))], 0)

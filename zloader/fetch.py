@@ -7,10 +7,12 @@ Nothing here knows of torch: this is the stretch from plan to minibatch that any
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,60 +30,75 @@ _GROUP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What minibatches are made of, beside the rows.
+class Part:
+    """One store's matrix: its rows are a run of the dataset's rows.
 
-    `url` names the store in messages; `matrix` is None when no x is wanted; `indptr` belongs to a CSR matrix; `obs`
-    holds one value for every row of the dataset, given out as `obs_dtypes`; `object_sizes` gives the bytes of each
-    stored object; `dtype` is that of x.
+    `url` names the store in messages; `indptr` belongs to a CSR matrix; `object_sizes` gives the bytes of each stored
+    object.
     """
 
     url: str
-    matrix: MatrixLayout | None
+    matrix: MatrixLayout
     indptr: NDArray[np.integer] | None
+    object_sizes: Mapping[str, int]
+    source: Source
+    mirror: Mirror | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What minibatches are made of, beside the rows.
+
+    `parts` are in the order of their rows, and none where no x is wanted; `obs` holds one value for every row of the
+    dataset, given out as `obs_dtypes`; `dtype` is that of x.
+    """
+
+    parts: Sequence[Part]
     obs: Mapping[str, NDArray[np.generic]]
     obs_dtypes: Mapping[str, np.dtype[np.generic]]
-    object_sizes: Mapping[str, int]
     dense: bool
     dtype: str
 
 
+def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
+    """The stores that `rows` lie in, each with the positions of its rows; store k ends before row `ends[k]`."""
+    if len(ends) == 1:
+        return [(0, slice(None))]
+    of = np.searchsorted(ends, rows, side="right")
+    order = np.argsort(of, kind="stable")
+    cuts = np.flatnonzero(np.diff(of[order], prepend=-1, append=len(ends))).tolist()
+    return [(int(of[order[a]]), order[a:b]) for a, b in pairwise(cuts)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """A fetch whose elements are in memory: of the genes (CSR only) and of the values."""
+    """A fetch whose elements are in memory.
+
+    `elements` are those of each part that it touches, of the genes (CSR only) and of the values; a row is `lengths` of
+    them from `starts` on (genes, values).
+    """
 
     fetch: Fetch
+    elements: dict[int, list[Elements]]
+    starts: tuple[Rows, Rows]
     lengths: Rows
-    elements: tuple[Elements, ...]
 
 
 class FetchScheduler:
     """Makes the minibatches of some fetches, in order; `run` is what a Bridge runs."""
 
-    def __init__(
-        self, recipe: Recipe, source: Source, mirror: Mirror | None, options: FetchOptions, buffers: BufferPool
-    ) -> None:
+    def __init__(self, recipe: Recipe, options: FetchOptions, buffers: BufferPool) -> None:
         self.counters = Counters()
         self._buffers = buffers
         self._recipe = recipe
-        self._source = source
-        self._mirror = mirror
         self._options = options
+        self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
 
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`; raises the first error of any read."""
         upcoming = iter(fetches)
         with ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-worker") as threads:
-            shop = Workshop(
-                url=self._recipe.url,
-                options=self._options,
-                source=self._source,
-                object_sizes=self._recipe.object_sizes,
-                counters=self.counters,
-                threads=threads,
-                buffers=self._buffers,
-            )
-            readers = self._readers(shop)
+            readers = self._readers(threads)
             try:
                 async with asyncio.TaskGroup() as group:
                     loads: deque[asyncio.Task[_Loaded]] = deque()
@@ -89,66 +106,107 @@ class FetchScheduler:
                         loads.append(group.create_task(self._load(fetch, readers)))
                     while loads:
                         loaded = await loads.popleft()
-                        await self._emit(loaded, shop, put)
+                        await self._emit(loaded, threads, put)
                         if (fetch := next(upcoming, None)) is not None:
                             loads.append(group.create_task(self._load(fetch, readers)))
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    def _readers(self, shop: Workshop) -> list[ArrayReader]:
-        arrays = () if self._recipe.matrix is None else self._recipe.matrix.arrays
-        mirrored = {} if self._mirror is None else self._mirror.arrays
-        return [ArrayReader(layout, mirrored.get(layout.path), shop) for layout in arrays]
+    def _readers(self, threads: ThreadPoolExecutor) -> list[list[ArrayReader]]:
+        """The readers of each part's arrays; all share one bound on the bytes in flight."""
+        shops = [
+            Workshop(
+                url=part.url,
+                options=self._options,
+                source=part.source,
+                object_sizes=part.object_sizes,
+                counters=self.counters,
+                threads=threads,
+                buffers=self._buffers,
+            )
+            for part in self._recipe.parts
+        ]
+        for shop in shops:
+            shop.in_flight = shops[0].in_flight
+        return [_readers_of(part, shop) for part, shop in zip(self._recipe.parts, shops, strict=True)]
 
-    async def _load(self, fetch: Fetch, readers: list[ArrayReader]) -> _Loaded:
-        if self._recipe.matrix is None:
-            return _Loaded(fetch=fetch, lengths=np.zeros(len(fetch.rows), np.int64), elements=())
-        starts, stops = self._recipe.matrix.elements_of(fetch.rows, self._recipe.indptr)
-        elements = await asyncio.gather(*(reader.load(starts, stops) for reader in readers))
-        return _Loaded(fetch=fetch, lengths=stops - starts, elements=tuple(elements))
+    async def _load(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Loaded:
+        n_rows = len(fetch.rows)
+        starts, lengths = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
+        loads: dict[int, list[asyncio.Task[Elements]]] = {}
+        found = shares(self._ends, fetch.rows) if readers else []
+        async with asyncio.TaskGroup() as group:
+            for number, at in found:
+                part = self._recipe.parts[number]
+                rows = fetch.rows[at] - (self._ends[number] - part.matrix.n_rows)
+                first, stop = part.matrix.elements_of(rows, part.indptr)
+                lengths[at] = stop - first
+                loads[number] = [group.create_task(reader.load(first, stop)) for reader in readers[number]]
+        elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
+        for number, at in found:
+            for into, loaded in zip(starts[-len(elements[number]) :], elements[number], strict=True):
+                into[at] = loaded.starts
+        return _Loaded(fetch=fetch, elements=elements, starts=starts, lengths=lengths)
 
-    async def _emit(self, loaded: _Loaded, shop: Workshop, put: Put[MinibatchArrays]) -> None:
+    async def _emit(self, loaded: _Loaded, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]) -> None:
         """Gathers the minibatches of one fetch in threads and puts them in order."""
         jobs: deque[asyncio.Task[tuple[list[MinibatchArrays], float]]] = deque()
         async with asyncio.TaskGroup() as group:
             for numbers in _groups(len(loaded.fetch.cuts) - 1):
-                jobs.append(group.create_task(shop.run(self._make, loaded, numbers)))
+                jobs.append(group.create_task(self._made(loaded, numbers, threads)))
                 if len(jobs) > self._options.threads:
                     await self._put(await jobs.popleft(), put)
             while jobs:
                 await self._put(await jobs.popleft(), put)
-        for elements in loaded.elements:
-            if elements.buffer is not None:
-                shop.buffers.give_back(elements.buffer)
+        for of_part in loaded.elements.values():
+            for elements in of_part:
+                if elements.buffer is not None:
+                    self._buffers.give_back(elements.buffer)
 
     async def _put(self, made: tuple[list[MinibatchArrays], float], put: Put[MinibatchArrays]) -> None:
         minibatches, seconds = made
         self.counters.gather_s += seconds
         await put(minibatches, sum(minibatch.nbytes for minibatch in minibatches))
 
-    def _make(self, loaded: _Loaded, numbers: range) -> list[MinibatchArrays]:
-        cuts = loaded.fetch.cuts
-        return [self._minibatch(loaded, loaded.fetch.order[cuts[k] : cuts[k + 1]]) for k in numbers]
+    async def _made(
+        self, loaded: _Loaded, numbers: range, threads: ThreadPoolExecutor
+    ) -> tuple[list[MinibatchArrays], float]:
+        return await asyncio.get_running_loop().run_in_executor(threads, self._make, loaded, numbers)
+
+    def _make(self, loaded: _Loaded, numbers: range) -> tuple[list[MinibatchArrays], float]:
+        """Some minibatches, and the seconds that they took."""
+        before, cuts = time.perf_counter(), loaded.fetch.cuts
+        made = [self._minibatch(loaded, loaded.fetch.order[cuts[k] : cuts[k + 1]]) for k in numbers]
+        return made, time.perf_counter() - before
 
     def _minibatch(self, loaded: _Loaded, taken: Rows) -> MinibatchArrays:
         """The minibatch of the rows at positions `taken` of a fetch."""
         rows = loaded.fetch.rows[taken]
         dtypes = self._recipe.obs_dtypes
         obs = {name: column[rows].astype(dtypes[name], copy=False) for name, column in self._recipe.obs.items()}
-        return MinibatchArrays(x=self._x(loaded, taken), obs=obs, index=rows)
+        return MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, index=rows)
 
-    def _x(self, loaded: _Loaded, taken: Rows) -> CsrArrays | NDArray[np.generic] | None:
-        matrix, dtype = self._recipe.matrix, self._recipe.dtype
-        if matrix is None:
+    def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> CsrArrays | NDArray[np.generic] | None:
+        if not self._recipe.parts:
             return None
-        if matrix.genes is None:
-            (values,) = loaded.elements
-            from_dense = gather.dense_from_dense if self._recipe.dense else gather.csr_from_dense
-            return from_dense(values.source, values.starts[taken], n_genes=matrix.n_genes, dtype=dtype)
-        genes, values = loaded.elements
-        starts = (genes.starts[taken], values.starts[taken])
-        from_csr = gather.dense_from_csr if self._recipe.dense else gather.csr_from_csr
-        return from_csr(genes.source, values.source, starts, loaded.lengths[taken], n_genes=matrix.n_genes, dtype=dtype)
+        parts = [_store_rows(loaded, number, taken[at], at) for number, at in shares(self._ends, rows)]
+        gathered = gather.dense_rows if self._recipe.dense else gather.csr_rows
+        n_genes = self._recipe.parts[0].matrix.n_genes
+        return gathered(parts, len(rows), n_genes=n_genes, dtype=self._recipe.dtype)
+
+
+def _readers_of(part: Part, shop: Workshop) -> list[ArrayReader]:
+    mirrored = {} if part.mirror is None else part.mirror.arrays
+    return [ArrayReader(layout, mirrored.get(layout.path), shop) for layout in part.matrix.arrays]
+
+
+def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
+    """The rows at positions `taken` of a fetch, all in one store, and where they go."""
+    *genes, values = (elements.source for elements in loaded.elements[number])
+    starts = (loaded.starts[0][taken], loaded.starts[1][taken])
+    return gather.StoreRows(
+        at=at, genes=genes[0] if genes else None, values=values, starts=starts, lengths=loaded.lengths[taken]
+    )
 
 
 def _groups(n: int) -> Iterator[range]:

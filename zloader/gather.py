@@ -1,13 +1,15 @@
-"""Compiled row gathers: rows scattered over a flat array -> one CSR or dense minibatch. Pure.
+"""Compiled row gathers: rows scattered over flat arrays -> one CSR or dense minibatch. Pure.
 
-The sources are flat read-only arrays (a mirror's file mapped into memory, or the buffer of one fetch); a row is the
-elements `[start, stop)`. Every kernel runs without the GIL and loops over local slice views, which LLVM vectorises:
-twice as fast as slice assignment. The values are converted to the wanted dtype on the way.
+The sources are flat read-only arrays (a mirror's file mapped into memory, or the buffer of one fetch), one or two for
+each store; a row is the elements `[start, start + length)`. Every kernel runs without the GIL and loops over local
+slice views, which LLVM vectorises: twice as fast as slice assignment. The values are converted to the wanted dtype on
+the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numba
@@ -24,52 +26,55 @@ def compiled(function: Function) -> Function:
 
 
 @compiled
-def copy_rows(source: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[Any]) -> None:
-    at = 0
+def copy_rows(source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any]) -> None:
     for row in range(len(starts)):
         n = lengths[row]
         taken = source[starts[row] : starts[row] + n]
-        given = out[at : at + n]
+        given = out[at[row] : at[row] + n]
         for i in range(n):
             given[i] = taken[i]
-        at += n
 
 
 @compiled
 def _scatter_rows(
-    genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, out: NDArray[Any]
+    genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, at: Rows, out: NDArray[Any]
 ) -> None:
     for row in range(len(lengths)):
         n = lengths[row]
         columns = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
-        given = out[row]
+        given = out[at[row]]
         for i in range(n):
             given[columns[i]] += taken[i]
 
 
 @compiled
-def _count_nonzero(source: NDArray[Any], starts: Rows, n_genes: int, out: Rows) -> None:
+def _count_nonzero(source: NDArray[Any], starts: Rows, lengths: Rows, out: Rows) -> None:
     for row in range(len(starts)):
-        taken = source[starts[row] : starts[row] + n_genes]
+        taken = source[starts[row] : starts[row] + lengths[row]]
         found = 0
-        for i in range(n_genes):
+        for i in range(len(taken)):
             found += taken[i] != 0
         out[row] = found
 
 
 @compiled
 def _compress_rows(
-    source: NDArray[Any], starts: Rows, n_genes: int, out_indices: NDArray[Any], out_values: NDArray[Any]
+    source: NDArray[Any],
+    starts: Rows,
+    lengths: Rows,
+    at: Rows,
+    out_indices: NDArray[Any],
+    out_values: NDArray[Any],
 ) -> None:
-    at = 0
     for row in range(len(starts)):
-        taken = source[starts[row] : starts[row] + n_genes]
-        for i in range(n_genes):
+        taken = source[starts[row] : starts[row] + lengths[row]]
+        to = at[row]
+        for i in range(len(taken)):
             if taken[i] != 0:
-                out_indices[at] = i
-                out_values[at] = taken[i]
-                at += 1
+                out_indices[to] = i
+                out_values[to] = taken[i]
+                to += 1
 
 
 def indptr_of(lengths: Rows) -> Rows:
@@ -78,43 +83,54 @@ def indptr_of(lengths: Rows) -> Rows:
     return indptr
 
 
-def csr_from_csr(
-    genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, *, n_genes: int, dtype: str
-) -> CsrArrays:
-    """CSR rows from CSR elements; `starts` are each row's first element in `genes` and in `values`."""
+@dataclass(frozen=True, kw_only=True)
+class StoreRows:
+    """The rows of a minibatch that lie in one store: row i of them becomes the minibatch's row `at[i]`.
+
+    Row i is `lengths[i]` elements of `values` from `starts[1][i]` on and, unless the store is dense, as many of `genes`
+    from `starts[0][i]` on.
+    """
+
+    at: Rows | slice
+    genes: NDArray[Any] | None
+    values: NDArray[Any]
+    starts: tuple[Rows, Rows]
+    lengths: Rows
+
+    def n_values(self) -> Rows:
+        """Values that each row has in CSR form; from dense rows those that are not zero."""
+        if self.genes is not None:
+            return self.lengths
+        found = np.empty_like(self.lengths)
+        _count_nonzero(self.values, self.starts[1], self.lengths, found)
+        return found
+
+
+def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> CsrArrays:
+    """A minibatch of `n_rows` rows in CSR form; `parts` together are all of its rows."""
+    lengths = np.empty(n_rows, np.int64)
+    for part in parts:
+        lengths[part.at] = part.n_values()
     indptr = indptr_of(lengths)
-    out = CsrArrays(
-        indptr=indptr,
-        indices=np.empty(indptr[-1], np.int64),
-        values=np.empty(indptr[-1], dtype),
-        n_genes=n_genes,
-    )
-    copy_rows(genes, starts[0], lengths, out.indices)
-    copy_rows(values, starts[1], lengths, out.values)
+    indices, values = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], dtype)
+    for part in parts:
+        to = indptr[:-1][part.at]
+        if part.genes is None:
+            _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values)
+        else:
+            copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
+            copy_rows(part.values, part.starts[1], part.lengths, to, values)
+    return CsrArrays(indptr=indptr, indices=indices, values=values, n_genes=n_genes)
+
+
+def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> NDArray[Any]:
+    """A dense minibatch (`n_rows` x genes); values of a gene that stands twice in a CSR row are summed."""
+    sparse = any(part.genes is not None for part in parts)
+    out = (np.zeros if sparse else np.empty)((n_rows, n_genes), dtype)
+    for part in parts:
+        to = np.arange(n_rows)[part.at]
+        if part.genes is None:
+            copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, out.reshape(-1))
+        else:
+            _scatter_rows(part.genes, part.values, part.starts, part.lengths, to, out)
     return out
-
-
-def dense_from_csr(
-    genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, *, n_genes: int, dtype: str
-) -> NDArray[Any]:
-    """Dense rows (rows x genes) from CSR elements; values of a gene that stands twice in a row are summed."""
-    out = np.zeros((len(lengths), n_genes), dtype)
-    _scatter_rows(genes, values, starts, lengths, out)
-    return out
-
-
-def dense_from_dense(values: NDArray[Any], starts: Rows, *, n_genes: int, dtype: str) -> NDArray[Any]:
-    """Dense rows (rows x genes) from a dense matrix laid out flat."""
-    out = np.empty((len(starts), n_genes), dtype)
-    copy_rows(values, starts, np.full(len(starts), n_genes, np.int64), out.reshape(-1))
-    return out
-
-
-def csr_from_dense(values: NDArray[Any], starts: Rows, *, n_genes: int, dtype: str) -> CsrArrays:
-    """CSR rows of the values of a flat dense matrix that are not zero."""
-    lengths = np.empty(len(starts), np.int64)
-    _count_nonzero(values, starts, n_genes, lengths)
-    indptr = indptr_of(lengths)
-    indices, out = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], dtype)
-    _compress_rows(values, starts, n_genes, indices, out)
-    return CsrArrays(indptr=indptr, indices=indices, values=out, n_genes=n_genes)

@@ -23,7 +23,6 @@ from zloader.malloc import keep_freed_memory
 from zloader.plan import Plan
 from zloader.reader import BufferPool, Counters
 from zloader.sampling import BlockShuffling, Sampling
-from zloader.store import ObjectSource
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Statistics
 
 LAYOUTS = ("csr", "dense", "scipy", "anndata")
@@ -105,7 +104,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         _silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         if self.x is not None:
-            self.dataset.matrix(self.x)
+            self.dataset.matrices(self.x)
         # [0] is the epoch that the first iteration takes; then the iterations begun, by this process and each worker.
         # In shared memory, so that workers, also persistent ones, and this process agree on the epoch.
         self._epochs = torch.zeros(2 + _MOST_WORKERS, dtype=torch.int64)
@@ -150,24 +149,18 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         plan = self.plan(self._next_epoch(0 if worker is None else worker_id + 1))
         fetches = map(plan.fetch, plan.fetch_numbers(worker=worker_id, n_workers=n_workers))
 
-        matrix = None if self.x is None else self.dataset.matrix(self.x)
         columns = {name: self.dataset.obs_column(name) for name in self.obs}
         recipe = Recipe(
-            url=self.dataset.location.url,
-            matrix=matrix,
-            indptr=None if matrix is None else self.dataset.indptr(matrix),
+            parts=self.dataset.parts(self.x, self.options),
             obs={name: column.values for name, column in columns.items()},
             obs_dtypes={name: column.minibatch_dtype for name, column in columns.items()},
-            object_sizes=self.dataset.object_sizes(),
             dense=self.layout == "dense",
             dtype=self.dtype,
         )
         _silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
-        source = ObjectSource(self.dataset.location, self.dataset.objects, self.options)
-        mirror = None if matrix is None else self.dataset.mirror(matrix)
-        scheduler = FetchScheduler(recipe, source, mirror, self.options, self._buffers)
+        scheduler = FetchScheduler(recipe, self.options, self._buffers)
 
         async def produce(put: Put[MinibatchArrays]) -> None:
             await scheduler.run(fetches, put)

@@ -1,8 +1,8 @@
-"""What a store holds: rows, columns and how each matrix is laid out, from its listing and metadata alone."""
+"""What a dataset holds: rows, columns and how each matrix is laid out, from listings and metadata alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,17 @@ import zarr
 from zloader.dataset import Dataset
 from zloader.errors import FormatError
 from zloader.layout import ArrayLayout
+from zloader.opened import OpenedStore
 
 _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySummary:
-    """One array of a matrix. `stored_bytes` are its objects', `decoded_bytes` what a mirror of it takes."""
+    """One array of a matrix. `stored_bytes` are its objects', `decoded_bytes` what a mirror of it takes.
+
+    Over several stores: the sums, every dtype and codec that there is, and the largest chunks and shards.
+    """
 
     path: str
     dtype: str
@@ -48,7 +52,10 @@ class MatrixSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSummary:
-    """One obs column: `kind` is `categorical`, `string` or a dtype; `categories` is None where it has none."""
+    """One obs column: `kind` is `categorical`, `string` or a dtype.
+
+    `categories` is None where it has none, or may have others in each of several stores.
+    """
 
     name: str
     kind: str
@@ -57,9 +64,10 @@ class ColumnSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSummary:
-    """What a store holds. `others` names obsm, varm and the like as `obsm/X_pca`."""
+    """What one or several stores hold, all of them. `others` names obsm, varm and the like as `obsm/X_pca`."""
 
     url: str
+    stores: int
     fingerprint: str
     rows: int
     genes: int
@@ -71,72 +79,95 @@ class StoreSummary:
 
 
 def summarize(dataset: Dataset) -> StoreSummary:
-    """What the store holds, from its metadata alone."""
-    root = dataset.root
-    sizes = dataset.object_sizes()
+    """What the dataset holds, from its metadata alone."""
+    stores = dataset.stores
+    objects = [entry for store in stores for entry in store.objects.values()]
     return StoreSummary(
-        url=dataset.location.url,
+        url=dataset.url,
+        stores=len(stores),
         fingerprint=dataset.fingerprint,
         rows=dataset.n_obs,
         genes=dataset.n_vars,
-        objects=len(sizes),
-        stored_bytes=sum(sizes.values()),
-        obs=[_column(name, root[f"obs/{name}"]) for name in dataset.obs_columns],
-        matrices=[_matrix(dataset, name, root[name]) for name in dataset.matrix_names],
-        others=[f"{group}/{key}" for group in _OTHERS for key in sorted(root.get(group, {}))],
+        objects=len(objects),
+        stored_bytes=sum(entry.size for entry in objects),
+        obs=[_column(name, [store.root[f"obs/{name}"] for store in stores]) for name in dataset.obs_columns],
+        matrices=[_matrix(stores, name) for name in dataset.matrix_names],
+        others=[
+            f"{group}/{key}" for group in _OTHERS for key in _in_all([store.root.get(group, {}) for store in stores])
+        ],
     )
 
 
-def _column(name: str, node: Any) -> ColumnSummary:
+def _in_all(groups: Sequence[Any]) -> list[str]:
+    return sorted(set.intersection(*map(set, groups)))
+
+
+def _column(name: str, nodes: Sequence[Any]) -> ColumnSummary:
+    kinds = [_kind(node) for node in nodes]
+    n_categories = int(nodes[0]["categories"].shape[0]) if kinds == ["categorical"] else None
+    return ColumnSummary(name=name, kind=_all(kinds), categories=n_categories)
+
+
+def _kind(node: Any) -> str:
     encoding = str(node.attrs.get("encoding-type", "array"))
     if encoding == "categorical":
-        return ColumnSummary(name=name, kind="categorical", categories=int(node["categories"].shape[0]))
+        return encoding
     if "string" in encoding:
-        return ColumnSummary(name=name, kind="string", categories=None)
+        return "string"
     values = node if isinstance(node, zarr.Array) else node.get("values")
-    kind = encoding if values is None else str(values.dtype)
-    return ColumnSummary(name=name, kind=kind, categories=None)
+    return encoding if values is None else str(values.dtype)
 
 
-def _matrix(dataset: Dataset, name: str, node: Any) -> MatrixSummary:
-    encoding = "dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type"))
-    rows, genes = (int(size) for size in (node.shape if encoding == "dense" else node.attrs["shape"]))
-    arrays: list[ArraySummary] = []
+def _all(names: Iterable[str]) -> str:
+    """Every name once."""
+    return " / ".join(dict.fromkeys(names))
+
+
+def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
+    nodes = [store.root[name] for store in stores]
+    encodings = ["dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type")) for node in nodes]
+    shapes = [node.shape if isinstance(node, zarr.Array) else node.attrs["shape"] for node in nodes]
+    rows, genes = sum(int(shape[0]) for shape in shapes), int(shapes[0][1])
+    values = sum(node.size if isinstance(node, zarr.Array) else int(node["data"].shape[0]) for node in nodes)
+    arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
     problem = None
-    values = rows * genes if encoding == "dense" else int(node["data"].shape[0])
     try:
-        layout = dataset.matrix(name)
+        for store in stores:
+            for array in store.matrix(name).arrays:
+                arrays.setdefault(array.path, []).append((store, array))
     except FormatError as error:
         problem = str(error)
-    else:
-        recorded = node.attrs.get("zloader", {}).get("dtype", {})
-        arrays = [_array(dataset, array, rows, recorded) for array in layout.arrays]
     return MatrixSummary(
         name=name,
-        encoding=encoding,
+        encoding=_all(encodings),
         rows=rows,
         genes=genes,
         values=values,
         density=values / (rows * genes) if rows * genes else 0.0,
-        arrays=arrays,
+        arrays=[] if problem else [_array(name, alike) for alike in arrays.values()],
         problem=problem,
     )
 
 
-def _array(dataset: Dataset, array: ArrayLayout, rows: int, recorded: Mapping[str, str]) -> ArraySummary:
-    part = "indices" if array.path.endswith("/indices") else "data"
+def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> ArraySummary:
+    arrays = [array for _, array in stored]
+    path = arrays[0].path
+    part = "indices" if path.endswith("/indices") else "data"
+    recorded = [store.root[matrix].attrs.get("zloader", {}).get("dtype", {}) for store, _ in stored]
+    elements, chunk_elements = sum(array.n_elements for array in arrays), max(array.chunk_elements for array in arrays)
+    rows = sum(store.n_obs for store, _ in stored)
     return ArraySummary(
-        path=array.path,
-        dtype=array.dtype.name,
-        original_dtype=str(recorded.get(part, array.dtype.name)),
-        elements=array.n_elements,
-        chunk_elements=array.chunk_elements,
-        rows_per_chunk=array.chunk_elements * rows / array.n_elements if array.n_elements else 0.0,
-        chunks_per_shard=array.chunks_per_shard,
-        shards=array.n_shards,
-        stored_bytes=stored_bytes(dataset, array),
-        decoded_bytes=array.n_elements * array.dtype.itemsize,
-        codecs=", ".join(map(_codec, array.codecs)),
+        path=path,
+        dtype=_all(array.dtype.name for array in arrays),
+        original_dtype=_all(str(was.get(part, array.dtype.name)) for was, array in zip(recorded, arrays, strict=True)),
+        elements=elements,
+        chunk_elements=chunk_elements,
+        rows_per_chunk=chunk_elements * rows / elements if elements else 0.0,
+        chunks_per_shard=max(array.chunks_per_shard for array in arrays),
+        shards=sum(array.n_shards for array in arrays),
+        stored_bytes=sum(stored_bytes(store, array) for store, array in stored),
+        decoded_bytes=sum(array.n_elements * array.dtype.itemsize for array in arrays),
+        codecs=_all(", ".join(map(_codec, array.codecs)) for array in arrays),
     )
 
 
@@ -148,7 +179,7 @@ def _codec(codec: Mapping[str, Any]) -> str:
     return str(codec["name"])
 
 
-def stored_bytes(dataset: Dataset, array: ArrayLayout) -> int:
+def stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:
     """Bytes of the objects that hold an array."""
     keys = map(array.shard_key, range(array.n_shards))
-    return sum(dataset.objects[key].size for key in keys if key in dataset.objects)
+    return sum(store.objects[key].size for key in keys if key in store.objects)

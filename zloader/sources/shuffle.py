@@ -119,7 +119,7 @@ class ShuffledMatrix(SourceMatrix):
             block = np.empty(max(min(_BLOCK_ELEMENTS, len(source)), lengths.max(initial=0)), dtype)
             for first, last in split_rows(indptr, _BLOCK_ELEMENTS):
                 taken = block[: indptr[last] - indptr[first]]
-                copy_rows(source, starts[first:last], lengths[first:last], taken)
+                copy_rows(source, starts[first:last], lengths[first:last], indptr[first:last] - indptr[first], taken)
                 elements.write(column, taken)
         elements.end_section(indptr[cuts])
         self._held, self._held_bytes = [], 0

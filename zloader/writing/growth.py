@@ -12,11 +12,12 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.dataset import Dataset, arrays_below, stored_keys
+from zloader.dataset import Dataset
 from zloader.errors import FormatError, MissingObjectError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
 from zloader.joining.genes import GeneRule
 from zloader.joining.problems import Problems, listed
+from zloader.opened import arrays_below, stored_keys
 from zloader.sources.inputs import Input
 from zloader.sources.join import JoinedMatrix
 from zloader.sources.windows import SourceMatrix
@@ -113,7 +114,7 @@ class Growth:
         )
 
     def _names_of(self, frame: str) -> pd.Index:
-        return pd.Index(self.dataset._elem(f"{frame}/{self._root[frame].attrs['_index']}"))
+        return self.dataset.store.names(frame)
 
     def _tell_apart(self, inputs: Sequence[Input]) -> None:
         """Numbers the labels of sources that the store, or another source, has already."""

@@ -1,0 +1,259 @@
+"""One store opened: its root, obs and var, how its matrices lie, and the mirror that belongs to it.
+
+Opening makes one listing and reads one metadata object. Columns are read one by one when asked for, through anndata;
+nothing of TensorStore is opened here before rows are taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import zarr
+import zarr.errors
+from numpy.typing import NDArray
+
+from zloader.errors import FormatError, MissingObjectError
+from zloader.fetch import Part
+from zloader.layout import ArrayLayout, MatrixLayout
+from zloader.location import Location, StoredObject
+from zloader.metadata import layout_of
+from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
+from zloader.store import ObjectSource
+from zloader.terms import Cache, FetchOptions
+
+_COLLECTION = "annbatch-preshuffled"
+
+
+class OpenedStore:
+    """One AnnData store, as it was when it was opened. Raises FormatError for what is none."""
+
+    def __init__(
+        self, location: Location, objects: dict[str, StoredObject], root: Any = None, *, cache: Cache | None
+    ) -> None:
+        """`objects` are those listed at the location; `root` is the group there, where it is open already."""
+        self.location = location
+        self.objects = objects
+        self.cache = cache
+        root = _open_group(location, objects) if root is None else root
+        _check_root(location, root)
+        self._opened = (os.getpid(), root)
+        self._inherited: list[Any] = [location.filesystem()]
+        listed = sorted((key, entry.size, entry.tag) for key, entry in objects.items())
+        self.fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
+        self._mirrors: dict[str, Mirror | None] = {}
+        self._indptrs: dict[str, NDArray[np.integer]] = {}
+
+    @property
+    def root(self) -> Any:
+        """The root zarr group; opened anew in a forked process, where the parent's connections do not live on."""
+        if self._opened[0] != os.getpid():
+            self._inherited.append(self._opened)  # dropping them here would make aiohttp complain about the parent's
+            self._opened = (os.getpid(), _open_group(self.location, self.objects))
+        return self._opened[1]
+
+    @cached_property
+    def n_obs(self) -> int:
+        """Rows."""
+        return self._length("obs")
+
+    @cached_property
+    def n_vars(self) -> int:
+        """Genes."""
+        return self._length("var")
+
+    def _length(self, frame: str) -> int:
+        return int(self.root[frame][self.root[frame].attrs["_index"]].shape[0])
+
+    def names(self, frame: str) -> pd.Index:
+        """The index of `"obs"`, `"var"` or `"raw/var"`."""
+        return pd.Index(self.element(f"{frame}/{self.root[frame].attrs['_index']}"))
+
+    @cached_property
+    def obs_columns(self) -> list[str]:
+        """Names of the obs columns."""
+        return [str(column) for column in self.root["obs"].attrs["column-order"]]
+
+    def element(self, path: str) -> Any:
+        """An element read whole by anndata, after checking that its objects are there: zarr would read zeros."""
+        node = self.root[path]
+        arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in arrays_below(node)]
+        keys = (key for array in arrays for key in stored_keys(array)) if self._written_by_us else ()
+        for key in keys:
+            if key not in self.objects:
+                raise MissingObjectError(
+                    f"{self.location.url}: {key} is not there: the store is incomplete. Convert it again"
+                )
+        try:
+            # The parts of a sparse matrix carry no encoding of their own: plain arrays.
+            return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
+        except (ValueError, OSError, RuntimeError) as error:
+            raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
+
+    @property
+    def _written_by_us(self) -> bool:
+        """Whether every object must be there: `convert` writes all, other writers leave out those of fill values."""
+        return "zloader" in self.root.attrs
+
+    def _array_layout(self, path: str) -> ArrayLayout:
+        return layout_of(self.root[path], absent_is_fill=not self._written_by_us)
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """What `x` may name: X, raw/X and the layers that are there."""
+        layers = [f"layers/{layer}" for layer in sorted(self.root.get("layers", {}))]
+        return [name for name in ("X", "raw/X") if name in self.root] + layers
+
+    def matrix(self, name: str) -> MatrixLayout:
+        """How the matrix `"X"`, `"layers/NAME"` or `"raw/X"` is stored; raises FormatError when it cannot be read."""
+        if name not in self.root:
+            raise FormatError(
+                f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
+            )
+        node = self.root[name]
+        if isinstance(node, zarr.Array):
+            n_rows, n_genes = (int(size) for size in node.shape)
+            return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self._array_layout(name), genes=None)
+        encoding = node.attrs.get("encoding-type")
+        if encoding != "csr_matrix":
+            raise FormatError(
+                f"{name} of {self.location.url} is a {encoding}: rows can only be read from a csr_matrix "
+                "or a dense array. Run 'zloader convert' on it"
+            )
+        n_rows, n_genes = (int(size) for size in node.attrs["shape"])
+        return MatrixLayout(
+            path=name,
+            n_rows=n_rows,
+            n_genes=n_genes,
+            values=self._array_layout(f"{name}/data"),
+            genes=replace(self._array_layout(f"{name}/indices"), below=n_genes),
+        )
+
+    def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
+        """First element of every row of a CSR matrix (rows + 1, int64), kept in the mirror; None for a dense one."""
+        if matrix.genes is None:
+            return None
+        path = f"{matrix.path}/indptr"
+        if path in self._indptrs:
+            return self._indptrs[path]
+        directory = self._mirror_directory()
+        indptr = None if directory is None else load_column(directory, path)
+        if indptr is None:
+            indptr = np.ascontiguousarray(self.element(path), np.int64)
+            if directory is not None:
+                save_column(directory, path, indptr)
+        self._check_indptr(indptr, matrix)
+        self._indptrs[path] = indptr
+        return indptr
+
+    def _check_indptr(self, indptr: NDArray[np.integer], matrix: MatrixLayout) -> None:
+        where = f"{matrix.path}/indptr of {self.location.url}"
+        n_elements = min(array.n_elements for array in matrix.arrays)
+        if len(indptr) != matrix.n_rows + 1:
+            raise FormatError(f"{where} has {len(indptr)} entries for {matrix.n_rows} rows: the store is damaged")
+        falls = np.flatnonzero(indptr[1:] < indptr[:-1])
+        if indptr[0] != 0 or len(falls) or indptr[-1] > n_elements:
+            row = int(falls[0]) if len(falls) else (0 if indptr[0] else matrix.n_rows - 1)
+            raise FormatError(f"{where} is wrong at row {row} ({n_elements} values are stored): the store is damaged")
+
+    def _mirror_directory(self) -> Path | None:
+        try:
+            return None if self.cache is None else mirror_directory(self.cache.directory, self.fingerprint)
+        except OSError:
+            return None  # open_mirror warns
+
+    def mirror(self, matrix: MatrixLayout) -> Mirror | None:
+        """The mirror of a matrix, opened once a process; None without a cache or where it cannot be used."""
+        if self.cache is None:
+            return None
+        if matrix.path not in self._mirrors:
+            self._mirrors[matrix.path] = open_mirror(self.cache.directory, self.fingerprint, matrix.arrays)
+        return self._mirrors[matrix.path]
+
+    def original_dtype(self, matrix: MatrixLayout) -> str:
+        """The dtype that the matrix had before `convert` narrowed it, else the one stored."""
+        recorded = self.root[matrix.path].attrs.get("zloader", {}).get("dtype", {})
+        return str(recorded.get("data", np.dtype(matrix.values.dtype).name))
+
+    def object_sizes(self) -> dict[str, int]:
+        """Bytes of each stored object by key."""
+        return {key: entry.size for key, entry in self.objects.items()}
+
+    def source(self, options: FetchOptions) -> ObjectSource:
+        """What reads the store's objects."""
+        return ObjectSource(self.location, self.objects, options)
+
+    def part(self, matrix: MatrixLayout, options: FetchOptions) -> Part:
+        """What a Recipe needs of a matrix."""
+        return Part(
+            url=self.location.url,
+            matrix=matrix,
+            indptr=self.indptr(matrix),
+            object_sizes=self.object_sizes(),
+            source=self.source(options),
+            mirror=self.mirror(matrix),
+        )
+
+
+def open_stores(location: Location, cache: Cache | None) -> list[OpenedStore]:
+    """The store at a location or, where an annbatch collection is, its stores in their order; one listing for all."""
+    objects = location.listing()
+    root = _open_group(location, objects)
+    if root.attrs.get("encoding-type") != _COLLECTION:
+        return [OpenedStore(location, objects, root, cache=cache)]
+    children: dict[int, dict[str, StoredObject]] = {}
+    for key, stored in objects.items():
+        if match := re.fullmatch(r"dataset_(0|[1-9]\d*)/(.+)", key):
+            children.setdefault(int(match[1]), {})[match[2]] = stored
+    missing = set(range(max(children, default=0) + 1)) - children.keys()
+    if missing:
+        raise FormatError(
+            f"{location.url} is an annbatch collection without dataset_{min(missing)}: it is incomplete. Write it again"
+        )
+    return [
+        OpenedStore(
+            replace(location, url=f"{location.url.rstrip('/')}/dataset_{number}"), children[number], cache=cache
+        )
+        for number in sorted(children)
+    ]
+
+
+def arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
+    return [(name, node) for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
+
+
+def stored_keys(array: Any) -> Iterator[str]:
+    """The keys of the objects that hold an array, relative to the store."""
+    sizes = array.shards or array.chunks
+    for cell in np.ndindex(*(-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))):
+        yield f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
+
+
+def _open_group(location: Location, objects: Mapping[str, StoredObject]) -> Any:
+    if not objects.keys() & {"zarr.json", ".zgroup"}:
+        why = "its conversion did not end" if "zloader.partial" in objects else "there is no zarr.json in it"
+        raise FormatError(f"{location.url} is not a complete AnnData Zarr store: {why}")
+    try:
+        return zarr.open_group(location.zarr_store(read_only=True), mode="r")
+    except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{location.url} is not a Zarr group: {error}") from error
+
+
+def _check_root(location: Location, root: Any) -> None:
+    encoding = root.attrs.get("encoding-type")
+    if encoding != "anndata":
+        raise FormatError(
+            f"{location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
+        )
+    for needed in ("obs", "var"):
+        if needed not in root:
+            raise FormatError(f"{location.url} has no {needed}: it is not a whole AnnData store")
