@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class Location:
 
     def __post_init__(self) -> None:
         scheme, authority = self.scheme, self.url.partition("://")[2].partition("/")[0]
-        shown = self.url.replace(authority, authority.rpartition("@")[2]).partition("?")[0]
+        shown = re.split("[?#]", self.url.replace(authority, authority.rpartition("@")[2]))[0]  # without secrets
         if scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise OptionError(f"cannot open {shown!r}: give a local path or a URL that starts with {known}")

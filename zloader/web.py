@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -24,15 +25,12 @@ from fsspec.implementations.http import HTTPFileSystem
 from zloader.errors import AccessDeniedError, FormatError, OptionError, StoreError, StoreNotFoundError
 
 SizeAndTag = tuple[int, str]
+Answer = TypeVar("Answer")
 
 _AT_ONCE = 64
 _PAUSES_S = (0.2, 0.4, 0.8)  # after which what may pass is tried again
 _DEADLINE = aiohttp.ClientTimeout(total=30)  # of one request
 _ROOTS = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
-
-
-class _PassingError(StoreError):
-    """Something that may be gone at the next attempt."""
 
 
 class ReadOnly:
@@ -54,7 +52,11 @@ class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
         if response.status in (404, 410):
             raise FileNotFoundError(url)
         if response.status not in (200, 206):
-            raise _refusal(response, url)
+            _refuse(response, url)
+
+    async def _cat_file(self, url: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        stored: bytes = await _patiently(url, functools.partial(super()._cat_file, url, start, end, **options))
+        return stored
 
 
 def web_files(storage_options: Mapping[str, Any], *, asynchronous: bool = False) -> WebFiles:
@@ -120,7 +122,8 @@ async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[st
 
     async def take_turns() -> None:
         for key in keys:  # all share the iterator, so that no more keys are held than are asked for
-            there = await _with_patience(filesystem, f"{root}/{key}")
+            path = f"{root}/{key}"
+            there = await _patiently(path, functools.partial(_first_byte, filesystem, path))
             if there is not None:
                 found[key] = there
 
@@ -135,12 +138,17 @@ async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[st
     return found
 
 
-async def _with_patience(filesystem: WebFiles, path: str) -> SizeAndTag | None:
+async def _patiently(path: str, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """What `ask` gives, which is tried again when the server is busy or the connection breaks."""
     for pause_s in _PAUSES_S:
-        with contextlib.suppress(_PassingError):
-            return await _first_byte(filesystem, path)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            return await ask()
         await asyncio.sleep(pause_s)
-    return await _first_byte(filesystem, path)
+    try:
+        return await ask()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        why = str(error) or type(error).__name__
+        raise StoreError(f"cannot read {path}: {why}. Is the address right, and does its server run?") from error
 
 
 async def _first_byte(filesystem: WebFiles, path: str) -> SizeAndTag | None:
@@ -148,20 +156,15 @@ async def _first_byte(filesystem: WebFiles, path: str) -> SizeAndTag | None:
     headers = filesystem.kwargs["headers"] | {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
     request = filesystem.kwargs | {"headers": headers, "timeout": _DEADLINE}
     session = await filesystem.set_session()
-    try:
-        async with session.get(filesystem.encode_url(path), **request) as response:
-            return _size_and_tag(response, path)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise _PassingError(
-            f"cannot reach {path}: {error or type(error).__name__}. Is the address right, and does its server run?"
-        ) from error
+    async with session.get(filesystem.encode_url(path), **request) as response:
+        return _size_and_tag(response, path)
 
 
 def _size_and_tag(response: aiohttp.ClientResponse, path: str) -> SizeAndTag | None:
     if response.status in (404, 410):
         return None
     if response.status not in (200, 206, 416):
-        raise _refusal(response, path)
+        _refuse(response, path)
     whole = re.fullmatch(r"bytes (?:0-0|\*)/(\d+)", response.headers.get("Content-Range", ""))
     if response.status == 200 or not whole:
         response.close()  # or all of it would be read
@@ -173,14 +176,15 @@ def _size_and_tag(response: aiohttp.ClientResponse, path: str) -> SizeAndTag | N
     return int(whole[1]), tag.strip('"')
 
 
-def _refusal(response: aiohttp.ClientResponse, path: str) -> StoreError:
+def _refuse(response: aiohttp.ClientResponse, path: str) -> NoReturn:
     if response.status in (401, 403, 407):
-        return AccessDeniedError(
+        raise AccessDeniedError(
             f"not allowed to read {path} (status {response.status}): give the headers that its server wants in "
             'storage_options, {"headers": {"Authorization": ...}}'
         )
     if 300 <= response.status < 400:
         target = response.headers.get("Location", "nowhere").partition("?")[0]  # the query may be a signature
-        return StoreError(f"{path} is redirected to {target} (status {response.status}): open the store there")
-    kind = _PassingError if response.status in (408, 429) or response.status >= 500 else StoreError
-    return kind(f"cannot read {path}: its server answered status {response.status}")
+        raise StoreError(f"{path} is redirected to {target} (status {response.status}): open the store there")
+    if response.status in (408, 429) or response.status >= 500:
+        raise aiohttp.ClientError(f"its server answered status {response.status}")  # its own kind would hold headers
+    raise StoreError(f"cannot read {path}: its server answered status {response.status}")
