@@ -8,12 +8,13 @@ raised where the items are taken, after those made before it.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import os
 import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -23,7 +24,7 @@ Item = TypeVar("Item")
 
 
 class ByteBudget:
-    """A bound on bytes held, for coroutines of one loop: first come, first served.
+    """A bound on bytes held, for coroutines of one loop: the smallest `turn` first, and in a turn first come.
 
     One request larger than the whole bound waits until nothing else is held, and then goes ahead.
     """
@@ -31,34 +32,35 @@ class ByteBudget:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._held = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []  # a heap: turn, arrival, bytes, go-ahead
 
     def _fits(self, n_bytes: int) -> bool:
         return self._held == 0 or self._held + n_bytes <= self._limit
 
-    async def acquire(self, n_bytes: int) -> None:
+    async def acquire(self, n_bytes: int, turn: int = 0) -> None:
         """Waits until `n_bytes` more may be held, and holds them."""
         if not self._waiting and self._fits(n_bytes):
             self._held += n_bytes
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((n_bytes, turn))
+        go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (turn, next(self._arrivals), n_bytes, go))
         try:
-            await turn
+            await go
         except asyncio.CancelledError:
-            granted = turn.done() and not turn.cancelled()  # in the same moment
-            turn.cancel()
+            granted = go.done() and not go.cancelled()  # in the same moment
+            go.cancel()
             self.release(n_bytes if granted else 0)  # also lets those go ahead who stood behind
             raise
 
     def release(self, n_bytes: int) -> None:
         """Gives bytes back."""
         self._held -= n_bytes
-        while self._waiting and (self._waiting[0][1].cancelled() or self._fits(self._waiting[0][0])):
-            granted, turn = self._waiting.popleft()
-            if not turn.cancelled():
+        while self._waiting and (self._waiting[0][3].cancelled() or self._fits(self._waiting[0][2])):
+            _, _, granted, go = heapq.heappop(self._waiting)
+            if not go.cancelled():
                 self._held += granted
-                turn.set_result(None)
+                go.set_result(None)
 
 
 class _Channel(Generic[Item]):

@@ -35,10 +35,12 @@ class Counters:
     """What one epoch has done; written by the scheduler's thread alone."""
 
     gets: int = 0
+    spans: int = 0
+    retries: int = 0
     bytes_read: int = 0
     chunks_decoded: int = 0
     chunks_from_mirror: int = 0
-    rereads: int = 0
+    bytes_from_mirror: int = 0
     in_flight_bytes: int = 0
     most_in_flight_bytes: int = 0
     decode_s: float = 0.0
@@ -91,6 +93,7 @@ class Workshop:
 
     def __post_init__(self) -> None:
         self.in_flight = ByteBudget(self.options.in_flight_bytes)
+        self._retries = 0  # of the source, as far as they are counted
 
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
         """Runs a function in a thread; gives its result and the seconds it took there."""
@@ -113,6 +116,9 @@ class Workshop:
             return await self.source.read(spans)
         finally:
             counters.in_flight_bytes -= n_bytes
+            counters.retries += self.source.retries - self._retries
+            counters.gets += self.source.retries - self._retries
+            self._retries = self.source.retries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +165,24 @@ class ArrayReader:
         self._decoder = Decoder(layout)
         self._indexes: dict[int, asyncio.Task[NDArray[np.uint64]]] = {}
         self._claims: list[_Claim] = []
+        # What is corrupt twice is corrupt where it is stored; that does not pass, as a busy server does.
+        self._rereads = min(1, shop.options.retries)
 
-    async def load(self, starts: Rows, stops: Rows) -> Elements:
-        """The elements `[start, stop)` of each row."""
-        chunks = chunks_of(starts, stops, self._layout.chunk_elements)
+    def chunks(self, starts: Rows, stops: Rows) -> Rows:
+        """The chunks that the elements `[start, stop)` of each row lie in."""
+        return chunks_of(starts, stops, self._layout.chunk_elements)
+
+    def buffer_bytes(self, chunks: Rows) -> int:
+        """Memory that `load` takes for these chunks."""
+        if self._mirror is not None and self._mirror.holds(chunks):
+            return 0
+        return len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
+
+    async def load(self, chunks: Rows, starts: Rows, *, turn: int) -> Elements:
+        """The elements of rows that begin at `starts` and lie in `chunks`; reads of a smaller `turn` go first."""
         mirror = self._mirror
         if mirror is None:
-            return await self._buffered(chunks, chunks, starts)
+            return await self._buffered(chunks, chunks, starts, turn)
         if mirror.holds(chunks):
             return self._mirrored(mirror, chunks, starts)
         others = [claim for claim in self._claims if np.isin(chunks, claim.chunks).any()]
@@ -176,23 +193,35 @@ class ArrayReader:
             missing, _ = await self._shop.run(mirror.missing, claim.chunks)
             if not len(missing) and not others:
                 return self._mirrored(mirror, chunks, starts)
-            return await self._buffered(chunks, missing, starts, claim=claim, others=others)
+            return await self._buffered(chunks, missing, starts, turn, claim=claim, others=others)
         finally:
             claim.done.set()
             self._claims.remove(claim)
 
     def _mirrored(self, mirror: MirrorArray, chunks: Rows, starts: Rows) -> Elements:
-        self._shop.counters.chunks_from_mirror += len(chunks)
+        self._count_mirrored(chunks)
         return Elements(source=mirror.elements, starts=starts, buffer=None)
 
+    def _count_mirrored(self, chunks: Rows) -> None:
+        first, last = self._layout.chunk_bounds(chunks)
+        self._shop.counters.chunks_from_mirror += len(chunks)
+        self._shop.counters.bytes_from_mirror += int((last - first).sum()) * self._layout.dtype.itemsize
+
     async def _buffered(
-        self, chunks: Rows, missing: Rows, starts: Rows, *, claim: _Claim | None = None, others: Sequence[_Claim] = ()
+        self,
+        chunks: Rows,
+        missing: Rows,
+        starts: Rows,
+        turn: int,
+        *,
+        claim: _Claim | None = None,
+        others: Sequence[_Claim] = (),
     ) -> Elements:
         """A buffer of all `chunks`: `missing` are read, the others copied from the mirror once `others` have ended."""
         n_bytes = len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
         buffer = self._shop.buffers.take(n_bytes)
         slots = _Slots(layout=self._layout, chunks=chunks, elements=buffer[:n_bytes].view(self._layout.dtype))
-        await self._read_chunks(missing, slots)
+        await self._read_chunks(missing, slots, turn)
         if claim is not None:
             claim.done.set()
         kept = chunks[~np.isin(chunks, missing)]
@@ -200,14 +229,14 @@ class ArrayReader:
             for other in others:
                 await other.done.wait()
             lost, _ = await self._shop.run(self._mirror.missing, kept)
-            await self._read_chunks(lost, slots)  # the other fetch could not keep what it read
+            await self._read_chunks(lost, slots, turn)  # the other fetch could not keep what it read
             kept = kept[~np.isin(kept, lost)]
             await self._shop.run(self._mirror.copy, kept, slots.of(kept))
-            self._shop.counters.chunks_from_mirror += len(kept)
+            self._count_mirrored(kept)
         slots.elements.flags.writeable = False
         return Elements(source=slots.elements, starts=slots.starts(starts), buffer=buffer)
 
-    async def _read_chunks(self, missing: Rows, slots: _Slots) -> None:
+    async def _read_chunks(self, missing: Rows, slots: _Slots, turn: int) -> None:
         if not len(missing):
             return
         shards = np.unique(missing // self._layout.chunks_per_shard).tolist()
@@ -216,15 +245,16 @@ class ArrayReader:
         pieces, absent = chunk_spans(
             self._layout, missing, indexes, gap_bytes=options.gap_bytes, max_read_bytes=options.max_read_bytes
         )
+        self._shop.counters.spans += len(pieces)
         self._fill(absent, slots.of(absent))
         async with asyncio.TaskGroup() as group:
             for batch in _batches(pieces):
-                await self._shop.in_flight.acquire(total_bytes(batch))
+                await self._shop.in_flight.acquire(total_bytes(batch), turn)
                 group.create_task(self._read_batch(batch, slots))
 
     async def _read_batch(self, batch: list[ChunkSpan], slots: _Slots) -> None:
         """Reads some spans and decodes their chunks; a span that does not match its checksums is read once more."""
-        left, attempts = batch, self._shop.options.retries + 1
+        left, attempts = batch, self._rereads + 1
         try:
             for attempt in range(attempts):
                 stored = await self._shop.read([piece.span for piece in left])
@@ -235,7 +265,7 @@ class ArrayReader:
                 left = [piece for piece, _ in corrupt]
                 if attempt + 1 == attempts:
                     raise corrupt[0][1]
-                self._shop.counters.rereads += len(left)
+                self._shop.counters.retries += len(left)
             self._shop.counters.chunks_decoded += sum(len(piece.chunks) for piece in batch)
         finally:
             self._shop.in_flight.release(total_bytes(batch))
@@ -292,14 +322,14 @@ class ArrayReader:
         if not isinstance(span, Span):
             return span
         size = self._shop.object_sizes[key]
-        for attempt in range(self._shop.options.retries + 1):
+        for attempt in range(self._rereads + 1):
             try:
                 (stored,) = await self._shop.read([span])
                 return self._layout.parse_index(stored, shard=shard, object_size=size)
             except CorruptChunkError as error:
-                if attempt == self._shop.options.retries:
+                if attempt == self._rereads:
                     raise _explained(error, f"{self._shop.url}: {key} bytes {span.start}-{span.stop - 1}") from error
-                self._shop.counters.rereads += 1
+                self._shop.counters.retries += 1
         raise AssertionError("unreachable")
 
 

@@ -6,6 +6,7 @@ frozen; nothing opens a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from zloader.errors import OptionError
 
 MiB = 1 << 20
+LEAST_MEMORY = 16 * MiB  # that a loader can be told to do with
 Rows = NDArray[np.int64]
 
 
@@ -52,6 +54,11 @@ class Span:
 class Source(Protocol):
     """Where spans are read from. The one verb is plural; counters, faults and deadlines wrap it."""
 
+    @property
+    def retries(self) -> int:
+        """Reads that were asked for again so far."""
+        ...
+
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The bytes of each span, in order, each exactly `span.size` long.
 
@@ -62,21 +69,28 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    """How reads are made and how much is held.
+    """How reads are made and how much memory they may take.
 
-    Bounds are in bytes or seconds. Peak memory is about `in_flight_bytes` + `ready_bytes` + (`prefetch` + 1)
-    decoded fetches.
+    `memory` (bytes) is the one dial: whatever of `in_flight_bytes`, `buffer_bytes` and `ready_bytes` is left at 0 is
+    derived from it. Together they are the most that a loader holds, beside the libraries' own 400 MB; one fetch that is
+    larger than `buffer_bytes` is still loaded, alone.
     """
 
-    # 64 MiB keeps 400 MB/s busy at 160 ms from request to last byte, and is small beside one decoded fetch.
-    in_flight_bytes: int = 64 * MiB
+    # By default an eighth of the machine's memory, but no more than 1 GiB and 32 MiB for each thread.
+    memory: int = 0
+    # Stored bytes being read or decoded; by default a sixteenth of the memory. 64 MiB keeps 400 MB/s busy at 160 ms
+    # from request to last byte.
+    in_flight_bytes: int = 0
+    # Decoded fetches; by default what the other two leave of the memory.
+    buffer_bytes: int = 0
+    # Minibatches being gathered or waiting for the consumer; by default a sixteenth of the memory.
+    ready_bytes: int = 0
     # Reading 64 KiB that nobody asked for costs less than the 30 ms that one more GET takes on S3.
     gap_bytes: int = 64 * 1024
     # TensorStore reaches a link's speed with reads of 1 to 8 MiB; longer ones only make retries dearer.
     max_read_bytes: int = 8 * MiB
-    # Between an empty minibatch queue and the consumer: about 60 minibatches of 64 rows x 2 000 values.
-    ready_bytes: int = 64 * MiB
-    # One fetch being loaded while another is being gathered, and one more so that the link never idles between them.
+    # Fetches loaded while the one before them is gathered, as far as buffer_bytes allow: one is decoded while the link
+    # reads the next.
     prefetch: int = 2
     # A read that has not ended by then, with all its attempts, has failed, whatever the server says.
     deadline_s: float = 60.0
@@ -90,15 +104,29 @@ class FetchOptions:
     tune_malloc: bool = True
 
     def __post_init__(self) -> None:
-        require_count(
-            in_flight_bytes=self.in_flight_bytes,
-            max_read_bytes=self.max_read_bytes,
-            ready_bytes=self.ready_bytes,
-            prefetch=self.prefetch,
-            threads=self.threads,
-        )
+        require_count(max_read_bytes=self.max_read_bytes, prefetch=self.prefetch, threads=self.threads)
         require_at_least(0, gap_bytes=self.gap_bytes, retries=self.retries)
         require_at_least(0.001, deadline_s=self.deadline_s)
+        if self.memory:
+            require_at_least(LEAST_MEMORY, memory=self.memory)
+        memory = self.memory or max(LEAST_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
+        self._derive(memory=memory, in_flight_bytes=memory // 16, ready_bytes=memory // 16)
+        self._derive(buffer_bytes=max(memory - self.in_flight_bytes - self.ready_bytes, memory // 8))
+
+    def _derive(self, **values: int) -> None:
+        """Sets what was left at 0."""
+        for name, value in values.items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)
+            require_count(**{name: getattr(self, name)})
+
+
+def _machine_bytes() -> int:
+    """Memory of the machine, or of the container that this process is in, in bytes."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +171,9 @@ class MinibatchArrays:
 class Statistics:
     """What the last epoch of a loader, or the one under way, has done so far.
 
-    `gets` are the ranged reads that were made of the chunks asked for, `bytes_read` what they gave, `in_flight_bytes`
-    what is being read now and `most_in_flight_bytes` the most that ever was. Times are seconds: `decode_s` and
+    `spans` are the coalesced byte ranges of chunks, `gets` the ranged reads that were made, those of shard indexes and
+    the `retries` among them; `bytes_read` is what they gave, `in_flight_bytes` what is being read now and
+    `most_in_flight_bytes` the most that ever was. `bytes_from_mirror` are decoded. Times are seconds: `decode_s` and
     `gather_s` are summed over threads, `wait_s` is what the consumer waited for its next minibatch, `elapsed_s` runs
     from `iter()` to the last minibatch taken.
     """
@@ -153,10 +182,12 @@ class Statistics:
     rows: int
     minibatches: int
     gets: int
+    spans: int
+    retries: int
     bytes_read: int
     chunks_decoded: int
     chunks_from_mirror: int
-    rereads: int
+    bytes_from_mirror: int
     in_flight_bytes: int
     most_in_flight_bytes: int
     decode_s: float
@@ -167,9 +198,10 @@ class Statistics:
     def __repr__(self) -> str:
         return (
             f"<Statistics of epoch {self.epoch}: {self.rows:,} rows in {self.minibatches:,} minibatches, "
-            f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, "
-            f"{self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at once; "
-            f"{self.chunks_decoded:,} decoded, {self.chunks_from_mirror:,} from the mirror, {self.rereads} reread>"
+            f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, {self.retries} of them "
+            f"retries, {self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at "
+            f"once; {self.chunks_decoded:,} chunks decoded, {self.chunks_from_mirror:,} from the mirror "
+            f"({self.bytes_from_mirror / 1e6:,.1f} MB)>"
         )
 
     @property
