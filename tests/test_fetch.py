@@ -214,6 +214,7 @@ class Endless:
     """A Source of two uncompressed arrays longer than 2**32, made up as they are read: element i is i % 251."""
 
     CHUNK = 1000
+    retries = 0
 
     async def read(self, spans):
         def stored(span):

@@ -298,15 +298,12 @@ FORK = """
     print(sum(len(minibatch) for minibatch in workers))
     loader.dataset = zl.open_dataset(sys.argv[1])
     next(iter(loader))
-    try:
-        next(iter(workers))
-    except RuntimeError as error:
-        print("spawn" in str(error) and "ForkError" in str(error))
+    print(sum(len(minibatch) for minibatch in workers))
 """
 
 
-def test_fork_works_before_use_and_says_what_to_do_after(store, tmp_path):
-    """Invariant 16: never TensorStore's abort, never a hang."""
+def test_fork_works_before_and_after_use_on_a_local_store(store, tmp_path):
+    """Invariant 16: never an abort, never a hang. TensorStore, for which it matters, reads no local files."""
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORK), store, str(tmp_path / "cache")],
         capture_output=True,
@@ -314,7 +311,7 @@ def test_fork_works_before_use_and_says_what_to_do_after(store, tmp_path):
         timeout=60,
         check=True,
     )
-    assert run.stdout.split() == ["503", "True"]
+    assert run.stdout.split() == ["503", "503"]
 
 
 def test_loaders_pickle(store):

@@ -284,7 +284,7 @@ class Dataset:
         async def produce(put: Put[MinibatchArrays]) -> None:
             await scheduler.run([fetch], put)
 
-        (minibatch,) = Bridge(produce, ready_bytes=options.ready_bytes, name="zloader-take")
+        (minibatch,) = Bridge(produce, ready_bytes=options.ready_bytes // 2, name="zloader-take")
         assert minibatch.x is not None
         return minibatch.x
 

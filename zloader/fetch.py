@@ -1,6 +1,7 @@
 """The asyncio scheduler: loads fetches ahead, gathers their minibatches and puts them in order, bounded throughout.
 
-`prefetch` fetches are loaded while the one before them is gathered. Leaving, for whatever reason, cancels every load.
+Up to `prefetch` fetches are loaded while the one before them is gathered, as far as `buffer_bytes` allow; the reads of
+the earlier one always go first. Leaving, for whatever reason, cancels every load.
 Nothing here knows of torch: this is the stretch from plan to minibatch that any process can run from plain options.
 """
 
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader import gather
-from zloader.bridge import Put
+from zloader.bridge import ByteBudget, Put
 from zloader.layout import MatrixLayout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch
@@ -73,17 +74,44 @@ def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """A fetch whose elements are in memory.
+class _Wanted:
+    """What a fetch needs of one array: the elements of rows that begin at `starts`, in `chunks`, into `n_bytes`."""
 
-    `elements` are those of each part that it touches, of the genes (CSR only) and of the values; a row is `lengths` of
-    them from `starts` on (genes, values).
+    reader: ArrayReader
+    starts: Rows
+    chunks: Rows
+    n_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A fetch before its reads: the positions `at` of the rows of each part that it touches, and what those need.
+
+    A part's arrays are those of the genes (CSR only) and of the values; `lengths` are the elements of each row.
     """
 
     fetch: Fetch
+    at: dict[int, Rows | slice]
+    wanted: dict[int, list[_Wanted]]
+    lengths: Rows
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory for the decoded elements."""
+        return sum(array.n_bytes for arrays in self.wanted.values() for array in arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """A fetch whose elements are in memory: row i is `lengths[i]` of a part's `elements` from `starts` on.
+
+    `starts` are those in the genes and in the values; `buffer` is what to give back when all is gathered.
+    """
+
+    planned: _Planned
     elements: dict[int, list[Elements]]
     starts: tuple[Rows, Rows]
-    lengths: Rows
+    buffer: NDArray[np.uint8]
 
 
 class FetchScheduler:
@@ -94,25 +122,41 @@ class FetchScheduler:
         self._buffers = buffers
         self._recipe = recipe
         self._options = options
+        self._room = ByteBudget(options.buffer_bytes)
+        self._ahead = asyncio.Semaphore(options.prefetch + 1)
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
 
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`; raises the first error of any read."""
-        upcoming = iter(fetches)
+        loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
         with ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-worker") as threads:
             readers = self._readers(threads)
             try:
                 async with asyncio.TaskGroup() as group:
-                    loads: deque[asyncio.Task[_Loaded]] = deque()
-                    while len(loads) <= self._options.prefetch and (fetch := next(upcoming, None)) is not None:
-                        loads.append(group.create_task(self._load(fetch, readers)))
-                    while loads:
-                        loaded = await loads.popleft()
+                    group.create_task(self._load_ahead(fetches, readers, loads, group))
+                    while (load := await loads.get()) is not None:
+                        loaded = await load
                         await self._emit(loaded, threads, put)
-                        if (fetch := next(upcoming, None)) is not None:
-                            loads.append(group.create_task(self._load(fetch, readers)))
+                        self._buffers.give_back(loaded.buffer)
+                        self._room.release(loaded.planned.n_bytes)
+                        self._ahead.release()
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load_ahead(
+        self,
+        fetches: Iterable[Fetch],
+        readers: list[list[ArrayReader]],
+        loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Begins one load after another, each when there is room for it, and puts them into `loads` in order."""
+        for turn, fetch in enumerate(fetches):
+            await self._ahead.acquire()
+            planned = self._planned(fetch, readers)
+            await self._room.acquire(planned.n_bytes)
+            loads.put_nowait(group.create_task(self._load(planned, turn)))
+        loads.put_nowait(None)
 
     def _readers(self, threads: ThreadPoolExecutor) -> list[list[ArrayReader]]:
         """The readers of each part's arrays; all share one bound on the bytes in flight."""
@@ -132,38 +176,51 @@ class FetchScheduler:
             shop.in_flight = shops[0].in_flight
         return [_readers_of(part, shop) for part, shop in zip(self._recipe.parts, shops, strict=True)]
 
-    async def _load(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Loaded:
-        n_rows = len(fetch.rows)
-        starts, lengths = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
-        loads: dict[int, list[asyncio.Task[Elements]]] = {}
-        found = shares(self._ends, fetch.rows) if readers else []
+    def _planned(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
+        lengths = np.zeros(len(fetch.rows), np.int64)
+        at = dict(shares(self._ends, fetch.rows)) if readers else {}
+        wanted = {}
+        for number, here in at.items():
+            part = self._recipe.parts[number]
+            rows = fetch.rows[here] - (self._ends[number] - part.matrix.n_rows)
+            starts, stops = part.matrix.elements_of(rows, part.indptr)
+            lengths[here] = stops - starts
+            wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]
+        return _Planned(fetch=fetch, at=at, wanted=wanted, lengths=lengths)
+
+    async def _load(self, planned: _Planned, turn: int) -> _Loaded:
+        n_rows, used = len(planned.lengths), 0
+        starts = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64))
+        buffer = self._buffers.take(planned.n_bytes)
+        loads: dict[int, list[asyncio.Task[Elements]]] = {number: [] for number in planned.wanted}
         async with asyncio.TaskGroup() as group:
-            for number, at in found:
-                part = self._recipe.parts[number]
-                rows = fetch.rows[at] - (self._ends[number] - part.matrix.n_rows)
-                first, stop = part.matrix.elements_of(rows, part.indptr)
-                lengths[at] = stop - first
-                loads[number] = [group.create_task(reader.load(first, stop)) for reader in readers[number]]
+            for number, arrays in planned.wanted.items():
+                for array in arrays:
+                    place = buffer[used : used + array.n_bytes]
+                    used += array.n_bytes
+                    load = array.reader.load(array.chunks, array.starts, place, turn=turn)
+                    loads[number].append(group.create_task(load))
         elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
-        for number, at in found:
+        for number, at in planned.at.items():
             for into, loaded in zip(starts[-len(elements[number]) :], elements[number], strict=True):
                 into[at] = loaded.starts
-        return _Loaded(fetch=fetch, elements=elements, starts=starts, lengths=lengths)
+        return _Loaded(planned=planned, elements=elements, starts=starts, buffer=buffer)
 
     async def _emit(self, loaded: _Loaded, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]) -> None:
         """Gathers the minibatches of one fetch in threads and puts them in order."""
-        jobs: deque[asyncio.Task[tuple[list[MinibatchArrays], float]]] = deque()
+        jobs: deque[tuple[int, asyncio.Task[tuple[list[MinibatchArrays], float]]]] = deque()
+        making = 0  # bytes
         async with asyncio.TaskGroup() as group:
             for cuts in self._groups(loaded):
-                jobs.append(group.create_task(self._made(loaded, cuts, threads)))
-                if len(jobs) > self._options.threads:
-                    await self._put(await jobs.popleft(), put)
-            while jobs:
-                await self._put(await jobs.popleft(), put)
-        for of_part in loaded.elements.values():
-            for elements in of_part:
-                if elements.buffer is not None:
-                    self._buffers.give_back(elements.buffer)
+                n_bytes = self._x_bytes(loaded, cuts)
+                while jobs and (len(jobs) > self._options.threads or making + n_bytes > self._options.ready_bytes // 2):
+                    made, job = jobs.popleft()
+                    await self._put(await job, put)
+                    making -= made
+                jobs.append((n_bytes, group.create_task(self._made(loaded, cuts, threads))))
+                making += n_bytes
+            for _, job in jobs:
+                await self._put(await job, put)
 
     async def _put(self, made: tuple[list[MinibatchArrays], float], put: Put[MinibatchArrays]) -> None:
         minibatches, seconds = made
@@ -172,17 +229,18 @@ class FetchScheduler:
 
     def _groups(self, loaded: _Loaded) -> Iterator[Rows]:
         """The cuts of the minibatches that are gathered together."""
-        cuts = loaded.fetch.cuts
-        n_bytes = self._x_bytes(loaded)
-        size = max(1, min(_GROUP, _GROUP_BYTES * (len(cuts) - 1) // max(1, n_bytes)))
+        cuts = loaded.planned.fetch.cuts
+        least = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # of one minibatch, on average
+        size = max(1, min(_GROUP, _GROUP_BYTES // least))
         return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
 
-    def _x_bytes(self, loaded: _Loaded) -> int:
-        """Bytes that x takes, of all minibatches of a fetch; at most, for CSR from dense stores."""
+    def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
+        """Bytes that x takes in the minibatches between cuts; at most, for CSR from dense stores."""
         value_bytes = np.dtype(self._recipe.dtype).itemsize
         if self._recipe.dense and self._recipe.parts:
-            return len(loaded.lengths) * self._recipe.parts[0].matrix.n_genes * value_bytes
-        return int(loaded.lengths.sum()) * (8 + value_bytes)
+            return int(cuts[-1] - cuts[0]) * self._recipe.parts[0].matrix.n_genes * value_bytes
+        taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
+        return int(loaded.planned.lengths[taken].sum()) * (8 + value_bytes)
 
     async def _made(
         self, loaded: _Loaded, cuts: Rows, threads: ThreadPoolExecutor
@@ -192,8 +250,8 @@ class FetchScheduler:
     def _make(self, loaded: _Loaded, cuts: Rows) -> tuple[list[MinibatchArrays], float]:
         """Some minibatches, and the seconds that they took."""
         before = time.perf_counter()
-        taken = loaded.fetch.order[cuts[0] : cuts[-1]]
-        rows = loaded.fetch.rows[taken]
+        taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
+        rows = loaded.planned.fetch.rows[taken]
         dtypes = self._recipe.obs_dtypes
         obs = {name: column[rows].astype(dtypes[name], copy=False) for name, column in self._recipe.obs.items()}
         together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, index=rows)
@@ -209,6 +267,11 @@ class FetchScheduler:
         return gathered(parts, len(rows), n_genes=n_genes, dtype=self._recipe.dtype)
 
 
+def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
+    chunks = reader.chunks(starts, stops)
+    return _Wanted(reader=reader, starts=starts, chunks=chunks, n_bytes=reader.buffer_bytes(chunks))
+
+
 def _readers_of(part: Part, shop: Workshop) -> list[ArrayReader]:
     mirrored = {} if part.mirror is None else part.mirror.arrays
     return [ArrayReader(layout, mirrored.get(layout.path), shop) for layout in part.matrix.arrays]
@@ -219,5 +282,5 @@ def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> 
     *genes, values = (elements.source for elements in loaded.elements[number])
     starts = (loaded.starts[0][taken], loaded.starts[1][taken])
     return gather.StoreRows(
-        at=at, genes=genes[0] if genes else None, values=values, starts=starts, lengths=loaded.lengths[taken]
+        at=at, genes=genes[0] if genes else None, values=values, starts=starts, lengths=loaded.planned.lengths[taken]
     )

@@ -166,7 +166,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             await scheduler.run(fetches, put)
 
         self._record = _Record(epoch=plan.epoch, counters=scheduler.counters)
-        bridge = Bridge(produce, ready_bytes=self.options.ready_bytes, name="zloader-fetch")
+        bridge = Bridge(produce, ready_bytes=self.options.ready_bytes // 2, name="zloader-fetch")
         return _Epoch(bridge, self._record, functools.partial(_as_minibatch, self.dataset, self.layout))
 
     def _next_epoch(self, slot: int) -> int:

@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from zloader.errors import FormatError, MissingObjectError
 from zloader.fetch import Part
+from zloader.files import FileSource
 from zloader.layout import ArrayLayout, MatrixLayout
 from zloader.location import Location, StoredObject
 from zloader.metadata import layout_of
 from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
 from zloader.store import ObjectSource
-from zloader.terms import Cache, FetchOptions
+from zloader.terms import Cache, FetchOptions, Source
 
 _COLLECTION = "annbatch-preshuffled"
 
@@ -188,9 +189,10 @@ class OpenedStore:
         """Bytes of each stored object by key."""
         return {key: entry.size for key, entry in self.objects.items()}
 
-    def source(self, options: FetchOptions) -> ObjectSource:
+    def source(self, options: FetchOptions) -> Source:
         """What reads the store's objects."""
-        return ObjectSource(self.location, self.objects, options)
+        source = FileSource if self.location.scheme == "file" else ObjectSource
+        return source(self.location, self.objects, options)
 
     def part(self, matrix: MatrixLayout, options: FetchOptions) -> Part:
         """What a Recipe needs of a matrix."""

@@ -55,12 +55,13 @@ class BufferPool:
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """A buffer of at least `n_bytes`; its content is arbitrary."""
-        for position, buffer in enumerate(self._free):
-            if len(buffer) >= n_bytes:
-                return self._free.pop(position)
-        if self._free:
+        fitting = [buffer for buffer in self._free if len(buffer) >= n_bytes]
+        if not fitting and self._free:
             self._free.pop()  # too small for what is asked now: let it go rather than keep both
-        return np.empty(n_bytes + n_bytes // 8, np.uint8)
+        if not fitting:
+            return np.empty(n_bytes + n_bytes // 8, np.uint8)
+        position = next(i for i, buffer in enumerate(self._free) if buffer is fitting[0])
+        return self._free.pop(position)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_free": []}  # a worker process needs none of this one's memory
@@ -72,11 +73,10 @@ class BufferPool:
 
 @dataclass(frozen=True, kw_only=True)
 class Elements:
-    """The elements of some rows: row i begins at `source[starts[i]]`. `buffer` is what to give back afterwards."""
+    """The elements of some rows: row i begins at `source[starts[i]]`."""
 
     source: NDArray[Any]
     starts: Rows
-    buffer: NDArray[np.uint8] | None
 
 
 @dataclass
@@ -139,12 +139,14 @@ class _Slots:
         begins, lengths = self.begins(chunks)
         return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
 
-    def starts(self, starts: Rows) -> Rows:
-        """Where elements of the array stand in the buffer."""
+    def filled(self, starts: Rows) -> Elements:
+        """The elements, with where those that begin at `starts` in the array begin in the buffer."""
+        self.elements.flags.writeable = False
         width = self.layout.chunk_elements
         chunk = starts // width
         # An empty row may begin in a chunk that is not here: anywhere will do for it.
-        return np.searchsorted(self.chunks, chunk) * width + (starts - chunk * width)
+        here = np.searchsorted(self.chunks, chunk) * width + (starts - chunk * width)
+        return Elements(source=self.elements, starts=here)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,18 +175,21 @@ class ArrayReader:
         return chunks_of(starts, stops, self._layout.chunk_elements)
 
     def buffer_bytes(self, chunks: Rows) -> int:
-        """Memory that `load` takes for these chunks."""
+        """Size of the buffer that `load` needs for these chunks, a multiple of 64; none once the mirror holds them."""
         if self._mirror is not None and self._mirror.holds(chunks):
             return 0
-        return len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
+        return -(-len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize // 64) * 64
 
-    async def load(self, chunks: Rows, starts: Rows, *, turn: int) -> Elements:
+    async def load(self, chunks: Rows, starts: Rows, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
         """The elements of rows that begin at `starts` and lie in `chunks`; reads of a smaller `turn` go first."""
+        n_bytes = len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
         mirror = self._mirror
-        if mirror is None:
-            return await self._buffered(chunks, chunks, starts, turn)
-        if mirror.holds(chunks):
+        if mirror is not None and mirror.holds(chunks):
             return self._mirrored(mirror, chunks, starts)
+        slots = _Slots(layout=self._layout, chunks=chunks, elements=buffer[:n_bytes].view(self._layout.dtype))
+        if mirror is None:
+            await self._read_chunks(chunks, slots, turn)
+            return slots.filled(starts)
         others = [claim for claim in self._claims if np.isin(chunks, claim.chunks).any()]
         claimed = np.concatenate([claim.chunks for claim in others]) if others else chunks[:0]
         claim = _Claim(chunks[~np.isin(chunks, claimed)])
@@ -193,48 +198,34 @@ class ArrayReader:
             missing, _ = await self._shop.run(mirror.missing, claim.chunks)
             if not len(missing) and not others:
                 return self._mirrored(mirror, chunks, starts)
-            return await self._buffered(chunks, missing, starts, turn, claim=claim, others=others)
+            await self._read_chunks(missing, slots, turn)
+            claim.done.set()
+            await self._copy_kept(chunks[~np.isin(chunks, missing)], slots, others, turn)
+            return slots.filled(starts)
         finally:
             claim.done.set()
             self._claims.remove(claim)
 
     def _mirrored(self, mirror: MirrorArray, chunks: Rows, starts: Rows) -> Elements:
         self._count_mirrored(chunks)
-        return Elements(source=mirror.elements, starts=starts, buffer=None)
+        return Elements(source=mirror.elements, starts=starts)
 
     def _count_mirrored(self, chunks: Rows) -> None:
         first, last = self._layout.chunk_bounds(chunks)
         self._shop.counters.chunks_from_mirror += len(chunks)
         self._shop.counters.bytes_from_mirror += int((last - first).sum()) * self._layout.dtype.itemsize
 
-    async def _buffered(
-        self,
-        chunks: Rows,
-        missing: Rows,
-        starts: Rows,
-        turn: int,
-        *,
-        claim: _Claim | None = None,
-        others: Sequence[_Claim] = (),
-    ) -> Elements:
-        """A buffer of all `chunks`: `missing` are read, the others copied from the mirror once `others` have ended."""
-        n_bytes = len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
-        buffer = self._shop.buffers.take(n_bytes)
-        slots = _Slots(layout=self._layout, chunks=chunks, elements=buffer[:n_bytes].view(self._layout.dtype))
-        await self._read_chunks(missing, slots, turn)
-        if claim is not None:
-            claim.done.set()
-        kept = chunks[~np.isin(chunks, missing)]
-        if len(kept) and self._mirror is not None:
-            for other in others:
-                await other.done.wait()
-            lost, _ = await self._shop.run(self._mirror.missing, kept)
-            await self._read_chunks(lost, slots, turn)  # the other fetch could not keep what it read
-            kept = kept[~np.isin(kept, lost)]
-            await self._shop.run(self._mirror.copy, kept, slots.of(kept))
-            self._count_mirrored(kept)
-        slots.elements.flags.writeable = False
-        return Elements(source=slots.elements, starts=slots.starts(starts), buffer=buffer)
+    async def _copy_kept(self, kept: Rows, slots: _Slots, others: Sequence[_Claim], turn: int) -> None:
+        """Copies chunks from the mirror into the buffer, once `others` have brought there what they claimed."""
+        if not len(kept) or self._mirror is None:
+            return
+        for other in others:
+            await other.done.wait()
+        lost, _ = await self._shop.run(self._mirror.missing, kept)
+        await self._read_chunks(lost, slots, turn)  # the other fetch could not keep what it read
+        kept = kept[~np.isin(kept, lost)]
+        await self._shop.run(self._mirror.copy, kept, slots.of(kept))
+        self._count_mirrored(kept)
 
     async def _read_chunks(self, missing: Rows, slots: _Slots, turn: int) -> None:
         if not len(missing):

@@ -198,9 +198,9 @@ class Statistics:
     def __repr__(self) -> str:
         return (
             f"<Statistics of epoch {self.epoch}: {self.rows:,} rows in {self.minibatches:,} minibatches, "
-            f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, {self.retries} of them "
-            f"retries, {self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at "
-            f"once; {self.chunks_decoded:,} chunks decoded, {self.chunks_from_mirror:,} from the mirror "
+            f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, "
+            f"{self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at once, "
+            f"{self.retries:,} retries; {self.chunks_decoded:,} chunks decoded, {self.chunks_from_mirror:,} from the mirror "
             f"({self.bytes_from_mirror / 1e6:,.1f} MB)>"
         )
 

@@ -40,6 +40,8 @@ class FakeSource:
     With `seed` not None each read lets a random number of others go first, so that completion order is shuffled.
     """
 
+    retries = 0
+
     def __init__(self, root: Path, *, faults: Sequence[Fault] = (), seed: int | None = None) -> None:
         self.root = root
         self.faults = list(faults)
