@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
+from zloader import google
 from zloader.errors import (
     AccessDeniedError,
     FormatError,
@@ -430,6 +431,7 @@ GOOGLE = "gs://bucket/two words/counts.zarr"
 
 
 def test_google_without_gcsfs(monkeypatch):
+    google._read_only_class.cache_clear()
     monkeypatch.setitem(sys.modules, "gcsfs.core", None)
     with pytest.raises(OptionError, match=r'pip install "zloader\[gs\]"'):
         zl.open_dataset("gs://bucket/a.zarr", storage_options={"token": "anon", "endpoint_url": "http://127.0.0.1:9"})
@@ -475,10 +477,10 @@ def test_the_default_credentials_of_google(root, static, tmp_path):
     made = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     key = {"type": "service_account", "client_email": "a@b", "private_key_id": "1", "private_key": made.decode()}
     (tmp_path / "key.json").write_text(json.dumps(key | {"project_id": "p", "token_uri": f"{address}/token"}))
-    google = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"), "STORAGE_EMULATOR_HOST": address}
-    google |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
+    variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"), "STORAGE_EMULATOR_HOST": address}
+    variables |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
     command = [sys.executable, "-c", READ, str(Path(__file__).parent)]
-    done = subprocess.run(command, env=os.environ | google, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr"))), (
         done.stderr
     )

@@ -60,4 +60,10 @@ def _read_only_class() -> Any:
     class GoogleFiles(ReadOnly, GCSFileSystem):  # type: ignore[misc]
         """Objects below gs:// addresses."""
 
+        @staticmethod
+        def close_session(loop: Any, session: Any, asynchronous: bool = False) -> None:
+            # At the interpreter's exit gcsfs would await on fsspec's loop what belongs to zarr's, and fail aloud.
+            if not asynchronous:
+                GCSFileSystem.close_session(loop, session)
+
     return GoogleFiles
