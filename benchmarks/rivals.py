@@ -48,7 +48,7 @@ class Rival:
     least_python: tuple[int, int]
 
 
-RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]==0.3.1",), least_python=(3, 12))}
+RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]==0.3.1", "obstore==0.12.1"), least_python=(3, 12))}
 
 
 # ---- environments

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from helpers import check_minibatch, counts, write_store
+from hypothesis import given
+from hypothesis import strategies as st
 
 import zloader as zl
+from zloader import retry
 from zloader.errors import (
     AccessDeniedError,
     CorruptChunkError,
@@ -19,10 +26,16 @@ from zloader.errors import (
     ReadError,
     StoreChangedError,
     StoreError,
+    TruncatedObjectError,
 )
+from zloader.setbacks import setback_of
+from zloader.testing import Sim
 
 ADATA = counts(200, 53, seed=4)
-ELEMENTS = "X/(indices|data)/c/"  # the objects that TensorStore reads
+ROWS = list(range(200))
+ELEMENTS = "X/(indices|data)/c/"  # the objects that TensorStore reads: each shard's index first, then its chunks
+SECRET = "not-to-be-shown"
+PLACE = r"^s3://atlas/counts.zarr: .*\bX/(indices|data)/c/\d\b"
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +46,16 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader_over(server, *, cache=None, **options) -> zl.Loader:
-    storage_options = {"key": "any", "secret": "any", "endpoint_url": server.url}
+    """A loader that has read nothing of X's elements yet."""
+    storage_options = {"key": "any", "secret": SECRET, "endpoint_url": server.url}
     dataset = zl.open_dataset("s3://atlas/counts.zarr", cache=cache, storage_options=storage_options)
+    dataset.indptr(dataset.matrix())
     return zl.Loader(
         dataset,
         batch_size=8,
         fetch_factor=4,
         sampling=zl.BlockShuffling(4),
-        options=zl.FetchOptions(**({"deadline_s": 5.0} | options)),
+        options=zl.FetchOptions(**({"deadline_s": 20.0} | options)),
     )
 
 
@@ -48,72 +63,223 @@ def epoch(loader: zl.Loader) -> list[int]:
     return sorted(np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader]))
 
 
-PASSING = {
-    "503 SlowDown": {"kind": "status", "status": 503, "code": "SlowDown", "count": 4},
-    "500": {"kind": "status", "status": 500, "code": "InternalError", "count": 3},
-    "429": {"kind": "status", "status": 429, "code": "TooManyRequests", "count": 3},
-    "reset before the head": {"kind": "reset", "after": -1, "count": 3},
-    "reset in the body": {"kind": "reset", "after": 50, "count": 3},
-    "truncated body": {"kind": "truncate", "after": 50, "count": 3},
-    "flipped byte": {"kind": "flip", "count": 1},
-    "a byte too few": {"kind": "short", "by": 1, "count": 1},
-    "no Content-Length, cut short": {"kind": "noclen", "after": 40, "count": 1},
-    "slow answers": {"kind": "delay", "seconds": 0.3, "count": 10},
+def assert_no_thread_is_left() -> None:
+    deadline = time.monotonic() + 2
+    for thread in threading.enumerate():
+        if thread.name.startswith("zloader"):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert not thread.is_alive(), thread.name
+
+
+# ---- the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A fault; how many of it an epoch gets over (None: not even one); what it raises when it lasts (None: nothing)."""
+
+    fault: dict[str, Any]
+    passing: int | None
+    error: type[StoreError] | None
+    says: str = ""
+    options: dict[str, Any] = field(default_factory=lambda: {"retries": 3})  # of the lasting version
+
+
+def status(number: int, code: str, **row: Any) -> Row:
+    fault = {"kind": "status", "status": number, "code": code}
+    says = rf"failed \(last answer: {number} {code}: .*; attempt 4, after 0\.\d s\)\. Is the server"
+    return Row(**({"fault": fault, "passing": 3, "error": ReadError, "says": says} | row))
+
+
+def broken(kind: str, after: int, says: str) -> Row:
+    says = rf"failed \(last answer: CURL error .*{says}.*; attempt 4, "
+    return Row(fault={"kind": kind, "after": after}, passing=3, error=ReadError, says=says)
+
+
+def refused(number: int, code: str) -> Row:
+    says = rf"is not allowed \(last answer: {number} {code}: .*; attempt 1, .*Check the key and secret.*expired"
+    return status(number, code, passing=None, error=AccessDeniedError, says=says)
+
+
+IN_TIME = {"deadline_s": 1.5}
+LATE = r"did not finish within deadline_s=1\.5 \(last answer: none; attempt \d, after 1\.\d s\)\. Is the server"
+CUT = r"failed \(last answer: .*; attempt 3, .*The object was cut short\. Restore"
+FAULTS = {
+    "500": status(500, "InternalError"),
+    "503": status(503, "ServiceUnavailable"),
+    "429": status(429, "TooManyRequests"),
+    "503 SlowDown, past the deadline": status(
+        503,
+        "SlowDown",
+        error=DeadlineError,
+        says=r"deadline_s=1\.5 \(last answer: 503 SlowDown: .*; attempt \d, after [01]\.\d s\)",
+        options=IN_TIME,
+    ),
+    "502 of a load balancer": status(502, "", fault={"kind": "status", "status": 502, "body": "<html>"}, says="502 "),
+    "reset before the head": broken("reset", -1, "Failure when receiving"),
+    "reset in the body": broken("reset", 50, "Failure when receiving"),
+    "truncated body": broken("truncate", 10, "bytes missing"),
+    "no Content-Length, cut short": Row(
+        fault={"kind": "noclen", "after": 10}, passing=1, error=TruncatedObjectError, says=CUT
+    ),
+    "a byte too few": Row(fault={"kind": "short", "by": 1}, passing=2, error=TruncatedObjectError, says=CUT),
+    "range ignored": Row(
+        fault={"kind": "ignore_range"}, passing=2, error=ReadError, says=r"ignored by server; attempt 3, .*proxy"
+    ),
+    "stall": Row(fault={"kind": "stall", "after": 10}, passing=1, error=DeadlineError, says=LATE, options=IN_TIME),
+    "stall before the head": Row(
+        fault={"kind": "delay", "seconds": 60}, passing=1, error=DeadlineError, says=LATE, options=IN_TIME
+    ),
+    "drip": Row(fault={"kind": "slow", "bps": 10}, passing=1, error=DeadlineError, says=LATE, options=IN_TIME),
+    "slow answers": Row(fault={"kind": "delay", "seconds": 0.1}, passing=10, error=None),
+    "flipped byte in a shard index": Row(
+        fault={"kind": "flip", "skip": 0}, passing=1, error=CorruptChunkError, says=r"c/1 bytes \d+-\d+: .*Restore"
+    ),
+    "flipped byte in a chunk": Row(
+        fault={"kind": "flip"},
+        passing=1,
+        error=CorruptChunkError,
+        says=r"chunk \d+ of X/.*, bytes \d+-\d+ of X/.*Restore",
+    ),
+    "changed ETag": Row(
+        fault={"kind": "etag"},
+        passing=None,
+        error=StoreChangedError,
+        says="is not the one that was there.*Open it again",
+    ),
+    "404": Row(
+        fault={"kind": "status", "status": 404, "code": "NoSuchKey"},
+        passing=None,
+        error=MissingObjectError,
+        says="failed .*there is no such object; attempt 1, .*changed or deleted",
+    ),
+    "403": refused(403, "AccessDenied"),
+    "expired credentials, as S3 says it": refused(400, "ExpiredToken"),
+    "expired credentials, as others say it": refused(403, "ExpiredToken"),
+    "400": status(400, "InvalidRequest", passing=None, says="400 InvalidRequest: .*attempt 1, .*no sense to ask again"),
 }
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["no mirror", "mirror"])
-@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_what_passes_leaves_the_epoch_right(bucket, sim, tmp_path, fault, cached):
-    server = sim(root=bucket)
-    loader = loader_over(server, cache=tmp_path / "cache" if cached else None)
-    loader.dataset.indptr(loader.dataset.matrix())
-    server.faults = [{"match": ELEMENTS, **fault}]
-    assert epoch(loader) == list(range(200))
-    assert server.stats()[f"fault_{fault['kind']}"] == fault["count"]
-    assert epoch(loader) == list(range(200))
-
-
-LASTING = {
-    "500 for ever": ({"kind": "status", "status": 500, "code": "InternalError"}, ReadError, None),
-    "403 for ever": ({"kind": "status", "status": 403, "code": "AccessDenied"}, AccessDeniedError, "is not allowed"),
-    "404": ({"kind": "status", "status": 404, "code": "NoSuchKey"}, MissingObjectError, "no such object"),
-    "flipped bytes": ({"kind": "flip"}, CorruptChunkError, None),
-    "never enough bytes": ({"kind": "short", "by": 1}, StoreError, None),
-    "range ignored": ({"kind": "ignore_range"}, StoreError, None),
-    "a stall": ({"kind": "stall", "after": 10}, DeadlineError, "deadline_s=1.5"),
-    "a drip": ({"kind": "slow", "bps": 10}, DeadlineError, "deadline_s=1.5"),
-}
+def start_fault(server: Sim, row: Row, *, count: int | None) -> None:
+    """In the midst of an epoch: the index of a shard is read well, where the fault does not say otherwise."""
+    server.faults = [{"match": "X/data/c/1$", "skip": 1, "count": count, **row.fault}]
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["no mirror", "mirror"])
-@pytest.mark.parametrize(("fault", "error", "says"), LASTING.values(), ids=LASTING)
-def test_what_lasts_is_an_error_that_names_key_and_bytes(bucket, sim, tmp_path, fault, error, says, cached):
+@pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in FAULTS.items() if row.passing])
+def test_what_passes_leaves_the_epoch_right(bucket, sim, tmp_path, row, cached):
     server = sim(root=bucket)
-    loader = loader_over(server, cache=tmp_path / "cache" if cached else None, deadline_s=1.5)
-    loader.dataset.indptr(loader.dataset.matrix())
-    server.faults = [{"match": f"{ELEMENTS}1$", **fault}]
-    # The simulator drips by pacing the connection, which may hit the answer after the one meant.
-    shard = r"\d" if fault["kind"] == "slow" else "1"
-    with pytest.raises(error, match=says) as caught:
+    # What does not come is asked for again after a twelfth of the deadline: here it shall not take long.
+    options = {"deadline_s": 5.0} if row.error is DeadlineError else {}
+    loader = loader_over(server, cache=tmp_path / "cache" if cached else None, **options)
+    start_fault(server, row, count=row.passing)
+    assert epoch(loader) == ROWS
+    assert 1 <= server.stats()[f"fault_{row.fault['kind']}"] <= row.passing
+    assert epoch(loader) == ROWS
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in FAULTS.items() if row.error])
+def test_what_lasts_raises_in_time_and_leaves_nothing_behind(bucket, sim, tmp_path, row, caplog):
+    caplog.set_level("DEBUG", "zloader")
+    server = sim(root=bucket)
+    loader = loader_over(server, cache=tmp_path / "cache", **row.options)
+    start_fault(server, row, count=None)
+    began = time.monotonic()
+    with pytest.raises(row.error, match=row.says) as caught:
         epoch(loader)
-    assert re.search(rf"s3://atlas/counts.zarr.*X/(indices|data)/c/{shard}\b", str(caught.value))
-    assert re.search(r"bytes \d+-\d+", str(caught.value))
+    assert time.monotonic() - began < loader.options.deadline_s + 1
+    assert type(caught.value) is row.error
+    assert re.search(PLACE, str(caught.value))
+    assert re.search(r"\bbytes \d+-\d+\b", str(caught.value))
+    assert SECRET not in str(caught.value) + caplog.text
+    assert_no_thread_is_left()
     server.faults = []
     loader.set_epoch(0)
-    assert epoch(loader) == list(range(200))  # the loader is none the worse for it
+    assert epoch(loader) == ROWS  # the loader is none the worse for it, nor is the mirror
+
+
+# ---- what lasts for a while
+
+
+def test_a_storm_of_slow_downs(bucket, sim, caplog, monkeypatch):
+    monkeypatch.setattr(retry, "_WARN_S", 0.5)
+    caplog.set_level("DEBUG", "zloader")
+    server = sim(root=bucket)
+    loader = loader_over(server)
+    server.faults = [{"kind": "status", "match": ELEMENTS}]
+    clearing = threading.Timer(2.0, setattr, (server, "faults", []))
+    clearing.start()
+    assert epoch(loader) == ROWS
+    clearing.join()
+    assert server.stats()["status_503"] > 20
+    told = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert 1 <= len(told) <= 6  # eight reads fail time and again
+    assert re.search(rf"{PLACE} bytes .*last answer: 503 SlowDown.*attempt \d.*again in", told[0].getMessage())
+    assert len(caplog.records) == server.stats()["status_503"]
+
+
+def test_a_server_that_is_gone_and_comes_back(bucket, sim):
+    server = sim(root=bucket)
+    loader = loader_over(server)
+    server.stop()
+    coming = threading.Timer(1.5, sim, (), {"root": bucket, "port": server.port})
+    coming.start()
+    assert epoch(loader) == ROWS
+    coming.join()
 
 
 def test_a_server_that_is_gone_is_an_error_cold_and_none_warm(bucket, sim, tmp_path):
     server = sim(root=bucket)
     warm = loader_over(server, cache=tmp_path / "cache")
-    cold = loader_over(server, deadline_s=1.5)
-    cold.dataset.indptr(cold.dataset.matrix())
-    assert epoch(warm) == list(range(200))
+    cold = loader_over(server, retries=3)
+    assert epoch(warm) == ROWS
     server.stop()
-    assert epoch(warm) == list(range(200))
-    with pytest.raises(StoreError, match="X/"):
+    assert epoch(warm) == ROWS
+    with pytest.raises(ReadError, match=f"{PLACE} bytes .*Could not connect.*attempt 4"):
         epoch(cold)
+    assert_no_thread_is_left()
+    sim(root=bucket, port=server.port)
+    assert epoch(cold) == ROWS
+
+
+def test_a_server_whose_every_answer_stalls(bucket, sim):
+    """Also the look at whether the object is still the same, which goes another way, holds nobody up."""
+    server = sim(root=bucket)
+    loader = loader_over(server, deadline_s=1.5)
+    short = {"kind": "short", "by": 1, "match": ELEMENTS}
+    server.faults = [short, {"kind": "delay", "seconds": 5, "method": "HEAD"}]
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=f"{PLACE} bytes .*deadline_s"):
+        epoch(loader)
+    assert time.monotonic() - began < 2.5
+    server.faults = []
+    assert epoch(loader) == ROWS
+
+
+def test_where_every_read_is_slow_none_is_asked_for_twice(bucket, sim, tmp_path):
+    """A second read beside each would only take from the link what the first needs."""
+    server = sim(root=bucket)
+    loader = loader_over(server, cache=tmp_path / "cache", deadline_s=6.0)
+    server.tally.clear()
+    server.faults = [{"kind": "delay", "seconds": 0.7}]  # a twelfth of the deadline is too long for one read alone
+    assert epoch(loader) == ROWS
+    asked = [(entry["path"], entry["range"]) for entry in server.log]
+    assert len(asked) == len(set(asked)) == 16  # of two arrays in four shards: an index and its chunks
+
+
+# ---- what an answer amounts to, and when to ask again
+
+
+@given(st.integers(1, 1000), st.floats(0, 1))
+def test_pauses(setbacks, chance):
+    assert 0.07 < retry.pause_s(setbacks, chance) <= 5.0
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_the_pauses_of_all_retries_outlast_a_storm_of_30_s_and_end_before_the_deadline(chance):
+    options = zl.FetchOptions()
+    total = sum(retry.pause_s(setbacks, chance) for setbacks in range(1, options.retries + 1))
+    assert 30 < total < options.deadline_s
 
 
 @pytest.fixture(params=["disk", "simulated S3", "S3"])

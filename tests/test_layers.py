@@ -31,6 +31,7 @@ LAYERS = {
     "zloader.gather": 1,
     "zloader.credentials": 2,
     "zloader.web": 2,
+    "zloader.google": 2,
     "zloader.location": 2,
     "zloader.kvstore": 2,
     "zloader.files": 2,

@@ -5,9 +5,14 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
+from zloader import google
 from zloader.errors import (
     AccessDeniedError,
     FormatError,
@@ -210,16 +216,16 @@ class _Barred(_Quiet):
 
 
 @pytest.fixture
-def static(root) -> Iterator[Callable[[type], str]]:
-    """Serves `root` by a handler of http.server's; gives the URL."""
+def static(root) -> Iterator[Callable[..., str]]:
+    """Serves `root` by a handler of http.server's; gives the URL of the store or of another path."""
     running: list[tuple[http.server.ThreadingHTTPServer, threading.Thread]] = []
 
-    def start(handler: type) -> str:
+    def start(handler: type, path: str = "/bucket/two%20words/counts.zarr") -> str:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root)))
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         running.append((server, thread))
-        return f"http://127.0.0.1:{server.server_address[1]}/bucket/two%20words/counts.zarr"
+        return f"http://127.0.0.1:{server.server_address[1]}{path}"
 
     yield start
     for server, thread in running:
@@ -352,3 +358,129 @@ def test_what_tensorstore_is_told_of_web_and_google():
         spec("gs://bucket/c.zarr", token="/path/to/key.json")
     with pytest.raises(OptionError, match="endpoint_url"):
         spec("gs://bucket/c.zarr", endpoint_url="http://127.0.0.1:1")
+
+
+# ---- gs://, against a few lines that answer as Google's servers do
+
+
+class _Google(_Quiet):
+    """The parts of Google's JSON and XML interfaces that reading takes; a token where the class has one."""
+
+    protocol_version = "HTTP/1.1"
+    token = ""
+
+    def do_POST(self) -> None:
+        """Gives out tokens."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(200, json.dumps({"access_token": self.token, "token_type": "Bearer", "expires_in": 3600}).encode())
+
+    def do_GET(self) -> None:
+        address = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(address.query))
+        match = re.fullmatch(r"/(?:download/)?storage/v1/b/([^/]+)/o(?:/(.+))?", address.path)
+        bucket, key = match.groups() if match else address.path.lstrip("/").split("/", 1)
+        folder, key = Path(self.directory, bucket), urllib.parse.unquote(key or "")
+        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
+            self._send(401, b'{"error": {"code": 401, "message": "no"}}')
+        elif match and not key:
+            found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+            items = [self._item(folder, name) for name in found if name.startswith(query.get("prefix", ""))]
+            self._send(200, json.dumps({"kind": "storage#objects", "items": items}).encode())
+        elif not (folder / key).is_file():
+            self._send(404, b'{"error": {"code": 404, "message": "Not Found"}}')
+        elif match and query.get("alt") != "media":
+            self._send(200, json.dumps(self._item(folder, key)).encode())
+        else:
+            self._send_object((folder / key).read_bytes(), self._item(folder, key))
+
+    def _item(self, folder: Path, name: str) -> dict[str, str]:
+        status = (folder / name).stat()
+        generation = str(status.st_mtime_ns)
+        return {"name": name, "bucket": folder.name, "size": str(status.st_size), "generation": generation}
+
+    def _send_object(self, stored: bytes, item: dict[str, str]) -> None:
+        fields = {"ETag": f'"{item["generation"]}"', "x-goog-generation": item["generation"]}
+        asked = self.headers.get("Range")
+        if asked is None:
+            self._send(200, stored, fields)
+            return
+        first, last = asked.removeprefix("bytes=").split("-")
+        part = stored[int(first) : int(last) + 1]
+        fields["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(stored)}"
+        self._send(206, part, fields)
+
+    def _send(self, status: int, body: bytes, fields: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(fields or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _Signed(_Google):
+    token = "a-token-of-google"
+
+
+class _Forbidden(_Google):
+    def do_GET(self) -> None:
+        self._send(403, b'{"error": {"code": 403, "message": "no"}}')
+
+
+GOOGLE = "gs://bucket/two words/counts.zarr"
+
+
+def test_google_without_gcsfs(monkeypatch):
+    google._read_only_class.cache_clear()
+    monkeypatch.setitem(sys.modules, "gcsfs.core", None)
+    with pytest.raises(OptionError, match=r'pip install "zloader\[gs\]"'):
+        zl.open_dataset("gs://bucket/a.zarr", storage_options={"token": "anon", "endpoint_url": "http://127.0.0.1:9"})
+
+
+def test_a_public_bucket_of_google(root, static):
+    pytest.importorskip("gcsfs")
+    options = {"token": "anon", "endpoint_url": static(_Google, "")}
+    dataset = zl.open_dataset(GOOGLE, storage_options=options)
+    there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")
+    assert dataset.object_sizes() == there.object_sizes()
+    assert digest(loader(dataset)) == digest(loader(there))
+    with pytest.raises(StoreNotFoundError, match="gs://bucket/nothing"):
+        zl.open_dataset("gs://bucket/nothing", storage_options=options)
+    with pytest.raises(OptionError, match="written to a local path or s3://"):
+        zl.convert(root / "tmp" / "source.h5ad", "gs://bucket/new.zarr", storage_options=options, progress=False)
+    assert not (root / "bucket" / "new.zarr").exists()
+
+
+@pytest.mark.parametrize("server", [_Signed, _Forbidden])
+def test_a_bucket_of_google_that_is_not_public(static, server):
+    pytest.importorskip("gcsfs")
+    options = {"token": "anon", "endpoint_url": static(server, "")}
+    with pytest.raises(AccessDeniedError, match=r"(?s)not allowed to list gs://.*GOOGLE_APPLICATION_CREDENTIALS"):
+        zl.open_dataset(GOOGLE, storage_options=options)
+
+
+READ = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_schemes as tests
+print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE))))
+"""
+
+
+def test_the_default_credentials_of_google(root, static, tmp_path):
+    """In a process of its own: TensorStore looks for credentials once, and has no other way to set an endpoint."""
+    pytest.importorskip("gcsfs")
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    address = static(_Signed, "")
+    made = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    key = {"type": "service_account", "client_email": "a@b", "private_key_id": "1", "private_key": made.decode()}
+    (tmp_path / "key.json").write_text(json.dumps(key | {"project_id": "p", "token_uri": f"{address}/token"}))
+    variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"), "STORAGE_EMULATOR_HOST": address}
+    variables |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
+    command = [sys.executable, "-c", READ, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr"))), (
+        done.stderr
+    )

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from zloader.credentials import S3Access, s3_access
+from zloader.google import google_token
 from zloader.location import Location
 
 _GOOGLE = "https://storage.googleapis.com"
@@ -28,7 +29,7 @@ def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]
     prefix += "/" if prefix else ""
     if location.scheme == "s3":
         return _s3(bucket, prefix, s3_access(location.storage_options), credentials)
-    if location.google_token() == "anon":
+    if google_token(location.storage_options) == "anon":
         # The gcs driver signs with whatever credentials it finds, and has no endpoint of its own to set.
         endpoint = str(location.storage_options.get("endpoint_url") or _GOOGLE).rstrip("/")
         return _http(f"{endpoint}/{bucket}/{quote(prefix)}", {})

@@ -7,7 +7,6 @@ endpoints what is told here.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,10 +22,16 @@ from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCreden
 from zloader import web
 from zloader.credentials import s3_access
 from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
+from zloader.google import google_errors, google_files, is_refusal
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _WRITABLE = ("file", "s3")
 _WEB = ("http", "https")
+_REFUSALS = (PermissionError, NoCredentialsError, PartialCredentialsError)
+_ADVICE = {
+    "s3": "the key and secret in storage_options or the AWS_* variables",
+    "gs": 'GOOGLE_APPLICATION_CREDENTIALS, or give {"token": "anon"} for a public bucket',
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +103,7 @@ class Location:
             if self.is_web:
                 return web.web_files(self.storage_options, asynchronous=asynchronous)
             if self.scheme == "gs":
-                options = {"use_listings_cache": False, **self.storage_options, "token": self.google_token()}
-                return _google_files()(access="read_only", asynchronous=asynchronous, **options)
+                return google_files(self.storage_options, asynchronous=asynchronous)
             if self.scheme == "file":
                 return fsspec.filesystem("file")
             options = {"use_listings_cache": False, **s3_access(self.storage_options).options}
@@ -112,18 +116,6 @@ class Location:
         if self.scheme == "file":
             return zarr.storage.LocalStore(self.path, read_only=read_only)
         return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=read_only, path=self.path)
-
-    def google_token(self) -> str:
-        """How requests to gs:// are signed: `"google_default"` or `"anon"`; raises OptionError for anything else."""
-        token = self.storage_options.get("token") or "google_default"
-        if token not in ("google_default", "anon"):
-            raise OptionError(
-                'a token for gs:// is "anon" (public buckets) or left out: for the default credentials of Google, set '
-                "GOOGLE_APPLICATION_CREDENTIALS to the file of a key or run 'gcloud auth application-default login'"
-            )
-        if "endpoint_url" in self.storage_options and token != "anon":
-            raise OptionError('an endpoint_url for gs:// goes with {"token": "anon"} alone')
-        return str(token)
 
     def listing(self) -> dict[str, StoredObject]:
         """Every object below the URL by key relative to it, from one listing.
@@ -159,43 +151,24 @@ class Location:
     @contextlib.contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
         """Turns the errors of file systems and their clients into ours."""
+        foreign = google_errors() if self.scheme == "gs" else ()
         try:
             yield
         except ZloaderError:
             raise
-        except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
-            raise self._denied(doing, error) from error
-        except (OSError, BotoCoreError) as error:
+        except (OSError, BotoCoreError, *foreign) as error:
+            if isinstance(error, _REFUSALS) or (self.scheme == "gs" and is_refusal(error)):
+                advice = _ADVICE.get(self.scheme, "the rights of the directory")
+                raise AccessDeniedError(f"not allowed to {doing} {self.url}: {error}. Check {advice}") from error
             raise StoreError(
                 f"cannot {doing} {self.url}: {error}. Is the endpoint right, and does its server run?"
             ) from error
         except (TypeError, ValueError) as error:
             raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
 
-    def _denied(self, doing: str, error: Exception) -> AccessDeniedError:
-        where = {
-            "file": "the rights of the directory",
-            "gs": 'GOOGLE_APPLICATION_CREDENTIALS, or give {"token": "anon"} for a public bucket',
-        }.get(self.scheme, "the key and secret in storage_options or the AWS_* variables")
-        return AccessDeniedError(f"not allowed to {doing} {self.url}: {error}. Check {where}")
-
 
 def _shape(scheme: str) -> str:
     return "HOST/PATH" if scheme in _WEB else "BUCKET/KEY"
-
-
-@functools.cache
-def _google_files() -> Any:
-    """The file system for gs://."""
-    try:
-        from gcsfs.core import GCSFileSystem
-    except ImportError as error:
-        raise OptionError('gs:// needs gcsfs, which is not installed: pip install "zloader[gs]"') from error
-
-    class GoogleFiles(web.ReadOnly, GCSFileSystem):  # type: ignore[misc]
-        """Objects below gs:// addresses."""
-
-    return GoogleFiles
 
 
 def _stored_object(entry: Mapping[str, Any]) -> StoredObject:

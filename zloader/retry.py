@@ -82,17 +82,18 @@ class Retrier:
         try:
             async with asyncio.timeout_at(began + self._options.deadline_s) as deadline:
                 started += await self._asked.start(spans)
+                asked = _now()  # later than `began` by what opening took
                 await _settled(started, self._patience_s(1), enough=len(started))
                 for position, (span, read) in enumerate(zip(spans, started, strict=True)):
                     fine = read.done() and read.exception() is None
                     outcome = await self._asked.outcome(span, read) if fine else None
                     if not isinstance(outcome, bytes):
-                        pending[position], outcome = _Reading(span=span, began=began, running={read: began}), b""
+                        pending[position], outcome = _Reading(span=span, began=began, running={read: asked}), b""
                     stored.append(outcome)
                 if pending:
                     await self._pursue_all(pending, started, stored)
                 else:
-                    self._slowest_s = max(self._slowest_s, _now() - began)
+                    self._slowest_s = max(self._slowest_s, _now() - asked)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -135,12 +136,12 @@ class Retrier:
         await _settled([*reading.running], patience_s, enough=1)
         read = next((read for read in reading.running if read.done()), None)
         if read is None:
-            _log.debug("%s has not come (%s); asked for once more", self._asked.place(reading.span), reading)
+            _log.debug("%s has not come (%s); asked for once more", self._asked.place(reading.span), str(reading))
             return None
-        began = reading.running.pop(read)
+        asked = reading.running.pop(read)
         outcome = await self._asked.outcome(reading.span, read)
         if isinstance(outcome, bytes):
-            self._slowest_s = max(self._slowest_s, _now() - began)
+            self._slowest_s = max(self._slowest_s, _now() - asked)
         return outcome
 
     def _patience_s(self, attempt: int) -> float:
@@ -168,7 +169,7 @@ class Retrier:
         level = logging.DEBUG
         if now - max(reading.began, self._warned) > _WARN_S:
             level, self._warned = logging.WARNING, now
-        _log.log(level, "%s failed (%s); asked for again in %.1f s", place, reading, seconds)
+        _log.log(level, "%s failed (%s); asked for again in %.1f s", place, str(reading), seconds)
         await asyncio.sleep(seconds)
 
     def _late(self, reading: _Reading) -> DeadlineError:
