@@ -200,8 +200,8 @@ class Statistics:
             f"<Statistics of epoch {self.epoch}: {self.rows:,} rows in {self.minibatches:,} minibatches, "
             f"{self.rows_per_s:,.0f} rows/s, waited {self.wait_share:.0%}; {self.gets:,} GETs, "
             f"{self.bytes_read / 1e6:,.1f} MB read, at most {self.most_in_flight_bytes / 1e6:,.1f} MB at once, "
-            f"{self.retries:,} retries; {self.chunks_decoded:,} chunks decoded, {self.chunks_from_mirror:,} from the mirror "
-            f"({self.bytes_from_mirror / 1e6:,.1f} MB)>"
+            f"{self.retries:,} retries; {self.chunks_decoded:,} chunks decoded, "
+            f"{self.chunks_from_mirror:,} from the mirror ({self.bytes_from_mirror / 1e6:,.1f} MB)>"
         )
 
     @property
