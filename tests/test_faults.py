@@ -111,11 +111,14 @@ FAULTS = {
     "503 SlowDown, past the deadline": status(
         503,
         "SlowDown",
+        passing=None,
         error=DeadlineError,
         says=r"deadline_s=1\.5 \(last answer: 503 SlowDown: .*; attempt \d, after [01]\.\d s\)",
         options=IN_TIME,
     ),
-    "502 of a load balancer": status(502, "", fault={"kind": "status", "status": 502, "body": "<html>"}, says="502 "),
+    "502 of a load balancer": status(
+        502, "", passing=None, fault={"kind": "status", "status": 502, "body": "<html>"}, says="502 "
+    ),
     "reset before the head": broken("reset", -1, "Failure when receiving"),
     "reset in the body": broken("reset", 50, "Failure when receiving"),
     "truncated body": broken("truncate", 10, "bytes missing"),
@@ -267,19 +270,7 @@ def test_where_every_read_is_slow_none_is_asked_for_twice(bucket, sim, tmp_path)
     assert len(asked) == len(set(asked)) == 16  # of two arrays in four shards: an index and its chunks
 
 
-# ---- what an answer amounts to, and when to ask again
-
-
-@given(st.integers(1, 1000), st.floats(0, 1))
-def test_pauses(setbacks, chance):
-    assert 0.07 < retry.pause_s(setbacks, chance) <= 5.0
-
-
-@pytest.mark.parametrize("chance", [0.0, 1.0])
-def test_the_pauses_of_all_retries_outlast_a_storm_of_30_s_and_end_before_the_deadline(chance):
-    options = zl.FetchOptions()
-    total = sum(retry.pause_s(setbacks, chance) for setbacks in range(1, options.retries + 1))
-    assert 30 < total < options.deadline_s
+# ---- objects that change
 
 
 @pytest.fixture(params=["disk", "simulated S3", "S3"])
@@ -334,3 +325,43 @@ def test_an_object_whose_tag_changes_with_every_answer(bucket, sim):
     server.faults = [{"kind": "etag", "match": f"{ELEMENTS}1$", "value": '"another"', "count": 1, "skip": 1}]
     with pytest.raises(StoreChangedError, match="X/"):
         epoch(loader)
+
+
+# ---- what an answer amounts to, and when to ask again
+
+
+BODY = "[http_response_code='{}'] [x-amzn-requestid='SIM'] [http_response_body='<Error><AWSAccessKeyId>{}']"
+SPENT = "ABORTED: All 0 retry attempts failed:"
+ANSWERS = {
+    f"{SPENT} SlowDown: Please reduce. {BODY.format(503, SECRET)}": (ReadError, None, "503 SlowDown: Please reduce."),
+    f"{SPENT} CURL error Could not connect [curl_code='7']": (ReadError, None, "CURL error Could not connect"),
+    "UNAVAILABLE: Bad Gateway [HTTP code 502] [http_response_body='x']": (ReadError, None, "502 Bad Gateway"),
+    f"PERMISSION_DENIED: AccessDenied: No. {BODY.format(403, SECRET)}": (AccessDeniedError, 1, "403 AccessDenied: No."),
+    f"ExpiredToken: It has expired. {BODY.format(400, SECRET)}": (
+        AccessDeniedError,
+        1,
+        "400 ExpiredToken: It has expired.",
+    ),
+    f"InvalidRequest: No\nway {BODY.format(400, SECRET)}": (ReadError, 1, "400 InvalidRequest: No way"),
+    "OUT_OF_RANGE: Range [1, 2) is not valid": (TruncatedObjectError, 3, "Range [1, 2) is not valid"),
+    "FAILED_PRECONDITION: Range [1, 2) was ignored by server": (ReadError, 3, "Range [1, 2) was ignored by server"),
+    "": (ReadError, 1, ""),
+}
+
+
+@pytest.mark.parametrize(("failure", "wanted"), ANSWERS.items(), ids=[str(n) for n in range(len(ANSWERS))])
+def test_what_an_answer_amounts_to(failure, wanted):
+    setback = setback_of(failure)
+    assert (setback.error, setback.attempts, setback.answer) == wanted
+
+
+@given(st.integers(1, 1000), st.floats(0, 1))
+def test_pauses(setbacks, chance):
+    assert 0.07 < retry.pause_s(setbacks, chance) <= 5.0
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_the_pauses_of_all_retries_outlast_a_storm_of_30_s_and_end_before_the_deadline(chance):
+    options = zl.FetchOptions()
+    total = sum(retry.pause_s(setbacks, chance) for setbacks in range(1, options.retries + 1))
+    assert 30 < total < options.deadline_s

@@ -88,6 +88,18 @@ def test_minibatches_are_the_same_from_everywhere(root, sim, s3, tmp_path):
 # ---- web servers: what is there
 
 
+OPEN = """
+import sys, zloader
+print(len(zloader.open_dataset(sys.argv[1]).obs()))
+"""
+
+
+def test_a_process_that_read_from_a_web_server_ends_quietly(root, sim):
+    command = [sys.executable, "-c", OPEN, f"{sim(root=root).url}/bucket/two words/counts.zarr"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("160", "")
+
+
 def test_the_objects_of_a_web_store_are_those_of_its_listing(root, sim):
     server = sim(root=root)
     there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr").location.listing()

@@ -2,7 +2,9 @@
 
 Knows no store: `Asked` starts reads and says what came of them. A read that fails is asked for again after a pause. One
 that does not come is asked for once more beside the first, and whichever comes first counts: TensorStore does not abort
-the transfer of a read that is given up, so that there is nothing to gain by giving it up.
+the transfer of a read that is given up, so there is nothing to gain by giving it up. On a slow link, where none comes
+soon, a second read beside each would take from the first what it needs; so it is only done where reads of that size
+are known to come sooner. (For the others there is curl, which ends a connection that brings nothing for 20 s.)
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from zloader.setbacks import Setback
 from zloader.terms import FetchOptions, Span
 
 _log = logging.getLogger("zloader")
+_SMALL_BYTES = 64 << 10  # reads up to this size take about as long as one another
 _WARN_S = 5.0  # a read tried for so long is worth a line in the log, but no more lines than one in so long
 
 
@@ -66,7 +69,8 @@ class Retrier:
     def __init__(self, asked: Asked, options: FetchOptions) -> None:
         self.retries = 0
         self._asked, self._options = asked, options
-        self._slowest_s = 0.0  # of the reads that went well
+        self._look_s = options.deadline_s / 12  # from one look at what has not come to the next
+        self._slowest_s, self._largest_bytes = 0.0, 0  # of the reads that went well
         self._warned = float("-inf")
         self._random = random.Random()  # of our own: the program may count on what its seed gives
 
@@ -83,7 +87,7 @@ class Retrier:
             async with asyncio.timeout_at(began + self._options.deadline_s) as deadline:
                 started += await self._asked.start(spans)
                 asked = _now()  # later than `began` by what opening took
-                await _settled(started, self._patience_s(1), enough=len(started))
+                await _settled(started, self._look_s, enough=len(started))
                 for position, (span, read) in enumerate(zip(spans, started, strict=True)):
                     fine = read.done() and read.exception() is None
                     outcome = await self._asked.outcome(span, read) if fine else None
@@ -93,7 +97,7 @@ class Retrier:
                 if pending:
                     await self._pursue_all(pending, started, stored)
                 else:
-                    self._slowest_s = max(self._slowest_s, _now() - asked)
+                    self._went_well(asked, max(map(len, stored)))
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -130,28 +134,29 @@ class Retrier:
 
     async def _next_outcome(self, reading: _Reading) -> bytes | Setback | None:
         """What comes of the first read to end; None when it is time to ask once more beside those under way."""
-        patience_s: float | None = None  # no further attempt: the deadline will end it
-        if reading.attempts <= self._options.retries:
-            patience_s = max(reading.running.values()) + self._patience_s(reading.attempts) - _now()
-        await _settled([*reading.running], patience_s, enough=1)
-        read = next((read for read in reading.running if read.done()), None)
-        if read is None:
-            _log.debug("%s has not come (%s); asked for once more", self._asked.place(reading.span), str(reading))
-            return None
-        asked = reading.running.pop(read)
-        outcome = await self._asked.outcome(reading.span, read)
+        while not (done := [read for read in reading.running if read.done()]):
+            if self._is_overdue(reading):
+                place = self._asked.place(reading.span)
+                _log.debug("%s has not come (%s); asked for once more", place, str(reading))
+                return None
+            await _settled([*reading.running], self._look_s, enough=1)
+        asked = reading.running.pop(done[0])
+        outcome = await self._asked.outcome(reading.span, done[0])
         if isinstance(outcome, bytes):
-            self._slowest_s = max(self._slowest_s, _now() - asked)
+            self._went_well(asked, len(outcome))
         return outcome
 
-    def _patience_s(self, attempt: int) -> float:
-        """How long to wait for an attempt alone.
+    def _went_well(self, asked: float, n_bytes: int) -> None:
+        self._slowest_s = max(self._slowest_s, _now() - asked)
+        self._largest_bytes = max(self._largest_bytes, n_bytes)
 
-        Measured by what reads take here: where all are slow, a second one beside each would make them slower.
-        """
-        deadline_s = self._options.deadline_s
-        first = max(deadline_s / 12, 3 * self._slowest_s) if self._slowest_s else deadline_s / 3
-        return float(first * 2 ** min(attempt - 1, 8))
+    def _is_overdue(self, reading: _Reading) -> bool:
+        """Whether what is under way has taken thrice as long as any read of about its size, or smaller, has before."""
+        known = self._largest_bytes and reading.span.size <= max(2 * self._largest_bytes, _SMALL_BYTES)
+        if not known or reading.attempts > self._options.retries:
+            return False
+        patience_s = max(self._look_s, 3 * self._slowest_s) * 2 ** min(reading.attempts - 1, 8)
+        return bool(_now() - max(reading.running.values()) >= patience_s)
 
     async def _pause(self, reading: _Reading, setback: Setback) -> None:
         """Waits before the next attempt, or raises where there shall be none."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import re
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
@@ -47,6 +48,13 @@ class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
         scheme, _, rest = url.partition("://")
         host, _, path = rest.partition("/")
         return yarl.URL(f"{scheme}://{host}/{quote(path)}", encoded=True)
+
+    async def set_session(self) -> aiohttp.ClientSession:
+        is_new = self._session is None
+        session = await super().set_session()
+        if is_new and self.asynchronous:  # fsspec closes only those of its own loop, and aiohttp complains of the rest
+            weakref.finalize(self, self.close_session, None, session)
+        return session
 
     def _raise_not_found_for_status(self, response: aiohttp.ClientResponse, url: str) -> None:
         if response.status in (404, 410):
