@@ -92,9 +92,9 @@ def _same(found, wanted):
 def _check_csr(found, wanted, dtype):
     """`wanted` is a SciPy matrix with the same values stored."""
     assert found.n_genes == wanted.shape[1]
-    assert found.indptr.dtype == found.indices.dtype == np.int64
-    _same(found.indptr, wanted.indptr.astype(np.int64))
-    _same(found.indices, wanted.indices.astype(np.int64))
+    assert found.indptr.dtype == found.indices.dtype == np.int32
+    _same(found.indptr, wanted.indptr.astype(np.int32))
+    _same(found.indices, wanted.indices.astype(np.int32))
     _same(found.values, wanted.data.astype(dtype))
     for array in (found.indptr, found.indices, found.values):
         assert array.flags.c_contiguous

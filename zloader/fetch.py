@@ -240,7 +240,7 @@ class FetchScheduler:
         if self._recipe.dense and self._recipe.parts:
             return int(cuts[-1] - cuts[0]) * self._recipe.parts[0].matrix.n_genes * value_bytes
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
-        return int(loaded.planned.lengths[taken].sum()) * (8 + value_bytes)
+        return int(loaded.planned.lengths[taken].sum()) * (4 + value_bytes)
 
     async def _made(
         self, loaded: _Loaded, cuts: Rows, threads: ThreadPoolExecutor

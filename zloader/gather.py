@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from zloader.terms import CsrArrays, MinibatchArrays, Rows
 
+_MOST_INT32 = np.iinfo(np.int32).max
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -107,12 +108,16 @@ class StoreRows:
 
 
 def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> CsrArrays:
-    """A minibatch of `n_rows` rows in CSR form; `parts` together are all of its rows."""
+    """A minibatch of `n_rows` rows in CSR form; `parts` together are all of its rows.
+
+    indptr and indices are int32, as scipy and torch's own kernels have them; int64 where there are 2**31 values.
+    """
     lengths = np.empty(n_rows, np.int64)
     for part in parts:
         lengths[part.at] = part.n_values()
     indptr = indptr_of(lengths)
-    indices, values = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], dtype)
+    index_dtype = np.int32 if indptr[-1] <= _MOST_INT32 else np.int64
+    indices, values = np.empty(indptr[-1], index_dtype), np.empty(indptr[-1], dtype)
     for part in parts:
         to = indptr[:-1][part.at]
         if part.genes is None:
@@ -120,7 +125,7 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
         else:
             copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
             copy_rows(part.values, part.starts[1], part.lengths, to, values)
-    return CsrArrays(indptr=indptr, indices=indices, values=values, n_genes=n_genes)
+    return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 
 
 def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> NDArray[Any]:

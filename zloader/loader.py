@@ -35,9 +35,9 @@ _MOST_WORKERS = 1024
 class Minibatch:
     """What one training step gets; all in the same row order.
 
-    `x` is a torch sparse CSR tensor, a dense tensor, a scipy CSR matrix or an AnnData (rows x genes), or None; `obs`
-    maps a column to a tensor of one value a row (int64 codes of categories, -1 for none; numbers as they are stored);
-    `index` (int64) holds the dataset's row numbers.
+    `x` is a torch sparse CSR tensor (with int32 indices), a dense tensor, a scipy CSR matrix or an AnnData (rows x
+    genes), or None; `obs` maps a column to a tensor of one value a row (int64 codes of categories, -1 for none; numbers
+    as they are stored); `index` (int64) holds the dataset's row numbers.
     """
 
     x: Any

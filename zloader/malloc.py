@@ -11,7 +11,7 @@ def keep_freed_memory() -> None:
     """Lets glibc keep freed arrays for the next ones; once a process. Does nothing on another libc.
 
     Without it, memory above 128 KiB goes back to the kernel and comes again page by page, at about half the speed. All
-    threads share one arena: else what one of them freed is kept for it alone, and the process grows from epoch to epoch.
+    threads share one arena: else what one of them freed is kept for it alone, and the process grows with each epoch.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
