@@ -95,18 +95,20 @@ class MirrorArray:
         for chunk, slot in zip(chunks.tolist(), slots, strict=True):
             slot[:] = self._chunk(chunk)
 
-    def put(self, chunk: int, elements: NDArray[Any]) -> None:
-        """Writes one decoded chunk; after a failed write (a full disk, say) warns once and keeps no more."""
+    def put(self, first: int, elements: NDArray[Any]) -> None:
+        """Writes decoded chunks, `first` and those that follow it; after a failure (a full disk, say) keeps no more."""
         if not self.writable:
             return
+        width = self.layout.chunk_elements
         try:
-            _write_all(self._file, elements, chunk * self.layout.chunk_elements * self.layout.dtype.itemsize)
+            _write_all(self._file, elements, first * width * self.layout.dtype.itemsize)
         except OSError as error:
             self.writable = False
             log.warning("cannot write the mirror %s (%s): reading goes on without filling it", self._path, error)
             return
-        self._words[chunk] = _PRESENT | checksum(elements)
-        self._trusted[chunk] = True
+        for chunk, begin in enumerate(range(0, len(elements), width), first):
+            self._words[chunk] = _PRESENT | checksum(elements[begin : begin + width])
+            self._trusted[chunk] = True
 
 
 def _file_of(directory: Path, name: str, suffix: str) -> Path:

@@ -1,13 +1,14 @@
 """The elements of some rows of one array: from the mirror, or read, decoded and mirrored.
 
-Rows become chunks, and those that the mirror does not hold become coalesced reads; each read is decoded in a thread,
-into the buffer of the fetch and into the mirror, as soon as it arrives. A chunk that an earlier fetch is still reading
-into the mirror is waited for, not read twice.
+Rows become chunks, and those that the mirror does not hold become coalesced reads; each read is decoded in a thread as
+soon as it arrives: into the mirror, which the rows are then taken from, or without one into the buffer of the fetch. A
+chunk that an earlier fetch is still reading into the mirror is waited for, not read twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ Result = TypeVar("Result")
 # Spans read and decoded as one task, up to this many bytes: a task costs about 0.2 ms of the interpreter, which is as
 # much as decoding 100 KiB.
 _BATCH_BYTES = 2 << 20
+_BATCH_DECODED = 16 << 20
 
 
 @dataclass(kw_only=True)
@@ -94,6 +96,7 @@ class Workshop:
     def __post_init__(self) -> None:
         self.in_flight = ByteBudget(self.options.in_flight_bytes)
         self._retries = 0  # of the source, as far as they are counted
+        self.scratch = threading.local()
 
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
         """Runs a function in a thread; gives its result and the seconds it took there."""
@@ -174,60 +177,66 @@ class ArrayReader:
         """The chunks that the elements `[start, stop)` of each row lie in."""
         return chunks_of(starts, stops, self._layout.chunk_elements)
 
+    def _bytes(self, chunks: Rows) -> int:
+        return len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
+
     def buffer_bytes(self, chunks: Rows) -> int:
-        """Size of the buffer that `load` needs for these chunks, a multiple of 64; none once the mirror holds them."""
-        if self._mirror is not None and self._mirror.holds(chunks):
+        """Size of the buffer that `load` needs for these chunks, a multiple of 64; 0 where a mirror takes them."""
+        if self._mirror is not None and (self._mirror.writable or self._mirror.holds(chunks)):
             return 0
-        return -(-len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize // 64) * 64
+        return -(-self._bytes(chunks) // 64) * 64
 
     async def load(self, chunks: Rows, starts: Rows, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
         """The elements of rows that begin at `starts` and lie in `chunks`; reads of a smaller `turn` go first."""
-        n_bytes = len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
-        mirror = self._mirror
-        if mirror is not None and mirror.holds(chunks):
-            return self._mirrored(mirror, chunks, starts)
-        slots = _Slots(layout=self._layout, chunks=chunks, elements=buffer[:n_bytes].view(self._layout.dtype))
-        if mirror is None:
-            await self._read_chunks(chunks, slots, turn)
-            return slots.filled(starts)
+        mirror, missing = self._mirror, chunks
+        if mirror is not None:
+            brought = await self._bring(mirror, chunks, turn) if mirror.writable else chunks[:0]
+            missing = await self._missing(mirror, chunks)
+            self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([brought, missing]))])
+            if not len(missing):
+                return Elements(source=mirror.elements, starts=starts)
+        if len(buffer) < self._bytes(chunks):
+            buffer = np.empty(self._bytes(chunks), np.uint8)  # the mirror's disk is full since a moment ago
+        elements = buffer[: self._bytes(chunks)].view(self._layout.dtype)
+        slots = _Slots(layout=self._layout, chunks=chunks, elements=elements)
+        await self._read_chunks(missing, slots, turn)
+        kept = chunks[~np.isin(chunks, missing)]
+        if mirror is not None and len(kept):
+            await self._shop.run(mirror.copy, kept, slots.of(kept))
+        return slots.filled(starts)
+
+    async def _bring(self, mirror: MirrorArray, chunks: Rows, turn: int) -> Rows:
+        """Reads into the mirror what it does not hold, and waits for those who do the same; gives what was read."""
+        if mirror.holds(chunks):
+            return chunks[:0]
         others = [claim for claim in self._claims if np.isin(chunks, claim.chunks).any()]
         claimed = np.concatenate([claim.chunks for claim in others]) if others else chunks[:0]
         claim = _Claim(chunks[~np.isin(chunks, claimed)])
         self._claims.append(claim)
         try:
-            missing, _ = await self._shop.run(mirror.missing, claim.chunks)
-            if not len(missing) and not others:
-                return self._mirrored(mirror, chunks, starts)
-            await self._read_chunks(missing, slots, turn)
-            claim.done.set()
-            await self._copy_kept(chunks[~np.isin(chunks, missing)], slots, others, turn)
-            return slots.filled(starts)
+            missing = await self._missing(mirror, claim.chunks)
+            await self._read_chunks(missing, None, turn)
         finally:
             claim.done.set()
             self._claims.remove(claim)
+        for other in others:
+            await other.done.wait()
+        return missing
 
-    def _mirrored(self, mirror: MirrorArray, chunks: Rows, starts: Rows) -> Elements:
-        self._count_mirrored(chunks)
-        return Elements(source=mirror.elements, starts=starts)
+    async def _missing(self, mirror: MirrorArray, chunks: Rows) -> Rows:
+        """Those that the mirror does not hold; checksums are compared in a thread."""
+        if mirror.holds(chunks):
+            return chunks[:0]
+        missing, _ = await self._shop.run(mirror.missing, chunks)
+        return missing
 
     def _count_mirrored(self, chunks: Rows) -> None:
         first, last = self._layout.chunk_bounds(chunks)
         self._shop.counters.chunks_from_mirror += len(chunks)
         self._shop.counters.bytes_from_mirror += int((last - first).sum()) * self._layout.dtype.itemsize
 
-    async def _copy_kept(self, kept: Rows, slots: _Slots, others: Sequence[_Claim], turn: int) -> None:
-        """Copies chunks from the mirror into the buffer, once `others` have brought there what they claimed."""
-        if not len(kept) or self._mirror is None:
-            return
-        for other in others:
-            await other.done.wait()
-        lost, _ = await self._shop.run(self._mirror.missing, kept)
-        await self._read_chunks(lost, slots, turn)  # the other fetch could not keep what it read
-        kept = kept[~np.isin(kept, lost)]
-        await self._shop.run(self._mirror.copy, kept, slots.of(kept))
-        self._count_mirrored(kept)
-
-    async def _read_chunks(self, missing: Rows, slots: _Slots, turn: int) -> None:
+    async def _read_chunks(self, missing: Rows, slots: _Slots | None, turn: int) -> None:
+        """Reads and decodes chunks into their slots, or into the mirror where there are none."""
         if not len(missing):
             return
         shards = np.unique(missing // self._layout.chunks_per_shard).tolist()
@@ -237,13 +246,13 @@ class ArrayReader:
             self._layout, missing, indexes, gap_bytes=options.gap_bytes, max_read_bytes=options.max_read_bytes
         )
         self._shop.counters.spans += len(pieces)
-        self._fill(absent, slots.of(absent))
+        self._fill(absent, slots)
         async with asyncio.TaskGroup() as group:
-            for batch in _batches(pieces):
+            for batch in _batches(pieces, self._bytes(missing[:1])):
                 await self._shop.in_flight.acquire(total_bytes(batch), turn)
                 group.create_task(self._read_batch(batch, slots))
 
-    async def _read_batch(self, batch: list[ChunkSpan], slots: _Slots) -> None:
+    async def _read_batch(self, batch: list[ChunkSpan], slots: _Slots | None) -> None:
         """Reads some spans and decodes their chunks; a span that does not match its checksums is read once more."""
         left, attempts = batch, self._rereads + 1
         try:
@@ -262,10 +271,12 @@ class ArrayReader:
             self._shop.in_flight.release(total_bytes(batch))
 
     def _decode(
-        self, pieces: Sequence[ChunkSpan], stored: Sequence[bytes], slots: _Slots
+        self, pieces: Sequence[ChunkSpan], stored: Sequence[bytes], slots: _Slots | None
     ) -> list[tuple[ChunkSpan, CorruptChunkError]]:
-        """Decodes spans into their slots and the mirror; gives those that are corrupt, with the first error of each."""
+        """Decodes spans into their slots or the mirror; gives those that are corrupt, with the first error of each."""
         chunks = np.concatenate([piece.chunks for piece in pieces])
+        mirrored = slots is None
+        slots = self._scratch(chunks) if slots is None else slots
         begins, lengths = slots.begins(chunks)
         placed = StoredChunks(
             reads=np.repeat(np.arange(len(pieces)), [len(piece.chunks) for piece in pieces]),
@@ -275,11 +286,8 @@ class ArrayReader:
             lengths=lengths,
         )
         found = self._decoder.decode_all(stored, placed, slots.elements)
-        if self._mirror is not None:
-            wrong = {position for position, _ in found}
-            for position, (chunk, slot) in enumerate(zip(chunks.tolist(), slots.of(chunks), strict=True)):
-                if position not in wrong:
-                    self._mirror.put(chunk, slot)
+        if mirrored:
+            self._keep(np.delete(chunks, [position for position, _ in found]), slots)
         corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
         for position, error in found:
             read, start = int(placed.reads[position]), int(placed.offsets[position])
@@ -291,16 +299,35 @@ class ArrayReader:
         at = f"bytes {span.start + start}-{span.start + stop - 1} of {span.key}"
         return f"{self._shop.url}: chunk {chunk} of {self._layout.path}, {at}"
 
-    def _fill(self, absent: Rows, slots: list[NDArray[Any]]) -> None:
-        for chunk, slot in zip(absent.tolist(), slots, strict=True):
-            if not self._layout.absent_is_fill:
-                raise MissingObjectError(
-                    f"{self._shop.url}: chunk {chunk} of {self._layout.path} was never written: the store is "
-                    "incomplete. Convert it again"
-                )
-            slot[:] = self._layout.fill_value
-            if self._mirror is not None:
-                self._mirror.put(chunk, slot)
+    def _fill(self, absent: Rows, slots: _Slots | None) -> None:
+        """Puts fill values where chunks were never written, or raises where they should have been."""
+        if len(absent) and not self._layout.absent_is_fill:
+            raise MissingObjectError(
+                f"{self._shop.url}: chunk {absent[0]} of {self._layout.path} was never written: the store is "
+                "incomplete. Convert it again"
+            )
+        for chunk in absent[:, None]:
+            filled = self._scratch(chunk) if slots is None else slots
+            filled.of(chunk)[0][:] = self._layout.fill_value
+            if slots is None:
+                self._keep(chunk, filled)
+
+    def _scratch(self, chunks: Rows) -> _Slots:
+        """Slots for some chunks on their way to the mirror, in memory that this thread uses again and again."""
+        n_bytes, scratch = self._bytes(chunks), self._shop.scratch
+        if len(getattr(scratch, "buffer", b"")) < n_bytes:
+            scratch.buffer = np.empty(n_bytes, np.uint8)
+        chunks = np.sort(chunks)
+        return _Slots(layout=self._layout, chunks=chunks, elements=scratch.buffer[:n_bytes].view(self._layout.dtype))
+
+    def _keep(self, chunks: Rows, slots: _Slots) -> None:
+        """Writes decoded chunks to the mirror, those that follow one another at once."""
+        assert self._mirror is not None
+        chunks = np.sort(chunks)
+        for run in np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1):
+            if len(run):
+                begins, lengths = slots.begins(run)
+                self._mirror.put(int(run[0]), slots.elements[begins[0] : begins[-1] + lengths[-1]])
 
     async def _index(self, shard: int) -> NDArray[np.uint64]:
         if shard not in self._indexes:
@@ -330,15 +357,16 @@ def _explained(error: CorruptChunkError, where: str) -> CorruptChunkError:
     return explained
 
 
-def _batches(pieces: Sequence[ChunkSpan]) -> Iterator[list[ChunkSpan]]:
-    """The pieces in order, in lists of about _BATCH_BYTES."""
+def _batches(pieces: Sequence[ChunkSpan], chunk_bytes: int) -> Iterator[list[ChunkSpan]]:
+    """The pieces in order, in lists of about _BATCH_BYTES stored, or _BATCH_DECODED decoded."""
     batch: list[ChunkSpan] = []
-    n_bytes = 0
+    stored = decoded = 0
     for piece in pieces:
         batch.append(piece)
-        n_bytes += piece.span.size
-        if n_bytes >= _BATCH_BYTES:
+        stored += piece.span.size
+        decoded += len(piece.chunks) * chunk_bytes
+        if stored >= _BATCH_BYTES or decoded >= _BATCH_DECODED:
             yield batch
-            batch, n_bytes = [], 0
+            batch, stored, decoded = [], 0, 0
     if batch:
         yield batch
