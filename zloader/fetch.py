@@ -25,8 +25,10 @@ from zloader.plan import Fetch
 from zloader.reader import ArrayReader, BufferPool, Counters, Elements, Workshop
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows, Source
 
-# Minibatches that one job gathers: enough to make the hand-over between threads cheap, few enough to keep all busy.
+# Minibatches that one job gathers, as one that is then cut apart: enough to make the hand-over between threads cheap,
+# and the calls that rows from many stores take; few enough to keep all threads busy.
 _GROUP = 8
+_GROUP_BYTES = 16 << 20  # at most, if it is more than one: larger memory comes fresh from the system each time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,16 +135,15 @@ class FetchScheduler:
     async def _load(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Loaded:
         n_rows = len(fetch.rows)
         starts, lengths = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
-        loads: dict[int, list[asyncio.Task[Elements]]] = {}
+        loads: dict[int, asyncio.Future[list[Elements]]] = {}
         found = shares(self._ends, fetch.rows) if readers else []
-        async with asyncio.TaskGroup() as group:
-            for number, at in found:
-                part = self._recipe.parts[number]
-                rows = fetch.rows[at] - (self._ends[number] - part.matrix.n_rows)
-                first, stop = part.matrix.elements_of(rows, part.indptr)
-                lengths[at] = stop - first
-                loads[number] = [group.create_task(reader.load(first, stop)) for reader in readers[number]]
-        elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
+        for number, at in found:
+            part = self._recipe.parts[number]
+            rows = fetch.rows[at] - (self._ends[number] - part.matrix.n_rows)
+            first, stop = part.matrix.elements_of(rows, part.indptr)
+            lengths[at] = stop - first
+            loads[number] = asyncio.gather(*(reader.load(first, stop) for reader in readers[number]))
+        elements = dict(zip(loads, await asyncio.gather(*loads.values()), strict=True))
         for number, at in found:
             for into, loaded in zip(starts[-len(elements[number]) :], elements[number], strict=True):
                 into[at] = loaded.starts
@@ -152,8 +153,8 @@ class FetchScheduler:
         """Gathers the minibatches of one fetch in threads and puts them in order."""
         jobs: deque[asyncio.Task[tuple[list[MinibatchArrays], float]]] = deque()
         async with asyncio.TaskGroup() as group:
-            for numbers in _groups(len(loaded.fetch.cuts) - 1):
-                jobs.append(group.create_task(self._made(loaded, numbers, threads)))
+            for cuts in self._groups(loaded):
+                jobs.append(group.create_task(self._made(loaded, cuts, threads)))
                 if len(jobs) > self._options.threads:
                     await self._put(await jobs.popleft(), put)
             while jobs:
@@ -168,23 +169,35 @@ class FetchScheduler:
         self.counters.gather_s += seconds
         await put(minibatches, sum(minibatch.nbytes for minibatch in minibatches))
 
+    def _groups(self, loaded: _Loaded) -> Iterator[Rows]:
+        """The cuts of the minibatches that are gathered together."""
+        cuts = loaded.fetch.cuts
+        n_bytes = self._x_bytes(loaded)
+        size = max(1, min(_GROUP, _GROUP_BYTES * (len(cuts) - 1) // max(1, n_bytes)))
+        return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
+
+    def _x_bytes(self, loaded: _Loaded) -> int:
+        """Bytes that x takes, of all minibatches of a fetch; at most, for CSR from dense stores."""
+        value_bytes = np.dtype(self._recipe.dtype).itemsize
+        if self._recipe.dense and self._recipe.parts:
+            return len(loaded.lengths) * self._recipe.parts[0].matrix.n_genes * value_bytes
+        return int(loaded.lengths.sum()) * (8 + value_bytes)
+
     async def _made(
-        self, loaded: _Loaded, numbers: range, threads: ThreadPoolExecutor
+        self, loaded: _Loaded, cuts: Rows, threads: ThreadPoolExecutor
     ) -> tuple[list[MinibatchArrays], float]:
-        return await asyncio.get_running_loop().run_in_executor(threads, self._make, loaded, numbers)
+        return await asyncio.get_running_loop().run_in_executor(threads, self._make, loaded, cuts)
 
-    def _make(self, loaded: _Loaded, numbers: range) -> tuple[list[MinibatchArrays], float]:
+    def _make(self, loaded: _Loaded, cuts: Rows) -> tuple[list[MinibatchArrays], float]:
         """Some minibatches, and the seconds that they took."""
-        before, cuts = time.perf_counter(), loaded.fetch.cuts
-        made = [self._minibatch(loaded, loaded.fetch.order[cuts[k] : cuts[k + 1]]) for k in numbers]
-        return made, time.perf_counter() - before
-
-    def _minibatch(self, loaded: _Loaded, taken: Rows) -> MinibatchArrays:
-        """The minibatch of the rows at positions `taken` of a fetch."""
+        before = time.perf_counter()
+        taken = loaded.fetch.order[cuts[0] : cuts[-1]]
         rows = loaded.fetch.rows[taken]
         dtypes = self._recipe.obs_dtypes
         obs = {name: column[rows].astype(dtypes[name], copy=False) for name, column in self._recipe.obs.items()}
-        return MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, index=rows)
+        together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, index=rows)
+        made = [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
+        return made, time.perf_counter() - before
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> CsrArrays | NDArray[np.generic] | None:
         if not self._recipe.parts:
@@ -207,7 +220,3 @@ def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> 
     return gather.StoreRows(
         at=at, genes=genes[0] if genes else None, values=values, starts=starts, lengths=loaded.lengths[taken]
     )
-
-
-def _groups(n: int) -> Iterator[range]:
-    return (range(begin, min(begin + _GROUP, n)) for begin in range(0, n, _GROUP))

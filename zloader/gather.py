@@ -16,7 +16,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.terms import CsrArrays, Rows
+from zloader.terms import CsrArrays, MinibatchArrays, Rows
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -134,3 +134,16 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
         else:
             _scatter_rows(part.genes, part.values, part.starts, part.lengths, to, out)
     return out
+
+
+def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
+    """The rows `[first, last)` of a minibatch as one of their own; its memory is part of the other's."""
+    x = minibatch.x
+    if isinstance(x, CsrArrays):
+        begin, end = x.indptr[first], x.indptr[last]
+        indptr = x.indptr[first : last + 1] - begin
+        x = CsrArrays(indptr=indptr, indices=x.indices[begin:end], values=x.values[begin:end], n_genes=x.n_genes)
+    elif x is not None:
+        x = x[first:last]
+    obs = {name: column[first:last] for name, column in minibatch.obs.items()}
+    return MinibatchArrays(x=x, obs=obs, index=minibatch.index[first:last])
