@@ -210,11 +210,11 @@ def test_an_interrupt_while_it_begins_ends_the_thread(name):
 def test_an_interrupt_in_next_ends_the_thread_and_the_iteration(name):
     async def produce(put):
         await put([0, 1], 1)
-        await put([2], 1)
+        await put([2], 1)  # goes ahead when the first group has been taken, in the loop
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         await _silent(put)
 
-    bridge = Bridge(produce, ready_bytes=3, name=name)
+    bridge = Bridge(produce, ready_bytes=1, name=name)
 
     def train():
         for _ in bridge:
