@@ -265,7 +265,6 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
         }
         runs = in_turns(sides, options.epochs, rows=rows, what="own")
         runs["stalled"] = [stalled.epoch(stalls=STALLS, stall_s=STALL_S) for _ in range(STALLED_EPOCHS)]
-    plan = epoch_costs(loader.dataset, loader.plan(0))
     allowed = allowed_bytes(loader)
     speeds(runs, rows)
     waits(runs)
@@ -274,10 +273,10 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
         f"stalled: {spent / 1e6:,.0f} MB at the peak of three epochs, allowed are {allowed[0] / 1e6:,.0f} MB, "
         f"with whole chunks {allowed[1] / 1e6:,.0f}"
     )
-    for name, planned in (("cold", plan.unmirrored), ("filling", plan.first_mirrored)):
-        reads(name, runs[name], planned)
-    planned_figures = {"cold": vars(plan.unmirrored), "filling": vars(plan.first_mirrored)}
-    return {"rows": rows, "plan": planned_figures, "allowed_bytes": allowed, "runs": runs}
+    for name, which in (("cold", "unmirrored"), ("filling", "first_mirrored")):
+        first = runs[name][0]
+        reads(name, first, getattr(epoch_costs(loader.dataset, loader.plan(first["epoch"])), which))
+    return {"rows": rows, "allowed_bytes": allowed, "runs": runs}
 
 
 def speeds(runs: Mapping[str, Sequence[Figures]], rows: int) -> None:
@@ -305,14 +304,12 @@ def waits(runs: Mapping[str, Sequence[Figures]]) -> None:
     print(f"3 ms a minibatch: waits {statistics.median(shares):.1%} after the first fetch (at most {max(shares):.1%})")
 
 
-def reads(name: str, runs: Sequence[Figures], planned: EpochCost) -> None:
-    """Prints GETs and bytes of an epoch beside the plan's and the server's; fillings are all of the plan's epoch."""
-    same = [run for run in runs if run["epoch"] == 0] or runs[:1]
-    gets, n_bytes = same[0]["gets"], same[0]["bytes_read"]
-    line = f"{name}, epoch {same[0]['epoch']}: {gets:,} GETs, {n_bytes / 1e6:,.1f} MB"
-    line += f"; the plan of epoch 0: {planned.gets:,}, {planned.bytes_read / 1e6:,.1f} MB"
-    if "requests" in same[0]:
-        line += f"; the server, metadata included: {same[0]['requests']:,}, {same[0]['served_bytes'] / 1e6:,.1f} MB"
+def reads(name: str, run: Figures, planned: EpochCost) -> None:
+    """Prints GETs and bytes of an epoch, beside what its plan says and what the server counted."""
+    line = f"{name}: {run['gets']:,} GETs, {run['bytes_read'] / 1e6:,.1f} MB"
+    line += f"; planned {planned.gets:,}, {planned.bytes_read / 1e6:,.1f} MB"
+    if "requests" in run:
+        line += f"; the server's count, metadata included: {run['requests']:,}, {run['served_bytes'] / 1e6:,.1f} MB"
     print(line)
 
 

@@ -191,6 +191,41 @@ def test_a_bridge_that_ends_before_its_thread_has_begun(name):
     _assert_gone(name)
 
 
+def test_an_interrupt_while_it_begins_ends_the_thread(name):
+    """Thread.start waits, and that is where a signal is handled. What was raised is kept, as notebooks keep it."""
+    caught = []
+
+    async def produce(put):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # the first thing that the thread does
+        await _silent(put)
+
+    for _ in range(50):
+        # RuntimeError: where the interrupt finds threading's own lock half released
+        with pytest.raises((KeyboardInterrupt, RuntimeError)) as error:
+            next(Bridge(produce, ready_bytes=3, name=name))
+        caught.append(error)
+    _assert_gone(name)
+
+
+def test_an_interrupt_in_next_ends_the_thread_and_the_iteration(name):
+    async def produce(put):
+        await put([0, 1], 1)
+        await put([2], 1)  # goes ahead when the first group has been taken, in the loop
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        await _silent(put)
+
+    bridge = Bridge(produce, ready_bytes=1, name=name)
+
+    def train():
+        for _ in bridge:
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    _assert_gone(name)
+    assert list(bridge) == []
+
+
 def _in_a_cycle(name):
     bridge = Bridge(_endless, ready_bytes=3, name=name)
     assert next(bridge) == 0

@@ -134,14 +134,15 @@ def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.T
         return  # a forked child has a copy of all this, but not the thread
     channel.cancel()
     # Garbage may be collected on any thread, also on one that the loop is waiting for: only those wait here that it
-    # is not likely to be waiting for, and not for ever.
-    if threading.current_thread() in (owner, threading.main_thread()):
+    # is not likely to be waiting for, and not for ever. A thread that has not begun yet will end when it does.
+    if threading.current_thread() in (owner, threading.main_thread()) and thread.is_alive():
         thread.join(timeout=2.0)
 
 
 class Bridge(Generic[Item], Iterator[Item]):
     """Iterates over the items that the coroutine `produce(put)` puts, on the thread that calls `next`.
 
+    An exception in `next`, KeyboardInterrupt included, ends the iteration, as it ends a generator.
     Raises ForkError in a forked child, where nothing would ever come.
     """
 
@@ -151,8 +152,13 @@ class Bridge(Generic[Item], Iterator[Item]):
         self._ready: Iterator[Item] = iter(())
         self._pid = os.getpid()
         thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
-        thread.start()
+        # Before the thread starts, since an interrupt may come while it does.
         self.close = weakref.finalize(self, _close, self._channel, thread, threading.current_thread(), self._pid)
+        try:
+            thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __next__(self) -> Item:
         while True:
@@ -160,7 +166,11 @@ class Bridge(Generic[Item], Iterator[Item]):
                 return item
             if not self.close.alive:
                 raise StopIteration
-            self._take_group()
+            try:
+                self._take_group()
+            except BaseException:  # whoever keeps it, as notebooks keep the last one, keeps this object alive
+                self.close()
+                raise
 
     def _take_group(self) -> None:
         if os.getpid() != self._pid:

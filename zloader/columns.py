@@ -105,4 +105,4 @@ def require_alike(name: str, columns: Sequence[Any], urls: Sequence[str]) -> Non
 
 
 def _kind(column: Any) -> str:
-    return "categories" if isinstance(column, pd.Categorical) else f"{column.dtype} values"
+    return "categories" if isinstance(column, pd.Categorical) else "strings"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anndata as ad
 import numpy as np
@@ -244,8 +244,9 @@ def _open_group(location: Location, objects: Mapping[str, StoredObject]) -> Any:
     if not objects.keys() & {"zarr.json", ".zgroup"}:
         why = "its conversion did not end" if "zloader.partial" in objects else "there is no zarr.json in it"
         raise FormatError(f"{location.url} is not a complete AnnData Zarr store: {why}")
+    known: Literal[2, 3] = 3 if "zarr.json" in objects else 2  # else zarr would look for the objects of both
     try:
-        return zarr.open_group(location.zarr_store(read_only=True), mode="r")
+        return zarr.open_group(location.zarr_store(read_only=True), mode="r", zarr_format=known)
     except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{location.url} is not a Zarr group: {error}") from error
 

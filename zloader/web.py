@@ -51,7 +51,7 @@ class WebFiles(ReadOnly, HTTPFileSystem):  # type: ignore[misc]
 
     async def set_session(self) -> aiohttp.ClientSession:
         is_new = self._session is None
-        session = await super().set_session()
+        session: aiohttp.ClientSession = await super().set_session()
         if is_new and self.asynchronous:  # fsspec closes only those of its own loop, and aiohttp complains of the rest
             weakref.finalize(self, self.close_session, None, session)
         return session
