@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from zloader import blosc
-from zloader.decode import Decoder, StoredChunks, checksum
+from zloader.decode import Decoder, checksum
 from zloader.errors import CorruptChunkError, FormatError
 from zloader.metadata import array_layout
 
@@ -99,13 +99,14 @@ def _decoded_all(layout, stored, lengths=None):
     offsets = np.array([0 if i % 2 == 0 else sizes[i - 1] + 1 for i in range(len(stored))], np.int64)
     width = layout.chunk_elements
     begins = np.arange(len(stored))[::-1] * width
-    chunks = StoredChunks(
-        reads=np.arange(len(stored)) // 2,
-        offsets=offsets,
-        sizes=sizes,
-        begins=begins,
-        lengths=np.array([width] * len(stored) if lengths is None else lengths, np.int64),
+    chunks = np.empty(len(stored), blosc.CHUNK)
+    chunks["read"], chunks["offset"], chunks["size"], chunks["begin"] = (
+        np.arange(len(stored)) // 2,
+        offsets,
+        sizes,
+        begins,
     )
+    chunks["first"], chunks["stop"] = 0, [width] * len(stored) if lengths is None else lengths
     reads = [b"!".join(content.tobytes() for content in pair) for pair in pairs]
     out = np.zeros(len(stored) * width, layout.dtype)
     corrupt = Decoder(layout).decode_all(reads, chunks, out)

@@ -27,7 +27,13 @@ def _load() -> bool:
         if found is None or found.origin is None:
             return False
         llvmlite.binding.load_library_permanently(found.origin)
-    names = ("blosc_decompress_ctx", "blosc_cbuffer_validate", "crc32c_value")
+    names = (
+        "blosc_decompress_ctx",
+        "blosc_getitem",
+        "blosc_cbuffer_validate",
+        "blosc_cbuffer_sizes",
+        "crc32c_value",
+    )
     return all(llvmlite.binding.address_of_symbol(name) is not None for name in names)
 
 
@@ -36,43 +42,58 @@ AVAILABLE = _load()
 # Addresses are passed as integers, which C takes in the same registers as pointers.
 _crc32c: Any = types.ExternalFunction("crc32c_value", types.uint32(types.intp, types.uintp))
 _validate: Any = types.ExternalFunction("blosc_cbuffer_validate", types.int32(types.intp, types.uintp, types.intp))
+_sizes: Any = types.ExternalFunction("blosc_cbuffer_sizes", types.void(types.intp, types.intp, types.intp, types.intp))
 _decompress: Any = types.ExternalFunction(
     "blosc_decompress_ctx", types.int32(types.intp, types.intp, types.uintp, types.int32)
 )
+_getitem: Any = types.ExternalFunction("blosc_getitem", types.int32(types.intp, types.int32, types.int32, types.intp))
 # What the crc32c of any bytes followed by their own crc32c (little endian) is.
 _RESIDUE = np.uint32(0x48674BC7)
+
+# Where a chunk lies, and where it goes: bytes `[offset, offset + size)` of a read become elements from `begin` on of an
+# array. Only its elements `[first, stop)` are needed, counted from the chunk's own first.
+CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop")])
 
 
 @compiled
 def decompress(
-    addresses: Rows, sizes: Rows, checked: bool, out: NDArray[np.uint8], begins: Rows, chunk_bytes: int
+    addresses: Rows, chunks: NDArray[Any], checked: bool, out: NDArray[np.uint8], chunk_bytes: int, itemsize: int
 ) -> NDArray[np.bool_]:
-    """Decompresses the chunks at `addresses` to `out[begins[i] : begins[i] + chunk_bytes]`; whether each was right.
+    """Decompresses `chunks` (of CHUNK) from the reads at `addresses` into `out`; gives whether each was right.
 
-    `checked` chunks are followed by their crc32c, which `sizes` (bytes) includes. `out` must have room for them all.
+    `checked` chunks are followed by their crc32c, which their size includes. `out` must have room for whole chunks;
+    blosc's own blocks, of which a chunk may have several, are only decompressed where they are needed.
     """
-    right = np.zeros(len(addresses), np.bool_)
-    announced = np.zeros(1, np.int64)
-    target = out.ctypes.data
-    for i in range(len(addresses)):
-        n = sizes[i]
+    right = np.zeros(len(chunks), np.bool_)
+    sizes = np.zeros(3, np.int64)
+    for i in range(len(chunks)):
+        chunk = chunks[i]
+        stored, n = addresses[chunk.read] + chunk.offset, chunk.size
         if checked:
-            if n < 4 or _crc32c(addresses[i], n) != _RESIDUE:
+            if n < 4 or _crc32c(stored, n) != _RESIDUE:
                 continue
             n -= 4
         # Blosc trusts its header, and would read past a chunk that is shorter than it says.
-        if _validate(addresses[i], n, announced.ctypes.data) != 0 or announced[0] != chunk_bytes:
+        if _validate(stored, n, sizes.ctypes.data) != 0 or sizes[0] != chunk_bytes:
             continue
-        right[i] = _decompress(addresses[i], target + begins[i], chunk_bytes, 1) == chunk_bytes
+        _sizes(stored, sizes.ctypes.data, sizes[1:].ctypes.data, sizes[2:].ctypes.data)
+        target, block = out.ctypes.data + chunk.begin * itemsize, max(sizes[2], 1)
+        first, last = chunk.first * itemsize // block, (chunk.stop * itemsize - 1) // block
+        if last - first + 1 < (chunk_bytes + block - 1) // block:
+            wanted = chunk.stop - chunk.first
+            given = _getitem(stored, chunk.first, wanted, target + chunk.first * itemsize)
+            right[i] = given == wanted * itemsize
+        else:
+            right[i] = _decompress(stored, target, chunk_bytes, 1) == chunk_bytes
     return right
 
 
 @compiled
-def within(elements: NDArray[np.integer], begins: Rows, lengths: Rows, below: int) -> NDArray[np.bool_]:
-    """Whether all of `elements[begins[i] : begins[i] + lengths[i]]` are at least 0 and below `below`."""
-    right = np.ones(len(begins), np.bool_)
-    for i in range(len(begins)):
-        chunk = elements[begins[i] : begins[i] + lengths[i]]
+def within(elements: NDArray[np.integer], chunks: NDArray[Any], below: int) -> NDArray[np.bool_]:
+    """Whether all elements that are needed of each of `chunks` (of CHUNK) are at least 0 and below `below`."""
+    right = np.ones(len(chunks), np.bool_)
+    for i in range(len(chunks)):
+        chunk = elements[chunks[i].begin + chunks[i].first : chunks[i].begin + chunks[i].stop]
         least, most = 0, 0
         for k in range(len(chunk)):
             least = min(least, chunk[k])

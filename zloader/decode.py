@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from zloader import blosc
 from zloader.errors import CorruptChunkError, FormatError
 from zloader.layout import ArrayLayout
-from zloader.terms import Rows
 
 Bytes = NDArray[np.uint8]
 _UINT32 = struct.Struct("<I")
@@ -30,20 +28,6 @@ _UINT32 = struct.Struct("<I")
 def checksum(stored: NDArray[Any]) -> int:
     """crc32c (Castagnoli, RFC 3720) of the bytes of a contiguous array."""
     return int(google_crc32c.value(stored.view(np.uint8)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredChunks:
-    """Where chunks lie, and where they go: chunk i is bytes `[offsets[i], offsets[i] + sizes[i])` of read `reads[i]`.
-
-    It becomes `lengths[i]` elements (fewer than a chunk's at the end of the array) from element `begins[i]` on.
-    """
-
-    reads: Rows
-    offsets: Rows
-    sizes: Rows
-    begins: Rows
-    lengths: Rows
 
 
 class Decoder:
@@ -67,34 +51,33 @@ class Decoder:
         self._chunk_elements = layout.chunk_elements
 
     def decode_all(
-        self, reads: Sequence[bytes], chunks: StoredChunks, out: NDArray[Any]
+        self, reads: Sequence[bytes], chunks: NDArray[Any], out: NDArray[Any]
     ) -> list[tuple[int, CorruptChunkError]]:
-        """Fills `out`, which has room for a whole chunk at each of `chunks.begins`, with chunks out of `reads`.
+        """Fills `out`, which has room for whole chunks, with the elements that are needed of `chunks` (blosc.CHUNK).
 
         Returns the position of each chunk that is corrupt, or holds what the layout's `below` forbids, and its error.
         """
         views = [np.frombuffer(read, np.uint8) for read in reads]
         corrupt = []
         for i in np.flatnonzero(~self._decoded_at_once(views, chunks, out)).tolist():
-            first, begin = int(chunks.offsets[i]), int(chunks.begins[i])
-            elements = out[begin : begin + int(chunks.lengths[i])]
+            read, offset, size, begin, first, stop = (int(field) for field in chunks[i])
+            elements = out[begin : begin + stop]
             try:
-                self.decode(views[int(chunks.reads[i])][first : first + int(chunks.sizes[i])], elements)
-                self._layout.check_bounds(elements)
+                self.decode(views[read][offset : offset + size], elements)
+                self._layout.check_bounds(elements[first:])
             except CorruptChunkError as error:
                 corrupt.append((i, error))
         return corrupt
 
-    def _decoded_at_once(self, views: Sequence[Bytes], chunks: StoredChunks, out: NDArray[Any]) -> NDArray[np.bool_]:
+    def _decoded_at_once(self, views: Sequence[Bytes], chunks: NDArray[Any], out: NDArray[Any]) -> NDArray[np.bool_]:
         """Which chunks were decoded and right; the others are left to those who can say what is wrong."""
         if not self._many_at_once:
-            return np.zeros(len(chunks.reads), bool)
-        addresses = np.array([view.ctypes.data for view in views])[chunks.reads] + chunks.offsets
-        size, chunk_bytes = self._dtype.itemsize, self._chunk_elements * self._dtype.itemsize
-        target, begins = out.view(np.uint8), chunks.begins * size
-        right = blosc.decompress(addresses, chunks.sizes, self._checked, target, begins, chunk_bytes)
+            return np.zeros(len(chunks), bool)
+        addresses, itemsize = np.array([view.ctypes.data for view in views]), self._dtype.itemsize
+        chunk_bytes = self._chunk_elements * itemsize
+        right = blosc.decompress(addresses, chunks, self._checked, out.view(np.uint8), chunk_bytes, itemsize)
         if self._layout.below is not None:
-            right &= blosc.within(out, chunks.begins, chunks.lengths, self._layout.below)
+            right &= blosc.within(out, chunks, self._layout.below)
         return right
 
     def decode(self, stored: Bytes, out: NDArray[Any]) -> None:

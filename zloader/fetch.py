@@ -75,10 +75,11 @@ def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What a fetch needs of one array: the elements of rows that begin at `starts`, in `chunks`, into `n_bytes`."""
+    """What a fetch needs of one array: the elements `[start, stop)` of rows, which lie in `chunks`, into `n_bytes`."""
 
     reader: ArrayReader
     starts: Rows
+    stops: Rows
     chunks: Rows
     n_bytes: int
 
@@ -198,7 +199,7 @@ class FetchScheduler:
                 for array in arrays:
                     place = buffer[used : used + array.n_bytes]
                     used += array.n_bytes
-                    load = array.reader.load(array.chunks, array.starts, place, turn=turn)
+                    load = array.reader.load(array.chunks, array.starts, array.stops, place, turn=turn)
                     loads[number].append(group.create_task(load))
         elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
         for number, at in planned.at.items():
@@ -269,7 +270,7 @@ class FetchScheduler:
 
 def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
     chunks = reader.chunks(starts, stops)
-    return _Wanted(reader=reader, starts=starts, chunks=chunks, n_bytes=reader.buffer_bytes(chunks))
+    return _Wanted(reader=reader, starts=starts, stops=stops, chunks=chunks, n_bytes=reader.buffer_bytes(chunks))
 
 
 def _readers_of(part: Part, shop: Workshop) -> list[ArrayReader]:

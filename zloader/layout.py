@@ -155,6 +155,26 @@ def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:
     return np.unique(expand(first[new], last[new] - first[new] + 1))
 
 
+def needed(chunks: Rows, starts: Rows, stops: Rows, chunk_elements: int) -> tuple[Rows, Rows]:
+    """First element, and one past the last, that the elements `[start, stop)` of any pair need of each of `chunks`.
+
+    `chunks` are those of chunks_of; elements are counted from the first of their chunk.
+    """
+    firsts, ends = np.full(len(chunks), chunk_elements), np.zeros(len(chunks), np.int64)
+    filled = stops > starts
+    starts, stops = starts[filled], stops[filled]
+    first, last = (
+        np.searchsorted(chunks, starts // chunk_elements),
+        np.searchsorted(chunks, (stops - 1) // chunk_elements),
+    )
+    np.minimum.at(firsts, first, starts % chunk_elements)
+    np.maximum.at(ends, last, (stops - 1) % chunk_elements + 1)
+    onward = last > first  # rows that go on from one chunk into the next
+    firsts[expand(first[onward] + 1, (last - first)[onward])] = 0
+    ends[expand(first[onward], (last - first)[onward])] = chunk_elements
+    return firsts, ends
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpan:
     """A span and the chunks in it: chunk `chunks[i]` is bytes `[offsets[i], offsets[i] + sizes[i])` of the span."""

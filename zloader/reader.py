@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader import blosc
 from zloader.bridge import ByteBudget
-from zloader.decode import Decoder, StoredChunks
+from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
-from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, total_bytes
+from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, needed, total_bytes
 from zloader.mirror import MirrorArray
 from zloader.terms import FetchOptions, Rows, Source, Span
 
@@ -126,21 +127,26 @@ class Workshop:
 
 @dataclass(frozen=True, kw_only=True)
 class _Slots:
-    """The buffer of one fetch: `chunks` (ascending) laid end to end in `elements`."""
+    """The buffer of one fetch: `chunks` (ascending) laid end to end in `elements`.
+
+    Of each chunk only the elements from `firsts` to `stops` (counted from the chunk's first) need be there.
+    """
 
     layout: ArrayLayout
     chunks: Rows
     elements: NDArray[Any]
+    firsts: Rows
+    stops: Rows
 
-    def begins(self, chunks: Rows) -> tuple[Rows, Rows]:
-        """First element and length of the slot of each of `chunks`; the last chunk of an array may be shorter."""
-        first, last = self.layout.chunk_bounds(chunks)
-        return np.searchsorted(self.chunks, chunks) * self.layout.chunk_elements, last - first
+    def places(self, chunks: Rows) -> tuple[Rows, Rows, Rows]:
+        """Where the slot of each of `chunks` begins, and which of its elements are needed: from, and up to."""
+        at = np.searchsorted(self.chunks, chunks)
+        return at * self.layout.chunk_elements, self.firsts[at], self.stops[at]
 
     def of(self, chunks: Rows) -> list[NDArray[Any]]:
         """The slot of each of `chunks`."""
-        begins, lengths = self.begins(chunks)
-        return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)]
+        begins, _, stops = self.places(chunks)
+        return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + stops).tolist(), strict=True)]
 
     def filled(self, starts: Rows) -> Elements:
         """The elements, with where those that begin at `starts` in the array begin in the buffer."""
@@ -186,8 +192,8 @@ class ArrayReader:
             return 0
         return -(-self._bytes(chunks) // 64) * 64
 
-    async def load(self, chunks: Rows, starts: Rows, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
-        """The elements of rows that begin at `starts` and lie in `chunks`; reads of a smaller `turn` go first."""
+    async def load(self, chunks: Rows, starts: Rows, stops: Rows, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
+        """The elements `[start, stop)` of each row, all of them in `chunks`; reads of a smaller `turn` go first."""
         mirror, missing = self._mirror, chunks
         if mirror is not None:
             brought = await self._bring(mirror, chunks, turn) if mirror.writable else chunks[:0]
@@ -198,7 +204,8 @@ class ArrayReader:
         if len(buffer) < self._bytes(chunks):
             buffer = np.empty(self._bytes(chunks), np.uint8)  # the mirror's disk is full since a moment ago
         elements = buffer[: self._bytes(chunks)].view(self._layout.dtype)
-        slots = _Slots(layout=self._layout, chunks=chunks, elements=elements)
+        firsts, ends = needed(chunks, starts, stops, self._layout.chunk_elements)
+        slots = _Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=firsts, stops=ends)
         await self._read_chunks(missing, slots, turn)
         kept = chunks[~np.isin(chunks, missing)]
         if mirror is not None and len(kept):
@@ -277,21 +284,18 @@ class ArrayReader:
         chunks = np.concatenate([piece.chunks for piece in pieces])
         mirrored = slots is None
         slots = self._scratch(chunks) if slots is None else slots
-        begins, lengths = slots.begins(chunks)
-        placed = StoredChunks(
-            reads=np.repeat(np.arange(len(pieces)), [len(piece.chunks) for piece in pieces]),
-            offsets=np.concatenate([piece.offsets for piece in pieces]),
-            sizes=np.concatenate([piece.sizes for piece in pieces]),
-            begins=begins,
-            lengths=lengths,
-        )
+        placed = np.empty(len(chunks), blosc.CHUNK)
+        placed["read"] = np.repeat(np.arange(len(pieces)), [len(piece.chunks) for piece in pieces])
+        placed["offset"] = np.concatenate([piece.offsets for piece in pieces])
+        placed["size"] = np.concatenate([piece.sizes for piece in pieces])
+        placed["begin"], placed["first"], placed["stop"] = slots.places(chunks)
         found = self._decoder.decode_all(stored, placed, slots.elements)
         if mirrored:
             self._keep(np.delete(chunks, [position for position, _ in found]), slots)
         corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
         for position, error in found:
-            read, start = int(placed.reads[position]), int(placed.offsets[position])
-            where = self._where(pieces[read].span, start, start + int(placed.sizes[position]), int(chunks[position]))
+            read, start, size = (int(placed[name][position]) for name in ("read", "offset", "size"))
+            where = self._where(pieces[read].span, start, start + size, int(chunks[position]))
             corrupt.setdefault(read, (pieces[read], _explained(error, where)))
         return list(corrupt.values())
 
@@ -318,7 +322,9 @@ class ArrayReader:
         if len(getattr(scratch, "buffer", b"")) < n_bytes:
             scratch.buffer = np.empty(n_bytes, np.uint8)
         chunks = np.sort(chunks)
-        return _Slots(layout=self._layout, chunks=chunks, elements=scratch.buffer[:n_bytes].view(self._layout.dtype))
+        elements = scratch.buffer[:n_bytes].view(self._layout.dtype)
+        first, last = self._layout.chunk_bounds(chunks)
+        return _Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=first - first, stops=last - first)
 
     def _keep(self, chunks: Rows, slots: _Slots) -> None:
         """Writes decoded chunks to the mirror, those that follow one another at once."""
@@ -326,7 +332,7 @@ class ArrayReader:
         chunks = np.sort(chunks)
         for run in np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1):
             if len(run):
-                begins, lengths = slots.begins(run)
+                begins, _, lengths = slots.places(run)
                 self._mirror.put(int(run[0]), slots.elements[begins[0] : begins[-1] + lengths[-1]])
 
     async def _index(self, shard: int) -> NDArray[np.uint64]:
