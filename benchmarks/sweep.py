@@ -148,7 +148,7 @@ def convert(source: Path, store: Path, chunk_rows: int, codec: str, options: arg
     zl.convert(source, store, options=choice, progress=False)
     dataset = zl.open_dataset(str(store))
     matrix = dataset.matrix()
-    stored = sum(stored_bytes(dataset, array) for array in matrix.arrays)
+    stored = sum(stored_bytes(dataset.store, array) for array in matrix.arrays)
     near = {"block_size": options.block_size, "batch_size": _BATCH_SIZE, "fetch_factor": options.fetch_factor}
     far = {"block_size": options.block_size, "batch_size": options.block_size, "fetch_factor": 1}
     return {

@@ -168,16 +168,16 @@ def start_fault(server: Sim, row: Row, *, count: int | None) -> None:
     server.faults = [{"match": "X/data/c/1$", "skip": 1, "count": count, **row.fault}]
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["no mirror", "mirror"])
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in FAULTS.items() if row.passing])
-def test_what_passes_leaves_the_epoch_right(bucket, sim, tmp_path, row, cached):
+def test_what_passes_leaves_the_epoch_right_and_the_mirror(bucket, sim, tmp_path, row):
     server = sim(root=bucket)
     # What does not come is asked for again after a twelfth of the deadline: here it shall not take long.
     options = {"deadline_s": 5.0} if row.error is DeadlineError else {}
-    loader = loader_over(server, cache=tmp_path / "cache" if cached else None, **options)
+    loader = loader_over(server, cache=tmp_path / "cache", **options)
     start_fault(server, row, count=row.passing)
     assert epoch(loader) == ROWS
-    assert 1 <= server.stats()[f"fault_{row.fault['kind']}"] <= row.passing
+    assert server.stats()[f"fault_{row.fault['kind']}"] >= 1
+    server.stop()
     assert epoch(loader) == ROWS
 
 
@@ -295,7 +295,8 @@ def running(request, bucket, tmp_path):
             dataset = zl.open_dataset(store)
         else:
             dataset = loader_over(request.getfixturevalue("sim")(root=tmp_path / "bucket")).dataset
-    loader = zl.Loader(dataset, batch_size=8, fetch_factor=2, sampling=zl.BlockShuffling(2))
+    options = zl.FetchOptions(ready_bytes=1)  # or the epoch might be over before the object is changed
+    loader = zl.Loader(dataset, batch_size=8, fetch_factor=2, sampling=zl.BlockShuffling(2), options=options)
     assert epoch(loader) == list(range(200))
     return loader, change
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from zloader import gather
+from zloader.terms import MinibatchArrays
 
 # Stored dtypes of genes and values, and the dtype wanted; each triple is compiled once, so not every one is here.
 CSR_DTYPES = [
@@ -195,6 +198,33 @@ def test_rows_of_several_stores_in_one_minibatch(draw, n_rows):
             parts.append(sparse(csr.indices.astype(genes), csr.data.astype(values), (starts, starts), lengths, at))
     _check_csr(gather.csr_rows(parts, n_rows, n_genes=N_GENES, dtype="float32"), scipy.sparse.csr_matrix(wanted), "f4")
     _same(gather.dense_rows(parts, n_rows, n_genes=N_GENES, dtype="float32"), wanted.astype("float32"))
+
+
+@given(draw=st.data(), cuts=st.lists(st.integers(0, 9), min_size=2, max_size=6))
+def test_a_minibatch_is_cut_into_parts_that_share_its_memory(draw, cuts):
+    wanted = draw.draw(hnp.arrays("uint8", (9, N_GENES), elements=st.just(0) | st.integers(0, 255)))
+    rows = [dense(wanted.ravel(), np.arange(9) * N_GENES, N_GENES)]
+    index = np.arange(100, 109)
+    for gathered in (gather.csr_rows, gather.dense_rows):
+        x = gathered(rows, 9, n_genes=N_GENES, dtype="float32")
+        whole = MinibatchArrays(x=x, obs={"lane": index * 2}, index=index)
+        for first, last in pairwise(sorted(cuts)):
+            part = gather.cut(whole, first, last)
+            assert part.index.tolist() == index[first:last].tolist()
+            assert part.obs["lane"].tolist() == (index[first:last] * 2).tolist()
+            if isinstance(x, np.ndarray):
+                _same(part.x, wanted[first:last].astype("float32"))
+                continue
+            csr = scipy.sparse.csr_matrix(wanted[first:last])
+            assert part.x.n_genes == N_GENES
+            for found, expected in (
+                (part.x.indptr, csr.indptr),
+                (part.x.indices, csr.indices),
+                (part.x.values, csr.data),
+            ):
+                np.testing.assert_array_equal(found, expected)
+                assert found.flags.writeable
+            assert part.x.values.size == 0 or np.shares_memory(part.x.values, x.values)
 
 
 def test_signed_zeros_and_nan_survive():

@@ -40,7 +40,7 @@ def _requests(driver: str) -> dict[str, Any]:
     limits = {
         # Bytes in flight are bounded by the fetch; the count only has to be out of its way.
         "s3_request_concurrency": {"limit": 256},
-        # It is store.py that asks again, within a deadline; TensorStore alone would go on for 15 minutes.
+        # It is retry.py that asks again, within a deadline; TensorStore alone would go on for 15 minutes.
         "s3_request_retries": {"max_retries": 0},
     }
     return {name.replace("s3", driver): limit for name, limit in limits.items()}

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ class _Reading:
     answer: str = "none"  # the last one
 
     def __str__(self) -> str:
-        return f"last answer: {self.answer}; attempt {self.attempts}, after {_now() - self.began:.1f} s"
+        return f"last answer: {self.answer}; attempt {self.attempts}, after {time.monotonic() - self.began:.1f} s"
 
 
 class Retrier:
@@ -79,14 +80,14 @@ class Retrier:
 
         Raises the error of the first setback that is final; DeadlineError, `deadline_s` after the call.
         """
-        began = _now()
+        began = time.monotonic()
         started: list[Any] = []
         stored: list[bytes] = []
         pending: dict[int, _Reading] = {}  # by position in `stored`
         try:
-            async with asyncio.timeout_at(began + self._options.deadline_s) as deadline:
+            async with asyncio.timeout(self._options.deadline_s) as deadline:
                 started += await self._asked.start(spans)
-                asked = _now()  # later than `began` by what opening took
+                asked = time.monotonic()  # later than `began` by what opening took
                 await _settled(started, self._look_s, enough=len(started))
                 for position, (span, read) in enumerate(zip(spans, started, strict=True)):
                     fine = read.done() and read.exception() is None
@@ -129,7 +130,7 @@ class Retrier:
             reading.attempts += 1
             (read,) = await self._asked.start([reading.span])
             started.append(read)
-            reading.running[read] = _now()
+            reading.running[read] = time.monotonic()
         return outcome
 
     async def _next_outcome(self, reading: _Reading) -> bytes | Setback | None:
@@ -147,7 +148,7 @@ class Retrier:
         return outcome
 
     def _went_well(self, asked: float, n_bytes: int) -> None:
-        self._slowest_s = max(self._slowest_s, _now() - asked)
+        self._slowest_s = max(self._slowest_s, time.monotonic() - asked)
         self._largest_bytes = max(self._largest_bytes, n_bytes)
 
     def _is_overdue(self, reading: _Reading) -> bool:
@@ -155,12 +156,12 @@ class Retrier:
         known = self._largest_bytes and reading.span.size <= max(2 * self._largest_bytes, _SMALL_BYTES)
         if not known or reading.attempts > self._options.retries:
             return False
-        patience_s = max(self._look_s, 3 * self._slowest_s) * 2 ** min(reading.attempts - 1, 8)
-        return bool(_now() - max(reading.running.values()) >= patience_s)
+        patience_s = max(self._look_s, 3 * self._slowest_s) * (1 << min(reading.attempts - 1, 8))
+        return time.monotonic() - max(reading.running.values()) >= patience_s
 
     async def _pause(self, reading: _Reading, setback: Setback) -> None:
         """Waits before the next attempt, or raises where there shall be none."""
-        place, now = self._asked.place(reading.span), _now()
+        place, now = self._asked.place(reading.span), time.monotonic()
         reading.answer = setback.answer
         reading.setbacks += 1
         reading.doubts += setback.attempts is not None
@@ -191,10 +192,6 @@ def pause_s(setbacks: int, chance: float) -> float:
     The first 16 make 46 s, give or take 5: enough for half a minute of SlowDown.
     """
     return float(min(4.0, 0.1 * 2 ** min(setbacks - 1, 10)) * (0.75 + chance / 2))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def _settled(reads: Sequence[Any], timeout_s: float | None, *, enough: int) -> None:
