@@ -113,6 +113,14 @@ def test_the_consumer_takes_its_time(store):
     assert seen["wait_share"] < 0.9
 
 
+def test_several_stores_are_read_as_one(store, tmp_path):
+    write_store(counts(60, 97, seed=1), tmp_path / "more.zarr", tmp_path)
+    seen = documented(store, tmp_path / "more.zarr", "--epochs", 2, "--cache", tmp_path / "cache")
+    assert seen["rows"] == 563
+    assert [epoch["figures"]["rows"] for epoch in seen["epochs"]] == [563, 563]
+    assert seen["epochs"][1]["kind"] == "warm"
+
+
 @pytest.mark.parametrize("layout", ["dense", "scipy", "anndata"])
 def test_layouts_and_dtypes(store, layout):
     seen = documented(store, "--epochs", 1, "--layout", layout, "--dtype", "int32")

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
-import signal
-import subprocess
-import sys
-import textwrap
-import threading
-import time
 from pathlib import Path
 
 import anndata as ad
@@ -47,17 +40,6 @@ def dataset(request, store, tmp_path) -> zl.Dataset:
     url, storage_options = request.getfixturevalue("s3_store") if "s3" in request.param else (store, None)
     cache = tmp_path / "cache" if "mirror" in request.param else None
     return zl.open_dataset(url, cache=cache, storage_options=storage_options)
-
-
-def zloader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zloader")]
-
-
-def assert_threads_end() -> None:
-    deadline = time.monotonic() + 2
-    while zloader_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert zloader_threads() == []
 
 
 def check_canonical(x: torch.Tensor) -> None:
@@ -270,132 +252,12 @@ def test_epochs_count_up_and_set_epoch_goes_back(store):
     assert [minibatch.index.tolist() for minibatch in loader] == epochs[2]
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
-def test_workers_yield_every_row_once_in_a_new_order_each_epoch(store, persistent):
-    loader = zl.Loader(zl.open_dataset(store), batch_size=16, fetch_factor=2, sampling=zl.BlockShuffling(8), obs=OBS)
-    workers = DataLoader(
-        loader, batch_size=None, num_workers=2, multiprocessing_context="forkserver", persistent_workers=persistent
-    )
-    epochs = []
-    for _ in range(2):
-        minibatches = list(workers)
-        assert len(minibatches) == len(loader) == len(workers)
-        rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in minibatches])
-        np.testing.assert_array_equal(np.sort(rows), np.arange(503))
-        epochs.append(rows.tolist())
-    assert epochs[0] != epochs[1]
-
-
-FORK = """
-    import sys, warnings
-    import torch
-    from torch.utils.data import DataLoader
-    import zloader as zl
-    warnings.simplefilter("ignore", DeprecationWarning)
-    dataset = zl.open_dataset(sys.argv[1], cache=sys.argv[2])
-    loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(8), obs=["cell_type"])
-    workers = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    print(sum(len(minibatch) for minibatch in workers))
-    loader.dataset = zl.open_dataset(sys.argv[1])
-    next(iter(loader))
-    print(sum(len(minibatch) for minibatch in workers))
-"""
-
-
-def test_fork_works_before_and_after_use_on_a_local_store(store, tmp_path):
-    """Invariant 16: never an abort, never a hang. TensorStore, for which it matters, reads no local files."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORK), store, str(tmp_path / "cache")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert run.stdout.split() == ["503", "503"]
-
-
-def test_loaders_pickle(store):
-    loader = zl.Loader(zl.open_dataset(store), batch_size=16, fetch_factor=4, seed=5, obs=OBS)
-    again = pickle.loads(pickle.dumps(loader))
-    assert digest(again) == digest(loader)
-
-
 def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
     write_store(counts(20, 9), tmp_path / "s.zarr", tmp_path)
     pickled = pickle.dumps(zl.open_dataset(tmp_path / "s.zarr"))
     write_store(counts(20, 9, seed=1), tmp_path / "s.zarr", tmp_path, overwrite=True)
     with pytest.raises(zl.errors.StoreChangedError, match="changed"):
         pickle.loads(pickled)
-
-
-# ------------------------------------------------------------------------------------------------ leaving
-
-
-def leave_by_break(loader):
-    for _ in loader:
-        break
-
-
-def leave_by_exception(loader):
-    def train():
-        for _ in loader:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
-
-
-def leave_by_interrupt(loader):
-    def train():
-        for _ in loader:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
-
-
-def leave_in_a_cycle(loader):
-    cycle = [iter(loader)]
-    next(cycle[0])
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-
-
-def leave_without_taking(loader):
-    iter(loader)
-
-
-@pytest.mark.parametrize(
-    "leave", [leave_by_break, leave_by_exception, leave_by_interrupt, leave_in_a_cycle, leave_without_taking]
-)
-def test_leaving_ends_the_threads_and_the_next_epoch_works(dataset, leave):
-    """Invariant 17."""
-    loader = zl.Loader(dataset, batch_size=8, fetch_factor=4, sampling=zl.BlockShuffling(4))
-    leave(loader)
-    assert_threads_end()
-    rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
-    np.testing.assert_array_equal(np.sort(rows), np.arange(503))
-    assert_threads_end()
-
-
-EXIT = """
-    import sys
-    import zloader as zl
-    loader = zl.Loader(zl.open_dataset(sys.argv[1]), batch_size=4, fetch_factor=2, sampling=zl.BlockShuffling(2))
-    held = iter(loader)
-    next(held)
-    print("leaving")
-"""
-
-
-def test_the_interpreter_exits_with_an_epoch_under_way(store):
-    began = time.monotonic()
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(EXIT), store], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert (run.stdout, run.stderr) == ("leaving\n", "")
-    assert time.monotonic() - began < 50
 
 
 # ------------------------------------------------------------------------------------------------ what makes no sense
