@@ -42,7 +42,7 @@ def part_of(store: Path) -> Part:
 def scheduler_of(part, source, *, mirror=None, options=None) -> FetchScheduler:
     """Reads one part from `source`."""
     part = replace(part, source=source, mirror=mirror)
-    recipe = Recipe(parts=[part], obs={}, obs_dtypes={}, dense=False, dtype="int64")
+    recipe = Recipe(parts=[part], columns=dict, dense=False, dtype="int64")
     return FetchScheduler(recipe, options or zl.FetchOptions(), BufferPool())
 
 

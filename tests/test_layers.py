@@ -43,6 +43,7 @@ LAYERS = {
     "zloader.fetch": 2,
     "zloader.opened": 3,
     "zloader.dataset": 3,
+    "zloader.epochs": 3,
     "zloader.loader": 3,
     "zloader.cost": 3,
     "zloader.summary": 3,
@@ -66,7 +67,7 @@ LAYERS = {
 }
 MAY_NAME = {
     "tensorstore": {"zloader.store"},
-    "torch": {"zloader.loader", "zloader.transforms", "zloader.demo"},
+    "torch": {"zloader.epochs", "zloader.loader", "zloader.transforms", "zloader.demo"},
     "anndata": {
         "zloader.opened",
         "zloader.dataset",

@@ -464,12 +464,11 @@ def test_workers_yield_every_row_once_or_say_what_to_do(workers, context, place)
     seen = {name: (found, seconds) for _, name, found, seconds in said}
     assert seen.keys() == _CHECKS.keys() - (set() if context == "fork" else _FORKED_ONLY)
     for name, n_epochs in ((name, _CHECKS[name]) for name in seen):
-        refused = context == "fork" and name in ("read, 1", "under way, 2")
+        refused = place == "S3" and context == "fork" and name in ("read, 1", "under way, 2")
         assert seen[name][0] == ["ForkError" if refused else "right"] * n_epochs, name
         assert seen[name][1] < 60, name  # of which a busy machine takes most to start processes
 
 
-@pytest.mark.xfail(reason="each worker counts its own epochs, so those of two DataLoaders disagree", strict=True)
 def test_a_loader_may_be_used_with_another_number_of_workers(workers):
     assert [found for _, name, found, _ in workers("fork") if name == "first 1, then 2"] == [["right"], ["right"]]
 

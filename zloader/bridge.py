@@ -8,6 +8,7 @@ raised where the items are taken, after those made before it.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import heapq
 import itertools
 import os
@@ -16,11 +17,12 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from zloader.errors import ForkError
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class ByteBudget:
@@ -61,6 +63,21 @@ class ByteBudget:
             if not go.cancelled():
                 self._held += granted
                 go.set_result(None)
+
+
+async def aside(function: Callable[..., Result], *args: Any) -> Result:
+    """Runs a function in a thread that nobody waits for any more, the loop included, once this is cancelled."""
+    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001 - raised again where this is awaited
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="zloader-aside").start()
+    return await asyncio.wrap_future(future)
 
 
 class _Channel(Generic[Item]):

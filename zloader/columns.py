@@ -11,6 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.errors import FormatError, OptionError
+from zloader.terms import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,10 @@ class ObsColumn:
     def minibatch_dtype(self) -> np.dtype[Any]:
         """int64 for codes (what torch indexes and computes losses with), else the stored dtype."""
         return np.dtype(np.int64) if self.categories is not None else self.values.dtype
+
+    def taken(self, rows: Rows) -> NDArray[Any]:
+        """The values of some rows, as minibatches have them."""
+        return self.values[rows].astype(self.minibatch_dtype, copy=False)
 
 
 def as_numbers(name: str, column: Any) -> ObsColumn:

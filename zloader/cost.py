@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset
 from zloader.fetch import shares
-from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, total_bytes
+from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, total_bytes, widened
 from zloader.opened import OpenedStore
 from zloader.plan import Plan
 from zloader.summary import stored_bytes
@@ -69,7 +69,8 @@ def epoch_costs(
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
             indexes = read_indexes(store, array, _shards(array, wanted), options)
             every.add(array, wanted, indexes, options)
-            first.add(array, _unseen(array, wanted), indexes, options)
+            run = array.chunks_in(options.least_read_bytes, store.object_sizes()) if plan.world_size == 1 else 1
+            first.add(array, _unseen(array, wanted, run), indexes, options)
             # Fetches that were not walked touch the other shards, too.
             with_index = _indexed(store, array, indexes if exact else range(array.n_shards))
             for count in (every, first):
@@ -126,13 +127,14 @@ def _indexed(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> i
     return sum(array.sharded and array.shard_key(shard) in store.objects for shard in shards)
 
 
-def _unseen(array: ArrayLayout, wanted: Sequence[Rows]) -> list[Rows]:
-    """The chunks of each fetch that no fetch before it needed: those that are read where a mirror keeps them."""
+def _unseen(array: ArrayLayout, wanted: Sequence[Rows], run: int) -> list[Rows]:
+    """The chunks that each fetch reads where a mirror keeps them; all but the first take whole runs of chunks."""
     seen = np.zeros(array.n_chunks, bool)
     unseen = []
-    for chunks in wanted:
-        unseen.append(chunks[~seen[chunks]])
-        seen[chunks] = True
+    for turn, chunks in enumerate(wanted):
+        wide = widened(array, chunks, run if turn else 1) if not seen[chunks].all() else chunks
+        unseen.append(wide[~seen[wide]])
+        seen[wide] = True
     return unseen
 
 

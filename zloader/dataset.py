@@ -44,11 +44,13 @@ def open_dataset(
     cache: str | os.PathLike[str] | Cache | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Opens the AnnData store at a local path, `file://` or `s3://` URL; or several, in this order, as one dataset.
+    """Opens the AnnData store at a local path or URL; or several, in this order, as one dataset.
 
+    URLs begin with `file://`, `s3://`, `gs://`, `http://` or `https://`.
     A URL may also be that of an annbatch collection. All stores must have the same genes in the same order.
     `cache` is the directory (or zl.Cache) that keeps mirrors, best on a local NVMe disk; None keeps none.
-    `storage_options` are s3fs's (key, secret, token, anon, profile, endpoint_url, client_kwargs), for all URLs.
+    `storage_options`, for all URLs, are s3fs's (key, secret, token, anon, profile, endpoint_url, client_kwargs); of
+    gcsfs's, token and endpoint_url; of a web server's, headers. A pickle of the dataset carries them.
     Raises StoreNotFoundError, AccessDeniedError or FormatError.
     """
     urls = [url] if isinstance(url, str | os.PathLike) else url
@@ -273,8 +275,7 @@ class Dataset:
         dtypes = [store.original_dtype(part.matrix) for store, part in zip(self.stores, parts, strict=True)]
         recipe = Recipe(
             parts=parts,
-            obs={},
-            obs_dtypes={},
+            columns=dict,
             dense=all(part.matrix.genes is None for part in parts),
             dtype=np.result_type(*dtypes).name,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader import gather
-from zloader.bridge import ByteBudget, Put
+from zloader.bridge import ByteBudget, Put, aside
+from zloader.columns import ObsColumn
 from zloader.layout import MatrixLayout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch
@@ -52,15 +53,16 @@ class Part:
 class Recipe:
     """What minibatches are made of, beside the rows.
 
-    `parts` are in the order of their rows, and none where no x is wanted; `obs` holds one value for every row of the
-    dataset, given out as `obs_dtypes`; `dtype` is that of x.
+    `parts` are in the order of their rows, and none where no x is wanted; `columns` gives the obs columns, of all rows
+    of the dataset, and is called while the first rows are read; `dtype` is that of x. `sweeping` says that the fetches
+    are those of a whole epoch.
     """
 
     parts: Sequence[Part]
-    obs: Mapping[str, NDArray[np.generic]]
-    obs_dtypes: Mapping[str, np.dtype[np.generic]]
+    columns: Callable[[], Mapping[str, ObsColumn]]
     dense: bool
     dtype: str
+    sweeping: bool = False
 
 
 def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
@@ -125,24 +127,30 @@ class FetchScheduler:
         self._options = options
         self._room = ByteBudget(options.buffer_bytes)
         self._ahead = asyncio.Semaphore(options.prefetch + 1)
+        self._columns: Mapping[str, ObsColumn] = {}
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
 
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`; raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
-        with ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-worker") as threads:
-            readers = self._readers(threads)
+        # Two pools: minibatches that the consumer waits for do not queue behind the chunks of later fetches.
+        with (
+            ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-decode") as decoding,
+            ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
+        ):
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._load_ahead(fetches, readers, loads, group))
+                    group.create_task(self._load_ahead(fetches, self._readers(decoding), loads, group))
+                    self._columns = await aside(self._recipe.columns)
                     while (load := await loads.get()) is not None:
                         loaded = await load
-                        await self._emit(loaded, threads, put)
+                        await self._emit(loaded, gathering, put)
                         self._buffers.give_back(loaded.buffer)
                         self._room.release(loaded.planned.n_bytes)
                         self._ahead.release()
             finally:
-                threads.shutdown(wait=False, cancel_futures=True)
+                for threads in (decoding, gathering):
+                    threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load_ahead(
         self,
@@ -170,6 +178,7 @@ class FetchScheduler:
                 counters=self.counters,
                 threads=threads,
                 buffers=self._buffers,
+                sweeping=self._recipe.sweeping,
             )
             for part in self._recipe.parts
         ]
@@ -253,8 +262,7 @@ class FetchScheduler:
         before = time.perf_counter()
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         rows = loaded.planned.fetch.rows[taken]
-        dtypes = self._recipe.obs_dtypes
-        obs = {name: column[rows].astype(dtypes[name], copy=False) for name, column in self._recipe.obs.items()}
+        obs = {name: column.taken(rows) for name, column in self._columns.items()}
         together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, index=rows)
         made = [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
         return made, time.perf_counter() - before

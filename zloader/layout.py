@@ -62,6 +62,13 @@ class ArrayLayout:
         """Bytes of a shard's index."""
         return (16 * self.chunks_per_shard + 4 * self.index_checksum) if self.sharded else 0
 
+    def chunks_in(self, n_bytes: int, object_sizes: Mapping[str, int]) -> int:
+        """How many chunks of one object about `n_bytes` hold, going by the first objects; at least 1."""
+        keys = map(self.shard_key, range(min(self.n_shards, 16)))
+        sizes = [object_sizes[key] for key in keys if key in object_sizes]
+        chunks = min(len(sizes) * self.chunks_per_shard, self.n_chunks)
+        return max(1, min(self.chunks_per_shard, round(n_bytes * chunks / sum(sizes)))) if sum(sizes) else 1
+
     def shard_key(self, shard: int) -> str:
         """The key of one stored object, relative to the store."""
         return f"{self.path}/{self.key_prefix}" + self.separator.join([str(shard), *["0"] * (self.n_dims - 1)])
@@ -153,6 +160,14 @@ def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:
     new = np.ones(len(first), bool)
     new[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
     return np.unique(expand(first[new], last[new] - first[new] + 1))
+
+
+def widened(layout: ArrayLayout, chunks: Rows, run: int) -> Rows:
+    """`chunks` and those beside them, so that every run of `run` chunks of an object is there whole or not at all."""
+    within = chunks % layout.chunks_per_shard
+    begins = np.unique(chunks - within % run)
+    ends = np.minimum(begins + run, (begins // layout.chunks_per_shard + 1) * layout.chunks_per_shard)
+    return expand(begins, np.minimum(ends, layout.n_chunks) - begins)
 
 
 def needed(chunks: Rows, starts: Rows, stops: Rows, chunk_elements: int) -> tuple[Rows, Rows]:

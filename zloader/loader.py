@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 import warnings
@@ -17,6 +18,7 @@ import torch.utils.data
 
 from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset, as_scipy
+from zloader.epochs import EpochCount
 from zloader.errors import OptionError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.malloc import keep_freed_memory
@@ -25,10 +27,10 @@ from zloader.reader import BufferPool, Counters
 from zloader.sampling import BlockShuffling, Sampling
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Statistics
 
+log = logging.getLogger("zloader")
 LAYOUTS = ("csr", "dense", "scipy", "anndata")
 DTYPES = ("float32", "float64", "int32", "int64")
 DEFAULT_BLOCK_SIZE = 64  # rows; scDataset's and annbatch's figures are quoted for it
-_MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +107,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self.dataset.require_obs(self.obs)
         if self.x is not None:
             self.dataset.matrices(self.x)
-        # [0] is the epoch that the first iteration takes; then the iterations begun, by this process and each worker.
-        # In shared memory, so that workers, also persistent ones, and this process agree on the epoch.
-        self._epochs = torch.zeros(2 + _MOST_WORKERS, dtype=torch.int64)
-        self._epochs.share_memory_()  # type: ignore[no-untyped-call]
+        self._epochs = EpochCount()
         self._record = _Record(epoch=0, counters=Counters())
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
@@ -116,8 +115,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`, and those after it the following ones."""
         self.plan(epoch)
-        self._epochs.zero_()
-        self._epochs[0] = epoch
+        self._epochs.restart(epoch)
 
     def plan(self, epoch: int) -> Plan:
         """The plan of an epoch for this rank; raises OptionError for sizes that make no sense."""
@@ -146,16 +144,15 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def __iter__(self) -> Iterator[Minibatch]:
         worker = torch.utils.data.get_worker_info()
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        plan = self.plan(self._next_epoch(0 if worker is None else worker_id + 1))
+        plan = self.plan(self._epochs.begin(worker))
         fetches = map(plan.fetch, plan.fetch_numbers(worker=worker_id, n_workers=n_workers))
 
-        columns = {name: self.dataset.obs_column(name) for name in self.obs}
         recipe = Recipe(
             parts=self.dataset.parts(self.x, self.options),
-            obs={name: column.values for name, column in columns.items()},
-            obs_dtypes={name: column.minibatch_dtype for name, column in columns.items()},
+            columns=lambda: {name: self.dataset.obs_column(name) for name in self.obs},
             dense=self.layout == "dense",
             dtype=self.dtype,
+            sweeping=plan.world_size * n_workers == 1,
         )
         _silence_sparse_warnings()
         if self.options.tune_malloc:
@@ -165,16 +162,19 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         async def produce(put: Put[MinibatchArrays]) -> None:
             await scheduler.run(fetches, put)
 
+        log.debug(
+            "epoch %d of %r begins: %d rows on rank %d of %d, worker %d of %d",
+            plan.epoch,
+            self.dataset,
+            self.dataset.n_obs,
+            plan.rank,
+            plan.world_size,
+            worker_id,
+            n_workers,
+        )
         self._record = _Record(epoch=plan.epoch, counters=scheduler.counters)
         bridge = Bridge(produce, ready_bytes=self.options.ready_bytes // 2, name="zloader-fetch")
         return _Epoch(bridge, self._record, functools.partial(_as_minibatch, self.dataset, self.layout))
-
-    def _next_epoch(self, slot: int) -> int:
-        if slot > _MOST_WORKERS:
-            raise OptionError(f"at most {_MOST_WORKERS} workers can share a loader; use fewer, best none")
-        epoch = int(self._epochs[0] + self._epochs[1 + slot])
-        self._epochs[1 + slot] += 1
-        return epoch
 
 
 @dataclass
@@ -212,6 +212,9 @@ class _Epoch(Iterator[Minibatch]):
     def __next__(self) -> Minibatch:
         try:
             arrays = next(self._bridge)
+        except BaseException as error:
+            log.debug("epoch ends with %r: %r", error, self._record.statistics())
+            raise
         finally:
             self._record.wait_s = self._bridge.wait_s
             self._record.elapsed_s = time.perf_counter() - self._record.started

@@ -73,6 +73,10 @@ class MirrorArray:
         """Whether all chunks are there and known to be right, without looking at their bytes."""
         return bool(self._trusted[chunks].all())
 
+    def unproved(self, chunks: Rows) -> bool:
+        """Whether there are chunks among them whose bytes `missing` would have to look at."""
+        return bool(((self._words[chunks] != 0) & ~self._trusted[chunks]).any())
+
     def missing(self, chunks: Rows) -> Rows:
         """Those of `chunks` that are not there or not what was written; compares checksums on first use."""
         missing = self._words[chunks] == 0

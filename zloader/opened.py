@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ import zarr
 import zarr.errors
 from numpy.typing import NDArray
 
-from zloader.errors import FormatError, MissingObjectError
+from zloader.errors import FormatError, MissingObjectError, StoreError
 from zloader.fetch import Part
 from zloader.files import FileSource
 from zloader.layout import ArrayLayout, MatrixLayout
@@ -31,6 +31,7 @@ from zloader.metadata import layout_of
 from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
 from zloader.store import ObjectSource
 from zloader.terms import Cache, FetchOptions, Source
+from zloader.web import stored_keys
 
 _COLLECTION = "annbatch-preshuffled"
 
@@ -97,6 +98,8 @@ class OpenedStore:
         try:
             # The parts of a sparse matrix carry no encoding of their own: plain arrays.
             return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
+        except StoreError:
+            raise
         except (ValueError, OSError, RuntimeError) as error:
             raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
 
@@ -231,13 +234,6 @@ def open_stores(location: Location, cache: Cache | None) -> list[OpenedStore]:
 
 def arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
     return [(name, node) for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
-
-
-def stored_keys(array: Any) -> Iterator[str]:
-    """The keys of the objects that hold an array, relative to the store."""
-    sizes = array.shards or array.chunks
-    for cell in np.ndindex(*(-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))):
-        yield f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
 
 
 def _open_group(location: Location, objects: Mapping[str, StoredObject]) -> Any:

@@ -22,7 +22,7 @@ from zloader import blosc
 from zloader.bridge import ByteBudget
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
-from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, needed, total_bytes
+from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, needed, total_bytes, widened
 from zloader.mirror import MirrorArray
 from zloader.terms import FetchOptions, Rows, Source, Span
 
@@ -93,6 +93,8 @@ class Workshop:
     counters: Counters
     threads: ThreadPoolExecutor
     buffers: BufferPool
+    # Whether all of the store will be wanted, by this process: what lies beside a block is worth mirroring with it.
+    sweeping: bool
 
     def __post_init__(self) -> None:
         self.in_flight = ByteBudget(self.options.in_flight_bytes)
@@ -178,6 +180,7 @@ class ArrayReader:
         self._claims: list[_Claim] = []
         # What is corrupt twice is corrupt where it is stored; that does not pass, as a busy server does.
         self._rereads = min(1, shop.options.retries)
+        self._run = layout.chunks_in(shop.options.least_read_bytes, shop.object_sizes) if shop.sweeping else 1
 
     def chunks(self, starts: Rows, stops: Rows) -> Rows:
         """The chunks that the elements `[start, stop)` of each row lie in."""
@@ -216,9 +219,11 @@ class ArrayReader:
         """Reads into the mirror what it does not hold, and waits for those who do the same; gives what was read."""
         if mirror.holds(chunks):
             return chunks[:0]
-        others = [claim for claim in self._claims if np.isin(chunks, claim.chunks).any()]
+        # The consumer waits for the first fetch: that takes only what it needs.
+        wide = widened(self._layout, chunks, self._run if turn else 1)
+        others = [claim for claim in self._claims if np.isin(wide, claim.chunks).any()]
         claimed = np.concatenate([claim.chunks for claim in others]) if others else chunks[:0]
-        claim = _Claim(chunks[~np.isin(chunks, claimed)])
+        claim = _Claim(wide[~np.isin(wide, claimed)])
         self._claims.append(claim)
         try:
             missing = await self._missing(mirror, claim.chunks)
@@ -232,8 +237,8 @@ class ArrayReader:
 
     async def _missing(self, mirror: MirrorArray, chunks: Rows) -> Rows:
         """Those that the mirror does not hold; checksums are compared in a thread."""
-        if mirror.holds(chunks):
-            return chunks[:0]
+        if not mirror.unproved(chunks):
+            return mirror.missing(chunks)
         missing, _ = await self._shop.run(mirror.missing, chunks)
         return missing
 

@@ -6,22 +6,19 @@ This is the only module that names tensorstore. It is told not to retry: retry.p
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorstore as ts
 
+from zloader.bridge import aside
 from zloader.errors import ForkError, StoreChangedError, StoreError
 from zloader.kvstore import Credentials, kvstore_spec
 from zloader.location import Location, StoredObject
 from zloader.retry import Retrier
 from zloader.setbacks import MISSING, Setback, cut_short, setback_of
 from zloader.terms import FetchOptions, Span
-
-Result = TypeVar("Result")
 
 
 class ObjectSource:
@@ -81,35 +78,21 @@ class ObjectSource:
         """Raises StoreChangedError when an object is not the one that was listed, or was read from before."""
         if self._generations.get(span.key, generation) != generation:
             raise self._changed(span)
-        # An S3 generation ends in the ETag. Where that is not the one listed, and for files, it takes another look.
-        if not (self._location.scheme == "s3" and generation.endswith(self._objects[span.key].tag.encode())):
+        # A generation ends in the ETag. Where that is not the one listed, it takes another look.
+        listed = self._objects[span.key].tag.encode()
+        if not (listed and generation.endswith(listed)):
             await self.check_there(span)
         self._generations[span.key] = generation
 
     async def check_there(self, span: Span) -> None:
         """Raises StoreChangedError when another object is there now than the one that was listed."""
-        if await _aside(self._location.find_object, span.key) != self._objects[span.key]:
+        if await aside(self._location.find_object, span.key) != self._objects[span.key]:
             raise self._changed(span)
 
     def _changed(self, span: Span) -> StoreChangedError:
         return StoreChangedError(
             f"{self.place(span)}: the object is not the one that was there when the store was opened. Open it again"
         )
-
-
-async def _aside(function: Callable[..., Result], *args: Any) -> Result:
-    """Runs a function in a thread that nobody waits for any more, the loop included, once this is cancelled."""
-    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # noqa: BLE001 - raised again where this is awaited
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="zloader-look").start()
-    return await asyncio.wrap_future(future)
 
 
 # The process that first used TensorStore. It aborts a process that was forked after that, so we refuse before it does.

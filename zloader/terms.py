@@ -87,6 +87,9 @@ class FetchOptions:
     ready_bytes: int = 0
     # Reading 64 KiB that nobody asked for costs less than the 30 ms that one more GET takes on S3.
     gap_bytes: int = 64 * 1024
+    # An epoch that fills a mirror wants every byte sooner or later: its reads take what lies beside a block along, up
+    # to this much. Half a second later to the first minibatch, for a quarter of the GETs.
+    least_read_bytes: int = 512 * 1024
     # TensorStore reaches a link's speed with reads of 1 to 8 MiB; longer ones only make retries dearer.
     max_read_bytes: int = 8 * MiB
     # Fetches loaded while the one before them is gathered, as far as buffer_bytes allow: one is decoded while the link
@@ -105,7 +108,7 @@ class FetchOptions:
 
     def __post_init__(self) -> None:
         require_count(max_read_bytes=self.max_read_bytes, prefetch=self.prefetch, threads=self.threads)
-        require_at_least(0, gap_bytes=self.gap_bytes, retries=self.retries)
+        require_at_least(0, gap_bytes=self.gap_bytes, least_read_bytes=self.least_read_bytes, retries=self.retries)
         require_at_least(0.001, deadline_s=self.deadline_s)
         if self.memory:
             require_at_least(LEAST_MEMORY, memory=self.memory)

@@ -15,7 +15,7 @@ from zarr.storage import StorePath
 from zloader.checking.findings import Findings
 from zloader.dataset import Dataset
 from zloader.errors import FormatError
-from zloader.opened import stored_keys
+from zloader.web import stored_keys
 from zloader.writing.destination import MARKER
 from zloader.writing.objects import translated
 

@@ -17,11 +17,12 @@ from zloader.errors import FormatError, MissingObjectError, SourceError, StoreEr
 from zloader.joining.content import Content, Selection
 from zloader.joining.genes import GeneRule
 from zloader.joining.problems import Problems, listed
-from zloader.opened import arrays_below, stored_keys
+from zloader.opened import arrays_below
 from zloader.sources.inputs import Input
 from zloader.sources.join import JoinedMatrix
 from zloader.sources.windows import SourceMatrix
 from zloader.terms import Rows
+from zloader.web import stored_keys
 from zloader.writing.encode import CODECS, zarr_codecs
 from zloader.writing.fit import addition
 

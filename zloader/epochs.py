@@ -1,0 +1,64 @@
+"""How the iterations of one loader are counted, in whichever processes they run."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+import torch
+
+from zloader.errors import OptionError
+
+_MOST_WORKERS = 1024
+_WORD = 1 << 24  # epochs that a loader can count
+
+
+class EpochCount:
+    """Which epoch an iteration is: one more than the last, whichever processes took part in that.
+
+    Kept in shared memory, so that this process and DataLoader workers, of this iteration and of others, agree.
+    """
+
+    def __init__(self) -> None:
+        # The epoch that the count began at; then for this process and each worker number a word and a process id. A
+        # word holds the epochs begun so far in its low bits and above them a key that all workers of an iteration
+        # share: stored at once, so that those who begin together find the same.
+        self._first = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._words = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._pids = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._iterations = 0  # of this process
+
+    def restart(self, epoch: int) -> None:
+        """Makes the next iteration epoch `epoch`."""
+        self._words.zero_()
+        self._first[0] = epoch
+
+    def begin(self, worker: Any) -> int:
+        """The epoch of an iteration that begins now, in this process or in a DataLoader `worker`."""
+        slot, key = (0, 0) if worker is None else (worker.id + 1, self._key(worker))
+        if slot > _MOST_WORKERS:
+            raise OptionError(f"at most {_MOST_WORKERS} workers can share a loader; use fewer, best none")
+        self._iterations += 1
+        words = [divmod(word, _WORD) for word in self._words.tolist()]
+        begun: int = 1 + max(count for _, count in words)
+        for other, (others_key, count) in enumerate(words):
+            # Who seeds torch alike before each epoch gives the same key again: then those who left it are gone.
+            if key and others_key == key and other != slot and _is_alive(int(self._pids[other])):
+                begun = count
+        self._pids[slot] = os.getpid()
+        self._words[slot] = key * _WORD + begun
+        return int(self._first[0]) + begun - 1
+
+    def _key(self, worker: Any) -> int:
+        return 1 + zlib.crc32(f"{worker.seed - worker.id} {self._iterations}".encode())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
