@@ -457,6 +457,27 @@ async def _after_each(budget, operations, check):
     assert budget.waiting() == []
 
 
+@given(turns=st.lists(st.integers(0, 3), max_size=8))
+def test_a_budget_serves_the_smallest_turn_first_and_within_it_who_came_first(turns):
+    async def run():
+        budget, granted = ByteBudget(10), []
+
+        async def ask(number, turn):
+            await budget.acquire(10, turn)
+            granted.append(number)
+
+        await budget.acquire(10)
+        asked = [asyncio.ensure_future(ask(number, turn)) for number, turn in enumerate(turns)]
+        for _ in range(len(asked) + 1):
+            await asyncio.sleep(0)
+            budget.release(10)
+            await asyncio.sleep(0)
+        await asyncio.gather(*asked)
+        assert granted == sorted(range(len(turns)), key=lambda number: turns[number])
+
+    asyncio.run(run())
+
+
 @given(operations=OPERATIONS)
 def test_a_budget_is_never_exceeded_but_by_one_alone(operations):
     async def run():

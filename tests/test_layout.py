@@ -25,7 +25,9 @@ from zloader.layout import (
     chunks_of,
     coalesce,
     expand,
+    needed,
     total_bytes,
+    widened,
 )
 from zloader.metadata import array_layout
 
@@ -187,6 +189,29 @@ def test_chunks_of_equals_a_loop(pairs, chunk_elements):
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
     naive = {element // chunk_elements for start, length in pairs for element in range(start, start + length)}
     assert chunks_of(starts, starts + lengths, chunk_elements).tolist() == sorted(naive)
+
+
+@given(pairs=PAIRS, chunk_elements=st.integers(1, 50))
+def test_needed_of_each_chunk_equals_a_loop(pairs, chunk_elements):
+    starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
+    wanted = {element for start, length in pairs for element in range(start, start + length)}
+    chunks = chunks_of(starts, starts + lengths, chunk_elements)
+    firsts, stops = needed(chunks, starts, starts + lengths, chunk_elements)
+    for chunk, first, stop in zip(chunks.tolist(), firsts.tolist(), stops.tolist(), strict=True):
+        here = [element % chunk_elements for element in wanted if element // chunk_elements == chunk]
+        assert (first, stop) == (min(here), max(here) + 1)
+
+
+@given(draw=st.data(), chunks_per_shard=st.integers(1, 12), n_chunks=st.integers(1, 60), run=st.integers(1, 20))
+def test_widened_takes_whole_runs_of_one_object(draw, chunks_per_shard, n_chunks, run):
+    layout = dataclasses.replace(LAYOUT, n_elements=n_chunks, chunk_elements=1, chunks_per_shard=chunks_per_shard)
+    chunks = draw.draw(st.sets(st.integers(0, n_chunks - 1)))
+    wide = widened(layout, _int64(*sorted(chunks)), run).tolist()
+
+    def run_of(chunk):
+        return chunk // chunks_per_shard, chunk % chunks_per_shard // run
+
+    assert wide == [chunk for chunk in range(n_chunks) if run_of(chunk) in set(map(run_of, chunks))]
 
 
 def test_chunks_of_counts_beyond_two_to_the_31():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 
 import anndata as ad
@@ -137,6 +138,57 @@ def test_layouts_and_dtypes(tmp_path, layout, dtype, kind):
         assert x.obs["cell_type"].astype(object).fillna("").tolist() == wanted.astype(object).fillna("").tolist()
         x = x.X
     assert str(x.dtype).removeprefix("torch.") == dtype
+
+
+def test_an_epoch_is_the_same_whatever_memory_it_may_take(store, tmp_path):
+    """Invariant 4, where a fetch is larger than all that the options allow, too."""
+    sizes = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS}
+    loaders = [
+        zl.Loader(zl.open_dataset(store, cache=cache), **sizes, options=options)
+        for options in (zl.FetchOptions(memory=1 << 34), zl.FetchOptions(buffer_bytes=1, ready_bytes=2))
+        for cache in (None, tmp_path / f"{options.memory}")
+    ]
+    assert len({digest(loader) for loader in loaders}) == 1
+
+
+def test_decoded_fetches_stay_within_their_bound(store):
+    sizes = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(8)}
+    for buffer_bytes, most in ((1, 1), (1 << 30, 5)):
+        options = zl.FetchOptions(buffer_bytes=buffer_bytes, ready_bytes=2, prefetch=4)
+        loader = zl.Loader(zl.open_dataset(store), **sizes, options=options)
+        minibatches = iter(loader)
+        next(minibatches)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and loader.statistics().in_flight_bytes:
+            time.sleep(0.01)  # nothing more is read: the consumer holds all back
+        list(minibatches)
+        assert 1 <= loader._buffers.n_free <= most
+
+
+def test_one_dial_sets_what_is_not_given():
+    options = zl.FetchOptions(memory=1 << 30, ready_bytes=123)
+    assert options.in_flight_bytes + options.buffer_bytes + options.ready_bytes == options.memory == 1 << 30
+    assert options.ready_bytes == 123
+    laptop, node = zl.FetchOptions(threads=2), zl.FetchOptions(threads=96)
+    assert laptop.in_flight_bytes <= node.in_flight_bytes
+    assert zl.FetchOptions(memory=64 << 20).in_flight_bytes < laptop.in_flight_bytes
+    with pytest.raises(OptionError, match="memory"):
+        zl.FetchOptions(memory=1)
+
+
+def test_statistics_count_spans_retries_and_what_the_mirror_gave(store, tmp_path):
+    loader = zl.Loader(zl.open_dataset(store, cache=tmp_path / "cache"), batch_size=50, fetch_factor=2)
+    for _ in loader:
+        pass
+    cold = loader.statistics()
+    assert 0 < cold.spans < cold.gets  # and a read of each shard's index
+    assert cold.retries == 0
+    for _ in loader:
+        pass
+    warm = loader.statistics()
+    assert (warm.spans, warm.gets, warm.bytes_read) == (0, 0, 0)
+    layouts = loader.dataset.matrix("X").arrays
+    assert warm.bytes_from_mirror >= sum(layout.n_elements * layout.dtype.itemsize for layout in layouts)
 
 
 def test_statistics_say_what_was_in_flight(store):

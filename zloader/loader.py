@@ -163,10 +163,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             await scheduler.run(fetches, put)
 
         log.debug(
-            "epoch %d of %r begins: %d rows on rank %d of %d, worker %d of %d",
+            "epoch %d of %s begins: rank %d of %d, worker %d of %d",
             plan.epoch,
-            self.dataset,
-            self.dataset.n_obs,
+            [store.location.url for store in self.dataset.stores],  # not the dataset: its repr may have to read
             plan.rank,
             plan.world_size,
             worker_id,

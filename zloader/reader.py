@@ -66,6 +66,11 @@ class BufferPool:
         position = next(i for i, buffer in enumerate(self._free) if buffer is fitting[0])
         return self._free.pop(position)
 
+    @property
+    def n_free(self) -> int:
+        """Buffers that nobody uses now."""
+        return len(self._free)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"_free": []}  # a worker process needs none of this one's memory
 
