@@ -34,7 +34,8 @@ from sources import (
 import zloader as zl
 from zloader import errors
 from zloader.progress import progress_bars
-from zloader.writing.encode import DtypeScan, parse_size
+from zloader.terms import parse_size
+from zloader.writing.encode import DtypeScan
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -77,6 +77,15 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     block_size: Annotated[
         int | None, typer.Option(help="Rows in a shuffled block.", show_default="64", rich_help_panel=_LOADER)
     ] = None,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory for reads, fetches and minibatches.",
+            show_default="by the machine's",
+            rich_help_panel=_LOADER,
+        ),
+    ] = "0",
     layout: Annotated[str, typer.Option(help="csr, dense, scipy or anndata.", rich_help_panel=_LOADER)] = "csr",
     dtype: Annotated[str, typer.Option(help="float32, float64, int32 or int64.", rich_help_panel=_LOADER)] = "float32",
     endpoint_url: Endpoint = None,
@@ -93,6 +102,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     from zloader.dataset import open_dataset
     from zloader.loader import DEFAULT_BLOCK_SIZE, Loader
     from zloader.sampling import BlockShuffling, Streaming
+    from zloader.terms import FetchOptions
 
     sizes = {
         "batch_size": Loader.batch_size if batch_size is None else batch_size,
@@ -100,7 +110,16 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     }
     block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
     columns = [column.strip() for column in obs.split(",") if column.strip()]
-    options: dict[str, Any] = {**sizes, "x": x, "layout": layout, "dtype": dtype, "rank": 0, "world_size": 1}
+    fetching = FetchOptions(memory=memory)
+    options: dict[str, Any] = {
+        **sizes,
+        "options": fetching,
+        "x": x,
+        "layout": layout,
+        "dtype": dtype,
+        "rank": 0,
+        "world_size": 1,
+    }
     source: Any = urls[0] if len(urls) == 1 else urls
     access = storage_options(endpoint_url, region, profile, anon)
     loader = Loader(
@@ -116,6 +135,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         pass
 
     asked = {"urls": urls, "rows": rows, "genes": genes, "cache": cache, "step_ms": step_ms}
+    asked |= {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
     asked |= {**sizes, "block_size": block_size, "x": x, "obs": columns, "layout": layout, "dtype": dtype}
     seen: list[BenchEpoch] = []
     try:

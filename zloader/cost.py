@@ -69,7 +69,7 @@ def epoch_costs(
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
             indexes = read_indexes(store, array, _shards(array, wanted), options)
             every.add(array, wanted, indexes, options)
-            run = array.chunks_in(options.least_read_bytes, store.object_sizes()) if plan.world_size == 1 else 1
+            run = array.chunks_in(options.least_read_bytes, store.object_sizes()) if plan.sweeps else 1
             first.add(array, _unseen(array, wanted, run), indexes, options)
             # Fetches that were not walked touch the other shards, too.
             with_index = _indexed(store, array, indexes if exact else range(array.n_shards))

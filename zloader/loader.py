@@ -152,7 +152,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             columns=lambda: {name: self.dataset.obs_column(name) for name in self.obs},
             dense=self.layout == "dense",
             dtype=self.dtype,
-            sweeping=plan.world_size * n_workers == 1,
+            sweeping=plan.sweeps and n_workers == 1,
         )
         _silence_sparse_warnings()
         if self.options.tune_malloc:

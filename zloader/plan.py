@@ -74,6 +74,11 @@ class Plan:
         return self.batch_size * self.fetch_factor
 
     @property
+    def sweeps(self) -> bool:
+        """Whether this rank takes every row of the dataset in an epoch."""
+        return self.world_size == 1 and self.n_rows == self.dataset_rows
+
+    @property
     def n_rows(self) -> int:
         """Rows in the epoch, over all ranks."""
         return self.sampling.n_rows(self.dataset_rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,15 @@ from zloader.errors import OptionError
 MiB = 1 << 20
 LEAST_MEMORY = 16 * MiB  # that a loader can be told to do with
 Rows = NDArray[np.int64]
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as 1000, "256MiB" or "64 MB". Raises OptionError."""
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b)?\s*", str(size), re.IGNORECASE)
+    if isinstance(size, bool) or parts is None:
+        raise OptionError(f"{size!r} is not a size: give bytes, or a string such as '256MiB' or '64 MB'")
+    return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 
 
 def require_at_least(least: float, **values: float) -> None:
@@ -71,13 +81,13 @@ class Source(Protocol):
 class FetchOptions:
     """How reads are made and how much memory they may take.
 
-    `memory` (bytes) is the one dial: whatever of `in_flight_bytes`, `buffer_bytes` and `ready_bytes` is left at 0 is
-    derived from it. Together they are the most that a loader holds, beside the libraries' own 400 MB; one fetch that is
-    larger than `buffer_bytes` is still loaded, alone.
+    `memory` (bytes, or a string such as "2GiB") is the one dial: whatever of `in_flight_bytes`, `buffer_bytes` and
+    `ready_bytes` is left at 0 is derived from it. Together they are the most that a loader holds, beside the libraries'
+    own 400 MB; one fetch that is larger than `buffer_bytes` is still loaded, alone.
     """
 
     # By default an eighth of the machine's memory, but no more than 1 GiB and 32 MiB for each thread.
-    memory: int = 0
+    memory: int | str = 0
     # Stored bytes being read or decoded; by default a sixteenth of the memory. 64 MiB keeps 400 MB/s busy at 160 ms
     # from request to last byte.
     in_flight_bytes: int = 0
@@ -110,10 +120,12 @@ class FetchOptions:
         require_count(max_read_bytes=self.max_read_bytes, prefetch=self.prefetch, threads=self.threads)
         require_at_least(0, gap_bytes=self.gap_bytes, least_read_bytes=self.least_read_bytes, retries=self.retries)
         require_at_least(0.001, deadline_s=self.deadline_s)
-        if self.memory:
-            require_at_least(LEAST_MEMORY, memory=self.memory)
-        memory = self.memory or max(LEAST_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
-        self._derive(memory=memory, in_flight_bytes=memory // 16, ready_bytes=memory // 16)
+        memory = parse_size(self.memory)
+        if memory:
+            require_at_least(LEAST_MEMORY, memory=memory)
+        memory = memory or max(LEAST_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
+        object.__setattr__(self, "memory", memory)
+        self._derive(in_flight_bytes=memory // 16, ready_bytes=memory // 16)
         self._derive(buffer_bytes=max(memory - self.in_flight_bytes - self.ready_bytes, memory // 8))
 
     def _derive(self, **values: int) -> None:

@@ -8,7 +8,6 @@ a few chunks.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from zarr.codecs import (
 
 from zloader.errors import OptionError
 from zloader.layout import ABSENT
-from zloader.terms import MiB, require_at_least, require_count
+from zloader.terms import MiB, parse_size, require_at_least, require_count
 
 CODECS = ("lz4", "zstd", "none")
 _BLOSC_LEVEL = 5
@@ -36,15 +35,6 @@ _MIN_CHUNK_ELEMENTS = 1024  # below this the cost of a chunk is that of handling
 _SCAN_ELEMENTS = 1 << 17  # what stays in a core's cache
 _LIBRARY_BYTES = 256 * MiB  # resident once everything is imported and the compiled kernels are loaded
 _LEAST_MEMORY = 384 * MiB
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of a size such as 1000, "256MiB" or "64 MB". Raises OptionError."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b)?\s*", str(size), re.IGNORECASE)
-    if isinstance(size, bool) or parts is None:
-        raise OptionError(f"{size!r} is not a size: give bytes, or a string such as '256MiB' or '64 MB'")
-    return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 
 
 def working_bytes(memory: int | str) -> int:
