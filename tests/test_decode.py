@@ -8,6 +8,7 @@ import itertools
 import json
 
 import google_crc32c
+import numcodecs.blosc
 import numpy as np
 import pytest
 import zarr
@@ -259,6 +260,24 @@ def test_of_many_chunks_each_corrupt_one_is_told_and_the_others_are_right(codec,
     assert all(isinstance(error, CorruptChunkError) for _, error in corrupt)
     for i in set(range(9)) - set(wrong):
         _same(found[i], values[i * CHUNK : (i + 1) * CHUNK])
+
+
+@given(draw=st.data(), compressed_as=st.sampled_from(["uint8", "uint16", "uint32", "float64"]))
+def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_the_chunk_is_touched(draw, compressed_as):
+    """Also where the chunk was compressed as items of another size than its elements have."""
+    n = 4096
+    values = np.random.default_rng(0).integers(0, 1 << draw.draw(st.integers(1, 16)), n).astype("uint16")
+    block = draw.draw(st.sampled_from([0, 256, 1000, 4096]))
+    content = numcodecs.blosc.compress(values.view(compressed_as), b"lz4", 5, numcodecs.blosc.SHUFFLE, block)
+    layout = dataclasses.replace(_chunk("blosc lz4 shuffle")[0], chunk_elements=n, n_elements=n)
+    first = draw.draw(st.integers(0, n - 1))
+    stop = draw.draw(st.integers(first + 1, n))
+    chunks = np.array([(0, 0, len(content), n, first, stop)], blosc.CHUNK)
+    out = np.full(3 * n, 7, "uint16")
+    assert Decoder(layout).decode_all([content], chunks, out) == []
+    _same(out[n + first : n + stop], values[first:stop])
+    assert (out[:n] == 7).all()
+    assert (out[2 * n :] == 7).all()
 
 
 @pytest.mark.usefixtures("either_way")

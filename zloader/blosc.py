@@ -32,6 +32,7 @@ def _load() -> bool:
         "blosc_getitem",
         "blosc_cbuffer_validate",
         "blosc_cbuffer_sizes",
+        "blosc_cbuffer_metainfo",
         "crc32c_value",
     )
     return all(llvmlite.binding.address_of_symbol(name) is not None for name in names)
@@ -43,6 +44,7 @@ AVAILABLE = _load()
 _crc32c: Any = types.ExternalFunction("crc32c_value", types.uint32(types.intp, types.uintp))
 _validate: Any = types.ExternalFunction("blosc_cbuffer_validate", types.int32(types.intp, types.uintp, types.intp))
 _sizes: Any = types.ExternalFunction("blosc_cbuffer_sizes", types.void(types.intp, types.intp, types.intp, types.intp))
+_metainfo: Any = types.ExternalFunction("blosc_cbuffer_metainfo", types.void(types.intp, types.intp, types.intp))
 _decompress: Any = types.ExternalFunction(
     "blosc_decompress_ctx", types.int32(types.intp, types.intp, types.uintp, types.int32)
 )
@@ -79,7 +81,9 @@ def decompress(
         _sizes(stored, sizes.ctypes.data, sizes[1:].ctypes.data, sizes[2:].ctypes.data)
         target, block = out.ctypes.data + chunk.begin * itemsize, max(sizes[2], 1)
         first, last = chunk.first * itemsize // block, (chunk.stop * itemsize - 1) // block
-        if last - first + 1 < (chunk_bytes + block - 1) // block:
+        # Items are counted in the size that the chunk was compressed with, which need not be that of the elements.
+        _metainfo(stored, sizes.ctypes.data, sizes[1:].ctypes.data)
+        if sizes[0] == itemsize and last - first + 1 < (chunk_bytes + block - 1) // block:
             wanted = chunk.stop - chunk.first
             given = _getitem(stored, chunk.first, wanted, target + chunk.first * itemsize)
             right[i] = given == wanted * itemsize
