@@ -21,7 +21,8 @@ first (see rivals.touch), the more so the more others take. zloader keeps freed 
 "memory kept" is annbatch with glibc told to do the same, which its documentation does not ask for.
 
 With --cloud all are behind a simulated S3 (epochs.py has its speed), one a store; GETs and MB are its own count of an
-epoch, all requests included. A store's folder serves as the bucket. annbatch is then measured with memory kept alone.
+epoch, all requests included. A store's folder serves as the bucket. zloader then also reads annbatch's store into an
+empty mirror, from opening it on.
 
 --own measures, from STORE in the cloud or on disk, blocks of 64 rows in fetches of 16 384:
 
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -171,26 +173,35 @@ def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
     annbatch = rivals.environment("annbatch", python=options.python, directory=options.environments)
     rows, column = described(options.store)
     runs: dict[str, dict[str, list[Figures]]] = {}
-    rivals_here = RIVALS[1:] if options.cloud else RIVALS
-    lines = [["", *COLUMNS, *(cell for name in rivals_here for cell in (f"x {name}", "(range)"))]]
+    lines = [["", *COLUMNS, *(cell for name in RIVALS for cell in (f"x {name}", "(range)"))]]
     for chunk_size, preload_nchunks in options.shapes:
         asked = {"chunk_size": chunk_size, "preload_nchunks": preload_nchunks, "obs": column}
         with contextlib.ExitStack() as stack:
             theirs = stack.enter_context(place(options.annbatch_store, cloud=options.cloud))
             ours = stack.enter_context(place(options.store, cloud=options.cloud))
-            sides: dict[str, tuple[str | Path, Place]] = dict.fromkeys(rivals_here, (annbatch, theirs))
+            sides: dict[str, tuple[str | Path, Place]] = dict.fromkeys(RIVALS, (annbatch, theirs))
             sides |= {"zloader": (sys.executable, theirs), "zloader, own store": (sys.executable, ours)}
             readers = {
                 name: stack.enter_context(reader(name, python, source, asked, work))
                 for name, (python, source) in sides.items()
             }
+            epochs: dict[str, Callable[[], Figures]] = {name: one.epoch for name, one in readers.items()}
+            if options.cloud:
+                epochs["zloader, empty mirror"] = functools.partial(filling_epoch, readers["zloader"], work)
             shape = f"{chunk_size} x {preload_nchunks}"
-            runs[shape] = in_turns(
-                {name: one.epoch for name, one in readers.items()}, options.epochs, rows=rows, what=shape
-            )
+            runs[shape] = in_turns(epochs, options.epochs, rows=rows, what=shape)
         lines += [[f"{shape}, {name}", *cells(runs[shape], name)] for name in runs[shape]]
     table(lines)
     return {"rows": rows, "runs": runs}
+
+
+def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:
+    """An epoch into a mirror that is empty before it, and gone after it."""
+    mirror = work / "mirror"
+    try:
+        return reader.epoch(mirror=str(mirror), **request)
+    finally:
+        shutil.rmtree(mirror, ignore_errors=True)
 
 
 def in_turns(
@@ -250,13 +261,7 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
         start = [sys.executable, source, asked, work]
         plain, filling, stalled = (stack.enter_context(reader("zloader", *start)) for _ in range(3))
 
-        def filled(**request: Any) -> Figures:
-            mirror = work / "mirror"
-            try:
-                return filling.epoch(mirror=str(mirror), **request)
-            finally:
-                shutil.rmtree(mirror, ignore_errors=True)
-
+        filled = functools.partial(filling_epoch, filling, work)
         sides = {
             "decode": lambda: {"seconds": decode_seconds(loader, stored)},
             "cold": plain.epoch,
