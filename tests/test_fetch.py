@@ -21,8 +21,8 @@ from zloader.layout import MatrixLayout
 from zloader.metadata import array_layout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch, Plan
-from zloader.reader import BufferPool
 from zloader.testing.source import FakeSource, Fault
+from zloader.workshop import BufferPool
 
 ADATA = counts(300, 61, seed=2)
 

@@ -39,6 +39,7 @@ LAYERS = {
     "zloader.store": 2,
     "zloader.mirror": 2,
     "zloader.bridge": 2,
+    "zloader.workshop": 2,
     "zloader.reader": 2,
     "zloader.fetch": 2,
     "zloader.opened": 3,

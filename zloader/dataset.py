@@ -28,8 +28,8 @@ from zloader.layout import MatrixLayout
 from zloader.location import Location, StoredObject
 from zloader.opened import OpenedStore, open_stores
 from zloader.plan import Fetch
-from zloader.reader import BufferPool
 from zloader.terms import Cache, CsrArrays, FetchOptions, MinibatchArrays, Rows
+from zloader.workshop import BufferPool
 
 X = CsrArrays | NDArray[np.generic]
 URL = str | os.PathLike[str]

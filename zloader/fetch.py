@@ -24,8 +24,9 @@ from zloader.columns import ObsColumn
 from zloader.layout import MatrixLayout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch
-from zloader.reader import ArrayReader, BufferPool, Counters, Elements, Workshop
+from zloader.reader import ArrayReader, Elements
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows, Source
+from zloader.workshop import BufferPool, Counters, Workshop
 
 # Minibatches that one job gathers, as one that is then cut apart: enough to make the hand-over between threads cheap,
 # and the calls that rows from many stores take; few enough to keep all threads busy.
@@ -169,6 +170,7 @@ class FetchScheduler:
 
     def _readers(self, threads: ThreadPoolExecutor) -> list[list[ArrayReader]]:
         """The readers of each part's arrays; all share one bound on the bytes in flight."""
+        in_flight = ByteBudget(self._options.in_flight_bytes)
         shops = [
             Workshop(
                 url=part.url,
@@ -177,13 +179,11 @@ class FetchScheduler:
                 object_sizes=part.object_sizes,
                 counters=self.counters,
                 threads=threads,
-                buffers=self._buffers,
+                in_flight=in_flight,
                 sweeping=self._recipe.sweeping,
             )
             for part in self._recipe.parts
         ]
-        for shop in shops:
-            shop.in_flight = shops[0].in_flight
         return [_readers_of(part, shop) for part, shop in zip(self._recipe.parts, shops, strict=True)]
 
     def _planned(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:

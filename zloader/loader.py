@@ -23,9 +23,9 @@ from zloader.errors import OptionError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.malloc import keep_freed_memory
 from zloader.plan import Plan
-from zloader.reader import BufferPool, Counters
 from zloader.sampling import BlockShuffling, Sampling
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Statistics
+from zloader.workshop import BufferPool, Counters
 
 log = logging.getLogger("zloader")
 LAYOUTS = ("csr", "dense", "scipy", "anndata")

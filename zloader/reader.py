@@ -8,76 +8,26 @@ chunk that an earlier fetch is still reading into the mirror is waited for, not 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader import blosc
-from zloader.bridge import ByteBudget
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
 from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, needed, total_bytes, widened
 from zloader.mirror import MirrorArray
-from zloader.terms import FetchOptions, Rows, Source, Span
+from zloader.terms import Rows, Span
+from zloader.workshop import Workshop
 
-Result = TypeVar("Result")
 # Spans read and decoded as one task, up to these many bytes or an eighth of what may be in flight: what a task costs,
 # about 0.3 ms of the interpreter, is then little beside decoding, and eight of them keep a link and the threads busy.
 _BATCH_BYTES = 8 << 20
 _BATCH_DECODED = 32 << 20
 _IN_FLIGHT = 8
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """What one epoch has done; written by the scheduler's thread alone."""
-
-    gets: int = 0
-    spans: int = 0
-    retries: int = 0
-    bytes_read: int = 0
-    chunks_decoded: int = 0
-    chunks_from_mirror: int = 0
-    bytes_from_mirror: int = 0
-    in_flight_bytes: int = 0
-    most_in_flight_bytes: int = 0
-    decode_s: float = 0.0
-    gather_s: float = 0.0
-
-
-class BufferPool:
-    """Memory for decoded fetches, used again: fresh memory costs a page fault every 4 KiB."""
-
-    def __init__(self) -> None:
-        self._free: list[NDArray[np.uint8]] = []
-
-    def take(self, n_bytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least `n_bytes`; its content is arbitrary."""
-        fitting = [buffer for buffer in self._free if len(buffer) >= n_bytes]
-        if not fitting and self._free:
-            self._free.pop()  # too small for what is asked now: let it go rather than keep both
-        if not fitting:
-            return np.empty(n_bytes + n_bytes // 8, np.uint8)
-        position = next(i for i, buffer in enumerate(self._free) if buffer is fitting[0])
-        return self._free.pop(position)
-
-    @property
-    def n_free(self) -> int:
-        """Buffers that nobody uses now."""
-        return len(self._free)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_free": []}  # a worker process needs none of this one's memory
-
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Says that nobody reads this buffer any more."""
-        self._free.append(buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,51 +36,6 @@ class Elements:
 
     source: NDArray[Any]
     starts: Rows
-
-
-@dataclass
-class Workshop:
-    """What all loads of one epoch share: options, threads, budget, buffers and counters."""
-
-    url: str  # of the store, for messages
-    options: FetchOptions
-    source: Source
-    object_sizes: Mapping[str, int]
-    counters: Counters
-    threads: ThreadPoolExecutor
-    buffers: BufferPool
-    # Whether all of the store will be wanted, by this process: what lies beside a block is worth mirroring with it.
-    sweeping: bool
-
-    def __post_init__(self) -> None:
-        self.in_flight = ByteBudget(self.options.in_flight_bytes)
-        self._retries = 0  # of the source, as far as they are counted
-        self.scratch = threading.local()
-
-    async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
-        """Runs a function in a thread; gives its result and the seconds it took there."""
-
-        def timed() -> tuple[Result, float]:
-            before = time.perf_counter()
-            result = function(*args)
-            return result, time.perf_counter() - before
-
-        return await asyncio.get_running_loop().run_in_executor(self.threads, timed)
-
-    async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """The source's `read`, counted."""
-        counters, n_bytes = self.counters, sum(span.size for span in spans)
-        counters.gets += len(spans)
-        counters.bytes_read += n_bytes
-        counters.in_flight_bytes += n_bytes
-        counters.most_in_flight_bytes = max(counters.most_in_flight_bytes, counters.in_flight_bytes)
-        try:
-            return await self.source.read(spans)
-        finally:
-            counters.in_flight_bytes -= n_bytes
-            counters.retries += self.source.retries - self._retries
-            counters.gets += self.source.retries - self._retries
-            self._retries = self.source.retries
 
 
 @dataclass(frozen=True, kw_only=True)
