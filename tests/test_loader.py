@@ -165,6 +165,18 @@ def test_decoded_fetches_stay_within_their_bound(store):
         assert 1 <= loader._buffers.n_free <= most
 
 
+def test_a_mirror_that_holds_a_part_and_takes_no_more(store, tmp_path):
+    """As when its disk is full: what it has is taken from it, the rest from the store."""
+    dataset = zl.open_dataset(store, cache=tmp_path / "cache")
+    dataset.take([3, 100, 250, 251, 400])
+    for mirror in dataset.stores[0].mirror(dataset.matrix("X")).arrays.values():
+        mirror.writable = False
+    sizes = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(4), "obs": OBS}
+    loader = zl.Loader(dataset, **sizes)
+    assert digest(loader) == digest(zl.Loader(zl.open_dataset(store), **sizes))
+    assert 0 < loader.statistics().chunks_from_mirror < loader.statistics().chunks_decoded
+
+
 def test_one_dial_sets_what_is_not_given():
     options = zl.FetchOptions(memory=1 << 30, ready_bytes=123)
     assert options.in_flight_bytes + options.buffer_bytes + options.ready_bytes == options.memory == 1 << 30

@@ -95,9 +95,9 @@ class MirrorArray:
         return self.elements[first : first + self.layout.chunk_elements]
 
     def copy(self, chunks: Rows, slots: Sequence[NDArray[Any]]) -> None:
-        """Copies chunks that are there to where each belongs."""
+        """Copies chunks that are there, or the first elements of each, to where each belongs."""
         for chunk, slot in zip(chunks.tolist(), slots, strict=True):
-            slot[:] = self._chunk(chunk)
+            slot[:] = self._chunk(chunk)[: len(slot)]
 
     def put(self, first: int, elements: NDArray[Any]) -> None:
         """Writes decoded chunks, `first` and those that follow it; after a failure (a full disk, say) keeps no more."""
