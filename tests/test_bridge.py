@@ -60,6 +60,13 @@ async def _silent(put):
     await asyncio.Event().wait()
 
 
+async def _interrupting():
+    """Interrupts the main thread; again where that was lost, as in a callback of the garbage collector."""
+    while True:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        await asyncio.sleep(5)
+
+
 # ---- items and errors
 
 
@@ -196,8 +203,7 @@ def test_an_interrupt_while_it_begins_ends_the_thread(name):
     caught = []
 
     async def produce(put):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # the first thing that the thread does
-        await _silent(put)
+        await _interrupting()  # the first thing that the thread does
 
     for _ in range(50):
         # RuntimeError: where the interrupt finds threading's own lock half released
@@ -211,8 +217,7 @@ def test_an_interrupt_in_next_ends_the_thread_and_the_iteration(name):
     async def produce(put):
         await put([0, 1], 1)
         await put([2], 1)  # goes ahead when the first group has been taken, in the loop
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        await _silent(put)
+        await _interrupting()
 
     bridge = Bridge(produce, ready_bytes=1, name=name)
 
