@@ -84,4 +84,4 @@ class FileSource:
         return ReadError(f"{self._at(span)} failed: {error}. Is the disk in order?")
 
     def _at(self, span: Span) -> str:
-        return f"{self._location.url}: reading {span.key} bytes {span.start}-{span.stop - 1}"
+        return span.read_from(self._location.url)

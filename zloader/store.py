@@ -70,7 +70,7 @@ class ObjectSource:
 
     def place(self, span: Span) -> str:
         """URL, key and bytes, for messages."""
-        return f"{self._location.url}: reading {span.key} bytes {span.start}-{span.stop - 1}"
+        return span.read_from(self._location.url)
 
     # ---- whether it is still the same object
 

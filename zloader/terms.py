@@ -60,6 +60,10 @@ class Span:
         """Bytes asked for."""
         return self.stop - self.start
 
+    def read_from(self, url: str) -> str:
+        """The read, of a store at `url`, as messages name it."""
+        return f"{url}: reading {self.key} bytes {self.start}-{self.stop - 1}"
+
 
 class Source(Protocol):
     """Where spans are read from. The one verb is plural; counters, faults and deadlines wrap it."""
