@@ -17,13 +17,11 @@ _GOOGLE = "https://storage.googleapis.com"
 
 
 def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]:
-    """TensorStore's spec of the key-value store at `location`. Raises AccessDeniedError and OptionError."""
+    """TensorStore's spec of the key-value store at a remote `location`. Raises AccessDeniedError and OptionError."""
     # curl gives up a connection that stalls this long; read once a process. Our own deadline is the outer bound.
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
     os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")  # instead of 30: for more than one attempt
-    if location.scheme == "file":
-        return {"driver": "file", "path": location.path + "/"}
     if location.is_web:
         return _http(f"{location.url.rstrip('/')}/", location.storage_options.get("headers") or {})
     bucket, _, prefix = location.path.partition("/")
@@ -38,13 +36,12 @@ def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]
 
 
 def _requests(driver: str) -> dict[str, Any]:
-    limits = {
+    return {
         # Bytes in flight are bounded by the fetch; the count only has to be out of its way.
-        "s3_request_concurrency": {"limit": 256},
+        f"{driver}_request_concurrency": {"limit": 256},
         # It is retry.py that asks again, within a deadline; TensorStore alone would go on for 15 minutes.
-        "s3_request_retries": {"max_retries": 0},
+        f"{driver}_request_retries": {"max_retries": 0},
     }
-    return {name.replace("s3", driver): limit for name, limit in limits.items()}
 
 
 def _http(base_url: str, headers: Any) -> dict[str, Any]:
