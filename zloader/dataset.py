@@ -20,7 +20,6 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.bridge import Bridge, Put
 from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike
 from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
 from zloader.fetch import FetchScheduler, Part, Recipe
@@ -281,11 +280,7 @@ class Dataset:
         )
         scheduler = FetchScheduler(recipe, options, BufferPool())
         fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
-
-        async def produce(put: Put[MinibatchArrays]) -> None:
-            await scheduler.run([fetch], put)
-
-        (minibatch,) = Bridge(produce, ready_bytes=options.ready_bytes // 2, name="zloader-take")
+        (minibatch,) = scheduler.start([fetch], name="zloader-take")
         assert minibatch.x is not None
         return minibatch.x
 

@@ -8,7 +8,6 @@ Nothing here knows of torch: this is the stretch from plan to minibatch that any
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader import gather
-from zloader.bridge import ByteBudget, Put, aside
+from zloader.bridge import Bridge, ByteBudget, Put, aside
 from zloader.columns import ObsColumn
 from zloader.layout import MatrixLayout
 from zloader.mirror import Mirror
 from zloader.plan import Fetch
 from zloader.reader import ArrayReader, Elements
 from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows, Source
-from zloader.workshop import BufferPool, Counters, Workshop
+from zloader.workshop import BufferPool, Counters, Workshop, timed
 
 # Minibatches that one job gathers, as one that is then cut apart: enough to make the hand-over between threads cheap,
 # and the calls that rows from many stores take; few enough to keep all threads busy.
@@ -119,7 +118,7 @@ class _Loaded:
 
 
 class FetchScheduler:
-    """Makes the minibatches of some fetches, in order; `run` is what a Bridge runs."""
+    """Makes the minibatches of some fetches, in order; `start` runs it on a thread of its own."""
 
     def __init__(self, recipe: Recipe, options: FetchOptions, buffers: BufferPool) -> None:
         self.counters = Counters()
@@ -127,9 +126,18 @@ class FetchScheduler:
         self._recipe = recipe
         self._options = options
         self._room = ByteBudget(options.buffer_bytes)
+        self._half_ready = options.ready_bytes // 2  # of minibatches being gathered, and of those that wait
         self._ahead = asyncio.Semaphore(options.prefetch + 1)
         self._columns: Mapping[str, ObsColumn] = {}
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
+
+    def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
+        """Iterates over the minibatches of `fetches`, which the thread `name` makes ahead."""
+
+        async def produce(put: Put[MinibatchArrays]) -> None:
+            await self.run(fetches, put)
+
+        return Bridge(produce, ready_bytes=self._half_ready, name=name)
 
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`; raises the first error of any read."""
@@ -223,11 +231,11 @@ class FetchScheduler:
         async with asyncio.TaskGroup() as group:
             for cuts in self._groups(loaded):
                 n_bytes = self._x_bytes(loaded, cuts)
-                while jobs and (len(jobs) > self._options.threads or making + n_bytes > self._options.ready_bytes // 2):
+                while jobs and (len(jobs) > self._options.threads or making + n_bytes > self._half_ready):
                     made, job = jobs.popleft()
                     await self._put(await job, put)
                     making -= made
-                jobs.append((n_bytes, group.create_task(self._made(loaded, cuts, threads))))
+                jobs.append((n_bytes, group.create_task(timed(threads, self._make, loaded, cuts))))
                 making += n_bytes
             for _, job in jobs:
                 await self._put(await job, put)
@@ -252,20 +260,13 @@ class FetchScheduler:
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         return int(loaded.planned.lengths[taken].sum()) * (4 + value_bytes)
 
-    async def _made(
-        self, loaded: _Loaded, cuts: Rows, threads: ThreadPoolExecutor
-    ) -> tuple[list[MinibatchArrays], float]:
-        return await asyncio.get_running_loop().run_in_executor(threads, self._make, loaded, cuts)
-
-    def _make(self, loaded: _Loaded, cuts: Rows) -> tuple[list[MinibatchArrays], float]:
-        """Some minibatches, and the seconds that they took."""
-        before = time.perf_counter()
+    def _make(self, loaded: _Loaded, cuts: Rows) -> list[MinibatchArrays]:
+        """The minibatches between cuts."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         rows = loaded.planned.fetch.rows[taken]
         obs = {name: column.taken(rows) for name, column in self._columns.items()}
         together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, index=rows)
-        made = [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
-        return made, time.perf_counter() - before
+        return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> CsrArrays | NDArray[np.generic] | None:
         if not self._recipe.parts:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from zloader.bridge import Bridge, Put
+from zloader.bridge import Bridge
 from zloader.dataset import Dataset, as_scipy
 from zloader.epochs import EpochCount
 from zloader.errors import OptionError
@@ -159,9 +159,6 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             keep_freed_memory()
         scheduler = FetchScheduler(recipe, self.options, self._buffers)
 
-        async def produce(put: Put[MinibatchArrays]) -> None:
-            await scheduler.run(fetches, put)
-
         log.debug(
             "epoch %d of %s begins: rank %d of %d, worker %d of %d",
             plan.epoch,
@@ -172,7 +169,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             n_workers,
         )
         self._record = _Record(epoch=plan.epoch, counters=scheduler.counters)
-        bridge = Bridge(produce, ready_bytes=self.options.ready_bytes // 2, name="zloader-fetch")
+        bridge = scheduler.start(fetches, name="zloader-fetch")
         return _Epoch(bridge, self._record, functools.partial(_as_minibatch, self.dataset, self.layout))
 
 

@@ -85,14 +85,8 @@ class Workshop:
         self.scratch = threading.local()
 
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
-        """Runs a function in a thread; gives its result and the seconds it took there."""
-
-        def timed() -> tuple[Result, float]:
-            before = time.perf_counter()
-            result = function(*args)
-            return result, time.perf_counter() - before
-
-        return await asyncio.get_running_loop().run_in_executor(self.threads, timed)
+        """Runs a function in one of the threads; gives its result and the seconds it took there."""
+        return await timed(self.threads, function, *args)
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The source's `read`, counted."""
@@ -108,3 +102,14 @@ class Workshop:
             counters.retries += self.source.retries - self._retries
             counters.gets += self.source.retries - self._retries
             self._retries = self.source.retries
+
+
+async def timed(threads: ThreadPoolExecutor, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
+    """Runs a function in a thread; gives its result and the seconds it took there."""
+
+    def run() -> tuple[Result, float]:
+        before = time.perf_counter()
+        result = function(*args)
+        return result, time.perf_counter() - before
+
+    return await asyncio.get_running_loop().run_in_executor(threads, run)
