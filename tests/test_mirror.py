@@ -21,9 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.mirror
+from zloader.caches import Place
 from zloader.decode import checksum
+from zloader.kept import load_column
+from zloader.kept import save_column as save_windows
 from zloader.layout import ArrayLayout
-from zloader.mirror import MirrorArray, load_column, mirror_directory, open_mirror, save_column
+from zloader.mirror import MirrorArray, open_mirror, open_place
+from zloader.terms import Cache
 
 
 def _layout(path="X/data", *, n_elements=95, chunk_elements=10, dtype="<u2"):
@@ -45,6 +49,18 @@ def _layout(path="X/data", *, n_elements=95, chunk_elements=10, dtype="<u2"):
     )
 
 
+PRINT = "f" * 32
+
+
+def _place(cache, fingerprint=PRINT):
+    """The mirror's place in a cache directory."""
+    return Place(Cache(directory=cache), fingerprint, "store")
+
+
+def save_column(place, name, column):
+    return save_windows(place, name, [column], shape=column.shape, dtype=column.dtype)
+
+
 LAYOUT = _layout()
 ALL = np.arange(LAYOUT.n_chunks)
 
@@ -63,7 +79,7 @@ def _chunk(chunk, layout=LAYOUT, truth=TRUTH):
 
 
 def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH):
-    mirror = MirrorArray(directory, layout)
+    mirror = MirrorArray(_place(directory), layout)
     for chunk in chunks:
         mirror.put(int(chunk), _chunk(chunk, layout, truth))
     return mirror
@@ -71,7 +87,7 @@ def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH):
 
 def _check_what_is_there(directory, layout=LAYOUT, truth=TRUTH):
     """Opens the mirror anew and holds every chunk that it says is there against the truth; gives the others."""
-    mirror = MirrorArray(directory, layout)
+    mirror = MirrorArray(_place(directory), layout)
     chunks = np.arange(layout.n_chunks)
     missing = mirror.missing(chunks)
     for chunk in np.setdiff1d(chunks, missing).tolist():
@@ -85,7 +101,7 @@ def _check_what_is_there(directory, layout=LAYOUT, truth=TRUTH):
 
 
 def test_what_is_put_is_there_and_nothing_else(tmp_path):
-    mirror = MirrorArray(tmp_path, LAYOUT)
+    mirror = MirrorArray(_place(tmp_path), LAYOUT)
     assert mirror.missing(ALL).tolist() == ALL.tolist()
     for chunk in (7, 0, 9):  # the last chunk is a short one
         mirror.put(chunk, _chunk(chunk))
@@ -102,7 +118,7 @@ def test_what_is_put_is_there_and_nothing_else(tmp_path):
 
 def test_another_process_sees_it_once_it_has_compared_it(tmp_path):
     """Another MirrorArray knows as little of this one as one in another process."""
-    other = MirrorArray(tmp_path, LAYOUT)
+    other = MirrorArray(_place(tmp_path), LAYOUT)
     _fill(tmp_path, [2, 3])
     assert not other.holds(np.array([2]))
     assert other.missing(np.array([2, 3, 4])).tolist() == [4]
@@ -116,7 +132,7 @@ def test_every_dtype_is_kept(tmp_path, dtype):
     values = np.resize(np.array([0, 1, 5, 200], np.float64), 95).astype(dtype)
     _fill(tmp_path, layout=layout, truth=values)
     assert _check_what_is_there(tmp_path, layout, values) == []
-    assert MirrorArray(tmp_path, layout).elements.dtype == np.dtype(dtype)
+    assert MirrorArray(_place(tmp_path), layout).elements.dtype == np.dtype(dtype)
 
 
 def test_a_chunk_of_zeros_is_told_from_one_that_is_not_there(tmp_path):
@@ -134,7 +150,7 @@ def test_a_chunk_whose_checksum_is_zero_is_there(tmp_path):
 
 
 def test_an_array_without_elements_has_a_mirror(tmp_path):
-    mirror = MirrorArray(tmp_path, _layout(n_elements=0))
+    mirror = MirrorArray(_place(tmp_path), _layout(n_elements=0))
     assert mirror.missing(np.empty(0, np.int64)).tolist() == []
     assert mirror.holds(np.empty(0, np.int64))
     assert len(mirror.elements) == 0
@@ -142,9 +158,9 @@ def test_an_array_without_elements_has_a_mirror(tmp_path):
 
 def test_the_file_is_flat_and_sparse(tmp_path):
     layout = _layout(n_elements=10_000_000, chunk_elements=1000)
-    mirror = MirrorArray(tmp_path, layout)
+    mirror = MirrorArray(_place(tmp_path), layout)
     mirror.put(5000, np.full(1000, 7, "<u2"))
-    (file,) = tmp_path.glob("*.flat")
+    file = _damaged(tmp_path, "flat")
     assert file.stat().st_size == 20_000_000
     assert file.stat().st_blocks * 512 < 200_000
     stored = np.fromfile(file, "<u2")
@@ -155,92 +171,126 @@ def test_the_file_is_flat_and_sparse(tmp_path):
 
 
 def _damaged(tmp_path, suffix):
-    (file,) = tmp_path.glob(f"*.{suffix}")
+    (file,) = tmp_path.glob(f"*/*.{suffix}")
     return file
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     """The files of a mirror that holds every chunk."""
-    directory = tmp_path_factory.mktemp("full")
-    _fill(directory)
-    return {file.suffix: file for file in directory.iterdir()}
+    cache = tmp_path_factory.mktemp("full")
+    _fill(cache).note()
+    return {file.suffix: file for file in _place(cache).directory.iterdir()}
 
 
 @contextlib.contextmanager
 def _copy_of(full):
-    """Writes the files of a full mirror anew, for each example."""
-    directory = full[".flat"].parent / "copy"
-    directory.mkdir(exist_ok=True)
+    """Writes the files of a full mirror anew, for each example; gives the cache, and its mirror's directory."""
+    cache = full[".flat"].parent.parent / "copy"
+    directory = _place(cache).directory
     for file in full.values():
         (directory / file.name).write_bytes(file.read_bytes())
-    yield directory
+    mirror = MirrorArray(_place(cache), LAYOUT)
+    assert mirror.missing(ALL).tolist() == []
+    mirror.note()
+    assert MirrorArray(_place(cache), LAYOUT).holds(ALL)  # without being looked at
+    yield cache, directory
     for file in directory.iterdir():
         file.unlink()
 
 
 @given(place=st.integers(0, 2 * 95 - 1), change=st.integers(1, 255))
 def test_a_flipped_byte_of_the_elements_is_a_miss(full, place, change):
-    with _copy_of(full) as directory:
+    with _copy_of(full) as (cache, directory):
         file = directory / full[".flat"].name
         stored = bytearray(file.read_bytes())
         stored[place] ^= change
         file.write_bytes(stored)
-        assert _check_what_is_there(directory) == [place // 20]
+        assert _check_what_is_there(cache) == [place // 20]
 
 
-@given(place=st.integers(0, 8 * 10 - 1), change=st.integers(1, 255))
+@given(place=st.integers(0, 64 + 8 * 10 - 1), change=st.integers(1, 255))
 def test_a_flipped_byte_of_the_checksums_is_a_miss(full, place, change):
-    with _copy_of(full) as directory:
+    with _copy_of(full) as (cache, directory):
         file = directory / full[".sums"].name
         stored = bytearray(file.read_bytes())
-        assert len(stored) == 80
+        assert len(stored) == 64 + 80
         stored[place] ^= change
         file.write_bytes(stored)
-        assert _check_what_is_there(directory) == [place // 8]
+        assert _check_what_is_there(cache) == (ALL.tolist() if place < 64 else [(place - 64) // 8])
 
 
 @given(length=st.integers(0, 2 * 95 - 1))
 def test_elements_that_were_cut_short_are_misses(full, length):
-    with _copy_of(full) as directory:
+    with _copy_of(full) as (cache, directory):
         os.truncate(directory / full[".flat"].name, length)
-        assert _check_what_is_there(directory) == list(range(length // 20, 10))
+        assert _check_what_is_there(cache) == list(range(length // 20, 10))
 
 
-@given(length=st.integers(0, 8 * 10 - 1))
+@given(length=st.integers(0, 64 + 8 * 10 - 1))
 def test_checksums_that_were_cut_short_are_misses(full, length):
-    with _copy_of(full) as directory:
+    with _copy_of(full) as (cache, directory):
         os.truncate(directory / full[".sums"].name, length)
-        missing = _check_what_is_there(directory)
-        assert set(range(-(-length // 8), 10)) <= set(missing)
+        assert _check_what_is_there(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("suffix", [".flat", ".sums"])
 def test_a_file_that_is_gone_is_a_miss(full, suffix):
-    with _copy_of(full) as directory:
+    with _copy_of(full) as (cache, directory):
         (directory / full[suffix].name).unlink()
-        assert _check_what_is_there(directory) == ALL.tolist()
+        assert _check_what_is_there(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("suffix", [".flat", ".sums"])
 def test_a_file_that_is_too_long_gives_nothing_wrong(full, suffix):
-    with _copy_of(full) as directory:
+    with _copy_of(full) as (cache, directory):
         file = directory / full[suffix].name
         file.write_bytes(file.read_bytes() + b"\x07" * 100)
-        _check_what_is_there(directory)
+        _check_what_is_there(cache)
         assert file.stat().st_size == len(full[suffix].read_bytes())
 
 
+def test_a_sidecar_of_another_array_or_version_counts_for_nothing(full):
+    for other in (_layout(chunk_elements=19), _layout(dtype="<i2")):
+        with _copy_of(full) as (cache, _):
+            truth = _truth(other)
+            assert _check_what_is_there(cache, other, truth) == list(range(other.n_chunks))
+
+
+def test_a_clock_gone_back_proves_nothing(full):
+    """Another file with the same size and an older, or the same, time of change."""
+    with _copy_of(full) as (cache, directory):
+        file = directory / full[".flat"].name
+        before = file.stat()
+        stored = bytearray(file.read_bytes())
+        stored[50] ^= 1
+        file.write_bytes(stored)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert _check_what_is_there(cache) == [2]
+
+
+def test_proof_of_another_boot_counts_for_nothing(full):
+    """After power loss the files may hold less than their times say."""
+    with _copy_of(full) as (cache, directory):
+        proved = directory / "proved.json"
+        proved.write_text(json.dumps(json.loads(proved.read_text()) | {"boot": "another"}))
+        assert not MirrorArray(_place(cache), LAYOUT).holds(ALL)
+        for torn in ("", "[]", "{", '{"boot": 1}', "null"):
+            proved.write_text(torn)
+            assert not MirrorArray(_place(cache), LAYOUT).holds(ALL)
+        assert _check_what_is_there(cache) == []
+
+
 def test_a_damaged_chunk_is_reported_and_can_be_put_again(full, caplog):
-    with _copy_of(full) as directory:
+    with _copy_of(full) as (cache, directory):
         file = directory / full[".flat"].name
         file.write_bytes(b"\x00" + file.read_bytes()[1:])
-        mirror = MirrorArray(directory, LAYOUT)
+        mirror = MirrorArray(_place(cache), LAYOUT)
         assert mirror.missing(ALL).tolist() == mirror.missing(ALL).tolist() == [0]
         assert [record.levelname for record in caplog.records] == ["WARNING"]  # once
         mirror.put(0, _chunk(0))
         assert mirror.missing(ALL).tolist() == []
-        assert _check_what_is_there(directory) == []
+        assert _check_what_is_there(cache) == []
 
 
 # ---- several processes, and those that are killed
@@ -257,12 +307,17 @@ package = types.ModuleType("zloader")
 package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
 import numpy as np
+from zloader.caches import Place
 from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray
+from zloader.terms import Cache
 
 options = json.loads(sys.argv[2])
 layout = ArrayLayout(**options | {"dtype": np.dtype(options["dtype"])})
 truth = np.load(sys.argv[3])
+
+def place(directory):
+    return Place(Cache(directory=directory), "f" * 32, "store")
 
 def put_all(mirror, order, before_each):
     for chunk in order:
@@ -273,14 +328,14 @@ def put_all(mirror, order, before_each):
 def fill(directory, seed):
     order = np.random.default_rng(int(seed)).permutation(layout.n_chunks).tolist()
     os.write(1, b"%d\\n" % os.getpid())
-    put_all(MirrorArray(Path(directory), layout), order, lambda: os.write(1, b"."))
+    put_all(MirrorArray(place(directory), layout), order, lambda: os.write(1, b"."))
 
 def fill_with_limit(directory, n_bytes):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zloader").addHandler(handler)
-    mirror = MirrorArray(Path(directory), layout)
+    mirror = MirrorArray(place(directory), layout)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(n_bytes), resource.RLIM_INFINITY))
     put_all(mirror, range(layout.n_chunks), lambda: None)
     missing = mirror.missing(np.arange(layout.n_chunks)).tolist()
@@ -415,7 +470,8 @@ def test_all_that_open_a_new_cache_at_once_get_their_mirror(tmp_path, caplog):
 
     def open_one(cache):
         barrier.wait(timeout=60)
-        return open_mirror(cache, "f", [LAYOUT])
+        place = open_place(Cache(directory=cache), PRINT, "store")
+        return None if place is None else open_mirror(place, [LAYOUT])
 
     with ThreadPoolExecutor(n_threads) as threads:
         for attempt in range(100):
@@ -432,25 +488,27 @@ def test_the_directory_belongs_to_the_fingerprint_and_to_its_owner(tmp_path):
     before = os.umask(0)
     try:
         cache = tmp_path / "some" / "cache"
-        first, second = mirror_directory(cache, "abc"), mirror_directory(cache, "abd")
-        assert mirror_directory(cache, "abc") == first
-        MirrorArray(first, LAYOUT)
+        first, second = _place(cache, "a" * 32), _place(cache, "b" * 32)
+        assert _place(cache, "a" * 32).directory == first.directory
+        MirrorArray(first, LAYOUT).note()
         save_column(first, "indptr", np.arange(3))
+        first.proof.note([])
     finally:
         os.umask(before)
-    assert first != second
-    for directory in (cache, first, second):
+    assert first.directory != second.directory
+    for directory in (cache, first.directory, second.directory):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    for suffix in ("flat", "sums"):
-        assert stat.S_IMODE(_damaged(first, suffix).stat().st_mode) == 0o600
+    for file in first.directory.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
     assert (cache / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
 
 
 def test_a_cache_that_was_there_before_keeps_its_mode(tmp_path):
     tmp_path.chmod(0o755)
-    directory = mirror_directory(tmp_path, "abc")
+    directory = _place(tmp_path).directory
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert not (tmp_path / "CACHEDIR.TAG").exists()  # backups go on with what else is in it
 
 
 def _below_a_file(tmp_path):
@@ -468,16 +526,52 @@ def _where_nothing_can_be_made(tmp_path):
 
 
 def _with_a_directory_where_a_file_belongs(tmp_path):
-    (tmp_path / "f-v1" / "X%2Fdata.flat").mkdir(parents=True)
+    directory = _place(tmp_path).directory
+    (directory / "X%2Fdata.flat").mkdir()
+    return tmp_path
+
+
+def _open_to_others(tmp_path):
+    _place(tmp_path).directory.chmod(0o770)
+    return tmp_path
+
+
+def _of_another_user(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(_place(tmp_path).directory, 12345, 12345)
+    return tmp_path
+
+
+def _a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / f"{PRINT}-v2").symlink_to(tmp_path / "elsewhere")
+    return tmp_path
+
+
+def _with_a_link_where_a_file_belongs(tmp_path):
+    (tmp_path / "precious").write_bytes(b"1")
+    (_place(tmp_path).directory / "X%2Fdata.flat").symlink_to(tmp_path / "precious")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    "place", [_below_a_file, _a_file, _where_nothing_can_be_made, _with_a_directory_where_a_file_belongs]
+    "place",
+    [
+        _below_a_file,
+        _a_file,
+        _where_nothing_can_be_made,
+        _with_a_directory_where_a_file_belongs,
+        _open_to_others,
+        _of_another_user,
+        _a_link,
+        _with_a_link_where_a_file_belongs,
+    ],
 )
 def test_a_cache_that_cannot_be_used_gives_none_and_one_warning(tmp_path, caplog, place):
     cache = place(tmp_path)
-    assert open_mirror(cache, "f", [LAYOUT]) is None
+    place = open_place(Cache(directory=cache), PRINT, "store")
+    assert place is None or open_mirror(place, [LAYOUT]) is None
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("zloader", logging.WARNING)
     assert str(cache) in record.getMessage()
@@ -500,19 +594,21 @@ NAMES = [
 
 
 def test_odd_names_stay_inside_and_apart(tmp_path):
-    mirror = open_mirror(tmp_path / "cache", "f", [_layout(name) for name in NAMES])
+    place = _place(tmp_path / "cache")
+    mirror = open_mirror(place, [_layout(name) for name in NAMES])
     assert list(mirror.arrays) == NAMES
-    directory = mirror_directory(tmp_path / "cache", "f")
+    directory = place.directory
+    before = len(list(directory.iterdir()))
     for number, name in enumerate(NAMES):
         mirror.arrays[name].put(0, np.full(10, number, "<u2"))
-        save_column(directory, name, np.array([number]))
+        save_column(place, name, np.array([number]))
     for number, name in enumerate(NAMES):
         assert mirror.arrays[name].elements[:10].tolist() == [number] * 10
-        assert load_column(directory, name).tolist() == [number]
+        assert load_column(place, name).tolist() == [number]
     assert all(file.is_file() for file in directory.iterdir())
-    assert len(list(directory.iterdir())) == 3 * len(NAMES)
+    assert len(list(directory.iterdir())) == before + len(NAMES) + 1  # and proved.json
     outside = {path for path in tmp_path.rglob("*") if directory not in path.parents and path != directory}
-    assert outside == {tmp_path / "cache", tmp_path / "cache" / "CACHEDIR.TAG"}
+    assert outside == {tmp_path / "cache", *(tmp_path / "cache" / name for name in ("CACHEDIR.TAG", "zloader-cache"))}
 
 
 # ---- whole columns
@@ -533,67 +629,75 @@ def _equal(found, wanted):
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_is_kept(tmp_path, name, caplog):
-    assert load_column(tmp_path, name) is None
-    save_column(tmp_path, name, COLUMNS[name])
-    column = load_column(tmp_path, name)
+    place = _place(tmp_path)
+    assert load_column(place, name) is None
+    save_column(place, name, COLUMNS[name])
+    column = load_column(place, name)
     assert _equal(column, COLUMNS[name])
     assert not column.flags.writeable
     assert not caplog.records
-    assert [file.name for file in tmp_path.iterdir()] == [f"{name}.npy"]
+    assert {file.name for file in place.directory.iterdir()} == {"users", "mirror.json", f"{name}.npy", "proved.json"}
 
 
 def test_a_column_is_mapped_and_outlives_its_replacement(tmp_path):
-    save_column(tmp_path, "x", np.arange(1000))
-    column = load_column(tmp_path, "x")
+    place = _place(tmp_path)
+    save_column(place, "x", np.arange(1000))
+    column = load_column(place, "x")
     assert isinstance(column.base, np.memmap)
-    save_column(tmp_path, "x", np.zeros(1000))
+    save_column(place, "x", np.zeros(1000))
     np.testing.assert_array_equal(column, np.arange(1000))
-    np.testing.assert_array_equal(load_column(tmp_path, "x"), np.zeros(1000))
+    np.testing.assert_array_equal(load_column(place, "x"), np.zeros(1000))
 
 
 def test_a_torn_column_is_not_used(tmp_path, caplog):
-    save_column(tmp_path, "x", COLUMNS["indptr"])
-    file = tmp_path / "x.npy"
+    place = _place(tmp_path)
+    save_column(place, "x", COLUMNS["indptr"])
+    file = place.directory / "x.npy"
     whole = file.read_bytes()
     for length in range(len(whole)):
         caplog.clear()
         file.write_bytes(whole[:length])
-        assert load_column(tmp_path, "x") is None, f"{length} of {len(whole)} bytes"
+        assert load_column(place, "x") is None, f"{length} of {len(whole)} bytes"
         assert len(caplog.records) == 1
     file.write_bytes(whole)
-    assert _equal(load_column(tmp_path, "x"), COLUMNS["indptr"])
+    assert _equal(load_column(place, "x"), COLUMNS["indptr"])
 
 
 def test_a_column_with_a_flipped_bit_is_not_used(tmp_path):
     """In the values, in the checksum, and in the header, which says how the values are to be understood."""
-    save_column(tmp_path, "x", COLUMNS["indptr"])
-    file = tmp_path / "x.npy"
+    place = _place(tmp_path)
+    save_column(place, "x", COLUMNS["indptr"])
+    file = place.directory / "x.npy"
     whole = file.read_bytes()
     wrong = []
-    for place in range(len(whole)):
+    for at in range(len(whole)):
         for bit in range(8):
             flipped = bytearray(whole)
-            flipped[place] ^= 1 << bit
+            flipped[at] ^= 1 << bit
             file.write_bytes(flipped)
-            column = load_column(tmp_path, "x")
+            column = load_column(place, "x")
             if column is not None and not _equal(column, COLUMNS["indptr"]):
-                wrong.append((place, bit, column.dtype.str))
+                wrong.append((at, bit, column.dtype.str))
     assert wrong == []
 
 
 def test_drafts_left_behind_do_not_disturb(tmp_path):
-    own, others = tmp_path / f"x.{os.getpid()}.draft", tmp_path / "x.1.draft"
+    place = _place(tmp_path)
+    own, others = (
+        place.directory / f"x.npy.{name}.draft" for name in (f"{os.getpid()}.{threading.get_ident()}", "1.1")
+    )
     own.write_bytes(b"half a file" * 1000)
     others.write_bytes(b"half a file")
-    assert load_column(tmp_path, "x") is None
-    save_column(tmp_path, "x", COLUMNS["indptr"])
-    assert _equal(load_column(tmp_path, "x"), COLUMNS["indptr"])
+    assert load_column(place, "x") is None
+    save_column(place, "x", COLUMNS["indptr"])
+    assert _equal(load_column(place, "x"), COLUMNS["indptr"])
 
 
 def test_a_column_that_cannot_be_kept_is_a_warning(tmp_path, caplog):
-    (tmp_path / "x.npy").mkdir()
-    save_column(tmp_path, "x", COLUMNS["indptr"])
+    place = _place(tmp_path)
+    (place.directory / "x.npy").mkdir()
+    save_column(place, "x", COLUMNS["indptr"])
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]  # no draft is left
-    assert load_column(tmp_path, "x") is None
+    assert not list(place.directory.glob("*.draft"))
+    assert load_column(place, "x") is None

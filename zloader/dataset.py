@@ -42,6 +42,7 @@ def open_dataset(
     *,
     cache: str | os.PathLike[str] | Cache | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    offline: bool = False,
 ) -> Dataset:
     """Opens the AnnData store at a local path or URL; or several, in this order, as one dataset.
 
@@ -50,17 +51,20 @@ def open_dataset(
     `cache` is the directory (or zl.Cache) that keeps mirrors, best on a local NVMe disk; None keeps none.
     `storage_options`, for all URLs, are s3fs's (key, secret, token, anon, profile, endpoint_url, client_kwargs); of
     gcsfs's, token and endpoint_url; of a web server's, headers. A pickle of the dataset carries them.
-    Raises StoreNotFoundError, AccessDeniedError or FormatError.
+    `offline` opens what the cache holds of it, without a request; a read of what it does not hold raises ReadError.
+    Raises StoreNotFoundError, AccessDeniedError or FormatError; CacheError where there is no mirror to open offline.
     """
     urls = [url] if isinstance(url, str | os.PathLike) else url
     if cache is not None and not isinstance(cache, Cache):
-        cache = Cache(directory=Path(cache).expanduser().absolute())
+        cache = Cache(directory=Path(cache))
     options = dict(storage_options or {})
-    return Dataset([Location(url=os.fspath(url), storage_options=options) for url in urls], cache)
+    return Dataset([Location(url=os.fspath(url), storage_options=options) for url in urls], cache, offline=offline)
 
 
-def _reopen(locations: Sequence[Location], cache: Cache | None, fingerprints: Mapping[str, str]) -> Dataset:
-    dataset = Dataset(locations, cache)
+def _reopen(
+    locations: Sequence[Location], cache: Cache | None, offline: bool, fingerprints: Mapping[str, str]
+) -> Dataset:
+    dataset = Dataset(locations, cache, offline=offline)
     found = {store.location.url: store.fingerprint for store in dataset.stores}
     for url in [*found, *fingerprints]:
         if found.get(url) != fingerprints.get(url):
@@ -71,12 +75,13 @@ def _reopen(locations: Sequence[Location], cache: Cache | None, fingerprints: Ma
 class Dataset:
     """One or several stores seen as one table of rows. Made by `open_dataset`."""
 
-    def __init__(self, locations: Sequence[Location], cache: Cache | None) -> None:
+    def __init__(self, locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> None:
         if not locations:
             raise OptionError("there is nothing to open: give at least one URL")
         self._locations = list(locations)
         self.cache = cache
-        opened = _each(partial(open_stores, cache=cache), self._locations)
+        self._offline = offline
+        opened = _each(partial(open_stores, cache=cache, offline=offline), self._locations)
         self.stores: list[OpenedStore] = [store for stores in opened for store in stores]
         prints = [store.fingerprint for store in self.stores]
         self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr(prints).encode()).hexdigest()[:32]
@@ -85,7 +90,7 @@ class Dataset:
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         fingerprints = {store.location.url: store.fingerprint for store in self.stores}
-        return _reopen, (self._locations, self.cache, fingerprints)
+        return _reopen, (self._locations, self.cache, self._offline, fingerprints)
 
     def __repr__(self) -> str:
         return f"<Dataset {self.url}: {self.n_obs} rows x {self.n_vars} genes>"

@@ -7,6 +7,7 @@ Each message says what went wrong, with which value, and what to do.
     ├── MissingColumnError (KeyError)         an obs column that is not there; the message lists those that are
     ├── ForkError (RuntimeError)              object storage used after fork()
     ├── SourceError (ValueError)              a file given to convert that cannot be converted
+    ├── CacheError (ValueError)               a directory that is no cache, or no mirror to open offline
     └── StoreError
         ├── StoreNotFoundError (FileNotFoundError)
         ├── StoreExistsError (FileExistsError)
@@ -44,6 +45,10 @@ class ForkError(ZloaderError, RuntimeError):
 
 class SourceError(ZloaderError, ValueError):
     """A source file that cannot be converted."""
+
+
+class CacheError(ZloaderError, ValueError):
+    """A directory that is no cache, or a mirror that is not in it."""
 
 
 class StoreError(ZloaderError):

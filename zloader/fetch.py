@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from zloader import gather
 from zloader.bridge import Bridge, ByteBudget, Put, aside
+from zloader.claims import Claims
 from zloader.columns import ObsColumn
 from zloader.layout import MatrixLayout
 from zloader.mirror import Mirror
@@ -129,6 +130,7 @@ class FetchScheduler:
         self._half_ready = options.ready_bytes // 2  # of minibatches being gathered, and of those that wait
         self._ahead = asyncio.Semaphore(options.prefetch + 1)
         self._columns: Mapping[str, ObsColumn] = {}
+        self._claims: list[Claims | None] = []  # of each part
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
@@ -160,6 +162,10 @@ class FetchScheduler:
             finally:
                 for threads in (decoding, gathering):
                     threads.shutdown(wait=False, cancel_futures=True)
+                for part, claims in zip(self._recipe.parts, self._claims, strict=False):
+                    if part.mirror is not None and claims is not None:
+                        claims.close()
+                        part.mirror.note()
 
     async def _load_ahead(
         self,
@@ -192,7 +198,8 @@ class FetchScheduler:
             )
             for part in self._recipe.parts
         ]
-        return [_readers_of(part, shop) for part, shop in zip(self._recipe.parts, shops, strict=True)]
+        self._claims = [None if part.mirror is None else part.mirror.claims() for part in self._recipe.parts]
+        return [_readers_of(*each) for each in zip(self._recipe.parts, self._claims, shops, strict=True)]
 
     def _planned(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
         lengths = np.zeros(len(fetch.rows), np.int64)
@@ -282,9 +289,9 @@ def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
     return _Wanted(reader=reader, starts=starts, stops=stops, chunks=chunks, n_bytes=reader.buffer_bytes(chunks))
 
 
-def _readers_of(part: Part, shop: Workshop) -> list[ArrayReader]:
+def _readers_of(part: Part, claims: Claims | None, shop: Workshop) -> list[ArrayReader]:
     mirrored = {} if part.mirror is None else part.mirror.arrays
-    return [ArrayReader(layout, mirrored.get(layout.path), shop) for layout in part.matrix.arrays]
+    return [ArrayReader(layout, mirrored.get(layout.path), claims, shop) for layout in part.matrix.arrays]
 
 
 def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:

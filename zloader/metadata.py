@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zloader.errors import FormatError
 from zloader.layout import ArrayLayout
@@ -118,3 +119,25 @@ def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
     if dtype.kind not in "biuf":
         raise FormatError(f"{path} holds {data_type!r}, not numbers. Run 'zloader convert' on what it was made from")
     return dtype
+
+
+class IndptrCheck:
+    """Raises FormatError for an indptr, given in windows, that falls or leaves the `n_elements` there are."""
+
+    def __init__(self, where: str, n_elements: int) -> None:
+        self._where, self._n_elements, self._last = where, n_elements, 0
+
+    def __call__(self, first: int, window: NDArray[Any]) -> None:
+        """Looks at the entries from `first` on."""
+        if first == 0:
+            self._last = 0
+        before = np.append(self._last, window[:-1]) if len(window) else window
+        wrong = (window < before) | (window > self._n_elements)
+        if first == 0 and len(window):
+            wrong[0] |= window[0] != 0
+        if wrong.any():
+            row = max(0, first + int(np.argmax(wrong)) - 1)
+            raise FormatError(
+                f"{self._where} is wrong at row {row} ({self._n_elements} values are stored): the store is damaged"
+            )
+        self._last = int(window[-1]) if len(window) else self._last

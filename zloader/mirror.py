@@ -1,73 +1,76 @@
 """The local mirror: decoded arrays as flat files, filled chunk by chunk.
 
-Element i of an array stands at byte i * itemsize of a sparse file NAME.flat. Beside it, NAME.sums holds one 64-bit word
-a chunk: 0 while the chunk is not there, else its crc32c with a bit above it. The word is stored after the chunk's
-bytes, in one aligned write, so a process killed at any moment leaves a chunk either whole or not there. A process
-compares every chunk with its checksum when it first uses it: after power loss, truncation or a flipped byte the chunk
-is a miss, to be read again.
+Element i of an array stands at byte i * itemsize of a sparse file NAME.flat. Beside it, NAME.sums begins with what the
+array is, and then holds one 64-bit word a chunk: 0 while the chunk is not there, a claim (claims.py) while somebody
+brings it, else its crc32c with a bit above it. The word is stored after the chunk's bytes, in one aligned write, so a
+process killed at any moment leaves a chunk either whole or not there.
 
-The directory is named after the fingerprint of the dataset: changed objects have another mirror. Several processes may
+A process compares a chunk with its checksum when it first uses it, unless proof.py knows the files to be as they were
+when all of them was right: after power loss, truncation or a flipped byte the chunk is a miss, to be read again.
+
+The directory is named after the fingerprint of the store: changed objects have another mirror. Any number of processes
 fill and read one mirror at once, since all write the same bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.caches import Place
+from zloader.claims import Claims
 from zloader.decode import checksum
+from zloader.drafts import draft_of, file_of
 from zloader.layout import ArrayLayout
-from zloader.terms import Rows
+from zloader.terms import Cache, Rows
 
 log = logging.getLogger("zloader")
 
 _PRESENT = 1 << 32  # set in every word of a chunk that is there, so that a checksum of 0 is told from absence
-_VERSION = 1  # of the files' format; part of the directory's name
-_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory holds mirrors made by zloader.\n"
-
-
-def mirror_directory(cache: Path, fingerprint: str) -> Path:
-    """Where the mirror of a dataset lies below a cache directory; made, with mode 0700, where it does not exist.
-
-    Raises OSError where that is not possible.
-    """
-    directory = cache / f"{fingerprint}-v{_VERSION}"
-    if not cache.exists():
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (cache / "CACHEDIR.TAG").write_text(_TAG)  # https://bford.info/cachedir: backups leave it out
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory
+_MAGIC = int.from_bytes(b"zloader2", "little")
+_HEADER = 8  # words
 
 
 class MirrorArray:
     """The mirror of one array. Raises OSError when its files cannot be made or opened."""
 
-    def __init__(self, directory: Path, layout: ArrayLayout) -> None:
+    def __init__(self, place: Place, layout: ArrayLayout) -> None:
         self.layout = layout
-        self._path = _file_of(directory, layout.path, "flat")
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._place = place
+        self._path = file_of(place.directory, layout.path, "flat")
+        self._sums = file_of(place.directory, layout.path, "sums")
         n_bytes = layout.n_elements * layout.dtype.itemsize
+        self._file = _opened(self._path)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
         self.elements = np.frombuffer(_mapped(self._file, n_bytes, mmap.ACCESS_READ), layout.dtype)
-        self._words = _mapped_words(_file_of(directory, layout.path, "sums"), layout.n_chunks)
-        # Chunks whose checksum this process has compared or written itself.
-        self._trusted = np.zeros(layout.n_chunks, bool)
-        self.writable = True
+        self._words = _mapped_words(place, self._sums, layout)
+        # Chunks whose checksum this process has compared or written itself, or that were right all along.
+        proved = place.proof.holds(self._path, self._sums)
+        self._trusted = self._present(slice(None)) if proved else np.zeros(layout.n_chunks, bool)
+        self._unnoted = not proved
+        self._claiming = threading.Lock()
+        self.writable = self._words.flags.writeable
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             os.close(self._file)
+
+    @property
+    def limited(self) -> bool:
+        """Whether claiming chunks asks the file system for room."""
+        return self._place.room.limited
+
+    def _present(self, chunks: Rows | slice) -> NDArray[np.bool_]:
+        return np.asarray((self._words[chunks] & np.uint64(_PRESENT)) != 0)
 
     def holds(self, chunks: Rows) -> bool:
         """Whether all chunks are there and known to be right, without looking at their bytes."""
@@ -75,19 +78,20 @@ class MirrorArray:
 
     def unproved(self, chunks: Rows) -> bool:
         """Whether there are chunks among them whose bytes `missing` would have to look at."""
-        return bool(((self._words[chunks] != 0) & ~self._trusted[chunks]).any())
+        return bool((self._present(chunks) & ~self._trusted[chunks]).any())
 
     def missing(self, chunks: Rows) -> Rows:
         """Those of `chunks` that are not there or not what was written; compares checksums on first use."""
-        missing = self._words[chunks] == 0
+        missing = ~self._present(chunks)
         for position in np.flatnonzero(~missing & ~self._trusted[chunks]).tolist():
             chunk = int(chunks[position])
             if self._words[chunk] == _PRESENT | checksum(self._chunk(chunk)):
                 self._trusted[chunk] = True
             else:
                 log.warning("a chunk in %s differs from its checksum: it is read again from the store", self._path)
-                self._words[chunk] = 0
                 missing[position] = True
+                if self.writable:
+                    self._words[chunk] = 0
         return np.asarray(chunks[missing])
 
     def _chunk(self, chunk: int) -> NDArray[Any]:
@@ -99,48 +103,113 @@ class MirrorArray:
         for chunk, slot in zip(chunks.tolist(), slots, strict=True):
             slot[:] = self._chunk(chunk)[: len(slot)]
 
+    def claim(self, chunks: Rows, claims: Claims) -> tuple[Rows, Rows]:
+        """Of chunks (ascending) that are not there: those that are now the owner's to bring, and those that others are.
+
+        Chunks for which there is no room on disk are in neither; then the mirror takes no more.
+        """
+        with self._claiming:  # two loads of one owner would claim the same chunk
+            words = self._words[chunks]
+            absent = (words & np.uint64(_PRESENT)) == 0
+            alive = absent & claims.alive(np.where(absent, words, np.uint64(0)))
+            mine = self._with_room(chunks[absent & ~alive])
+            self._words[mine] = claims.word
+        return mine, np.asarray(chunks[alive])
+
+    def _with_room(self, chunks: Rows) -> Rows:
+        """The first of the chunks, as many as have room on disk."""
+        if not self.writable or not len(chunks) or not self._place.room.limited:
+            return chunks if self.writable else chunks[:0]
+        begins = np.flatnonzero(np.diff(chunks, prepend=chunks[0] - 2) != 1)
+        ends = np.append(begins[1:], len(chunks))
+        first, _ = self.layout.chunk_bounds(chunks[begins])
+        _, last = self.layout.chunk_bounds(chunks[ends - 1])
+        itemsize = self.layout.dtype.itemsize
+        runs = zip((first * itemsize).tolist(), ((last - first) * itemsize).tolist(), strict=True)
+        try:
+            done = self._place.room.allocate(self._file, list(runs))
+        except OSError as error:
+            self._stop_writing(error)
+            return chunks[:0]
+        if done < len(begins):
+            self.writable = False
+            log.info("the mirror %s is as full as it may be: what is not in it is read through", self._path)
+        return chunks[: ends[done - 1]] if done else chunks[:0]
+
+    def abandon(self, chunks: Rows, claims: Claims) -> None:
+        """Gives up the owner's claims on chunks; those that were brought stay."""
+        if claims.word:
+            self._words[chunks[self._words[chunks] == claims.word]] = 0
+
     def put(self, first: int, elements: NDArray[Any]) -> None:
         """Writes decoded chunks, `first` and those that follow it; after a failure (a full disk, say) keeps no more."""
-        if not self.writable:
-            return
         width = self.layout.chunk_elements
         try:
             _write_all(self._file, elements, first * width * self.layout.dtype.itemsize)
         except OSError as error:
-            self.writable = False
-            log.warning("cannot write the mirror %s (%s): reading goes on without filling it", self._path, error)
+            self._stop_writing(error)
             return
+        self._unnoted = True
         for chunk, begin in enumerate(range(0, len(elements), width), first):
             self._words[chunk] = _PRESENT | checksum(elements[begin : begin + width])
             self._trusted[chunk] = True
 
+    def _stop_writing(self, error: OSError) -> None:
+        if self.writable:
+            self.writable = False
+            log.warning("cannot write the mirror %s (%s): reading goes on without filling it", self._path, error)
 
-def _file_of(directory: Path, name: str, suffix: str) -> Path:
-    """Where something of an array is kept; the name comes from the store and never leads out of the directory."""
-    return directory / f"{quote(name, safe='')}.{suffix}"
+    def note(self) -> None:
+        """Notes that all that is there is right, where this process knows it."""
+        if self._unnoted and self._trusted[self._present(slice(None))].all():
+            self._place.proof.note([self._path, self._sums])
+            self._unnoted = False
+
+    @property
+    def n_present(self) -> int:
+        """Chunks that are there."""
+        return int(self._present(slice(None)).sum())
+
+    @property
+    def present_bytes(self) -> int:
+        """Decoded bytes of the chunks that are there."""
+        first, last = self.layout.chunk_bounds(np.flatnonzero(self._present(slice(None))))
+        return int((last - first).sum()) * self.layout.dtype.itemsize
 
 
-@contextlib.contextmanager
-def _draft(path: Path) -> Iterator[Path]:
-    """A name of this thread's own beside `path`, to be moved there when it is whole; gone afterwards."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
+def _opened(path: Path) -> int:
+    """The file for reading and writing, made where it is not there; for reading alone where that is all one may."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    except OSError:
+        if not path.is_file():
+            raise
+        return os.open(path, os.O_RDONLY | flags)
 
 
-def _mapped_words(path: Path, n_chunks: int) -> NDArray[np.uint64]:
-    """The words of all chunks, shared with every process that maps them; a file of another size counts for nothing."""
-    n_bytes = 8 * n_chunks
-    if not path.exists() or path.stat().st_size != n_bytes:
-        with _draft(path) as draft:
+def _header(layout: ArrayLayout) -> NDArray[np.uint64]:
+    """What a file of words begins with: for which array, in which version of the format, and a checksum of that."""
+    dtype = int.from_bytes(layout.dtype.str.encode()[:8], "little")
+    words = np.array([_MAGIC, layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, dtype, 0, 0, 0], "<u8")
+    words[-1] = checksum(words[:-1])
+    return words
+
+
+def _mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
+    """The words of all chunks, shared with all who map them; a file for another array counts for nothing."""
+    header = _header(layout)
+    size = 8 * (_HEADER + layout.n_chunks)
+    if _read_header(path, size) != header.tobytes():
+        with draft_of(path) as draft:
             with draft.open("wb") as file:
-                if n_bytes:
-                    os.posix_fallocate(file.fileno(), 0, n_bytes)  # storing to a hole of a full disk kills a process
-            draft.chmod(0o600)
+                os.fchmod(file.fileno(), 0o600)
+                if not place.room.allocate(file.fileno(), [(0, size)]):
+                    raise OSError(f"{path} does not fit into the cache")
+                os.posix_fallocate(file.fileno(), 0, size)  # storing to a hole of a full disk kills a process
+                file.write(header.tobytes())
             try:
-                if path.exists():  # of another size: nothing in it counts
+                if path.exists():  # for something else: nothing in it counts
                     draft.replace(path)
                 else:
                     path.hardlink_to(draft)
@@ -148,8 +217,22 @@ def _mapped_words(path: Path, n_chunks: int) -> NDArray[np.uint64]:
                 pass  # another process was first: its file is as good
             except OSError:  # no hard links on this file system
                 draft.replace(path)
-    with path.open("r+b") as file:
-        return np.frombuffer(_mapped(file.fileno(), n_bytes, mmap.ACCESS_WRITE), np.uint64)
+    file_number = _opened(path)
+    try:
+        writable = os.access(path, os.W_OK)
+        words = np.frombuffer(_mapped(file_number, size, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), "<u8")
+    finally:
+        os.close(file_number)
+    return words[_HEADER:]
+
+
+def _read_header(path: Path, size: int) -> bytes:
+    """How a file of `size` bytes begins; nothing where there is none of that size."""
+    try:
+        with path.open("rb") as file:
+            return file.read(8 * _HEADER) if os.fstat(file.fileno()).st_size == size else b""
+    except FileNotFoundError:
+        return b""
 
 
 def _mapped(file: int, n_bytes: int, access: int) -> mmap.mmap | bytes:
@@ -164,47 +247,35 @@ def _write_all(file: int, elements: NDArray[Any], offset: int) -> None:
 
 
 class Mirror:
-    """The mirror of some arrays of one dataset, below a cache directory."""
+    """The mirror of some arrays of one store."""
 
-    def __init__(self, directory: Path, arrays: Sequence[ArrayLayout]) -> None:
-        self.arrays = {layout.path: MirrorArray(directory, layout) for layout in arrays}
+    def __init__(self, place: Place, arrays: Sequence[ArrayLayout]) -> None:
+        self.place = place
+        self.arrays = {layout.path: MirrorArray(place, layout) for layout in arrays}
+
+    def claims(self) -> Claims:
+        """A new owner of claims."""
+        return Claims(self.place.directory)
+
+    def note(self) -> None:
+        """Notes what is known to be right, so that no process has to compare it again."""
+        for array in self.arrays.values():
+            array.note()
 
 
-def open_mirror(cache: Path, fingerprint: str, arrays: Sequence[ArrayLayout]) -> Mirror | None:
-    """The mirror of a dataset, or None, with a warning, where the directory cannot be used."""
+def open_place(cache: Cache, fingerprint: str, url: str) -> Place | None:
+    """Where the mirror of a store is kept, or None, with a warning, where the directory cannot be used."""
     try:
-        return Mirror(mirror_directory(cache, fingerprint), arrays)
+        return Place(cache, fingerprint, url)
     except OSError as error:
-        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", cache, error)
+        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", cache.directory, error)
         return None
 
 
-def load_column(directory: Path, name: str) -> NDArray[Any] | None:
-    """A whole array kept by `save_column`, memory-mapped and read-only, or None where there is none to trust."""
-    path = _file_of(directory, name, "npy")
+def open_mirror(place: Place, arrays: Sequence[ArrayLayout]) -> Mirror | None:
+    """The mirror of some arrays of a store, or None, with a warning, where its files cannot be made."""
     try:
-        content = np.memmap(path, np.uint8, mode="r")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # ValueError: an empty file
-        log.warning("cannot use %s (%s): it is read again from the store", path, error)
-        return None
-    if len(content) < 4 or checksum(content[:-4]) != int.from_bytes(content[-4:].tobytes(), "little"):
-        log.warning("%s differs from its checksum: it is read again from the store", path)
-        return None
-    return np.asarray(np.load(path, mmap_mode="r"))
-
-
-def save_column(directory: Path, name: str, column: NDArray[Any]) -> None:
-    """Keeps a whole array as an .npy file with the crc32c of it all behind; appears at once or not at all."""
-    path = _file_of(directory, name, "npy")
-    try:
-        with _draft(path) as draft:
-            with draft.open("wb") as file:
-                np.save(file, column)
-            content = np.memmap(draft, np.uint8, mode="r")
-            with draft.open("ab") as file:
-                file.write(checksum(content).to_bytes(4, "little"))
-            draft.replace(path)
+        return Mirror(place, arrays)
     except OSError as error:
-        log.warning("cannot keep %s in the mirror (%s)", name, error)
+        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", place.directory, error)
+        return None

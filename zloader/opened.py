@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import anndata as ad
@@ -22,17 +21,20 @@ import zarr
 import zarr.errors
 from numpy.typing import NDArray
 
-from zloader.errors import FormatError, MissingObjectError, StoreError
+from zloader.errors import CacheError, FormatError, MissingObjectError, OptionError, ZloaderError
 from zloader.fetch import Part
 from zloader.files import FileSource
+from zloader.kept import load_column, save_column
+from zloader.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
 from zloader.layout import ArrayLayout, MatrixLayout
 from zloader.location import Location, StoredObject
-from zloader.metadata import layout_of
-from zloader.mirror import Mirror, load_column, mirror_directory, open_mirror, save_column
+from zloader.metadata import IndptrCheck, layout_of
+from zloader.mirror import Mirror, open_mirror, open_place
 from zloader.store import ObjectSource
 from zloader.terms import Cache, FetchOptions, Source
 from zloader.web import stored_keys
 
+_WINDOW_BYTES = 32 << 20  # of a column that is read into the mirror
 _COLLECTION = "annbatch-preshuffled"
 
 
@@ -40,18 +42,21 @@ class OpenedStore:
     """One AnnData store, as it was when it was opened. Raises FormatError for what is none."""
 
     def __init__(
-        self, location: Location, objects: dict[str, StoredObject], root: Any = None, *, cache: Cache | None
+        self, location: Location, objects: dict[str, StoredObject], *, cache: Cache | None, offline: bool = False
     ) -> None:
-        """`objects` are those listed at the location; `root` is the group there, where it is open already."""
+        """`objects` are those listed at the location, or listed when it was last open (`offline`)."""
         self.location = location
         self.objects = objects
-        self.cache = cache
-        root = _open_group(location, objects) if root is None else root
-        _check_root(location, root)
-        self._opened = (os.getpid(), root)
-        self._inherited: list[Any] = [location.filesystem()]
+        self.offline = offline
         listed = sorted((key, entry.size, entry.tag) for key, entry in objects.items())
         self.fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
+        self.place = None if cache is None else open_place(cache, self.fingerprint, location.url)
+        if offline and self.place is None:
+            raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
+        self._opened = (os.getpid(), self._open_group())
+        self._inherited: list[Any] = [] if offline else [location.filesystem()]
+        if self.place is not None:
+            keep_listing(self.place, objects)
         self._mirrors: dict[str, Mirror | None] = {}
         self._indptrs: dict[str, NDArray[np.integer]] = {}
 
@@ -60,8 +65,36 @@ class OpenedStore:
         """The root zarr group; opened anew in a forked process, where the parent's connections do not live on."""
         if self._opened[0] != os.getpid():
             self._inherited.append(self._opened)  # dropping them here would make aiohttp complain about the parent's
-            self._opened = (os.getpid(), _open_group(self.location, self.objects))
+            self._opened = (os.getpid(), self._open_group())
         return self._opened[1]
+
+    def require_anndata(self) -> None:
+        """Raises FormatError where it is something else."""
+        encoding = self.root.attrs.get("encoding-type")
+        if encoding != "anndata":
+            raise FormatError(
+                f"{self.location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
+            )
+        for needed in ("obs", "var"):
+            if needed not in self.root:
+                raise FormatError(f"{self.location.url} has no {needed}: it is not a whole AnnData store")
+
+    def _open_group(self) -> Any:
+        if not self.objects.keys() & {"zarr.json", ".zgroup"}:
+            why = "its conversion did not end" if "zloader.partial" in self.objects else "there is no zarr.json in it"
+            raise FormatError(f"{self.location.url} is not a complete AnnData Zarr store: {why}")
+        known: Literal[2, 3] = 3 if "zarr.json" in self.objects else 2  # else zarr would look for the objects of both
+        try:
+            return zarr.open_group(self._zarr_store(), mode="r", zarr_format=known)
+        except ZloaderError:
+            raise
+        except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{self.location.url} is not a Zarr group: {error}") from error
+
+    def _zarr_store(self) -> zarr.abc.store.Store:
+        if self.place is None:
+            return self.location.zarr_store(read_only=True)
+        return KeptStore(self.location, self.objects, self.place, offline=self.offline)
 
     @cached_property
     def n_obs(self) -> int:
@@ -87,6 +120,17 @@ class OpenedStore:
 
     def element(self, path: str) -> Any:
         """An element read whole by anndata, after checking that its objects are there: zarr would read zeros."""
+        node = self._whole(path)
+        try:
+            # The parts of a sparse matrix carry no encoding of their own: plain arrays.
+            return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
+        except ZloaderError:
+            raise
+        except (ValueError, OSError, RuntimeError) as error:
+            raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
+
+    def _whole(self, path: str) -> Any:
+        """What stands at a path, whose objects are all there. Raises MissingObjectError."""
         node = self.root[path]
         arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in arrays_below(node)]
         keys = (key for array in arrays for key in stored_keys(array)) if self._written_by_us else ()
@@ -95,13 +139,40 @@ class OpenedStore:
                 raise MissingObjectError(
                     f"{self.location.url}: {key} is not there: the store is incomplete. Convert it again"
                 )
-        try:
-            # The parts of a sparse matrix carry no encoding of their own: plain arrays.
-            return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
-        except StoreError:
-            raise
-        except (ValueError, OSError, RuntimeError) as error:
-            raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
+        return node
+
+    def column(self, path: str, dtype: np.dtype[Any], check: Callable[[int, NDArray[Any]], None]) -> NDArray[Any]:
+        """A whole array of numbers, mapped from the mirror where there is one; else in memory.
+
+        It is read in windows, each of which is given to `check`, with the number of its first row, before it is kept.
+        """
+        column = None if self.place is None else load_column(self.place, path)
+        if column is not None:
+            return column
+        node = self._whole(path)
+        windows = self._windows(path, node, check)
+        if self.place is not None:
+            column = save_column(self.place, path, windows, shape=node.shape, dtype=dtype)
+        if column is None:
+            column = np.empty(node.shape, dtype)
+            filled = 0
+            for window in self._windows(path, node, check):
+                column[filled : filled + len(window)] = window
+                filled += len(window)
+        return column
+
+    def _windows(self, path: str, node: Any, check: Callable[[int, NDArray[Any]], None]) -> Iterator[NDArray[Any]]:
+        stored = (node.shards or node.chunks)[0]
+        step = max(1, _WINDOW_BYTES // max(1, stored * node.dtype.itemsize * int(np.prod(node.shape[1:])))) * stored
+        for first in range(0, node.shape[0], step):
+            try:
+                window = np.asarray(node[first : first + step])
+            except ZloaderError:
+                raise
+            except (ValueError, OSError, RuntimeError) as error:
+                raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
+            check(first, window)
+            yield window
 
     @property
     def _written_by_us(self) -> bool:
@@ -147,40 +218,20 @@ class OpenedStore:
         if matrix.genes is None:
             return None
         path = f"{matrix.path}/indptr"
-        if path in self._indptrs:
-            return self._indptrs[path]
-        directory = self._mirror_directory()
-        indptr = None if directory is None else load_column(directory, path)
-        if indptr is None:
-            indptr = np.ascontiguousarray(self.element(path), np.int64)
-            if directory is not None:
-                save_column(directory, path, indptr)
-        self._check_indptr(indptr, matrix)
-        self._indptrs[path] = indptr
-        return indptr
-
-    def _check_indptr(self, indptr: NDArray[np.integer], matrix: MatrixLayout) -> None:
-        where = f"{matrix.path}/indptr of {self.location.url}"
-        n_elements = min(array.n_elements for array in matrix.arrays)
-        if len(indptr) != matrix.n_rows + 1:
-            raise FormatError(f"{where} has {len(indptr)} entries for {matrix.n_rows} rows: the store is damaged")
-        falls = np.flatnonzero(indptr[1:] < indptr[:-1])
-        if indptr[0] != 0 or len(falls) or indptr[-1] > n_elements:
-            row = int(falls[0]) if len(falls) else (0 if indptr[0] else matrix.n_rows - 1)
-            raise FormatError(f"{where} is wrong at row {row} ({n_elements} values are stored): the store is damaged")
-
-    def _mirror_directory(self) -> Path | None:
-        try:
-            return None if self.cache is None else mirror_directory(self.cache.directory, self.fingerprint)
-        except OSError:
-            return None  # open_mirror warns
+        if path not in self._indptrs:
+            where, n_entries = f"{path} of {self.location.url}", int(self.root[path].shape[0])
+            if n_entries != matrix.n_rows + 1:
+                raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
+            check = IndptrCheck(where, min(array.n_elements for array in matrix.arrays))
+            self._indptrs[path] = self.column(path, np.dtype(np.int64), check)
+        return self._indptrs[path]
 
     def mirror(self, matrix: MatrixLayout) -> Mirror | None:
         """The mirror of a matrix, opened once a process; None without a cache or where it cannot be used."""
-        if self.cache is None:
+        if self.place is None:
             return None
         if matrix.path not in self._mirrors:
-            self._mirrors[matrix.path] = open_mirror(self.cache.directory, self.fingerprint, matrix.arrays)
+            self._mirrors[matrix.path] = open_mirror(self.place, matrix.arrays)
         return self._mirrors[matrix.path]
 
     def original_dtype(self, matrix: MatrixLayout) -> str:
@@ -194,6 +245,8 @@ class OpenedStore:
 
     def source(self, options: FetchOptions) -> Source:
         """What reads the store's objects."""
+        if self.offline:
+            return OfflineSource(self.location.url)
         source = FileSource if self.location.scheme == "file" else ObjectSource
         return source(self.location, self.objects, options)
 
@@ -209,12 +262,18 @@ class OpenedStore:
         )
 
 
-def open_stores(location: Location, cache: Cache | None) -> list[OpenedStore]:
-    """The store at a location or, where an annbatch collection is, its stores in their order; one listing for all."""
-    objects = location.listing()
-    root = _open_group(location, objects)
-    if root.attrs.get("encoding-type") != _COLLECTION:
-        return [OpenedStore(location, objects, root, cache=cache)]
+def open_stores(location: Location, cache: Cache | None, *, offline: bool = False) -> list[OpenedStore]:
+    """The store at a location or, where an annbatch collection is, its stores in their order; one listing for all.
+
+    `offline` takes everything from the mirrors in the cache. Raises CacheError where it is not there.
+    """
+    if offline and cache is None:
+        raise OptionError("offline=True opens what is in a cache: give cache= too")
+    objects = kept_listing(cache.directory, location.url) if offline and cache else location.listing()
+    opened = OpenedStore(location, objects, cache=cache, offline=offline)
+    if opened.root.attrs.get("encoding-type") != _COLLECTION:
+        opened.require_anndata()
+        return [opened]
     children: dict[int, dict[str, StoredObject]] = {}
     for key, stored in objects.items():
         if match := re.fullmatch(r"dataset_(0|[1-9]\d*)/(.+)", key):
@@ -224,35 +283,13 @@ def open_stores(location: Location, cache: Cache | None) -> list[OpenedStore]:
         raise FormatError(
             f"{location.url} is an annbatch collection without dataset_{min(missing)}: it is incomplete. Write it again"
         )
-    return [
-        OpenedStore(
-            replace(location, url=f"{location.url.rstrip('/')}/dataset_{number}"), children[number], cache=cache
-        )
-        for number in sorted(children)
-    ]
+    stores = []
+    for number in sorted(children):
+        child = replace(location, url=f"{location.url.rstrip('/')}/dataset_{number}")
+        stores.append(OpenedStore(child, children[number], cache=cache, offline=offline))
+        stores[-1].require_anndata()
+    return stores
 
 
 def arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
     return [(name, node) for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]
-
-
-def _open_group(location: Location, objects: Mapping[str, StoredObject]) -> Any:
-    if not objects.keys() & {"zarr.json", ".zgroup"}:
-        why = "its conversion did not end" if "zloader.partial" in objects else "there is no zarr.json in it"
-        raise FormatError(f"{location.url} is not a complete AnnData Zarr store: {why}")
-    known: Literal[2, 3] = 3 if "zarr.json" in objects else 2  # else zarr would look for the objects of both
-    try:
-        return zarr.open_group(location.zarr_store(read_only=True), mode="r", zarr_format=known)
-    except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{location.url} is not a Zarr group: {error}") from error
-
-
-def _check_root(location: Location, root: Any) -> None:
-    encoding = root.attrs.get("encoding-type")
-    if encoding != "anndata":
-        raise FormatError(
-            f"{location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
-        )
-    for needed in ("obs", "var"):
-        if needed not in root:
-            raise FormatError(f"{location.url} has no {needed}: it is not a whole AnnData store")

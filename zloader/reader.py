@@ -2,20 +2,21 @@
 
 Rows become chunks, and those that the mirror does not hold become coalesced reads; each read is decoded in a thread as
 soon as it arrives: into the mirror, which the rows are then taken from, or without one into the buffer of the fetch. A
-chunk that an earlier fetch is still reading into the mirror is waited for, not read twice.
+chunk that an earlier fetch or another process is reading into the mirror is waited for, not read twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader import blosc
+from zloader.claims import Claims
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
 from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, needed, total_bytes, widened
@@ -28,6 +29,9 @@ from zloader.workshop import Workshop
 _BATCH_BYTES = 8 << 20
 _BATCH_DECODED = 32 << 20
 _IN_FLIGHT = 8
+# How often a fetch looks whether others have brought what it waits for. They may be other processes, which share
+# nothing with this one but the mirror's files: there is nobody to be called by.
+_LOOK_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +75,17 @@ class _Slots:
         return Elements(source=self.elements, starts=here)
 
 
-@dataclass(frozen=True, eq=False)
-class _Claim:
-    """Chunks that one fetch is bringing into the mirror; `done` is set when it has."""
-
-    chunks: Rows
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class ArrayReader:
     """Loads the elements of rows of one array, each chunk once as long as there is a mirror to keep it."""
 
-    def __init__(self, layout: ArrayLayout, mirror: MirrorArray | None, shop: Workshop) -> None:
+    def __init__(self, layout: ArrayLayout, mirror: MirrorArray | None, claims: Claims | None, shop: Workshop) -> None:
+        """`claims` is the epoch's owner of claims on chunks of the mirror."""
         self._layout = layout
         self._mirror = mirror
+        self._owner = claims
         self._shop = shop
         self._decoder = Decoder(layout)
         self._indexes: dict[int, asyncio.Task[NDArray[np.uint64]]] = {}
-        self._claims: list[_Claim] = []
         # What is corrupt twice is corrupt where it is stored; that does not pass, as a busy server does.
         self._rereads = min(1, shop.options.retries)
         self._run = layout.chunks_in(shop.options.least_read_bytes, shop.object_sizes) if shop.sweeping else 1
@@ -127,24 +124,38 @@ class ArrayReader:
         return slots.filled(starts)
 
     async def _bring(self, mirror: MirrorArray, chunks: Rows, turn: int) -> Rows:
-        """Reads into the mirror what it does not hold, and waits for those who do the same; gives what was read."""
+        """Reads into the mirror what it does not hold, and waits for who does the same; gives what was read here."""
+        assert self._owner is not None
         if mirror.holds(chunks):
             return chunks[:0]
         # The consumer waits for the first fetch: that takes only what it needs.
         wide = widened(self._layout, chunks, self._run if turn else 1)
-        others = [claim for claim in self._claims if np.isin(wide, claim.chunks).any()]
-        claimed = np.concatenate([claim.chunks for claim in others]) if others else chunks[:0]
-        claim = _Claim(wide[~np.isin(wide, claimed)])
-        self._claims.append(claim)
-        try:
-            missing = await self._missing(mirror, claim.chunks)
-            await self._read_chunks(missing, None, turn)
-        finally:
-            claim.done.set()
-            self._claims.remove(claim)
-        for other in others:
-            await other.done.wait()
-        return missing
+        left = await self._missing(mirror, wide)
+        brought = [chunks[:0]]
+        waited_s = 0.0
+        while len(left):
+            mine, others = await self._claim(mirror, left, waited_s)
+            brought.append(mine)
+            try:
+                await self._read_chunks(mine, None, turn)
+            finally:
+                mirror.abandon(mine, self._owner)
+            # Of what others bring, this fetch waits for what it needs.
+            left = await self._missing(mirror, others[np.isin(others, chunks)])
+            if len(left):
+                await asyncio.sleep(_LOOK_S)
+                waited_s += _LOOK_S
+        return np.concatenate(brought)
+
+    async def _claim(self, mirror: MirrorArray, chunks: Rows, waited_s: float) -> tuple[Rows, Rows]:
+        """Those of the chunks to read here, and those that others are reading; for a deadline's time at most."""
+        if waited_s > self._shop.options.deadline_s:
+            return chunks, chunks[:0]
+        assert self._owner is not None
+        if not mirror.limited:
+            return mirror.claim(chunks, self._owner)
+        claimed, _ = await self._shop.run(mirror.claim, chunks, self._owner)  # asks the file system for room
+        return claimed
 
     async def _missing(self, mirror: MirrorArray, chunks: Rows) -> Rows:
         """Those that the mirror does not hold; checksums are compared in a thread."""

@@ -150,9 +150,33 @@ def _machine_bytes() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Where mirrors are kept: a directory on a fast local disk."""
+    """Where mirrors are kept: a directory on a fast local disk, and how much of that they may take.
+
+    `max_bytes` bounds all mirrors in the directory together, as the file system counts them; `min_free_bytes` is what
+    they leave free on the disk. Both are bytes, or strings such as "500GB". A mirror grows until it is full; what is
+    not in it is read from the store. Mirrors that nobody uses make room, stale ones first.
+    """
 
     directory: Path
+    max_bytes: int | str | None = None
+    min_free_bytes: int | str = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", Path(self.directory).expanduser().absolute())
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", parse_size(self.max_bytes))
+            require_count(max_bytes=self.most)
+        object.__setattr__(self, "min_free_bytes", parse_size(self.min_free_bytes))
+
+    @property
+    def most(self) -> int:
+        """`max_bytes` as a number; more than any disk has where there is no limit."""
+        return 1 << 62 if self.max_bytes is None else int(self.max_bytes)
+
+    @property
+    def least_free(self) -> int:
+        """`min_free_bytes` as a number."""
+        return int(self.min_free_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

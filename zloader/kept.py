@@ -1,0 +1,142 @@
+"""What of a store a mirror keeps whole: columns as .npy files that are mapped into memory, small objects as they are.
+
+Behind either stand four bytes, the crc32c of all before them; a file appears at once or not at all. Processes share
+the memory of a mapped column, so that what a rank needs does not grow with the number of rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caches import Place
+from zloader.drafts import draft_of, file_of
+
+log = logging.getLogger("zloader")
+
+_PIECE = 4 << 20  # bytes read at once to compare a checksum: through a map they would count as this process's memory
+
+
+def load_column(place: Place, name: str) -> NDArray[Any] | None:
+    """An array kept by `save_column`, mapped and read-only, or None where there is none to trust."""
+    path = file_of(place.directory, name, "npy")
+    if not _is_whole(place, path):
+        return None
+    try:
+        return np.asarray(np.load(path, mmap_mode="r"))
+    except (OSError, ValueError) as error:
+        log.warning("cannot use %s (%s): it is read again from the store", path, error)
+        return None
+
+
+def save_column(
+    place: Place, name: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> NDArray[Any] | None:
+    """Keeps an array that comes in windows of its first axis; gives it mapped, or None where it cannot be kept."""
+    path = file_of(place.directory, name, "npy")
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    try:
+        with draft_of(path) as draft:
+            with draft.open("wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 256
+                if not place.room.allocate(file.fileno(), [(0, n_bytes)]):
+                    log.info("%s would not fit into the cache: it is read from the store each time", path)
+                    return None
+                np.lib.format.write_array_header_1_0(file, header)
+                for window in windows:
+                    file.write(np.ascontiguousarray(window, dtype).data)
+                file.truncate()
+            _append_checksum(draft)
+            draft.replace(path)
+        place.proof.note([path])
+    except OSError as error:
+        log.warning("cannot keep %s in the mirror (%s)", name, error)
+        return None
+    return load_column(place, name)
+
+
+def load_object(place: Place, key: str) -> bytes | None:
+    """The bytes of an object kept by `save_object`, or None where there are none to trust."""
+    path = file_of(place.directory, key, "kept")
+    if not _is_whole(place, path):
+        return None
+    try:
+        return path.read_bytes()[:-4]
+    except OSError as error:
+        log.warning("cannot use %s (%s): it is read again from the store", path, error)
+        return None
+
+
+def read_object(directory: Path, key: str) -> bytes | None:
+    """The same of a mirror that is not in use here; always compared with its checksum."""
+    path = file_of(directory, key, "kept")
+    try:
+        return path.read_bytes()[:-4] if is_right(path) else None
+    except OSError:
+        return None
+
+
+def save_object(place: Place, key: str, content: bytes) -> None:
+    """Keeps the bytes of an object."""
+    path = file_of(place.directory, key, "kept")
+    try:
+        with draft_of(path) as draft:
+            with draft.open("wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                if not place.room.allocate(file.fileno(), [(0, len(content) + 4)]):
+                    return
+                file.write(content)
+                file.truncate()
+            _append_checksum(draft)
+            draft.replace(path)
+        place.proof.note([path])
+    except OSError as error:
+        log.warning("cannot keep %s in the mirror (%s)", key, error)
+
+
+def _append_checksum(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(_checksum(path, path.stat().st_size).to_bytes(4, "little"))
+
+
+def _checksum(path: Path, n_bytes: int) -> int:
+    """crc32c of the first bytes of a file."""
+    crc, left = 0, n_bytes
+    with path.open("rb", buffering=0) as file:
+        while left > 0 and (piece := file.read(min(left, _PIECE))):
+            crc, left = google_crc32c.extend(crc, piece), left - len(piece)
+    return int(crc)
+
+
+def is_right(path: Path) -> bool:
+    """Whether a file ends in the checksum of what stands before. Raises OSError where it cannot be read."""
+    size = path.stat().st_size
+    if size < 4:
+        return False
+    with path.open("rb") as file:
+        file.seek(size - 4)
+        return _checksum(path, size - 4) == int.from_bytes(file.read(4), "little")
+
+
+def _is_whole(place: Place, path: Path) -> bool:
+    """Whether a file is there and right; looked at only where nobody has since it last changed."""
+    try:
+        if place.proof.holds(path):
+            return True
+        if is_right(path):
+            place.proof.note([path])
+            return True
+        log.warning("%s differs from its checksum: it is read again from the store", path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("cannot use %s (%s): it is read again from the store", path, error)
+    return False

@@ -1,0 +1,113 @@
+"""A store's metadata and small arrays through its mirror: every object is read from the store once, then from disk.
+
+What was read when the store was last open is enough to open it again, also without any network. Which objects there
+are is known from the listing, so nothing is asked for that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.storage import MemoryStore, WrapperStore
+
+from zloader.caches import Place, mirrors
+from zloader.errors import CacheError, ReadError
+from zloader.kept import load_object, read_object, save_object
+from zloader.location import Location, StoredObject
+from zloader.terms import Span
+
+if TYPE_CHECKING:
+    from zarr.abc.store import ByteRequest
+    from zarr.core.buffer import Buffer, BufferPrototype
+
+_LISTING = "/listing"  # no key of a store begins like that
+_MOST = 64 << 20  # bytes of an object that is read and kept whole
+_KEPT_OTHERWISE = re.compile(r"(^|/)indptr/|^obsm/")  # as columns
+
+
+class KeptStore(WrapperStore[Store]):
+    """A zarr store, read through a mirror; `place` None keeps nothing."""
+
+    def __init__(self, location: Location, objects: Mapping[str, StoredObject], place: Place, *, offline: bool) -> None:
+        super().__init__(MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True))
+        self._location = location
+        self._objects = objects
+        self._place = place
+        self._offline = offline
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        """The bytes of an object, or a range of them; None where there is none."""
+        if key not in self._objects:
+            return None if self._offline or not self._location.is_web else await super().get(key, prototype, byte_range)
+        content = load_object(self._place, key)
+        if content is None and self._offline:
+            raise CacheError(
+                f"{key} of {self._location.url} is not in the mirror {self._place.directory}: use it once online, "
+                "or run 'zloader warm'"
+            )
+        if content is None:
+            size = self._objects[key].size
+            if size > _MOST or _KEPT_OTHERWISE.search(key):
+                return await super().get(key, prototype, byte_range)
+            whole = await super().get(key, prototype)
+            if whole is None:
+                return None
+            content = whole.to_bytes()
+            if len(content) == size:
+                save_object(self._place, key, content)
+        return prototype.buffer.from_bytes(content[_slice(byte_range, len(content))])
+
+    async def exists(self, key: str) -> bool:
+        """Whether there is such an object."""
+        return key in self._objects or (self._location.is_web and not self._offline and await super().exists(key))
+
+
+def _slice(byte_range: ByteRequest | None, size: int) -> slice:
+    if isinstance(byte_range, RangeByteRequest):
+        return slice(byte_range.start, byte_range.end)
+    if isinstance(byte_range, OffsetByteRequest):
+        return slice(byte_range.offset, size)
+    if isinstance(byte_range, SuffixByteRequest):
+        return slice(max(0, size - byte_range.suffix), size)
+    return slice(0, size)
+
+
+def keep_listing(place: Place, objects: Mapping[str, StoredObject]) -> None:
+    """Keeps what `kept_listing` gives."""
+    if load_object(place, _LISTING) is None:
+        listed = {key: [entry.size, entry.tag] for key, entry in objects.items()}
+        save_object(place, _LISTING, json.dumps(listed).encode())
+
+
+def kept_listing(cache: Path, url: str) -> dict[str, StoredObject]:
+    """The objects of the store at a URL as they were when it was last opened. Raises CacheError where it never was."""
+    for entry in reversed(mirrors(cache)):  # the one used last
+        if entry.url == url and not entry.stale:
+            content = read_object(entry.directory, _LISTING)
+            if content is not None:
+                listed: dict[str, Any] = json.loads(content)
+                return {key: StoredObject(size=size, tag=tag) for key, (size, tag) in listed.items()}
+    raise CacheError(
+        f"there is no mirror of {url} in {cache}: open it once without offline=True, or run 'zloader warm'"
+    )
+
+
+class OfflineSource:
+    """Stands for a store that is opened from its mirror alone: reads nothing."""
+
+    retries = 0
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def read(self, spans: Sequence[Span]) -> list[bytes]:
+        """Raises ReadError, which names the first span."""
+        raise ReadError(
+            f"{spans[0].read_from(self._url)}: it is not in the mirror, and the store was opened offline. "
+            "Open it online, or fill the mirror with 'zloader warm'"
+        )
