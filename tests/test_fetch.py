@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.bridge import Bridge
+from zloader.caches import Place
 from zloader.errors import CorruptChunkError, MissingObjectError, ReadError
-from zloader.fetch import FetchScheduler, Part, Recipe
+from zloader.fetch import FetchScheduler, Recipe
 from zloader.layout import MatrixLayout
 from zloader.metadata import array_layout
 from zloader.mirror import Mirror
+from zloader.parts import Part
 from zloader.plan import Fetch, Plan
 from zloader.testing.source import FakeSource, Fault
 from zloader.workshop import BufferPool
@@ -32,6 +34,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     write_store(ADATA, folder / "counts.zarr", folder)
     return folder / "counts.zarr"
+
+
+def place_in(directory: Path) -> Place:
+    return Place(zl.Cache(directory=directory), "0" * 32, "store")
 
 
 def part_of(store: Path) -> Part:
@@ -89,7 +95,7 @@ def test_any_rows_in_any_order_with_reads_completing_in_any_order(store, rows, s
 
 def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(store, tmp_path):
     part = part_of(store)
-    mirror = Mirror(tmp_path, part.matrix.arrays)
+    mirror = Mirror(place_in(tmp_path), part.matrix.arrays)
     source = FakeSource(store, seed=1)
     # No gap: every byte between two wanted chunks would be a chunk read for nothing.
     options = zl.FetchOptions(gap_bytes=0, prefetch=5)
@@ -116,8 +122,9 @@ def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(stor
 def test_a_half_filled_mirror_is_completed(store, tmp_path):
     part = part_of(store)
     streaming = plan(sampling=zl.Streaming())
-    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(tmp_path, part.matrix.arrays))
-    minibatches, counters = run(part, FakeSource(store), plan(), mirror=Mirror(tmp_path, part.matrix.arrays))
+    place = place_in(tmp_path)
+    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(place, part.matrix.arrays))
+    minibatches, counters = run(part, FakeSource(store), plan(), mirror=Mirror(place, part.matrix.arrays))
     assert sorted(check(minibatches)) == list(range(300))
     assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in part.matrix.arrays)
 
@@ -156,7 +163,7 @@ def test_a_flipped_byte_in_a_shard_index_is_read_again(store):
 @pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
 def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, skip, mirrored):
     part = part_of(store)
-    mirror = Mirror(tmp_path, part.matrix.arrays) if mirrored else None
+    mirror = Mirror(place_in(tmp_path), part.matrix.arrays) if mirrored else None
     source = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2$", skip=skip)])
     with pytest.raises(CorruptChunkError, match="X/data/c/2") as caught:
         run(part, source, plan(sampling=zl.Streaming()), mirror=mirror)
@@ -250,7 +257,7 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
     part = Part(url="made up", matrix=matrix, indptr=indptr, object_sizes=EveryObject(), source=Endless(), mirror=None)
     rows = np.array([5, 1, 3, 6, 1])
     fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))
-    mirror = Mirror(tmp_path, matrix.arrays) if mirrored else None
+    mirror = Mirror(place_in(tmp_path), matrix.arrays) if mirrored else None
     for _ in range(2):
         minibatches, counters = run(part, Endless(), [fetch], mirror=mirror)
         wanted = np.concatenate([np.arange(indptr[row], indptr[row + 1]) % 251 for row in rows])

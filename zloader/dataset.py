@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike
 from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
-from zloader.fetch import FetchScheduler, Part, Recipe
+from zloader.fetch import FetchScheduler, Recipe
 from zloader.layout import MatrixLayout
 from zloader.location import Location, StoredObject
 from zloader.opened import OpenedStore, open_stores
+from zloader.parts import Part
 from zloader.plan import Fetch
 from zloader.terms import Cache, CsrArrays, FetchOptions, MinibatchArrays, Rows
 from zloader.workshop import BufferPool

@@ -19,35 +19,17 @@ from numpy.typing import NDArray
 
 from zloader import gather
 from zloader.bridge import Bridge, ByteBudget, Put, aside
-from zloader.claims import Claims
 from zloader.columns import ObsColumn
-from zloader.layout import MatrixLayout
-from zloader.mirror import Mirror
+from zloader.parts import Part, opened_readers
 from zloader.plan import Fetch
 from zloader.reader import ArrayReader, Elements
-from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows, Source
-from zloader.workshop import BufferPool, Counters, Workshop, timed
+from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows
+from zloader.workshop import BufferPool, Counters, timed
 
 # Minibatches that one job gathers, as one that is then cut apart: enough to make the hand-over between threads cheap,
 # and the calls that rows from many stores take; few enough to keep all threads busy.
 _GROUP = 8
 _GROUP_BYTES = 16 << 20  # at most, if it is more than one: larger memory comes fresh from the system each time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One store's matrix: its rows are a run of the dataset's rows.
-
-    `url` names the store in messages; `indptr` belongs to a CSR matrix; `object_sizes` gives the bytes of each stored
-    object.
-    """
-
-    url: str
-    matrix: MatrixLayout
-    indptr: NDArray[np.integer] | None
-    object_sizes: Mapping[str, int]
-    source: Source
-    mirror: Mirror | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +112,6 @@ class FetchScheduler:
         self._half_ready = options.ready_bytes // 2  # of minibatches being gathered, and of those that wait
         self._ahead = asyncio.Semaphore(options.prefetch + 1)
         self._columns: Mapping[str, ObsColumn] = {}
-        self._claims: list[Claims | None] = []  # of each part
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
@@ -144,14 +125,15 @@ class FetchScheduler:
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`; raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
-        # Two pools: minibatches that the consumer waits for do not queue behind the chunks of later fetches.
+        counters, sweeping = self.counters, self._recipe.sweeping
+        # Threads beside those that decode: minibatches that the consumer waits for do not queue behind later fetches.
         with (
-            ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-decode") as decoding,
+            opened_readers(self._recipe.parts, self._options, counters, sweeping=sweeping) as readers,
             ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
         ):
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._load_ahead(fetches, self._readers(decoding), loads, group))
+                    group.create_task(self._load_ahead(fetches, readers, loads, group))
                     self._columns = await aside(self._recipe.columns)
                     while (load := await loads.get()) is not None:
                         loaded = await load
@@ -160,12 +142,7 @@ class FetchScheduler:
                         self._room.release(loaded.planned.n_bytes)
                         self._ahead.release()
             finally:
-                for threads in (decoding, gathering):
-                    threads.shutdown(wait=False, cancel_futures=True)
-                for part, claims in zip(self._recipe.parts, self._claims, strict=False):
-                    if part.mirror is not None and claims is not None:
-                        claims.close()
-                        part.mirror.note()
+                gathering.shutdown(wait=False, cancel_futures=True)
 
     async def _load_ahead(
         self,
@@ -181,25 +158,6 @@ class FetchScheduler:
             await self._room.acquire(planned.n_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)
-
-    def _readers(self, threads: ThreadPoolExecutor) -> list[list[ArrayReader]]:
-        """The readers of each part's arrays; all share one bound on the bytes in flight."""
-        in_flight = ByteBudget(self._options.in_flight_bytes)
-        shops = [
-            Workshop(
-                url=part.url,
-                options=self._options,
-                source=part.source,
-                object_sizes=part.object_sizes,
-                counters=self.counters,
-                threads=threads,
-                in_flight=in_flight,
-                sweeping=self._recipe.sweeping,
-            )
-            for part in self._recipe.parts
-        ]
-        self._claims = [None if part.mirror is None else part.mirror.claims() for part in self._recipe.parts]
-        return [_readers_of(*each) for each in zip(self._recipe.parts, self._claims, shops, strict=True)]
 
     def _planned(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
         lengths = np.zeros(len(fetch.rows), np.int64)
@@ -287,11 +245,6 @@ class FetchScheduler:
 def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
     chunks = reader.chunks(starts, stops)
     return _Wanted(reader=reader, starts=starts, stops=stops, chunks=chunks, n_bytes=reader.buffer_bytes(chunks))
-
-
-def _readers_of(part: Part, claims: Claims | None, shop: Workshop) -> list[ArrayReader]:
-    mirrored = {} if part.mirror is None else part.mirror.arrays
-    return [ArrayReader(layout, mirrored.get(layout.path), claims, shop) for layout in part.matrix.arrays]
 
 
 def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:

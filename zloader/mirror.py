@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader import pages
 from zloader.caches import Place
 from zloader.claims import Claims
 from zloader.decode import checksum
@@ -51,7 +52,7 @@ class MirrorArray:
         self._file = _opened(self._path)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
-        self.elements = np.frombuffer(_mapped(self._file, n_bytes, mmap.ACCESS_READ), layout.dtype)
+        self.elements = np.frombuffer(_mapped(self._file, n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), layout.dtype)
         self._words = _mapped_words(place, self._sums, layout)
         # Chunks whose checksum this process has compared or written itself, or that were right all along.
         proved = place.proof.holds(self._path, self._sums)
@@ -102,6 +103,11 @@ class MirrorArray:
         """Copies chunks that are there, or the first elements of each, to where each belongs."""
         for chunk, slot in zip(chunks.tolist(), slots, strict=True):
             slot[:] = self._chunk(chunk)[: len(slot)]
+
+    def ask_for(self, starts: Rows, stops: Rows) -> None:
+        """Has the elements `[start, stop)` of rows brought into memory, where they are not, before they are gathered."""
+        itemsize = self.layout.dtype.itemsize
+        pages.ask_for(self._file, starts * itemsize, stops * itemsize)
 
     def claim(self, chunks: Rows, claims: Claims) -> tuple[Rows, Rows]:
         """Of chunks (ascending) that are not there: those that are now the owner's to bring, and those that others are.
@@ -235,8 +241,12 @@ def _read_header(path: Path, size: int) -> bytes:
         return b""
 
 
-def _mapped(file: int, n_bytes: int, access: int) -> mmap.mmap | bytes:
-    return mmap.mmap(file, n_bytes, access=access) if n_bytes else b""
+def _mapped(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMAL) -> mmap.mmap | bytes:
+    if not n_bytes:
+        return b""
+    mapped = mmap.mmap(file, n_bytes, access=access)
+    mapped.madvise(advice)
+    return mapped
 
 
 def _write_all(file: int, elements: NDArray[Any], offset: int) -> None:

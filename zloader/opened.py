@@ -22,7 +22,6 @@ import zarr.errors
 from numpy.typing import NDArray
 
 from zloader.errors import CacheError, FormatError, MissingObjectError, OptionError, ZloaderError
-from zloader.fetch import Part
 from zloader.files import FileSource
 from zloader.kept import load_column, save_column
 from zloader.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
@@ -30,6 +29,7 @@ from zloader.layout import ArrayLayout, MatrixLayout
 from zloader.location import Location, StoredObject
 from zloader.metadata import IndptrCheck, layout_of
 from zloader.mirror import Mirror, open_mirror, open_place
+from zloader.parts import Part
 from zloader.store import ObjectSource
 from zloader.terms import Cache, FetchOptions, Source
 from zloader.web import stored_keys

@@ -107,10 +107,11 @@ class ArrayReader:
         """The elements `[start, stop)` of each row, all of them in `chunks`; reads of a smaller `turn` go first."""
         mirror, missing = self._mirror, chunks
         if mirror is not None:
-            brought = await self._bring(mirror, chunks, turn) if mirror.writable else chunks[:0]
+            brought = await self.bring(chunks, turn) if mirror.writable else chunks[:0]
             missing = await self._missing(mirror, chunks)
             self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([brought, missing]))])
             if not len(missing):
+                await self._shop.run(mirror.ask_for, starts, stops)
                 return Elements(source=mirror.elements, starts=starts)
         if len(buffer) < self._bytes(chunks):
             buffer = np.empty(self._bytes(chunks), np.uint8)  # the mirror's disk is full since a moment ago
@@ -123,8 +124,10 @@ class ArrayReader:
             await self._shop.run(mirror.copy, kept, slots.of(kept))
         return slots.filled(starts)
 
-    async def _bring(self, mirror: MirrorArray, chunks: Rows, turn: int) -> Rows:
+    async def bring(self, chunks: Rows, turn: int) -> Rows:
         """Reads into the mirror what it does not hold, and waits for who does the same; gives what was read here."""
+        mirror = self._mirror
+        assert mirror is not None
         assert self._owner is not None
         if mirror.holds(chunks):
             return chunks[:0]
