@@ -105,7 +105,7 @@ class MirrorArray:
             slot[:] = self._chunk(chunk)[: len(slot)]
 
     def ask_for(self, starts: Rows, stops: Rows) -> None:
-        """Has the elements `[start, stop)` of rows brought into memory, where they are not, before they are gathered."""
+        """Has the elements `[start, stop)` of rows brought into memory, where they are not."""
         itemsize = self.layout.dtype.itemsize
         pages.ask_for(self._file, starts * itemsize, stops * itemsize)
 
