@@ -20,9 +20,10 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike
-from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
+from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike, unfit_obsm
+from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError, ZloaderError
 from zloader.fetch import FetchScheduler, Part, Recipe
+from zloader.genes import ChosenGenes, Genes, choose_genes
 from zloader.layout import MatrixLayout
 from zloader.location import Location, StoredObject
 from zloader.opened import OpenedStore, open_stores
@@ -81,6 +82,7 @@ class Dataset:
         prints = [store.fingerprint for store in self.stores]
         self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr(prints).encode()).hexdigest()[:32]
         self._columns: dict[str, ObsColumn] = {}
+        self._obsm: dict[str, NDArray[Any]] = {}
         self._require_same_genes("var")
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
@@ -156,6 +158,21 @@ class Dataset:
         """The whole var frame; of several stores, that of the first."""
         return self.stores[0].element("var")
 
+    def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
+        """The var frame of a matrix: a row for each of its columns, or for those chosen."""
+        var = self.stores[0].element("raw/var") if x.startswith("raw/") else self.var
+        return var if genes is None else var.iloc[genes.positions]
+
+    def choose_genes(self, genes: Genes, matrix: MatrixLayout) -> ChosenGenes:
+        """What `genes` (names, positions or a mask) chooses of the columns of a matrix. Raises OptionError."""
+        frame = "raw/var" if matrix.path.startswith("raw/") else "var"
+        return choose_genes(
+            genes,
+            n_stored=matrix.n_genes,
+            names=lambda: self.stores[0].names(frame),
+            where=f"{frame} of {self.stores[0].location.url}",
+        )
+
     def _require_same_genes(self, frame: str) -> None:
         """Raises FormatError, which names the first difference, where `"var"` or `"raw/var"` of two stores differ."""
         if len(self.stores) == 1:
@@ -216,9 +233,48 @@ class Dataset:
     def _obs_elements(self, column: str) -> list[Any]:
         """A column of every store, as anndata reads it."""
         self.require_obs([column])
-        elements = _each(lambda store: store.element(f"obs/{column}"), self.stores)
-        require_alike(column, elements, [store.location.url for store in self.stores])
+        elements = self._elements(f"obs/{column}")
+        require_alike(column, elements, self._urls)
         return elements
+
+    @property
+    def _urls(self) -> list[str]:
+        return [store.location.url for store in self.stores]
+
+    def _elements(self, path: str) -> list[Any]:
+        """One obs column or obsm array of every store, whole, as anndata reads it."""
+        return _each(lambda store: store.element(path), self.stores)
+
+    @cached_property
+    def obsm_names(self) -> list[str]:
+        """Names of what every store has in obsm."""
+        first, *others = (set(store.root.get("obsm", {})) for store in self.stores)
+        return sorted(first.intersection(*others))
+
+    def obsm_array(self, name: str) -> NDArray[Any]:
+        """One obsm array of all rows, rows x dims, in the dtype stored, or that of all stores promoted.
+
+        Raises MissingColumnError, OptionError for what is no array of numbers, FormatError for stores that differ.
+        """
+        if name not in self._obsm:
+            self.require_obsm([name])
+            arrays = self._elements(f"obsm/{name}")
+            self._obsm[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return self._obsm[name]
+
+    def require_obsm(self, names: Sequence[str]) -> None:
+        """Raises what `obsm_array` would raise for the first name that minibatches cannot have, without reading it."""
+        for name in names:
+            for store in self.stores:
+                if name not in store.root.get("obsm", {}):
+                    known = ", ".join(map(repr, self.obsm_names)) or "none"
+                    raise MissingColumnError(f"there is no obsm {name!r} in {store.location.url}; there are: {known}")
+            if (unfit := self._unfit_obsm(name)) is not None:
+                raise unfit
+
+    def _unfit_obsm(self, name: str) -> ZloaderError | None:
+        nodes = [store.root["obsm"][name] for store in self.stores]
+        return unfit_obsm(name, nodes, [store.n_obs for store in self.stores], self._urls)
 
     @property
     def matrix_names(self) -> list[str]:
@@ -247,13 +303,15 @@ class Dataset:
         return _each(lambda pair: pair[0].part(pair[1], options), list(matrices))
 
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
-        """Some rows as an AnnData with X, obs and var, in the order given (repeats allowed)."""
+        """Some rows as an AnnData with X, obs, obsm (its arrays) and var, in the order given (repeats allowed)."""
         rows = self._checked_rows(indices)
         x = self.read_rows(rows)
         obs = self.obs().iloc[rows]
+        obsm = {name: self.obsm_array(name)[rows] for name in self.obsm_names if self._unfit_obsm(name) is None}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Observation names are not unique")  # a row may be asked for twice
-            return ad.AnnData(X=as_scipy(x) if isinstance(x, CsrArrays) else x, obs=obs, var=self.var.copy())
+            x = as_scipy(x) if isinstance(x, CsrArrays) else x
+            return ad.AnnData(X=x, obs=obs, obsm=obsm, var=self.var.copy())
 
     def _checked_rows(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
         rows = np.asarray(indices)
@@ -284,14 +342,14 @@ class Dataset:
         assert minibatch.x is not None
         return minibatch.x
 
-    def to_anndata(self, minibatch: MinibatchArrays) -> ad.AnnData:
-        """A minibatch as an AnnData: x, the obs columns it carries (labels, not codes) and var."""
+    def to_anndata(self, minibatch: MinibatchArrays, var: pd.DataFrame) -> ad.AnnData:
+        """A minibatch as an AnnData: x, the obs columns it carries (labels, not codes), its obsm, and `var`."""
         obs = pd.DataFrame(index=pd.Index(minibatch.index.astype(str)))
         for name, values in minibatch.obs.items():
             categories = self.obs_column(name).categories
             obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
         x = as_scipy(minibatch.x) if isinstance(minibatch.x, CsrArrays) else minibatch.x
-        return ad.AnnData(X=x, obs=obs, var=self.var)
+        return ad.AnnData(X=x, obs=obs, obsm=minibatch.obsm, var=var)
 
 
 def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
