@@ -50,7 +50,6 @@ import zloader as zl
 from zloader.decode import Decoder
 from zloader.layout import ArrayLayout, chunk_spans, chunks_of
 
-
 _TOUCHED = 4 << 30  # before cold and filling epochs, which take most memory: see rivals.touch
 
 

@@ -124,10 +124,11 @@ class Reader:
     errors: Path
 
     def epoch(self, **request: Any) -> Figures:
-        """Has it go through one epoch."""
-        return self.place.counted(lambda: self._answer(request))
+        """Has it go through one epoch, with the place's files in the page cache."""
+        return self.place.counted(lambda: self.ask(**request))
 
-    def _answer(self, request: Figures) -> Figures:
+    def ask(self, **request: Any) -> Figures:
+        """Has it go through one epoch, with the page cache as it is."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -206,16 +207,19 @@ def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:
 
 
 def in_turns(
-    sides: Mapping[str, Callable[[], Figures]], epochs: int, *, rows: int, what: str
+    sides: Mapping[str, Callable[[], Figures]], epochs: int, *, rows: int | None, what: str
 ) -> dict[str, list[Figures]]:
-    """Figures of each side's epochs, one thrown away; every other turn goes backwards."""
+    """Figures of each side's epochs, one thrown away; every other turn goes backwards.
+
+    `rows` is what each epoch must have, None where they differ.
+    """
     for side in sides.values():
         side()
     runs: dict[str, list[Figures]] = {name: [] for name in sides}
     for turn in range(epochs):
         for name in list(sides)[:: -1 if turn % 2 else 1]:
             figures = sides[name]()
-            assert figures.get("rows", rows) == rows, f"{name} gave {figures['rows']} rows of {rows}"
+            assert rows in (None, figures.get("rows", rows)), f"{name} gave {figures['rows']} rows of {rows}"
             runs[name].append(figures)
         said = ", ".join(f"{name} {runs[name][-1]['seconds']:.2f} s" for name in sides)
         print(f"{what}, turn {turn + 1}: {said}", file=sys.stderr)
@@ -225,20 +229,32 @@ def in_turns(
 def cells(runs: Mapping[str, Sequence[Figures]], name: str) -> list[str]:
     """The cells of one side: those below COLUMNS, and how many times as quick as each rival it is."""
     ours = runs[name]
-    rates = sorted(run["rows"] / run["seconds"] for run in ours)
     counted = "requests" in ours[0]
     found = [
-        f"{statistics.median(rates):,.0f}",
-        f"({rates[0]:,.0f} to {rates[-1]:,.0f})",
+        *ranged(list(map(rows_per_s, ours)), "{:,.0f}"),
         *(f"{median(ours, key):.2f}" for key in ("first_minibatch_s", "user_s", "system_s")),
         f"{max(run['peak_bytes'] for run in ours) / 1e6:,.0f}",
         f"{median(ours, 'requests'):,.0f}" if counted else "",
         f"{median(ours, 'served_bytes') / 1e6:,.0f}" if counted else "",
     ]
     for theirs in (runs[rival] for rival in RIVALS if rival in runs):
-        ratios = sorted(a["seconds"] / b["seconds"] for a, b in zip(theirs, ours, strict=True))
-        found += [f"{ratio(theirs, ours, 'seconds'):.2f}", f"({ratios[0]:.2f} to {ratios[-1]:.2f})"]
+        found += ranged(as_quick(ours, theirs), "{:.2f}")
     return found
+
+
+def rows_per_s(run: Figures) -> float:
+    """Rows/s."""
+    return float(run["rows"] / run["seconds"])
+
+
+def as_quick(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[float]:
+    """How many times as quick, turn by turn."""
+    return [rows_per_s(a) / rows_per_s(b) for a, b in zip(ours, theirs, strict=True)]
+
+
+def ranged(values: Sequence[float], form: str) -> list[str]:
+    """Two cells: the median and the range."""
+    return [form.format(statistics.median(values)), f"({form.format(min(values))} to {form.format(max(values))})"]
 
 
 def described(store: Path) -> tuple[int, str]:

@@ -1,24 +1,33 @@
-"""One side of read.py: a process that goes through a store, one epoch for each line of JSON on its standard input.
+"""One side of read.py, warm.py or disk.py: a process that goes through a store, an epoch for each line of JSON it gets.
 
     python benchmarks/readers.py zloader '{"store": ..., "chunk_size": 64, "preload_nchunks": 256, "obs": "plate"}'
 
 It answers each with a line of JSON: seconds, rows, first_minibatch_s (from asking for an epoch), waited_s and after_s
-(what the consumer waited of the time after the first fetch), CPU seconds, and resident bytes before and at the peak.
-In between it idles. What a line may ask for: `work_s`, what the consumer does with every minibatch (it sleeps, as one
-does whose GPU works); `stalls` of `stall_s`; and `mirror`, a directory: the epoch then begins with opening the store.
+(what the consumer waited of the time after the first fetch), CPU seconds, bytes read from a disk, and resident bytes
+before and at the peak. In between it idles. What a line may ask for:
 
-Minibatches have 64 rows: X as CSR and one obs column. Each side gives what is cheapest for it: annbatch scipy matrices
-with int32 indices and a DataFrame (torch tensors where its environment has torch); zloader its default, torch CSR with
-int64 indices, and row numbers besides.
+- `work_s`, what the consumer does with every minibatch (it sleeps, as one does whose GPU works); `stalls` of `stall_s`.
+- `rows`: the epoch is left after so many.
+- `mirror`, a directory: the epoch then begins with opening the store; null: one without a mirror.
+- `drop`, a directory: what lies there is dropped from the page cache before, and not left mapped afterwards.
+
+Minibatches have 64 rows, or `batch_size`: X as CSR and one obs column. Each side gives what is cheapest for it:
+annbatch scipy matrices with int32 indices and a DataFrame (torch tensors where its environment has torch); zloader its
+default, torch CSR with int32 indices, and row numbers besides. zloader may be told to keep one loader with a `mirror`,
+another `layout`, and `genes` to select.
 
 annbatch is set up as its README says, and as it was fastest: custom loading of one obs column; from disk the zarrs
 pipeline with its default number of threads; from S3 obstore below zarr's own pipeline (zarrs reads objects four
-at a time, 4 times as slowly) with 64 requests at once (default 10: half as fast; 256: no faster). Linux only.
+at a time, 4 times as slowly) with 64 requests at once (default 10: half as fast; 256: no faster).
+
+"plain" takes what zloader's epochs take of a mirror and nothing else: the bytes of each block (ranges.py: `way`, in
+`threads`), or with the way "sequential" all its files from end to end. Linux only.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -30,7 +39,7 @@ from typing import Any
 
 Request = dict[str, Any]
 Epoch = Callable[[Request], tuple[Iterator[int], Callable[[], Request]]]
-BATCH_SIZE = 64
+_BATCH_SIZE = 64
 _REQUESTS = 64
 
 
@@ -44,22 +53,26 @@ def zloader(options: Request) -> Epoch:
 
     def opened(mirror: str | None) -> zl.Loader:
         dataset = zl.open_dataset(options["store"], cache=mirror, storage_options=options.get("storage_options"))
-        sampling, rows = zl.BlockShuffling(options["chunk_size"]), options["chunk_size"] * options["preload_nchunks"]
-        columns = [options["obs"]] if "obs" in options else []
         return zl.Loader(
-            dataset, batch_size=BATCH_SIZE, fetch_factor=rows // BATCH_SIZE, sampling=sampling, obs=columns
+            dataset,
+            batch_size=_batch_size(options),
+            fetch_factor=_fetch_rows(options) // _batch_size(options),
+            sampling=zl.BlockShuffling(options["chunk_size"]),
+            obs=[options["obs"]] if "obs" in options else [],
+            **{name: options[name] for name in ("layout", "genes") if name in options},
         )
 
-    unmirrored = opened(None)
+    kept = opened(options.get("mirror"))
 
     def epoch(request: Request) -> tuple[Iterator[int], Callable[[], Request]]:
         began = time.perf_counter()
-        loader = opened(request["mirror"]) if "mirror" in request else unmirrored
+        loader = opened(request["mirror"]) if "mirror" in request else kept
         opened_s = time.perf_counter() - began
 
         def statistics() -> Request:
             counted = loader.statistics()
             names = ("epoch", "gets", "bytes_read", "chunks_decoded", "most_in_flight_bytes", "decode_s", "gather_s")
+            names += ("bytes_from_mirror",)
             return {"opened_s": opened_s, **{name: getattr(counted, name) for name in names}}
 
         return map(len, loader), statistics
@@ -102,7 +115,7 @@ def annbatch(options: Request) -> Epoch:
     loader = annbatch.Loader(
         chunk_size=options["chunk_size"],
         preload_nchunks=options["preload_nchunks"],
-        batch_size=BATCH_SIZE,
+        batch_size=_batch_size(options),
         shuffle=True,
         preload_to_gpu=False,
         to="torch" if importlib.util.find_spec("torch") else None,
@@ -111,9 +124,57 @@ def annbatch(options: Request) -> Epoch:
     return lambda _: ((minibatch["X"].shape[0] for minibatch in loader), dict)
 
 
+def plain(options: Request) -> Epoch:
+    """What zloader's epochs take of a full mirror, read and nothing else; what to read is worked out beforehand."""
+    import ranges
+
+    import zloader as zl
+
+    rows = _fetch_rows(options)
+    loader = zl.Loader(
+        zl.open_dataset(options["store"], cache=options["mirror"]),
+        fetch_factor=rows // zl.Loader.batch_size,
+        sampling=zl.BlockShuffling(options["chunk_size"]),
+    )
+    way, threads = options["way"], loader.options.threads
+    numbers = itertools.count()
+
+    def planned() -> list[ranges.Ranges]:
+        files = ranges.mirrored(loader, Path(options["mirror"]), epoch=next(numbers))
+        return [ranges.sequential(each.path, threads) for each in files] if way == "sequential" else files
+
+    files = planned()
+
+    def epoch(_: Request) -> tuple[Iterator[int], Callable[[], Request]]:
+        def taken() -> Iterator[int]:
+            for each in files:
+                with ranges.taking("pread" if way == "sequential" else way, each, threads) as take:
+                    take()
+            yield loader.dataset.n_obs
+
+        def statistics() -> Request:
+            files[:] = planned()
+            return {}
+
+        return taken(), statistics
+
+    return epoch
+
+
+def _batch_size(options: Request) -> int:
+    return int(options.get("batch_size", _BATCH_SIZE))
+
+
+def _fetch_rows(options: Request) -> int:
+    return int(options["chunk_size"] * options["preload_nchunks"])
+
+
 def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
     """The figures of one epoch, whose first `first_fetch` minibatches do not count for waiting."""
-    before_bytes = _reset_peak()
+    dropped = request.get("drop")
+    if dropped:
+        _drop(dropped)
+    before_bytes, device = _reset_peak(), device_bytes()
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     sizes, statistics = epoch(request)
     rows, waits, after = 0, [], began
@@ -125,7 +186,7 @@ def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
         waits.append(now - asked)
         if len(waits) == first_fetch:
             after = now
-        if size is None:
+        if size is None or rows == request.get("rows"):
             break
         rows += size
         if "work_s" in request:
@@ -133,6 +194,9 @@ def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
         if len(waits) in stalls:
             time.sleep(request["stall_s"])
     usage = resource.getrusage(resource.RUSAGE_SELF)
+    device = device_bytes() - device
+    if dropped:
+        _drop(dropped)
     return {
         "seconds": now - began,
         "rows": rows,
@@ -141,6 +205,7 @@ def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
         "after_s": now - after,
         "user_s": usage.ru_utime - before.ru_utime,
         "system_s": usage.ru_stime - before.ru_stime,
+        "device_bytes": device,
         "before_bytes": before_bytes,
         "peak_bytes": _resident_bytes("VmHWM"),
         **statistics(),
@@ -154,8 +219,25 @@ def _reset_peak() -> int:
 
 
 def _resident_bytes(what: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith(what)).split()[1]) * 1024
+    return _counted("/proc/self/status", what) * 1024
+
+
+def device_bytes() -> int:
+    """Bytes that this process has had read from a disk."""
+    return _counted("/proc/self/io", "read_bytes")
+
+
+def _counted(path: str, what: str) -> int:
+    lines = Path(path).read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1])
+
+
+def _drop(directory: str) -> None:
+    """Has this process let go of what it has mapped of a directory, and the kernel forget the files there."""
+    import ranges
+
+    ranges.unmap_pages(Path(directory))
+    ranges.drop([path for path in Path(directory).rglob("*") if path.is_file()])
 
 
 def main() -> None:
@@ -163,8 +245,8 @@ def main() -> None:
     what, options = sys.argv[1], json.loads(sys.argv[2])
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # whatever a library prints is no answer
-        epoch = {"zloader": zloader, "annbatch": annbatch}[what](options)
-        first_fetch = options["chunk_size"] * options["preload_nchunks"] // BATCH_SIZE
+        epoch = {"zloader": zloader, "annbatch": annbatch, "plain": plain}[what](options)
+        first_fetch = _fetch_rows(options) // _batch_size(options)
         for line in sys.stdin:
             print(json.dumps(measured(epoch, json.loads(line), first_fetch=first_fetch)), file=answers, flush=True)
 

@@ -207,7 +207,7 @@ def test_a_minibatch_is_cut_into_parts_that_share_its_memory(draw, cuts):
     index = np.arange(100, 109)
     for gathered in (gather.csr_rows, gather.dense_rows):
         x = gathered(rows, 9, n_genes=N_GENES, dtype="float32")
-        whole = MinibatchArrays(x=x, obs={"lane": index * 2}, index=index)
+        whole = MinibatchArrays(x=x, obs={"lane": index * 2}, obsm={"X_pca": np.stack([index, -index], 1)}, index=index)
         for first, last in pairwise(sorted(cuts)):
             part = gather.cut(whole, first, last)
             assert part.index.tolist() == index[first:last].tolist()

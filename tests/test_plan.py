@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zloader.errors import OptionError
 from zloader.plan import Plan
-from zloader.sampling import BlockShuffling, Streaming
+from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming
 
 
 @st.composite
@@ -22,7 +22,8 @@ def plans(draw, drop_last=None, sampling=None):
     fetch_factor = draw(st.integers(1, 5))
     world_size = draw(st.integers(1, 5))
     block_size = draw(st.integers(1, batch_size * fetch_factor))
-    samplings = [BlockShuffling(block_size=block_size), Streaming(), Streaming(shuffle=True)]
+    scanners = MixtureOfScanners(n_scanners=draw(st.integers(1, 9)), block_size=block_size)
+    samplings = [BlockShuffling(block_size=block_size), scanners, Streaming(), Streaming(shuffle=True)]
     return Plan(
         dataset_rows=draw(st.integers(world_size, 400)),
         sampling=draw(st.sampled_from(samplings)) if sampling is None else sampling,
@@ -209,6 +210,23 @@ def test_a_subset_is_shared_out_like_a_whole(indices, world_size, n_workers):
         world_size=world_size,
     )
     np.testing.assert_array_equal(np.sort(_all_rows(plan, n_workers=n_workers)), np.sort(indices))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sweeps"),
+    [
+        (Streaming(), True),
+        (BlockShuffling(block_size=2), True),
+        (MixtureOfScanners(block_size=2), True),
+        (Streaming(indices=range(20)), True),
+        (Streaming(indices=range(19)), False),
+        (Streaming(indices=[0] * 20), False),
+    ],
+)
+def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
+    plan = Plan(dataset_rows=20, sampling=sampling, batch_size=2, fetch_factor=2)
+    assert plan.sweeps is sweeps
+    assert not dataclasses.replace(plan, world_size=2).sweeps
 
 
 def test_golden_minibatches():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,8 +12,19 @@ import scipy.stats
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import zloader.sampling
 from zloader.errors import OptionError
-from zloader.sampling import BlockShuffling, Streaming, key_of, mix, permute, shuffled
+from zloader.plan import Plan
+from zloader.sampling import (
+    BlockShuffling,
+    MixtureOfScanners,
+    Streaming,
+    bound,
+    key_of,
+    mix,
+    permute,
+    shuffled,
+)
 
 KEYS = st.integers(0, 2**64 - 1)
 N_ROWS = st.integers(1, 700)
@@ -61,6 +74,32 @@ def test_permute_equals_the_same_in_plain_integers(n, key, draw):
     index = draw.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
     by_hand = [_permute_by_hand(each, n, key) for each in index]
     assert permute(np.array(index, np.int64), n, key).tolist() == by_hand
+
+
+def _permute_in_numpy(index, n, key):
+    """The same for many at once, without compiled loops."""
+    half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = mix(np.uint64(key) + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 9, dtype=np.uint64))
+    out = index.astype(np.uint64)
+    walking = np.arange(len(out))
+    while len(walking):
+        left, right = out[walking] >> half, out[walking] & mask
+        for round_key in keys:
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
+        out[walking] = left << half | right
+        walking = walking[out[walking] >= np.uint64(n)]
+    return out.astype(np.int64)
+
+
+@given(n=st.integers(1, 2**50), start=st.integers(0, 2**50), length=st.integers(0, 5000), key=KEYS)
+@example(n=4**7, start=0, length=5000, key=0)
+@example(n=4**7 + 1, start=0, length=5000, key=0)
+def test_permute_equals_the_same_in_numpy(n, start, length, key):
+    index = np.arange(start % n, min(n, start % n + length), dtype=np.int64)
+    np.testing.assert_array_equal(permute(index, n, key), _permute_in_numpy(index, n, key))
+    every_other = index[::2]  # no contiguous array
+    np.testing.assert_array_equal(permute(every_other, n, key), _permute_in_numpy(every_other, n, key))
 
 
 @given(n=st.integers(1, 5000), key=KEYS)
@@ -126,6 +165,14 @@ def test_shuffled_is_a_permutation(n, key):
     order = shuffled(n, key)
     assert order.dtype == np.int64
     np.testing.assert_array_equal(np.sort(order), np.arange(n))
+
+
+@given(n=st.integers(0, 3000), key=KEYS)
+@example(n=16_384, key=3)
+@example(n=2**21 + 5, key=3)  # so many that some words begin alike
+def test_shuffled_is_the_order_of_the_words(n, key):
+    words = np.random.Philox(key=key).random_raw(n)
+    np.testing.assert_array_equal(shuffled(n, key), np.argsort(words, kind="stable"))
 
 
 # ---- golden values: a resumed run must meet the same order under any later NumPy
@@ -210,6 +257,126 @@ def test_blocks_are_contiguous_and_the_short_one_comes_last(n_rows, block_size, 
     assert [len(block) for block in blocks[:-1]] == [block_size] * (len(blocks) - 1)
 
 
+N_SCANNERS = st.integers(1, 40)
+
+
+@given(
+    n_rows=N_ROWS,
+    n_scanners=N_SCANNERS,
+    block_size=BLOCK_SIZES,
+    seed=SEEDS,
+    epoch=EPOCHS,
+    cuts=st.lists(st.integers(0, 700), max_size=6),
+)
+@example(n_rows=1, n_scanners=40, block_size=90, seed=0, epoch=0, cuts=[0, 1])
+@example(n_rows=64, n_scanners=8, block_size=4, seed=0, epoch=0, cuts=[32])  # nothing is left after full rounds
+@example(n_rows=71, n_scanners=8, block_size=4, seed=0, epoch=0, cuts=[64, 65])  # seven scanners have one row left
+def test_scanners_give_every_row_once_however_it_is_sliced(n_rows, n_scanners, block_size, seed, epoch, cuts):
+    sampling = MixtureOfScanners(n_scanners=n_scanners, block_size=block_size)
+    order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(n_rows))
+    np.testing.assert_array_equal(order, _order(sampling, n_rows, seed=seed, epoch=epoch))
+
+
+def _scan_by_hand(n_rows, n_scanners, block_size, starts, turns):
+    """What scanners read that begin at `starts`, taking turns as `turns` says: a simulation, block by block."""
+    ends = [*starts[1:], starts[0] + n_rows]
+    at, read = list(starts), []
+    for scanner in turns:
+        stop = min(at[scanner] + block_size, ends[scanner])
+        read += [row % n_rows for row in range(at[scanner], stop)]
+        at[scanner] = stop
+    assert at == ends
+    return read
+
+
+@given(n_rows=N_ROWS, n_scanners=N_SCANNERS, block_size=BLOCK_SIZES, seed=SEEDS, epoch=EPOCHS)
+def test_scanners_read_on_where_they_were_and_each_takes_one_turn_a_round(n_rows, n_scanners, block_size, seed, epoch):
+    """Who begins where, and whose turn it is, is read off the order; the rest must then follow."""
+    order = _order(MixtureOfScanners(n_scanners=n_scanners, block_size=block_size), n_rows, seed=seed, epoch=epoch)
+    n_scanners = min(n_scanners, n_rows)
+    length, extra = divmod(n_rows, n_scanners)
+    if length < block_size:  # each scanner has but one turn, of all its rows
+        cuts = np.flatnonzero(np.diff(order) % n_rows != 1) + 1
+        assert len(cuts) < n_scanners
+        return
+    begins = order[: n_scanners * block_size : block_size]
+    gaps = np.diff(np.sort(begins), append=np.sort(begins)[0] + n_rows)
+    assert sorted(gaps) == [length] * (n_scanners - extra) + [length + 1] * extra
+    starts = np.sort(begins).tolist()
+    stretch = (np.searchsorted(starts, order, side="right") - 1) % n_scanners
+    in_rounds = length // block_size * n_scanners * block_size
+    full = stretch[:in_rounds:block_size]
+    assert all(sorted(turn) == list(range(n_scanners)) for turn in full.reshape(-1, n_scanners).tolist())
+    ends = [scanner for scanner, _ in itertools.groupby(stretch[in_rounds:])]
+    assert len(set(ends)) == len(ends)
+    assert _scan_by_hand(n_rows, n_scanners, block_size, starts, [*full, *ends]) == order.tolist()
+
+
+def test_scanners_begin_and_take_turns_everywhere_alike():
+    """Chi-square over where the first turn begins, and whose turn is when in the second round; the seed is fixed."""
+    n_epochs, n_scanners, n_rows = 4000, 5, 60
+    first, turns = np.zeros(n_rows), np.zeros((n_scanners, n_scanners))
+    for epoch in range(n_epochs):
+        order = _order(MixtureOfScanners(n_scanners=n_scanners, block_size=4), n_rows, seed=3, epoch=epoch)
+        first[order[0]] += 1
+        turns[np.arange(n_scanners), np.argsort(order[20:40:4])] += 1
+    for counts, freedom in ((first, n_rows - 1), (turns, (n_scanners - 1) ** 2)):
+        expected = counts.sum() / counts.size
+        assert 0.001 < scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), freedom) < 0.999
+
+
+@given(indices=st.lists(st.integers(0, 999), min_size=1, max_size=200, unique=True), epoch=EPOCHS)
+def test_scanners_of_indices_read_those_alone(indices, epoch):
+    order = _order(MixtureOfScanners(n_scanners=3, block_size=5, indices=indices), 1000, epoch=epoch)
+    np.testing.assert_array_equal(np.sort(order), np.sort(indices))
+    whole = _order(MixtureOfScanners(n_scanners=3, block_size=5), len(indices), epoch=epoch)
+    np.testing.assert_array_equal(order, np.sort(indices)[whole])
+
+
+def test_scanners_are_elsewhere_in_other_epochs_and_seeds():
+    scanners = MixtureOfScanners(n_scanners=4, block_size=8)
+    orders = {tuple(_order(scanners, 400, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+ALL_KINDS = {
+    "streaming": Streaming(shuffle=True),
+    "blocks of 1": BlockShuffling(block_size=1),
+    "blocks of 64": BlockShuffling(block_size=64),
+    "scanners": MixtureOfScanners(n_scanners=16, block_size=64),
+    "scanners, 1": MixtureOfScanners(n_scanners=1000, block_size=1),
+}
+
+
+@pytest.mark.parametrize("sampling", ALL_KINDS.values(), ids=ALL_KINDS.keys())
+def test_planning_a_fetch_of_100_million_rows_takes_little_memory(sampling):
+    plan = Plan(dataset_rows=100_000_000, sampling=sampling, batch_size=64, fetch_factor=256, seed=1, epoch=1)
+    plan.fetch(0)  # compiles
+    tracemalloc.start()
+    try:
+        rows = plan.fetch(plan.n_fetches // 2).rows
+        assert len(np.unique(rows)) == 16_384
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_example_of_a_sampling_of_ones_own_runs():
+    assert doctest.testmod(zloader.sampling) == (0, 4)
+
+
+def test_a_sampling_that_names_no_column_is_bound_as_it_is():
+    for sampling in ALL_KINDS.values():
+        assert bound(sampling, {}.__getitem__) is sampling
+
+
+@pytest.mark.parametrize(("indices", "repeats"), [(None, False), ([3, 1, 2], False), ([3, 1, 3], True)])
+def test_streaming_says_whether_a_row_comes_twice(indices, repeats):
+    assert Streaming(indices=indices).repeats is repeats
+
+
 def test_the_short_block_is_another_in_other_epochs():
     short = [_order(BlockShuffling(block_size=10), 95, epoch=epoch)[-5:] for epoch in range(40)]
     begins = {int(block[0]) for block in short}
@@ -270,20 +437,27 @@ BAD_INDICES = {
 }
 
 
-@pytest.mark.parametrize("kind", [Streaming, BlockShuffling])
+@pytest.mark.parametrize("kind", [Streaming, BlockShuffling, MixtureOfScanners])
 @pytest.mark.parametrize("indices", BAD_INDICES.values(), ids=BAD_INDICES.keys())
 def test_indices_that_are_no_row_numbers_are_refused(kind, indices):
     with pytest.raises(OptionError, match="indices"):
         kind(indices=indices)
 
 
-@pytest.mark.parametrize("kind", [Streaming, BlockShuffling])
+@pytest.mark.parametrize("kind", [Streaming, BlockShuffling, MixtureOfScanners])
 @pytest.mark.parametrize(("indices", "bad"), [([0, 10], 10), ([-1, 3], -1), ([2**40], 2**40)])
 def test_a_row_that_the_dataset_does_not_have_is_named(kind, indices, bad):
     with pytest.raises(OptionError, match=rf"row {bad}\b"):
         kind(indices=indices).n_rows(10)
 
 
-def test_a_row_given_twice_is_named():
+@pytest.mark.parametrize("kind", [BlockShuffling, MixtureOfScanners])
+def test_a_row_given_twice_is_named(kind):
     with pytest.raises(OptionError, match=r"row 7\b"):
-        BlockShuffling(indices=[3, 7, 1, 7])
+        kind(indices=[3, 7, 1, 7])
+
+
+@pytest.mark.parametrize("name", ["n_scanners", "block_size"])
+def test_scanners_that_are_no_count_are_refused(name):
+    with pytest.raises(OptionError, match=name):
+        MixtureOfScanners(**{name: 0})

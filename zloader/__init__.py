@@ -7,7 +7,7 @@ from zloader.convert import ConversionReport, convert
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import ZloaderError
 from zloader.joining.selection import Selection
-from zloader.sampling import BlockShuffling, Streaming
+from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming
 from zloader.terms import Cache, FetchOptions, Statistics
 from zloader.verify import Verification, verify
 from zloader.writing.encode import ConvertOptions
@@ -27,6 +27,7 @@ __all__ = [
     "FetchOptions",
     "Loader",
     "Minibatch",
+    "MixtureOfScanners",
     "Selection",
     "Statistics",
     "Streaming",

@@ -1,4 +1,4 @@
-"""obs columns as numbers: codes and categories, or plain values. Pure."""
+"""obs columns as numbers: codes and categories, or plain values; and which obsm arrays are fit for tensors. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.errors import FormatError, OptionError
+from zloader.errors import FormatError, OptionError, ZloaderError
 from zloader.terms import Rows
 
 
@@ -111,3 +111,26 @@ def require_alike(name: str, columns: Sequence[Any], urls: Sequence[str]) -> Non
 
 def _kind(column: Any) -> str:
     return "categories" if isinstance(column, pd.Categorical) else "strings"
+
+
+def unfit_obsm(name: str, nodes: Sequence[Any], n_rows: Sequence[int], urls: Sequence[str]) -> ZloaderError | None:
+    """Why what the stores have as one obsm element, as zarr nodes, makes no tensor of rows x dims; None if it does."""
+    for node, rows, url in zip(nodes, n_rows, urls, strict=True):
+        if not hasattr(node, "shape") or node.dtype.kind not in "biuf":
+            kind = node.attrs.get("encoding-type", "group") if not hasattr(node, "shape") else f"array of {node.dtype}"
+            return OptionError(
+                f"obsm {name!r} is a {kind} in {url}: only arrays of numbers become tensors. Leave it out, or write "
+                "it as a dense array"
+            )
+        if not node.shape or node.shape[0] != rows:
+            return FormatError(f"obsm {name!r} of {url} has shape {node.shape} for {rows} rows: the store is damaged")
+        if node.shape[1:] != nodes[0].shape[1:]:
+            return FormatError(
+                f"obsm {name!r} has {_dims(nodes[0])} dims in {urls[0]}, but {_dims(node)} in {url}: leave it out, or "
+                "write these stores again with it alike in all"
+            )
+    return None
+
+
+def _dims(node: Any) -> str:
+    return " x ".join(map(str, node.shape[1:]))

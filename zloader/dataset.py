@@ -5,6 +5,7 @@ The rows of the stores follow one another; their genes are the same. Each store 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import warnings
@@ -20,11 +21,16 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike
-from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
+from zloader.caches import Place
+from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike, unfit_obsm
+from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError, ZloaderError
 from zloader.fetch import FetchScheduler, Recipe
+from zloader.genes import ChosenGenes, Genes, choose_genes
+from zloader.kept import load_column, save_column
+from zloader.keptobs import load_obs, save_obs
 from zloader.layout import MatrixLayout
 from zloader.location import Location, StoredObject
+from zloader.mirror import open_place
 from zloader.opened import OpenedStore, open_stores
 from zloader.parts import Part
 from zloader.plan import Fetch
@@ -86,12 +92,20 @@ class Dataset:
         self.stores: list[OpenedStore] = [store for stores in opened for store in stores]
         prints = [store.fingerprint for store in self.stores]
         self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr(prints).encode()).hexdigest()[:32]
+        self.place = self._place_of_all()
         self._columns: dict[str, ObsColumn] = {}
+        self._obsm: dict[str, NDArray[Any]] = {}
         self._require_same_genes("var")
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         fingerprints = {store.location.url: store.fingerprint for store in self.stores}
         return _reopen, (self._locations, self.cache, self._offline, fingerprints)
+
+    def _place_of_all(self) -> Place | None:
+        """Where columns of all rows are kept: with the one store's mirror, or in a directory of the dataset's own."""
+        if len(self.stores) == 1 or self.cache is None:
+            return self.stores[0].place
+        return open_place(self.cache, self.fingerprint, " + ".join(self._urls))
 
     def __repr__(self) -> str:
         return f"<Dataset {self.url}: {self.n_obs} rows x {self.n_vars} genes>"
@@ -162,6 +176,21 @@ class Dataset:
         """The whole var frame; of several stores, that of the first."""
         return self.stores[0].element("var")
 
+    def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
+        """The var frame of a matrix: a row for each of its columns, or for those chosen."""
+        var = self.stores[0].element("raw/var") if x.startswith("raw/") else self.var
+        return var if genes is None else var.iloc[genes.positions]
+
+    def choose_genes(self, genes: Genes, matrix: MatrixLayout) -> ChosenGenes:
+        """What `genes` (names, positions or a mask) chooses of the columns of a matrix. Raises OptionError."""
+        frame = "raw/var" if matrix.path.startswith("raw/") else "var"
+        return choose_genes(
+            genes,
+            n_stored=matrix.n_genes,
+            names=lambda: self.stores[0].names(frame),
+            where=f"{frame} of {self.stores[0].location.url}",
+        )
+
     def _require_same_genes(self, frame: str) -> None:
         """Raises FormatError, which names the first difference, where `"var"` or `"raw/var"` of two stores differ."""
         if len(self.stores) == 1:
@@ -206,7 +235,11 @@ class Dataset:
         Raises FormatError where it holds numbers in one store and labels in another.
         """
         if column not in self._columns:
-            self._columns[column] = joined([as_numbers(column, values) for values in self._obs_elements(column)])
+            kept = None if self.place is None else load_obs(self.place, column)
+            if kept is None:
+                kept = joined([as_numbers(column, values) for values in self._obs_elements(column)])
+                kept = kept if self.place is None else save_obs(self.place, column, kept)
+            self._columns[column] = kept
         return self._columns[column]
 
     def require_obs(self, columns: Sequence[str]) -> None:
@@ -222,9 +255,66 @@ class Dataset:
     def _obs_elements(self, column: str) -> list[Any]:
         """A column of every store, as anndata reads it."""
         self.require_obs([column])
-        elements = _each(lambda store: store.element(f"obs/{column}"), self.stores)
-        require_alike(column, elements, [store.location.url for store in self.stores])
+        elements = self._elements(f"obs/{column}")
+        require_alike(column, elements, self._urls)
         return elements
+
+    @property
+    def _urls(self) -> list[str]:
+        return [store.location.url for store in self.stores]
+
+    def _elements(self, path: str) -> list[Any]:
+        """One obs column or obsm array of every store, whole, as anndata reads it."""
+        return _each(lambda store: store.element(path), self.stores)
+
+    @cached_property
+    def obsm_names(self) -> list[str]:
+        """Names of what every store has in obsm."""
+        first, *others = (set(store.root.get("obsm", {})) for store in self.stores)
+        return sorted(first.intersection(*others))
+
+    def obsm_array(self, name: str) -> NDArray[Any]:
+        """One obsm array of all rows, rows x dims, in the dtype stored, or that of all stores promoted.
+
+        Raises MissingColumnError, OptionError for what is no array of numbers, FormatError for stores that differ.
+        """
+        if name not in self._obsm:
+            self.require_obsm([name])
+            arrays = _each(lambda store: store.column(f"obsm/{name}"), self.stores)
+            self._obsm[name] = arrays[0] if len(arrays) == 1 else self._concatenated(f"obsm/{name}", arrays)
+        return self._obsm[name]
+
+    def _concatenated(self, name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The arrays of all stores as one, mapped where there is a cache."""
+        kept = None if self.place is None else load_column(self.place, name)
+        if kept is None and self.place is not None:
+            shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+            kept = save_column(self.place, name, arrays, shape=shape, dtype=np.result_type(*arrays))
+        return np.concatenate(arrays) if kept is None else kept
+
+    def keep_columns(self) -> None:
+        """Brings all that minibatches may carry beside x into the cache, and what an AnnData of them needs."""
+        for column in self.obs_columns:
+            with contextlib.suppress(OptionError):  # no tensor can hold it
+                self.obs_column(column)
+        for name in self.obsm_names:
+            if self._unfit_obsm(name) is None:
+                self.obsm_array(name)
+        self.var  # noqa: B018 - reading is keeping
+
+    def require_obsm(self, names: Sequence[str]) -> None:
+        """Raises what `obsm_array` would raise for the first name that minibatches cannot have, without reading it."""
+        for name in names:
+            for store in self.stores:
+                if name not in store.root.get("obsm", {}):
+                    known = ", ".join(map(repr, self.obsm_names)) or "none"
+                    raise MissingColumnError(f"there is no obsm {name!r} in {store.location.url}; there are: {known}")
+            if (unfit := self._unfit_obsm(name)) is not None:
+                raise unfit
+
+    def _unfit_obsm(self, name: str) -> ZloaderError | None:
+        nodes = [store.root["obsm"][name] for store in self.stores]
+        return unfit_obsm(name, nodes, [store.n_obs for store in self.stores], self._urls)
 
     @property
     def matrix_names(self) -> list[str]:
@@ -253,13 +343,15 @@ class Dataset:
         return _each(lambda pair: pair[0].part(pair[1], options), list(matrices))
 
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
-        """Some rows as an AnnData with X, obs and var, in the order given (repeats allowed)."""
+        """Some rows as an AnnData with X, obs, obsm (its arrays) and var, in the order given (repeats allowed)."""
         rows = self._checked_rows(indices)
         x = self.read_rows(rows)
         obs = self.obs().iloc[rows]
+        obsm = {name: self.obsm_array(name)[rows] for name in self.obsm_names if self._unfit_obsm(name) is None}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Observation names are not unique")  # a row may be asked for twice
-            return ad.AnnData(X=as_scipy(x) if isinstance(x, CsrArrays) else x, obs=obs, var=self.var.copy())
+            x = as_scipy(x) if isinstance(x, CsrArrays) else x
+            return ad.AnnData(X=x, obs=obs, obsm=obsm, var=self.var.copy())
 
     def _checked_rows(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
         rows = np.asarray(indices)
@@ -290,14 +382,14 @@ class Dataset:
         assert minibatch.x is not None
         return minibatch.x
 
-    def to_anndata(self, minibatch: MinibatchArrays) -> ad.AnnData:
-        """A minibatch as an AnnData: x, the obs columns it carries (labels, not codes) and var."""
+    def to_anndata(self, minibatch: MinibatchArrays, var: pd.DataFrame) -> ad.AnnData:
+        """A minibatch as an AnnData: x, the obs columns it carries (labels, not codes), its obsm, and `var`."""
         obs = pd.DataFrame(index=pd.Index(minibatch.index.astype(str)))
         for name, values in minibatch.obs.items():
             categories = self.obs_column(name).categories
             obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
         x = as_scipy(minibatch.x) if isinstance(minibatch.x, CsrArrays) else minibatch.x
-        return ad.AnnData(X=x, obs=obs, var=self.var)
+        return ad.AnnData(X=x, obs=obs, obsm=minibatch.obsm, var=var)
 
 
 def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:

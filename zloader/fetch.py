@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from zloader import gather
 from zloader.bridge import Bridge, ByteBudget, Put, aside
 from zloader.columns import ObsColumn
+from zloader.genes import ChosenGenes
 from zloader.parts import Part, opened_readers
 from zloader.plan import Fetch
 from zloader.reader import ArrayReader, Elements
@@ -36,16 +38,23 @@ _GROUP_BYTES = 16 << 20  # at most, if it is more than one: larger memory comes 
 class Recipe:
     """What minibatches are made of, beside the rows.
 
-    `parts` are in the order of their rows, and none where no x is wanted; `columns` gives the obs columns, of all rows
-    of the dataset, and is called while the first rows are read; `dtype` is that of x. `sweeping` says that the fetches
-    are those of a whole epoch.
+    `parts` are in the order of their rows, and none where no x is wanted; `columns` gives the obs columns and `obsm`
+    the obsm arrays, of all rows of the dataset, and both are called while the first rows are read; `dtype` is that of x
+    and `genes` those it has, None for all. `sweeping` says that the fetches are those of a whole epoch.
     """
 
     parts: Sequence[Part]
     columns: Callable[[], Mapping[str, ObsColumn]]
     dense: bool
     dtype: str
+    obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
+    genes: ChosenGenes | None = None
     sweeping: bool = False
+
+    @property
+    def n_genes(self) -> int:
+        """Columns of x."""
+        return self.parts[0].matrix.n_genes if self.genes is None else len(self.genes)
 
 
 def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
@@ -112,6 +121,7 @@ class FetchScheduler:
         self._half_ready = options.ready_bytes // 2  # of minibatches being gathered, and of those that wait
         self._ahead = asyncio.Semaphore(options.prefetch + 1)
         self._columns: Mapping[str, ObsColumn] = {}
+        self._obsm: Mapping[str, NDArray[Any]] = {}
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
@@ -135,6 +145,7 @@ class FetchScheduler:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._load_ahead(fetches, readers, loads, group))
                     self._columns = await aside(self._recipe.columns)
+                    self._obsm = await aside(self._recipe.obsm)
                     while (load := await loads.get()) is not None:
                         loaded = await load
                         await self._emit(loaded, gathering, put)
@@ -221,25 +232,29 @@ class FetchScheduler:
         """Bytes that x takes in the minibatches between cuts; at most, for CSR from dense stores."""
         value_bytes = np.dtype(self._recipe.dtype).itemsize
         if self._recipe.dense and self._recipe.parts:
-            return int(cuts[-1] - cuts[0]) * self._recipe.parts[0].matrix.n_genes * value_bytes
-        taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
-        return int(loaded.planned.lengths[taken].sum()) * (4 + value_bytes)
+            return int(cuts[-1] - cuts[0]) * self._recipe.n_genes * value_bytes
+        lengths = loaded.planned.lengths[loaded.planned.fetch.order[cuts[0] : cuts[-1]]]
+        if self._recipe.genes is not None:
+            lengths = np.minimum(lengths, self._recipe.n_genes)
+        return int(lengths.sum()) * (4 + value_bytes)
 
     def _make(self, loaded: _Loaded, cuts: Rows) -> list[MinibatchArrays]:
         """The minibatches between cuts."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         rows = loaded.planned.fetch.rows[taken]
         obs = {name: column.taken(rows) for name, column in self._columns.items()}
-        together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, index=rows)
+        obsm = {name: array[rows] for name, array in self._obsm.items()}
+        together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows)
         return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> CsrArrays | NDArray[np.generic] | None:
         if not self._recipe.parts:
             return None
         parts = [_store_rows(loaded, number, taken[at], at) for number, at in shares(self._ends, rows)]
+        if self._recipe.genes is not None:
+            parts = [gather.choose(part, self._recipe.genes) for part in parts]
         gathered = gather.dense_rows if self._recipe.dense else gather.csr_rows
-        n_genes = self._recipe.parts[0].matrix.n_genes
-        return gathered(parts, len(rows), n_genes=n_genes, dtype=self._recipe.dtype)
+        return gathered(parts, len(rows), n_genes=self._recipe.n_genes, dtype=self._recipe.dtype)
 
 
 def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:

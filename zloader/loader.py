@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+import pandas as pd
 import scipy.sparse
 import torch
 import torch.distributed
@@ -21,6 +22,7 @@ from zloader.dataset import Dataset, as_scipy
 from zloader.epochs import EpochCount
 from zloader.errors import OptionError
 from zloader.fetch import FetchScheduler, Recipe
+from zloader.genes import ChosenGenes, Genes
 from zloader.malloc import keep_freed_memory
 from zloader.plan import Plan
 from zloader.sampling import BlockShuffling, Sampling
@@ -39,11 +41,13 @@ class Minibatch:
 
     `x` is a torch sparse CSR tensor (with int32 indices), a dense tensor, a scipy CSR matrix or an AnnData (rows x
     genes), or None; `obs` maps a column to a tensor of one value a row (int64 codes of categories, -1 for none; numbers
-    as they are stored); `index` (int64) holds the dataset's row numbers.
+    as they are stored), `obsm` a name to a tensor of rows x dims, as stored; `index` (int64) holds the dataset's row
+    numbers.
     """
 
     x: Any
     obs: dict[str, torch.Tensor]
+    obsm: dict[str, torch.Tensor]
     index: torch.Tensor
 
     def __len__(self) -> int:
@@ -61,6 +65,7 @@ class Minibatch:
         return Minibatch(
             x=None if self.x is None else function(self.x),
             obs={name: function(column) for name, column in self.obs.items()},
+            obsm={name: function(array) for name, array in self.obsm.items()},
             index=function(self.index),
         )
 
@@ -70,8 +75,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     """Iterates over shuffled minibatches of a dataset; each iteration is one epoch, the first is epoch 0.
 
     A fetch loads `batch_size * fetch_factor` rows, permutes them in memory and is cut into minibatches. `x` is `"X"`,
-    `"layers/NAME"`, `"raw/X"` or None; `obs` lists columns. `layout` is `"csr"` (torch.sparse_csr), `"dense"`,
-    `"scipy"` or `"anndata"`, `dtype` that of x: `"float32"`, `"float64"`, `"int32"` or `"int64"`. `sampling` is a
+    `"layers/NAME"`, `"raw/X"` or None; `obs` lists columns and `obsm` arrays. `genes` chooses the columns of x and
+    their order: a list of names or positions, or a mask over all; None takes all. `layout` is `"csr"`
+    (torch.sparse_csr), `"dense"`, `"scipy"` or `"anndata"`, `dtype` that of x: `"float32"`, `"float64"`, `"int32"` or
+    `"int64"`. `sampling` is a
     Streaming or BlockShuffling (the default, in blocks of 64 rows). `seed` decides every order. With `drop_last` the
     last, smaller minibatch is left out. `rank` and `world_size` come from torch.distributed where it is initialised,
     else from RANK and WORLD_SIZE.
@@ -86,6 +93,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     sampling: Sampling | None = None
     x: str | None = "X"
     obs: Sequence[str] = ()
+    obsm: Sequence[str] = ()
+    genes: Genes | None = field(default=None, repr=False)  # there may be thousands
     layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
     dtype: str = "float32"
     seed: int = 0
@@ -99,14 +108,18 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             raise OptionError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, not {self.layout!r}")
         if self.dtype not in DTYPES:
             raise OptionError(f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {self.dtype!r}")
-        if isinstance(self.obs, str):
-            raise OptionError(f"obs must be a list of columns: write obs=[{self.obs!r}]")
-        if self.layout == "anndata" and self.x is None:
-            raise OptionError("layout='anndata' needs an x")
+        for name, names in (("obs", self.obs), ("obsm", self.obsm)):
+            if isinstance(names, str):
+                raise OptionError(f"{name} must be a list of names: write {name}=[{names!r}]")
+        if self.x is None and (self.layout == "anndata" or self.genes is not None):
+            raise OptionError(f"{'genes' if self.genes is not None else repr(self.layout)} needs an x: it is None")
         _silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
+        self.dataset.require_obsm(self.obsm)
+        self._genes: ChosenGenes | None = None
         if self.x is not None:
-            self.dataset.matrices(self.x)
+            matrices = self.dataset.matrices(self.x)
+            self._genes = None if self.genes is None else self.dataset.choose_genes(self.genes, matrices[0])
         self._epochs = EpochCount()
         self._record = _Record(epoch=0, counters=Counters())
         self._buffers = BufferPool()  # kept from epoch to epoch
@@ -150,10 +163,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         recipe = Recipe(
             parts=self.dataset.parts(self.x, self.options),
             columns=lambda: {name: self.dataset.obs_column(name) for name in self.obs},
+            obsm=lambda: {name: self.dataset.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=self.dtype,
+            genes=self._genes,
             sweeping=plan.sweeps and n_workers == 1,
         )
+        var = self.dataset.var_of(self.x, self._genes) if self.x is not None and self.layout == "anndata" else None
         _silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
@@ -170,7 +186,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         )
         self._record = _Record(epoch=plan.epoch, counters=scheduler.counters)
         bridge = scheduler.start(fetches, name="zloader-fetch")
-        return _Epoch(bridge, self._record, functools.partial(_as_minibatch, self.dataset, self.layout))
+        return _Epoch(bridge, self._record, functools.partial(_as_minibatch, self.dataset, self.layout, var))
 
 
 @dataclass
@@ -224,17 +240,16 @@ class _Epoch(Iterator[Minibatch]):
         self._bridge.close()
 
 
-def _as_minibatch(dataset: Dataset, layout: str, arrays: MinibatchArrays) -> Minibatch:
+def _as_minibatch(dataset: Dataset, layout: str, var: pd.DataFrame | None, arrays: MinibatchArrays) -> Minibatch:
     return Minibatch(
-        x=_as_layout(dataset, layout, arrays),
+        x=_as_layout(layout, arrays) if var is None else dataset.to_anndata(arrays, var),
         obs={name: torch.from_numpy(column) for name, column in arrays.obs.items()},
+        obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
         index=torch.from_numpy(arrays.index),
     )
 
 
-def _as_layout(dataset: Dataset, layout: str, arrays: MinibatchArrays) -> torch.Tensor | scipy.sparse.csr_matrix | Any:
-    if layout == "anndata":
-        return dataset.to_anndata(arrays)
+def _as_layout(layout: str, arrays: MinibatchArrays) -> torch.Tensor | scipy.sparse.csr_matrix | None:
     x = arrays.x
     if not isinstance(x, CsrArrays):
         return None if x is None else torch.from_numpy(x)

@@ -34,6 +34,7 @@ from zloader.store import ObjectSource
 from zloader.terms import Cache, FetchOptions, Source
 from zloader.web import stored_keys
 
+Check = Callable[[int, NDArray[Any]], None]
 _WINDOW_BYTES = 32 << 20  # of a column that is read into the mirror
 _COLLECTION = "annbatch-preshuffled"
 
@@ -141,8 +142,8 @@ class OpenedStore:
                 )
         return node
 
-    def column(self, path: str, dtype: np.dtype[Any], check: Callable[[int, NDArray[Any]], None]) -> NDArray[Any]:
-        """A whole array of numbers, mapped from the mirror where there is one; else in memory.
+    def column(self, path: str, check: Check | None = None, dtype: str | None = None) -> NDArray[Any]:
+        """A whole array of numbers, in its own dtype or another; mapped from the mirror where there is one.
 
         It is read in windows, each of which is given to `check`, with the number of its first row, before it is kept.
         """
@@ -152,16 +153,16 @@ class OpenedStore:
         node = self._whole(path)
         windows = self._windows(path, node, check)
         if self.place is not None:
-            column = save_column(self.place, path, windows, shape=node.shape, dtype=dtype)
+            column = save_column(self.place, path, windows, shape=node.shape, dtype=np.dtype(dtype or node.dtype))
         if column is None:
-            column = np.empty(node.shape, dtype)
+            column = np.empty(node.shape, dtype or node.dtype)
             filled = 0
             for window in self._windows(path, node, check):
                 column[filled : filled + len(window)] = window
                 filled += len(window)
         return column
 
-    def _windows(self, path: str, node: Any, check: Callable[[int, NDArray[Any]], None]) -> Iterator[NDArray[Any]]:
+    def _windows(self, path: str, node: Any, check: Check | None) -> Iterator[NDArray[Any]]:
         stored = (node.shards or node.chunks)[0]
         step = max(1, _WINDOW_BYTES // max(1, stored * node.dtype.itemsize * int(np.prod(node.shape[1:])))) * stored
         for first in range(0, node.shape[0], step):
@@ -171,7 +172,8 @@ class OpenedStore:
                 raise
             except (ValueError, OSError, RuntimeError) as error:
                 raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
-            check(first, window)
+            if check is not None:
+                check(first, window)
             yield window
 
     @property
@@ -223,7 +225,7 @@ class OpenedStore:
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
             check = IndptrCheck(where, min(array.n_elements for array in matrix.arrays))
-            self._indptrs[path] = self.column(path, np.dtype(np.int64), check)
+            self._indptrs[path] = self.column(path, check, "int64")
         return self._indptrs[path]
 
     def mirror(self, matrix: MatrixLayout) -> Mirror | None:

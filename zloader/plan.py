@@ -76,7 +76,8 @@ class Plan:
     @property
     def sweeps(self) -> bool:
         """Whether this rank takes every row of the dataset in an epoch."""
-        return self.world_size == 1 and self.n_rows == self.dataset_rows
+        repeats = getattr(self.sampling, "repeats", False)
+        return self.world_size == 1 and self.n_rows == self.dataset_rows and not repeats
 
     @property
     def n_rows(self) -> int:

@@ -193,18 +193,19 @@ class CsrArrays:
 class MinibatchArrays:
     """One minibatch before it becomes tensors: NumPy arrays, all in the same row order.
 
-    `x` is CsrArrays, a dense array of rows x genes, or None; `obs` maps a column to one value a row; `index` holds the
-    dataset's row numbers.
+    `x` is CsrArrays, a dense array of rows x genes, or None; `obs` maps a column to one value a row, `obsm` a name to
+    rows x dims; `index` holds the dataset's row numbers.
     """
 
     x: CsrArrays | NDArray[np.generic] | None
     obs: Mapping[str, NDArray[np.generic]]
+    obsm: Mapping[str, NDArray[np.generic]]
     index: Rows
 
     @property
     def nbytes(self) -> int:
         """Bytes held by the arrays."""
-        held = self.index.nbytes + sum(column.nbytes for column in self.obs.values())
+        held = self.index.nbytes + sum(rows.nbytes for of in (self.obs, self.obsm) for rows in of.values())
         if isinstance(self.x, CsrArrays):
             return held + self.x.indptr.nbytes + self.x.indices.nbytes + self.x.values.nbytes
         return held if self.x is None else held + self.x.nbytes
