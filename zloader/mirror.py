@@ -202,6 +202,25 @@ def _header(layout: ArrayLayout) -> NDArray[np.uint64]:
     return words
 
 
+def parse_sums(stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
+    """What a whole .sums file says: bytes of the array, of a chunk, and each chunk's crc32c, -1 where it is not there.
+
+    The words of the chunks are the last that the file holds. Raises ValueError, which says why nothing in it counts.
+    """
+    header = np.frombuffer(stored[: len(stored) // 8 * 8], "<u8", min(len(stored) // 8, _HEADER))
+    if not len(header) or header[0] != _MAGIC:
+        raise ValueError("is not of this version of zloader")
+    if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
+        raise ValueError("differs from its checksum")
+    n_elements, chunk_elements, itemsize = (int(word) for word in header[1:4])
+    n_chunks = -(-n_elements // chunk_elements)
+    if len(stored) != 8 * (_HEADER + n_chunks):
+        raise ValueError(f"has {len(stored)} bytes instead of {8 * (_HEADER + n_chunks)}")
+    words = np.frombuffer(stored, "<u8")[_HEADER:]
+    sums = np.where((words & np.uint64(_PRESENT)) != 0, words & np.uint64(_PRESENT - 1), np.uint64(2**64 - 1))
+    return n_elements * itemsize, chunk_elements * itemsize, sums.view(np.int64)
+
+
 def _mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
     """The words of all chunks, shared with all who map them; a file for another array counts for nothing."""
     header = _header(layout)

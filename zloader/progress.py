@@ -7,7 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
@@ -28,8 +36,27 @@ def progress_bars(*, shown: bool) -> Iterator[Bars]:
         _RateColumn(),
         TimeRemainingColumn(),
     )
-    with RichProgress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty())) as bars:
+    with _drawn(*columns, shown=shown) as bars:
         yield Bars(bars)
+
+
+@contextlib.contextmanager
+def byte_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that is drawn while the context lasts, if stderr is a terminal; takes bytes done so far, and in all."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with _drawn(*columns, shown=True) as bars:
+        task = bars.add_task(description, total=None)
+        yield lambda done, in_all: bars.update(task, completed=done, total=in_all)
+
+
+def _drawn(*columns: ProgressColumn, shown: bool) -> RichProgress:
+    return RichProgress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()))
 
 
 class Bars:

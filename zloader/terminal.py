@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -16,8 +17,10 @@ from zloader.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
 
 if TYPE_CHECKING:
     from zloader.append import AppendReport
+    from zloader.caches import MirrorEntry
     from zloader.convert import ConversionReport
     from zloader.cost import EpochCosts
+    from zloader.held import Held
     from zloader.summary import MatrixSummary, StoreSummary
     from zloader.verify import Verification
 
@@ -140,6 +143,23 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     return table
+
+
+def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, Held]]) -> None:
+    """The mirrors of a cache, each with what it holds, and their sums."""
+    table = _table("mirror", ">held", ">of all", ">on disk", "last used", "")
+    table.columns[0].overflow = "fold"
+    for entry, held in found:
+        mirror = Text.assemble(entry.url, "\n", (entry.directory.name, "dim"))
+        share = _share(held.bytes_held / held.bytes_in_all) if held.bytes_in_all else ""
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
+        sizes = (size(held.bytes_held), share, size(entry.allocated_bytes))
+        table.add_row(mirror, *sizes, used, "stale" if entry.stale else "")
+    held_bytes, in_all = (sum(getattr(held, name) for _, held in found) for name in ("bytes_held", "bytes_in_all"))
+    on_disk = size(sum(entry.allocated_bytes for entry, _ in found))
+    share = _share(held_bytes / in_all) if in_all else ""
+    table.add_row(f"mirrors: {len(found)}", size(held_bytes), share, on_disk, "", "", style="bold")
+    console.print(table)
 
 
 class DemoView:
