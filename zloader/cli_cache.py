@@ -90,28 +90,26 @@ def warm(  # noqa: PLR0913 - one parameter a flag
             done = warm_dataset(dataset, x=tuple(x or ("X",)), bytes_per_s=bytes_per_s, on_progress=on_progress)
     except (KeyboardInterrupt, EndedError):
         for now in seen:
-            _show_warmed(asked, now, "the same command goes on from here", as_json=as_json)
+            _show_warmed(asked, now, as_json=as_json)
+        typer.echo("what was brought stays: the same command goes on from there", err=True)
         raise
-    whole = done.chunks_held == done.chunks
-    full = "the cache may not grow further, or its disk is full: what is not there is read from the store each time"
-    _show_warmed(asked, done, "" if whole else full, as_json=as_json)
+    _show_warmed(asked, done, as_json=as_json)
+    if done.chunks_held < done.chunks:
+        typer.echo("the cache may not grow further: what is not there is read from the store each time", err=True)
 
 
-def _show_warmed(asked: dict[str, Any], seen: Warmed, remark: str, *, as_json: bool) -> None:
+def _show_warmed(asked: dict[str, Any], seen: Warmed, *, as_json: bool) -> None:
     if as_json:
         print_json({**asked, **dataclasses.asdict(seen), "whole": seen.chunks_held == seen.chunks})
         return
     share = seen.bytes_held / seen.bytes_in_all if seen.bytes_in_all else 1.0
     rate = seen.bytes_read / seen.elapsed_s if seen.elapsed_s else 0.0
-    console = terminal.console()
-    console.print(
+    terminal.console().print(
         f"{asked['url']}: {seen.chunks_held:,} of {seen.chunks:,} chunks are in {asked['cache']}, "
         f"{size(seen.bytes_held)} ({share:.0%}); {seen.gets:,} GETs read {size(seen.bytes_read)} in "
         f"{seen.elapsed_s:.1f} s, {size(rate)}/s",
         soft_wrap=True,
     )
-    if remark:
-        console.print(remark, soft_wrap=True)
 
 
 # ---- cache

@@ -9,7 +9,7 @@ values: 4 fetches, the indexes of 1 300 shards, 60 MB).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset
 from zloader.fetch import shares
-from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, total_bytes, widened
+from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, closed, total_bytes, widened
 from zloader.opened import OpenedStore
 from zloader.plan import Plan
+from zloader.reader import PADDING_BYTES
 from zloader.summary import stored_bytes
 from zloader.terms import FetchOptions, Rows, Span
 
@@ -70,7 +71,8 @@ def epoch_costs(
             indexes = read_indexes(store, array, _shards(array, wanted), options)
             every.add(array, wanted, indexes, options)
             run = array.chunks_in(options.least_read_bytes, store.object_sizes()) if plan.sweeps else 1
-            first.add(array, _unseen(array, wanted, run), indexes, options)
+            gap = int(options.gap_bytes / max(1.0, array.chunk_bytes(store.object_sizes())))
+            first.add(array, _unseen(array, wanted, run, gap), indexes, replace(options, gap_bytes=PADDING_BYTES))
             # Fetches that were not walked touch the other shards, too.
             with_index = _indexed(store, array, indexes if exact else range(array.n_shards))
             for count in (every, first):
@@ -127,12 +129,15 @@ def _indexed(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> i
     return sum(array.sharded and array.shard_key(shard) in store.objects for shard in shards)
 
 
-def _unseen(array: ArrayLayout, wanted: Sequence[Rows], run: int) -> list[Rows]:
-    """The chunks that each fetch reads where a mirror keeps them; all but the first take whole runs of chunks."""
+def _unseen(array: ArrayLayout, wanted: Sequence[Rows], run: int, gap: int) -> list[Rows]:
+    """The chunks that each fetch reads where a mirror keeps them.
+
+    All but the first take whole runs of chunks, and all what lies in gaps of at most so many chunks.
+    """
     seen = np.zeros(array.n_chunks, bool)
     unseen = []
     for turn, chunks in enumerate(wanted):
-        wide = widened(array, chunks, run if turn else 1) if not seen[chunks].all() else chunks
+        wide = chunks if seen[chunks].all() else closed(array, widened(array, chunks, run if turn else 1), gap)
         unseen.append(wide[~seen[wide]])
         seen[wide] = True
     return unseen

@@ -62,12 +62,16 @@ class ArrayLayout:
         """Bytes of a shard's index."""
         return (16 * self.chunks_per_shard + 4 * self.index_checksum) if self.sharded else 0
 
-    def chunks_in(self, n_bytes: int, object_sizes: Mapping[str, int]) -> int:
-        """How many chunks of one object about `n_bytes` hold, going by the first objects; at least 1."""
+    def chunk_bytes(self, object_sizes: Mapping[str, int]) -> float:
+        """Stored bytes of a chunk on average, going by the first objects; 0 where there are none."""
         keys = map(self.shard_key, range(min(self.n_shards, 16)))
         sizes = [object_sizes[key] for key in keys if key in object_sizes]
-        chunks = min(len(sizes) * self.chunks_per_shard, self.n_chunks)
-        return max(1, min(self.chunks_per_shard, round(n_bytes * chunks / sum(sizes)))) if sum(sizes) else 1
+        return sum(sizes) / max(1, min(len(sizes) * self.chunks_per_shard, self.n_chunks))
+
+    def chunks_in(self, n_bytes: int, object_sizes: Mapping[str, int]) -> int:
+        """How many chunks of one object about `n_bytes` hold; at least 1."""
+        mean = self.chunk_bytes(object_sizes)
+        return max(1, min(self.chunks_per_shard, round(n_bytes / mean))) if mean else 1
 
     def shard_key(self, shard: int) -> str:
         """The key of one stored object, relative to the store."""
@@ -168,6 +172,13 @@ def widened(layout: ArrayLayout, chunks: Rows, run: int) -> Rows:
     begins = np.unique(chunks - within % run)
     ends = np.minimum(begins + run, (begins // layout.chunks_per_shard + 1) * layout.chunks_per_shard)
     return expand(begins, np.minimum(ends, layout.n_chunks) - begins)
+
+
+def closed(layout: ArrayLayout, chunks: Rows, gap: int) -> Rows:
+    """`chunks` (ascending) and those that lie between two of them of one object, where these are at most `gap`."""
+    between = np.diff(chunks) - 1
+    small = (between <= gap) & (np.diff(chunks // layout.chunks_per_shard) == 0)
+    return expand(chunks, np.append(np.where(small, between, 0), np.zeros(min(1, len(chunks)), np.int64)) + 1)
 
 
 def needed(chunks: Rows, starts: Rows, stops: Rows, chunk_elements: int) -> tuple[Rows, Rows]:

@@ -19,11 +19,14 @@ from zloader import blosc
 from zloader.claims import Claims
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
-from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, needed, total_bytes, widened
+from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, closed, needed, total_bytes, widened
 from zloader.mirror import MirrorArray
 from zloader.terms import Rows, Span
 from zloader.workshop import Workshop
 
+# Into a mirror nothing is read that is not kept: what lies in a small gap is brought too, unless it is there already.
+# Only what some writers leave between chunks is read over.
+PADDING_BYTES = 4096
 # Spans read and decoded as one task, up to these many bytes or an eighth of what may be in flight: what a task costs,
 # about 0.3 ms of the interpreter, is then little beside decoding, and eight of them keep a link and the threads busy.
 _BATCH_BYTES = 8 << 20
@@ -89,6 +92,7 @@ class ArrayReader:
         # What is corrupt twice is corrupt where it is stored; that does not pass, as a busy server does.
         self._rereads = min(1, shop.options.retries)
         self._run = layout.chunks_in(shop.options.least_read_bytes, shop.object_sizes) if shop.sweeping else 1
+        self._gap = int(shop.options.gap_bytes / max(1.0, layout.chunk_bytes(shop.object_sizes)))  # chunks
 
     def chunks(self, starts: Rows, stops: Rows) -> Rows:
         """The chunks that the elements `[start, stop)` of each row lie in."""
@@ -131,8 +135,8 @@ class ArrayReader:
         assert self._owner is not None
         if mirror.holds(chunks):
             return chunks[:0]
-        # The consumer waits for the first fetch: that takes only what it needs.
-        wide = widened(self._layout, chunks, self._run if turn else 1)
+        # The consumer waits for the first fetch: that takes only what it needs, and what would be read with it.
+        wide = closed(self._layout, widened(self._layout, chunks, self._run if turn else 1), self._gap)
         left = await self._missing(mirror, wide)
         brought = [chunks[:0]]
         waited_s = 0.0
@@ -179,8 +183,9 @@ class ArrayReader:
         shards = np.unique(missing // self._layout.chunks_per_shard).tolist()
         indexes = dict(zip(shards, await asyncio.gather(*map(self._index, shards)), strict=True))
         options = self._shop.options
+        gap_bytes = options.gap_bytes if slots is not None else PADDING_BYTES
         pieces, absent = chunk_spans(
-            self._layout, missing, indexes, gap_bytes=options.gap_bytes, max_read_bytes=options.max_read_bytes
+            self._layout, missing, indexes, gap_bytes=gap_bytes, max_read_bytes=options.max_read_bytes
         )
         self._shop.counters.spans += len(pieces)
         self._fill(absent, slots)
