@@ -8,23 +8,18 @@ the way. Chosen genes are first packed, in the dtypes they are stored in, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.compiled import compiled as compiled
 from zloader.genes import ChosenGenes
 from zloader.terms import CsrArrays, MinibatchArrays, Rows
 
 _MOST_INT32 = np.iinfo(np.int32).max
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(nogil=True, cache=True)(function))
 
 
 @compiled
