@@ -10,6 +10,7 @@ from zloader.joining.selection import Selection
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming
 from zloader.terms import Cache, FetchOptions, Statistics
 from zloader.verify import Verification, verify
+from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
 from zloader.writing.encode import ConvertOptions
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AppendReport",
     "BlockShuffling",
+    "BlockWeightedSampling",
     "Cache",
+    "ClassBalancedSampling",
     "ConversionReport",
     "ConvertOptions",
     "Dataset",
