@@ -7,7 +7,7 @@ from zloader.convert import ConversionReport, convert
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import ZloaderError
 from zloader.joining.selection import Selection
-from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming
+from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
 from zloader.terms import Cache, FetchOptions, Statistics
 from zloader.verify import Verification, verify
 from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
@@ -31,6 +31,7 @@ __all__ = [
     "Loader",
     "Minibatch",
     "MixtureOfScanners",
+    "Sampling",
     "Selection",
     "Statistics",
     "Streaming",
