@@ -7,7 +7,7 @@ It answers each with a line of JSON: seconds, rows, first_minibatch_s (from aski
 before and at the peak. In between it idles. What a line may ask for:
 
 - `work_s`, what the consumer does with every minibatch (it sleeps, as one does whose GPU works); `stalls` of `stall_s`.
-- `rows`: the epoch is left after so many.
+- `rows`, `most_s`: the epoch is left after so many rows, or with the first minibatch after so many seconds.
 - `mirror`, a directory: the epoch then begins with opening the store; null: one without a mirror.
 - `drop`, a directory: what lies there is dropped from the page cache before, and not left mapped afterwards.
 
@@ -189,6 +189,8 @@ def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
         if size is None or rows == request.get("rows"):
             break
         rows += size
+        if now - began > request.get("most_s", now):
+            break
         if "work_s" in request:
             time.sleep(request["work_s"])
         if len(waits) in stalls:

@@ -24,6 +24,8 @@ LAYERS = {
     "zloader.layout": 1,
     "zloader.metadata": 1,
     "zloader.sampling": 1,
+    "zloader.draws": 1,
+    "zloader.weighted": 1,
     "zloader.plan": 1,
     "zloader.columns": 1,
     "zloader.genes": 1,

@@ -7,9 +7,10 @@ from zloader.convert import ConversionReport, convert
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import ZloaderError
 from zloader.joining.selection import Selection
-from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming
+from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
 from zloader.terms import Cache, FetchOptions, Statistics
 from zloader.verify import Verification, verify
+from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
 from zloader.writing.encode import ConvertOptions
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AppendReport",
     "BlockShuffling",
+    "BlockWeightedSampling",
     "Cache",
+    "ClassBalancedSampling",
     "ConversionReport",
     "ConvertOptions",
     "Dataset",
@@ -28,6 +31,7 @@ __all__ = [
     "Loader",
     "Minibatch",
     "MixtureOfScanners",
+    "Sampling",
     "Selection",
     "Statistics",
     "Streaming",

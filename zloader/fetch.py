@@ -252,7 +252,7 @@ class FetchScheduler:
             return None
         parts = [_store_rows(loaded, number, taken[at], at) for number, at in shares(self._ends, rows)]
         if self._recipe.genes is not None:
-            parts = [gather.choose(part, self._recipe.genes) for part in parts]
+            parts = [gather.choose(part, self._recipe.genes, ascending=not self._recipe.dense) for part in parts]
         gathered = gather.dense_rows if self._recipe.dense else gather.csr_rows
         return gathered(parts, len(rows), n_genes=self._recipe.n_genes, dtype=self._recipe.dtype)
 

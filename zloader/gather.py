@@ -8,23 +8,18 @@ the way. Chosen genes are first packed, in the dtypes they are stored in, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.compiled import compiled as compiled
 from zloader.genes import ChosenGenes
 from zloader.terms import CsrArrays, MinibatchArrays, Rows
 
 _MOST_INT32 = np.iinfo(np.int32).max
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def compiled(function: Function) -> Function:
-    return cast(Function, numba.njit(nogil=True, cache=True)(function))
 
 
 @compiled
@@ -91,22 +86,25 @@ def _select_values(
 ) -> None:
     """Packs the columns and values of chosen genes, row after row, and how many each row has.
 
-    Without a branch that depends on the gene: what is not chosen is written over by what comes next, which is twice to
-    four times as fast where many are chosen. So there must be room for one element more than are stored.
+    There must be room for all that is stored: no branch depends on the gene, and what is not chosen is written over by
+    what comes next, which is twice to four times as fast where many are chosen.
     """
     columns, kept, found = out
-    to = 0
+    first = 0
     for row in range(len(lengths)):
         n = lengths[row]
         stored = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
-        first = to
+        given_columns = columns[first : first + n]
+        given_values = kept[first : first + n]
+        to = 0
         for i in range(n):
             column = column_of[stored[i]]
-            columns[to] = column
-            kept[to] = taken[i]
+            given_columns[to] = column
+            given_values[to] = taken[i]
             to += column < n_columns
-        found[row] = to - first
+        found[row] = to
+        first += to
 
 
 @compiled
@@ -175,10 +173,10 @@ class StoreRows:
         return found
 
 
-def choose(rows: StoreRows, genes: ChosenGenes) -> StoreRows:
-    """The same rows with the chosen genes alone, packed; ascending in each row if they are so in the store.
+def choose(rows: StoreRows, genes: ChosenGenes, *, ascending: bool) -> StoreRows:
+    """The same rows with the chosen genes alone, packed.
 
-    Rows whose genes are chosen in another order than the store's are sorted.
+    With `ascending`, rows whose genes are chosen in another order than the store's are sorted by column.
     """
     n_rows, n_columns = len(rows.lengths), len(genes)
     if rows.genes is None:
@@ -188,14 +186,13 @@ def choose(rows: StoreRows, genes: ChosenGenes) -> StoreRows:
         lengths = np.full(n_rows, n_columns)
         return replace(rows, values=dense.reshape(-1), starts=(starts, starts), lengths=lengths)
     n_stored = int(rows.lengths.sum())
-    columns = np.empty(n_stored + 1, genes.column_of.dtype)
-    values = np.empty(n_stored + 1, rows.values.dtype)
+    columns, values = np.empty(n_stored, genes.column_of.dtype), np.empty(n_stored, rows.values.dtype)
     lengths = np.empty_like(rows.lengths)
     out = (columns, values, lengths)
     _select_values(rows.genes, rows.values, rows.starts, rows.lengths, genes.column_of, n_columns, out)
     starts = indptr_of(lengths)
     columns, values = columns[: starts[-1]], values[: starts[-1]]
-    if not genes.ascending:
+    if ascending and not genes.ascending:
         _sort_rows(columns, values, lengths, n_columns)
     return replace(rows, genes=columns, values=values, starts=(starts[:-1], starts[:-1]), lengths=lengths)
 

@@ -41,7 +41,7 @@ def key_of(*parts: int) -> int:
     return int(key[0])
 
 
-_mix_word = compiled(mix)
+mix_word = compiled(mix)  # the same, of one word, for compiled loops
 
 
 @compiled
@@ -50,7 +50,7 @@ def _feistel(words: NDArray[np.uint64], keys: NDArray[np.uint64], half: np.uint6
     for i in range(len(words)):
         left, right = words[i] >> half, words[i] & mask
         for number in range(_ROUNDS):
-            left, right = right, left ^ (_mix_word(right ^ keys[number]) & mask)
+            left, right = right, left ^ (mix_word(right ^ keys[number]) & mask)
         words[i] = (left << half) | right
 
 

@@ -1,0 +1,97 @@
+"""What planning a fetch costs, in time and memory, for every sampling.
+
+    python benchmarks/plan.py [--rows 100000000] [--turns 30]
+
+A fetch is 16 384 rows: at 500 000 rows/s, a warm epoch on two cores, one is needed every 33 ms. A plan is arithmetic,
+so that its cost must not grow with the dataset; what does grow with it are the tables of weighted samplings, and their
+search misses the cache some ten times for each draw. Labels are 20 classes, mixed, the k-th 1/k as frequent as the
+first. "made" is the time that making the sampling takes; "peak" the most that Python and NumPy hold at once while a
+fetch is planned, beside what the sampling holds. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rivals import table
+
+import zloader as zl
+from zloader.columns import ObsColumn
+from zloader.plan import Plan
+from zloader.sampling import Sampling, bound
+
+Figures = dict[str, Any]
+MAKERS: dict[str, Callable[[Callable[[str], ObsColumn], Any], Sampling]] = {
+    "Streaming(shuffle=True)": lambda column, weights: zl.Streaming(shuffle=True),
+    "BlockShuffling(64)": lambda column, weights: zl.BlockShuffling(64),
+    "BlockShuffling(1)": lambda column, weights: zl.BlockShuffling(1),
+    "MixtureOfScanners(16, 64)": lambda column, weights: zl.MixtureOfScanners(16, 64),
+    "MixtureOfScanners(1024, 1)": lambda column, weights: zl.MixtureOfScanners(1024, 1),
+    "ClassBalancedSampling, 64": lambda column, weights: bound(zl.ClassBalancedSampling("class"), column),
+    "BlockWeightedSampling, 64": lambda column, weights: zl.BlockWeightedSampling(weights),
+    "BlockWeightedSampling, 1": lambda column, weights: zl.BlockWeightedSampling(weights, block_size=1),
+}
+
+
+def measured(name: str, make: Callable[[], Sampling], rows: int, turns: int) -> Figures:
+    """The figures of one sampling; everything is compiled before."""
+    begun = time.perf_counter()
+    sampling = make()
+    made_s = time.perf_counter() - begun
+    plan = Plan(dataset_rows=rows, sampling=sampling, batch_size=64, fetch_factor=256)
+    numbers = itertools.cycle(range(0, plan.n_fetches, max(1, plan.n_fetches // 61)))
+    plan.fetch(next(numbers))
+    taken = []
+    for _ in range(turns):
+        begun = time.perf_counter()
+        plan.fetch(next(numbers))
+        taken.append(1e3 * (time.perf_counter() - begun))
+    tracemalloc.start()
+    plan.fetch(next(numbers))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "sampling": name,
+        "ms a fetch": round(statistics.median(taken), 2),
+        "fastest": round(min(taken), 2),
+        "peak MB": round(peak / 1e6, 1),
+        "made s": round(made_s, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--turns", type=int, default=30)
+    options = parser.parse_args()
+
+    rng = np.random.default_rng(0)
+    shares = 1 / np.arange(1, 21)
+    of_class = np.repeat(np.arange(20, dtype=np.int8), np.round(1000 * shares / shares.sum()).astype(int))
+    codes = rng.choice(of_class, options.rows)
+    weights = rng.random(options.rows, np.float32)
+    labels = pd.Index([f"class {k}" for k in range(20)])
+
+    def column(name: str) -> ObsColumn:
+        return ObsColumn(values=codes, categories=labels)
+
+    small = ObsColumn(values=codes[:10_000], categories=labels)
+    figures = []
+    for name, make in MAKERS.items():
+        measured(name, lambda make=make: make(lambda _: small, weights[:10_000]), 10_000, 1)  # compiles
+        figures.append(measured(name, lambda make=make: make(column, weights), options.rows, options.turns))
+    table([list(figures[0]), *(list(map(str, each.values())) for each in figures)])
+    print(json.dumps({"rows": options.rows, "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()
