@@ -38,6 +38,7 @@ log = logging.getLogger("zloader")
 _PRESENT = 1 << 32  # set in every word of a chunk that is there, so that a checksum of 0 is told from absence
 _MAGIC = int.from_bytes(b"zloader2", "little")
 _HEADER = 8  # words
+_PIECE_BYTES = 256 * 1024  # of room on disk that is asked for at once
 
 
 class MirrorArray:
@@ -126,11 +127,12 @@ class MirrorArray:
         """The first of the chunks, as many as have room on disk."""
         if not self.writable or not len(chunks) or not self._place.room.limited:
             return chunks if self.writable else chunks[:0]
-        begins = np.flatnonzero(np.diff(chunks, prepend=chunks[0] - 2) != 1)
+        itemsize = self.layout.dtype.itemsize
+        piece = max(1, _PIECE_BYTES // (self.layout.chunk_elements * itemsize))
+        begins = np.flatnonzero((np.diff(chunks, prepend=chunks[0] - 2) != 1) | (chunks % piece == 0))
         ends = np.append(begins[1:], len(chunks))
         first, _ = self.layout.chunk_bounds(chunks[begins])
         _, last = self.layout.chunk_bounds(chunks[ends - 1])
-        itemsize = self.layout.dtype.itemsize
         runs = zip((first * itemsize).tolist(), ((last - first) * itemsize).tolist(), strict=True)
         try:
             done = self._place.room.allocate(self._file, list(runs))
