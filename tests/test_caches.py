@@ -260,12 +260,12 @@ def test_a_mirror_fills_up_to_its_limit_and_is_then_read_through(store, tmp_path
     with _Watch(cache.directory) as watch:
         cold = _epoch(_loader(store, cache))
         warm_epochs = [_epoch(_loader(store, cache)) for _ in range(2)]
-    assert limit - 350 * 1024 < watch.most <= limit
+    assert limit - 530 * 1024 < watch.most <= limit
     assert cold.bytes_read <= unmirrored.bytes_read
     held = warm(zl.open_dataset(store, cache=cache))
     assert held.full
     capacity = held.chunks_held / held.chunks
-    assert abs(capacity - share) < 0.1
+    assert share - 0.15 < capacity < share + 0.05
     for epoch in warm_epochs:
         hits = epoch.chunks_from_mirror / (epoch.chunks_from_mirror + epoch.chunks_decoded)
         assert abs(hits - capacity) < 0.02

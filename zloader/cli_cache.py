@@ -71,10 +71,13 @@ def warm(  # noqa: PLR0913 - one parameter a flag
     What is there already is not read again: after Ctrl-C or a crash, the same command goes on.
     """
     from zloader.dataset import open_dataset
-    from zloader.terms import Cache, parse_size
+    from zloader.terms import Cache, parse_size, require_count
     from zloader.warm import warm as warm_dataset
 
-    bytes_per_s = None if limit is None else parse_size(limit.removesuffix("/s"))
+    bytes_per_s = None
+    if limit is not None:
+        bytes_per_s = parse_size(limit.removesuffix("/s"))
+        require_count(limit=bytes_per_s)
     kept = Cache(directory=cache, max_bytes=max_bytes, min_free_bytes=min_free)
     access = storage_options(endpoint_url, region, profile, anon)
     asked = {"url": url, "cache": kept.directory}
