@@ -20,7 +20,7 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike, unfit_obsm
+from zloader.columns import ObsColumn, as_numbers, concatenated, joined, native, require_alike, unfit_obsm
 from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError, ZloaderError
 from zloader.fetch import FetchScheduler, Part, Recipe
 from zloader.genes import ChosenGenes, Genes, choose_genes
@@ -259,7 +259,7 @@ class Dataset:
         if name not in self._obsm:
             self.require_obsm([name])
             arrays = self._elements(f"obsm/{name}")
-            self._obsm[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            self._obsm[name] = native(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
         return self._obsm[name]
 
     def require_obsm(self, names: Sequence[str]) -> None:
