@@ -10,9 +10,10 @@ a small one:
   beside the rows of a fetch is of use to a later one, which flatters a reader that reads more than it was asked for.
 - limited: the process is in a memory cgroup that leaves the page cache a share of the mirror's bytes (`--cached`) above
   the memory that it holds itself, and goes through epoch after epoch, one of them thrown away. What is read and not
-  used soon is read again: as with an atlas. An epoch of zloader's is left after half a minute, and its rows
-  counted until then. Where the share is less than a few fetches (of 100 000 rows one is a sixth), what was read ahead
-  is gone before it is used, which says nothing of an atlas. It takes root, and cgroup v1's memory controller or v2's (which has not been tried), else it is skipped.
+  used soon is read again: as with an atlas. An epoch of zloader's is left after half a minute, and its rows counted
+  until then. Where the share is less than a few fetches (of 100 000 rows one is a sixth), what was read ahead is gone
+  before it is used, which says nothing of an atlas. It takes root, and cgroup v1's memory controller or v2's (which
+  has not been tried), else it is skipped.
 
 Sides, each a process of its own (readers.py), in turns where files are dropped, one after the other where memory is
 limited:

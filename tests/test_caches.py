@@ -265,7 +265,7 @@ def test_a_mirror_fills_up_to_its_limit_and_is_then_read_through(store, tmp_path
     held = warm(zl.open_dataset(store, cache=cache))
     assert held.full
     capacity = held.chunks_held / held.chunks
-    assert share - 0.15 < capacity < share + 0.05
+    assert share - 0.15 < capacity < share + 0.1
     for epoch in warm_epochs:
         hits = epoch.chunks_from_mirror / (epoch.chunks_from_mirror + epoch.chunks_decoded)
         assert abs(hits - capacity) < 0.02

@@ -43,11 +43,16 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
     if isinstance(column, pd.api.extensions.ExtensionArray) and pd.api.types.is_numeric_dtype(column.dtype):
         return ObsColumn(values=_nullable(column), categories=None)
     if values.dtype.kind in "biuf":
-        return ObsColumn(values=values, categories=None)
+        return ObsColumn(values=native(values), categories=None)
     if values.dtype.kind in "OUST":
         codes, categories = pd.factorize(pd.Series(values, dtype="string"), sort=True)
         return ObsColumn(values=codes, categories=pd.Index(categories, dtype=object), from_strings=True)
     raise OptionError(f"obs column {name!r} holds {values.dtype}: only numbers, categories and strings become tensors")
+
+
+def native(values: NDArray[Any]) -> NDArray[Any]:
+    """The same numbers in this machine's byte order, as torch needs them."""
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _nullable(column: Any) -> NDArray[Any]:

@@ -108,31 +108,36 @@ def _select_values(
 
 
 @compiled
+def _sort_by_byte(
+    columns: NDArray[Any], values: NDArray[Any], shift: int, out: tuple[NDArray[Any], NDArray[Any]], places: Rows
+) -> None:
+    places[:] = 0
+    for i in range(len(columns)):
+        places[((columns[i] >> shift) & 255) + 1] += 1
+    for byte in range(255):
+        places[byte + 1] += places[byte]
+    for i in range(len(columns)):
+        byte = (columns[i] >> shift) & 255
+        out[0][places[byte]] = columns[i]
+        out[1][places[byte]] = values[i]
+        places[byte] += 1
+
+
+@compiled
 def _sort_rows(columns: NDArray[Any], values: NDArray[Any], lengths: Rows, n_columns: int) -> None:
-    """Sorts rows that follow one another by column: a stable radix sort, a byte at a time, linear in the values."""
+    """Sorts rows that follow one another by column: a stable radix sort, two bytes a turn, linear in the values."""
     spare_columns, spare_values = np.empty_like(columns), np.empty_like(values)
     places = np.empty(257, np.int64)
     first = 0
     for row in range(len(lengths)):
         n = lengths[row]
-        a, b = columns[first : first + n], values[first : first + n]
-        spare_a, spare_b = spare_columns[:n], spare_values[:n]
+        here = (columns[first : first + n], values[first : first + n])
+        there = (spare_columns[:n], spare_values[:n])
+        for shift in range(0, 64, 16):
+            if (n_columns - 1) >> shift:
+                _sort_by_byte(here[0], here[1], shift, there, places)
+                _sort_by_byte(there[0], there[1], shift + 8, here, places)
         first += n
-        shift = 0
-        while (n_columns - 1) >> shift:
-            places[:] = 0
-            for i in range(n):
-                places[((a[i] >> shift) & 255) + 1] += 1
-            for byte in range(255):
-                places[byte + 1] += places[byte]
-            for i in range(n):
-                byte = (a[i] >> shift) & 255
-                spare_a[places[byte]] = a[i]
-                spare_b[places[byte]] = b[i]
-                places[byte] += 1
-            a[:] = spare_a
-            b[:] = spare_b
-            shift += 8
 
 
 @compiled

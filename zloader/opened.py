@@ -152,10 +152,11 @@ class OpenedStore:
             return column
         node = self._whole(path)
         windows = self._windows(path, node, check)
+        kind = np.dtype(dtype or node.dtype).newbyteorder("=")
         if self.place is not None:
-            column = save_column(self.place, path, windows, shape=node.shape, dtype=np.dtype(dtype or node.dtype))
+            column = save_column(self.place, path, windows, shape=node.shape, dtype=kind)
         if column is None:
-            column = np.empty(node.shape, dtype or node.dtype)
+            column = np.empty(node.shape, kind)
             filled = 0
             for window in self._windows(path, node, check):
                 column[filled : filled + len(window)] = window

@@ -1,0 +1,250 @@
+"""What many rows cost a process: opening, the first minibatch and memory, with a store of 100 million rows.
+
+    python benchmarks/wide.py DIRECTORY [--rows 100000000] [--processes 4] [--turns 3]
+
+A store of so many rows is written to DIRECTORY (and removed again, with its mirror): 2 values a row, so that it is what
+grows with rows that counts, and not the values. Row offsets (8 bytes a row), codes of one obs column (1) and two
+float32 of obsm/X_pca (8) are 1.7 GB for 100 million rows. obs names are declared and never written, which Zarr allows:
+they would be read as empty strings, and nobody who trains asks for them. Chunks of X hold 1 024 rows, so that the
+mirror's words for 100 000 chunks are 0.8 MB; an atlas with chunks of 32 rows has 25 MB of them, for each array.
+
+The mirror is filled by one streaming epoch of zloader's. Then processes are started one beside the other, and stay:
+each imports zloader and torch, opens the store (open_dataset and Loader), takes the first minibatch of an epoch (64
+rows, blocks of 64 in fetches of 16 384, obs=["plate"], and obsm=["X_pca"] where Loader takes it), checks its values,
+and idles in that epoch. Everything is in the page cache.
+
+Memory is what /proc has: RSS counts every mapped page that a process has touched, also those that it shares; RssFile
+are those of files (the mirror, and torch's libraries), RssAnon its own. PSS divides shared pages by those who share
+them: the sum over all processes is what they take of the machine. "+ machine" is how much a process added to it when it
+came; "imports" is what it had of its own (RssAnon) before the store was opened: Python, torch, anndata and numba, which
+processes that are started apart do not share. MB are 10^6 bytes. Linux only.
+
+Targets, for 100 million rows: opening 5 s, the first minibatch 3 s later, 600 MB RSS a process, and for each process
+after the first 100 MB more of the machine than what imports take. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from rivals import Figures, median, table
+
+N_GENES = 62_710
+PLATES = 14
+HALF = N_GENES // 2
+COLUMNS = (
+    "open s",
+    "first minibatch s",
+    "imports MB",
+    "RssAnon",
+    "RssFile",
+    "RSS",
+    "PSS",
+    "+ machine",
+    "above imports",
+)
+TARGETS = {"opened_s": 5.0, "first_s": 3.0, "rss": 600e6, "further": 100e6}
+_WINDOW = 1 << 22  # rows written at a time
+_CHUNK = 1 << 20  # elements of the arrays that are not X
+_X_CHUNK_ROWS = 1024
+_FILL_ROWS = 1 << 20  # rows of a minibatch while the mirror is filled
+
+
+# ---- the store; row i has the genes i % HALF and HALF + i % HALF, with the values 1 + i % 7 and 2
+
+
+def write(store: Path, rows: int) -> None:
+    """Writes an AnnData store of `rows` rows, as another program might."""
+    root = zarr.create_group(store, zarr_format=3, attributes=_encoding("anndata", "0.1.0"))
+    x = root.create_group("X", attributes={**_encoding("csr_matrix", "0.1.0"), "shape": [rows, N_GENES]})
+    sharded = {"chunks": (2 * _X_CHUNK_ROWS,), "shards": (2 * _WINDOW,)}
+    indices = x.create_array("indices", shape=(2 * rows,), dtype="uint16", **sharded)
+    values = x.create_array("data", shape=(2 * rows,), dtype="uint8", **sharded)
+    indptr = x.create_array("indptr", shape=(rows + 1,), dtype="int64", chunks=(_CHUNK,))
+    codes = _obs(root, rows)
+    pca = root.create_group("obsm", attributes=_encoding("dict", "0.1.0")).create_array(
+        "X_pca", shape=(rows, 2), dtype="float32", chunks=(_CHUNK, 2), attributes=_encoding("array", "0.2.0")
+    )
+    indptr[:1] = 0
+    for first in range(0, rows, _WINDOW):
+        row = np.arange(first, min(rows, first + _WINDOW))
+        there, elements = slice(first, first + len(row)), slice(2 * first, 2 * (first + len(row)))
+        indices[elements] = np.stack([row % HALF, HALF + row % HALF], axis=1).ravel().astype("uint16")
+        values[elements] = np.stack([1 + row % 7, np.full_like(row, 2)], axis=1).ravel().astype("uint8")
+        indptr[first + 1 : first + 1 + len(row)] = 2 * (row + 1)
+        codes[there] = (row % PLATES).astype("int8")
+        pca[there] = np.stack([row, -row], axis=1).astype("float32")
+
+
+def _obs(root: zarr.Group, rows: int) -> Any:
+    """Makes obs and var; gives the codes of the one column, to be written."""
+    text = _encoding("string-array", "0.2.0")
+    for name, n, columns in (("obs", rows, ["plate"]), ("var", N_GENES, [])):
+        frame = {**_encoding("dataframe", "0.2.0"), "_index": "_index", "column-order": columns}
+        group = root.create_group(name, attributes=frame)
+        names = group.create_array("_index", shape=(n,), dtype=str, chunks=(min(n, _CHUNK),), attributes=text)
+        if name == "var":
+            names[:] = np.array([f"gene {gene}" for gene in range(N_GENES)])
+    plate = root["obs"].create_group("plate", attributes={**_encoding("categorical", "0.2.0"), "ordered": False})
+    labels = plate.create_array("categories", shape=(PLATES,), dtype=str, chunks=(PLATES,), attributes=text)
+    labels[:] = np.array([f"plate {number}" for number in range(PLATES)])
+    array = _encoding("array", "0.2.0")
+    return plate.create_array("codes", shape=(rows,), dtype="int8", chunks=(_CHUNK,), attributes=array)
+
+
+def _encoding(kind: str, version: str) -> dict[str, Any]:
+    return {"encoding-type": kind, "encoding-version": version}
+
+
+# ---- one process
+
+
+def process(store: str, cache: str, *, fill: bool) -> None:
+    """Fills the mirror; or takes the first minibatch, prints the figures, and idles until standard input ends."""
+    import zloader as zl
+
+    wanted: dict[str, Any] = {"obs": ["plate"]}
+    if "obsm" in inspect.signature(zl.Loader).parameters:
+        wanted["obsm"] = ["X_pca"]
+    imported = memory(os.getpid())
+    began = time.perf_counter()
+    dataset = zl.open_dataset(store, cache=cache)
+    if fill:
+        loader = zl.Loader(dataset, batch_size=_FILL_ROWS, fetch_factor=1, sampling=zl.Streaming(), **wanted)
+        rows = sum(map(len, loader))
+        assert rows == dataset.n_obs, f"{rows} rows of {dataset.n_obs}"
+        print(json.dumps({"filled_s": time.perf_counter() - began}))
+        return
+    loader = zl.Loader(dataset, batch_size=64, fetch_factor=256, sampling=zl.BlockShuffling(64), **wanted)
+    opened = time.perf_counter()
+    minibatches = iter(loader)
+    minibatch = next(minibatches)
+    first = time.perf_counter()
+    assert loader.statistics().gets == 0, "the mirror was not full"
+    figures = {"opened_s": opened - began, "first_s": first - opened, "imported": imported, **memory(os.getpid())}
+    _check(minibatch)
+    print(json.dumps(figures), flush=True)
+    sys.stdin.read()
+
+
+def _check(minibatch: Any) -> None:
+    row = minibatch.index.numpy()
+    np.testing.assert_array_equal(minibatch.obs["plate"].numpy(), row % PLATES)
+    np.testing.assert_array_equal(
+        minibatch.x.col_indices().numpy(), np.stack([row % HALF, HALF + row % HALF], 1).ravel()
+    )
+    np.testing.assert_array_equal(minibatch.x.values().numpy(), np.stack([1 + row % 7, 0 * row + 2], 1).ravel())
+    if hasattr(minibatch, "obsm"):
+        np.testing.assert_array_equal(minibatch.obsm["X_pca"].numpy(), np.stack([row, -row], 1).astype("float32"))
+
+
+def memory(pid: int) -> Figures:
+    """Resident bytes of a process."""
+    found = {}
+    for file, names in (("status", ("VmRSS", "RssAnon", "RssFile")), ("smaps_rollup", ("Pss",))):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in names:
+                found[name] = int(rest.split()[0]) * 1024
+    return found
+
+
+# ---- several
+
+
+def turn(store: Path, cache: Path, processes: int) -> list[Figures]:
+    """Starts so many processes one beside the other; figures of each, and what all took when it had come."""
+    found: list[Figures] = []
+    with contextlib.ExitStack() as stack:
+        running: list[subprocess.Popen[str]] = []
+        for _ in range(processes):
+            command = [sys.executable, __file__, str(store), "--process", str(cache)]
+            one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(one)
+            assert one.stdout is not None
+            line = one.stdout.readline()
+            if not line:
+                sys.exit("a process of zloader ended")
+            running.append(one)
+            together = sum(memory(each.pid)["Pss"] for each in running)
+            before = found[-1]["together"] if found else 0
+            figures = json.loads(line)
+            added = together - before
+            above = added - figures["imported"]["RssAnon"]
+            found.append({**figures, "together": together, "added": added, "above": above})
+    return found  # leaving ended their standard input, and waited for them
+
+
+def lines(turns: Sequence[Sequence[Figures]]) -> list[list[str]]:
+    """The table: medians of the turns, a line for each process in the order in which they came."""
+    found = [["process", *COLUMNS]]
+    for number, runs in enumerate(zip(*turns, strict=True)):
+        imports = statistics.median(run["imported"]["RssAnon"] for run in runs)
+        names = ("RssAnon", "RssFile", "VmRSS", "Pss", "added", "above")
+        sizes = (imports, *(median(runs, name) for name in names))
+        seconds = (f"{median(runs, name):.2f}" for name in ("opened_s", "first_s"))
+        found.append([str(number + 1), *seconds, *(f"{size / 1e6:,.0f}" for size in sizes)])
+    return found
+
+
+def verdicts(turns: Sequence[Sequence[Figures]]) -> Figures:
+    """What the targets are for: the worst process of each turn, the median of the turns; prints a line for each."""
+    worst = {
+        "opened_s": [max(run["opened_s"] for run in runs) for runs in turns],
+        "first_s": [max(run["first_s"] for run in runs) for runs in turns],
+        "rss": [max(run["VmRSS"] for run in runs) for runs in turns],
+        "further": [max((run["above"] for run in runs[1:]), default=0) for runs in turns],
+    }
+    measured = {name: float(statistics.median(values)) for name, values in worst.items()}
+    for name, value in measured.items():
+        said = (value, TARGETS[name], "s") if name.endswith("_s") else (value / 1e6, TARGETS[name] / 1e6, "MB")
+        print(
+            f"{name}: {said[0]:,.2f} {said[2]} (target {said[1]:,.0f}): {'met' if value < TARGETS[name] else 'missed'}"
+        )
+    return measured
+
+
+def main() -> None:
+    """Measures, prints a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where the store and its mirror are made")
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--process", help=argparse.SUPPRESS)  # one process of them: the mirror; DIRECTORY is the store
+    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.process:
+        process(str(options.directory), options.process, fill=options.fill)
+        return
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        store, cache = Path(directory) / "wide.zarr", Path(directory) / "mirror"
+        began = time.perf_counter()
+        write(store, options.rows)
+        written_s = time.perf_counter() - began
+        print(f"written in {written_s:.0f} s", file=sys.stderr)
+        command = [sys.executable, __file__, str(store), "--process", str(cache), "--fill"]
+        filled = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+        print(f"filled in {filled['filled_s']:.0f} s", file=sys.stderr)
+        turns = [turn(store, cache, options.processes) for _ in range(options.turns)]
+    table(lines(turns))
+    figures = {"rows": options.rows, "written_s": written_s, **filled, "measured": verdicts(turns)}
+    print(json.dumps({**figures, "targets": TARGETS, "turns": turns}))
+
+
+if __name__ == "__main__":
+    main()
