@@ -1,4 +1,4 @@
-"""What a mirror holds, seen from outside; and whatever was done to its files, verify finds it and the next epoch heals."""
+"""What a mirror holds, seen from outside; and whatever was done to its files, verify finds it, an epoch heals it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _BATCH_DECODED = 32 << 20
 _IN_FLIGHT = 8
 # How often a fetch looks whether others have brought what it waits for. They may be other processes, which share
 # nothing with this one but the mirror's files: there is nobody to be called by.
-_LOOK_S = 0.005
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
