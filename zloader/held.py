@@ -255,8 +255,8 @@ def _files(directory: Path) -> dict[str, list[Path]]:
     files: dict[str, list[Path]] = {kind: [] for kind in (*_SUFFIXES, "links")}
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as found:
         for one in sorted(found, key=lambda one: one.name):
-            suffix = one.name.rpartition(".")[2]
-            if suffix in _SUFFIXES:
+            stem, _, suffix = one.name.rpartition(".")
+            if stem and suffix in _SUFFIXES:
                 files[suffix if one.is_file(follow_symlinks=False) else "links"].append(Path(one.path))
     return files
 
