@@ -13,14 +13,15 @@ each imports zloader and torch, opens the store (open_dataset and Loader), takes
 rows, blocks of 64 in fetches of 16 384, obs=["plate"], and obsm=["X_pca"] where Loader takes it), checks its values,
 and idles in that epoch. Everything is in the page cache.
 
-Memory is what /proc has: RSS counts every mapped page that a process has touched, also those that it shares; RssFile
-are those of files (the mirror, and torch's libraries), RssAnon its own. PSS divides shared pages by those who share
-them: the sum over all processes is what they take of the machine. "+ machine" is how much a process added to it when it
-came; "imports" is what it had of its own (RssAnon) before the store was opened: Python, torch, anndata and numba, which
-processes that are started apart do not share. MB are 10^6 bytes. Linux only.
+Memory is what /proc has. RSS counts every mapped page that a process has touched, also those that it shares; PSS
+divides these by those who share them, among them whoever else on the machine has torch loaded: it is taken when all
+processes are there. Pages of files (RssFile: the mirror, and torch's libraries) are the page cache's, there once for
+all. What a process adds to the machine is the rest, "own": RssAnon, RssShmem, and its page tables (VmPTE), which grow
+with what is mapped. "imports" is its own before the store is opened: Python, torch, anndata and numba, which processes
+that are started apart do not share. MB are 10^6 bytes. Linux only.
 
-Targets, for 100 million rows: opening 5 s, the first minibatch 3 s later, 600 MB RSS a process, and for each process
-after the first 100 MB more of the machine than what imports take. The last line is one JSON document.
+Targets, for 100 million rows: opening 5 s, the first minibatch 3 s later, 600 MB RSS a process, and 100 MB more of the
+machine for each process after the first than imports take. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -46,17 +47,7 @@ from rivals import Figures, median, table
 N_GENES = 62_710
 PLATES = 14
 HALF = N_GENES // 2
-COLUMNS = (
-    "open s",
-    "first minibatch s",
-    "imports MB",
-    "RssAnon",
-    "RssFile",
-    "RSS",
-    "PSS",
-    "+ machine",
-    "above imports",
-)
+COLUMNS = ("open s", "first minibatch s", "RSS MB", "RssFile", "PSS", "own", "imports", "own above imports")
 TARGETS = {"opened_s": 5.0, "first_s": 3.0, "rss": 600e6, "further": 100e6}
 _WINDOW = 1 << 22  # rows written at a time
 _CHUNK = 1 << 20  # elements of the arrays that are not X
@@ -155,37 +146,39 @@ def _check(minibatch: Any) -> None:
 def memory(pid: int) -> Figures:
     """Resident bytes of a process."""
     found = {}
-    for file, names in (("status", ("VmRSS", "RssAnon", "RssFile")), ("smaps_rollup", ("Pss",))):
-        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name in names:
-                found[name] = int(rest.split()[0]) * 1024
-    return found
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmPTE"):
+            found[name] = int(rest.split()[0]) * 1024
+    return {**found, "own": found["RssAnon"] + found["RssShmem"] + found["VmPTE"]}
+
+
+def shared_out(pid: int) -> int:
+    """PSS of a process, in bytes."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
 
 
 # ---- several
 
 
 def turn(store: Path, cache: Path, processes: int) -> list[Figures]:
-    """Starts so many processes one beside the other; figures of each, and what all took when it had come."""
+    """Starts so many processes one beside the other; the figures of each."""
     found: list[Figures] = []
     with contextlib.ExitStack() as stack:
         running: list[subprocess.Popen[str]] = []
         for _ in range(processes):
             command = [sys.executable, __file__, str(store), "--process", str(cache)]
             one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(one)
+            running.append(stack.enter_context(one))
             assert one.stdout is not None
             line = one.stdout.readline()
             if not line:
                 sys.exit("a process of zloader ended")
-            running.append(one)
-            together = sum(memory(each.pid)["Pss"] for each in running)
-            before = found[-1]["together"] if found else 0
             figures = json.loads(line)
-            added = together - before
-            above = added - figures["imported"]["RssAnon"]
-            found.append({**figures, "together": together, "added": added, "above": above})
+            found.append({**figures, "above": figures["own"] - figures["imported"]["own"]})
+        for figures, one in zip(found, running, strict=True):
+            figures["pss"] = shared_out(one.pid)
     return found  # leaving ended their standard input, and waited for them
 
 
@@ -193,9 +186,8 @@ def lines(turns: Sequence[Sequence[Figures]]) -> list[list[str]]:
     """The table: medians of the turns, a line for each process in the order in which they came."""
     found = [["process", *COLUMNS]]
     for number, runs in enumerate(zip(*turns, strict=True)):
-        imports = statistics.median(run["imported"]["RssAnon"] for run in runs)
-        names = ("RssAnon", "RssFile", "VmRSS", "Pss", "added", "above")
-        sizes = (imports, *(median(runs, name) for name in names))
+        imports = statistics.median(run["imported"]["own"] for run in runs)
+        sizes = [*(median(runs, name) for name in ("VmRSS", "RssFile", "pss", "own")), imports, median(runs, "above")]
         seconds = (f"{median(runs, name):.2f}" for name in ("opened_s", "first_s"))
         found.append([str(number + 1), *seconds, *(f"{size / 1e6:,.0f}" for size in sizes)])
     return found

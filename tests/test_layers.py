@@ -57,6 +57,7 @@ LAYERS = {
     "zloader.fetch": 2,
     "zloader.opened": 3,
     "zloader.dataset": 3,
+    "zloader.suggest": 3,
     "zloader.epochs": 3,
     "zloader.loader": 3,
     "zloader.cost": 3,

@@ -8,6 +8,7 @@ from zloader.dataset import Dataset, open_dataset
 from zloader.errors import ZloaderError
 from zloader.joining.selection import Selection
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
+from zloader.suggest import Suggestion, suggest
 from zloader.terms import Cache, FetchOptions, Statistics
 from zloader.verify import Verification, verify
 from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
@@ -35,11 +36,13 @@ __all__ = [
     "Selection",
     "Statistics",
     "Streaming",
+    "Suggestion",
     "Verification",
     "ZloaderError",
     "append",
     "convert",
     "open_dataset",
+    "suggest",
     "verify",
 ]
 

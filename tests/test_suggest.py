@@ -1,0 +1,93 @@
+"""Suggested sizes fit the memory, the store and one another."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import counts, write_store
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.errors import FormatError, OptionError
+from zloader.plan import Plan
+from zloader.sampling import BlockShuffling
+from zloader.suggest import sizes
+
+GiB = 1 << 30
+
+
+def _sizes(*, n_rows=100_000_000, row_bytes=6_000, rows_per_chunk=32, batch_size=64, memory="2GiB"):
+    options = zl.FetchOptions(memory=memory)
+    return sizes(
+        n_rows=n_rows, row_bytes=row_bytes, rows_per_chunk=rows_per_chunk, batch_size=batch_size, options=options
+    )
+
+
+@given(
+    n_rows=st.integers(1, 10**9),
+    row_bytes=st.floats(0, 10**6),
+    rows_per_chunk=st.floats(0.01, 10**5),
+    batch_size=st.integers(1, 2000),
+    memory=st.integers(2**24, 2**38),
+)
+def test_what_is_suggested_can_be_planned_and_fits(n_rows, row_bytes, rows_per_chunk, batch_size, memory):
+    options = zl.FetchOptions(memory=memory)
+    suggested = _sizes(
+        n_rows=n_rows, row_bytes=row_bytes, rows_per_chunk=rows_per_chunk, batch_size=batch_size, memory=memory
+    )
+    plan = Plan(
+        dataset_rows=n_rows,
+        sampling=BlockShuffling(block_size=suggested.block_size),
+        batch_size=suggested.batch_size,
+        fetch_factor=suggested.fetch_factor,
+    )
+    assert suggested.fetch_rows == len(plan.fetch(0).rows)
+    assert plan.fetch_rows < n_rows + batch_size
+    if suggested.fetch_factor > 1:  # else it is what one minibatch takes
+        assert suggested.fetch_bytes <= suggested.memory_bytes / (options.prefetch + 1) * (1 + 1e-9) + 1
+
+
+CASES = {
+    "the default store": ({}, 64, 256),
+    "small chunks": ({"rows_per_chunk": 8}, 16, 64),
+    "little memory: fewer blocks": ({"memory": "256MiB"}, 64, 137),
+    "less memory: shorter blocks": ({"memory": "64MiB"}, 16, 17),
+    "huge chunks: shorter blocks": ({"rows_per_chunk": 1000}, 512, 552),
+    "a few rows": ({"n_rows": 700}, 64, 11),
+    "fewer rows than a minibatch": ({"n_rows": 10}, 64, 1),
+    "large minibatches": ({"batch_size": 1024}, 64, 16),
+}
+
+
+@pytest.mark.parametrize(("options", "block_size", "fetch_factor"), CASES.values(), ids=CASES.keys())
+def test_sizes(options, block_size, fetch_factor):
+    suggested = _sizes(**options)
+    assert (suggested.block_size, suggested.fetch_factor) == (block_size, fetch_factor)
+
+
+def test_a_store_is_looked_at_and_the_reasons_are_said(tmp_path):
+    adata = counts(600, 40)
+    zl.convert(adata, tmp_path / "a.zarr", options=zl.ConvertOptions(chunk_rows=16), progress=False)
+    zl.convert(adata[:200].copy(), tmp_path / "b.zarr", options=zl.ConvertOptions(chunk_rows=4), progress=False)
+    dataset = zl.open_dataset([tmp_path / "a.zarr", tmp_path / "b.zarr"])
+    suggested = zl.suggest(dataset, batch_size=8, memory="64MiB")
+    matrices = dataset.matrices("X")
+    per_chunk = [m.values.chunk_elements / m.values.n_elements * m.n_rows for m in matrices]
+    assert suggested.rows_per_chunk == pytest.approx(max(per_chunk))
+    assert suggested.fetch_rows == 800
+    assert str(suggested).count("\n") == 0
+    assert "a chunk has" in str(suggested)
+    sampling = zl.BlockShuffling(suggested.block_size)
+    loader = zl.Loader(dataset, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=sampling)
+    assert sum(map(len, loader)) == 800
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    write_store(counts(5, 4), tmp_path / "a.zarr", tmp_path)
+    dataset = zl.open_dataset(tmp_path / "a.zarr")
+    with pytest.raises(OptionError, match="batch_size"):
+        zl.suggest(dataset, batch_size=0)
+    with pytest.raises(OptionError, match="memory"):
+        zl.suggest(dataset, memory=10)
+    with pytest.raises(FormatError, match="layers/none"):
+        zl.suggest(dataset, x="layers/none")
