@@ -200,7 +200,9 @@ def main() -> None:
                     limited = bench.limited(block, options.epochs, cached=options.cached)
                     runs[f"limited, blocks of {block}"] = limited
                 except OSError as error:
-                    print(f"limited, blocks of {block}: left out, there is no memory cgroup: {error}", file=sys.stderr)
+                    print(
+                        f"limited, blocks of {block}: left out, for want of a memory cgroup: {error}", file=sys.stderr
+                    )
     table([["", *COLUMNS], *(line for what, of in runs.items() for line in lines(what, of, useful_bytes / rows))])
     for what, of in runs.items():
         if what.endswith(f" {TARGET_BLOCK}"):

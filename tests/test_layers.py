@@ -56,6 +56,7 @@ LAYERS = {
     "zloader.parts": 2,
     "zloader.fetch": 2,
     "zloader.opened": 3,
+    "zloader.annotated": 3,
     "zloader.dataset": 3,
     "zloader.suggest": 3,
     "zloader.epochs": 3,

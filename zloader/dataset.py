@@ -5,12 +5,9 @@ The rows of the stores follow one another; their genes are the same. Each store 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,16 +18,12 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.caches import Place
-from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike, unfit_obsm
-from zloader.errors import FormatError, MissingColumnError, OptionError, StoreChangedError, ZloaderError
+from zloader.annotated import Annotated, each
+from zloader.errors import FormatError, OptionError, StoreChangedError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.genes import ChosenGenes, Genes, choose_genes
-from zloader.kept import load_column, save_column
-from zloader.keptobs import load_obs, save_obs
 from zloader.layout import MatrixLayout
 from zloader.location import Location, StoredObject
-from zloader.mirror import open_place
 from zloader.opened import OpenedStore, open_stores
 from zloader.parts import Part
 from zloader.plan import Fetch
@@ -41,7 +34,6 @@ X = CsrArrays | NDArray[np.generic]
 URL = str | os.PathLike[str]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_STORES_AT_ONCE = 16  # that are opened; each waits for its server
 
 
 def open_dataset(
@@ -79,33 +71,21 @@ def _reopen(
     return dataset
 
 
-class Dataset:
+class Dataset(Annotated):
     """One or several stores seen as one table of rows. Made by `open_dataset`."""
 
     def __init__(self, locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> None:
         if not locations:
             raise OptionError("there is nothing to open: give at least one URL")
         self._locations = list(locations)
-        self.cache = cache
         self._offline = offline
-        opened = _each(partial(open_stores, cache=cache, offline=offline), self._locations)
-        self.stores: list[OpenedStore] = [store for stores in opened for store in stores]
-        prints = [store.fingerprint for store in self.stores]
-        self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr(prints).encode()).hexdigest()[:32]
-        self.place = self._place_of_all()
-        self._columns: dict[str, ObsColumn] = {}
-        self._obsm: dict[str, NDArray[Any]] = {}
+        opened = each(partial(open_stores, cache=cache, offline=offline), self._locations)
+        super().__init__([store for stores in opened for store in stores], cache)
         self._require_same_genes("var")
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         fingerprints = {store.location.url: store.fingerprint for store in self.stores}
         return _reopen, (self._locations, self.cache, self._offline, fingerprints)
-
-    def _place_of_all(self) -> Place | None:
-        """Where columns of all rows are kept: with the one store's mirror, or in a directory of the dataset's own."""
-        if len(self.stores) == 1 or self.cache is None:
-            return self.stores[0].place
-        return open_place(self.cache, self.fingerprint, " + ".join(self._urls))
 
     def __repr__(self) -> str:
         return f"<Dataset {self.url}: {self.n_obs} rows x {self.n_vars} genes>"
@@ -157,11 +137,6 @@ class Dataset:
         return self.store.object_sizes()
 
     @cached_property
-    def n_obs(self) -> int:
-        """Rows."""
-        return sum(_each(lambda store: store.n_obs, self.stores))
-
-    @cached_property
     def n_vars(self) -> int:
         """Genes."""
         return self.stores[0].n_vars
@@ -195,7 +170,7 @@ class Dataset:
         """Raises FormatError, which names the first difference, where `"var"` or `"raw/var"` of two stores differ."""
         if len(self.stores) == 1:
             return
-        first, *others = _each(lambda store: store.names(frame), self.stores)
+        first, *others = each(lambda store: store.names(frame), self.stores)
         for store, genes in zip(self.stores[1:], others, strict=True):
             if genes.equals(first):
                 continue
@@ -208,114 +183,6 @@ class Dataset:
                 "Run 'zloader convert' on all of them: it joins their genes"
             )
 
-    @cached_property
-    def obs_columns(self) -> list[str]:
-        """Names of the obs columns, those that every store has."""
-        return [name for name in self.stores[0].obs_columns if all(name in store.obs_columns for store in self.stores)]
-
-    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """The obs frame, or only some columns of it, with the obs names as its index."""
-        names = self.obs_columns if columns is None else list(columns)
-        index = pd.Index(concatenated([store.names("obs").array for store in self.stores]))
-        return pd.DataFrame({name: concatenated(self._obs_elements(name)) for name in names}, index=index)
-
-    def categories(self, column: str) -> pd.Index:
-        """Labels of an obs column: code c of a minibatch stands for `categories(column)[c]`, code -1 for none.
-
-        Of several stores, the labels of all: in order of first appearance, or sorted where all hold strings.
-        """
-        categories = self.obs_column(column).categories
-        if categories is None:
-            raise OptionError(f"obs column {column!r} holds numbers, not categories")
-        return categories
-
-    def obs_column(self, column: str) -> ObsColumn:
-        """One obs column as numbers: codes of a categorical or string column, the values of any other.
-
-        Raises FormatError where it holds numbers in one store and labels in another.
-        """
-        if column not in self._columns:
-            kept = None if self.place is None else load_obs(self.place, column)
-            if kept is None:
-                kept = joined([as_numbers(column, values) for values in self._obs_elements(column)])
-                kept = kept if self.place is None else save_obs(self.place, column, kept)
-            self._columns[column] = kept
-        return self._columns[column]
-
-    def require_obs(self, columns: Sequence[str]) -> None:
-        """Raises MissingColumnError, which lists the columns, for the first that is not there in a store."""
-        for column in columns:
-            for store in self.stores:
-                if column not in store.obs_columns:
-                    known = ", ".join(map(repr, self.obs_columns)) or "none"
-                    raise MissingColumnError(
-                        f"there is no obs column {column!r} in {store.location.url}; there are: {known}"
-                    )
-
-    def _obs_elements(self, column: str) -> list[Any]:
-        """A column of every store, as anndata reads it."""
-        self.require_obs([column])
-        elements = self._elements(f"obs/{column}")
-        require_alike(column, elements, self._urls)
-        return elements
-
-    @property
-    def _urls(self) -> list[str]:
-        return [store.location.url for store in self.stores]
-
-    def _elements(self, path: str) -> list[Any]:
-        """One obs column or obsm array of every store, whole, as anndata reads it."""
-        return _each(lambda store: store.element(path), self.stores)
-
-    @cached_property
-    def obsm_names(self) -> list[str]:
-        """Names of what every store has in obsm."""
-        first, *others = (set(store.root.get("obsm", {})) for store in self.stores)
-        return sorted(first.intersection(*others))
-
-    def obsm_array(self, name: str) -> NDArray[Any]:
-        """One obsm array of all rows, rows x dims, in the dtype stored, or that of all stores promoted.
-
-        Raises MissingColumnError, OptionError for what is no array of numbers, FormatError for stores that differ.
-        """
-        if name not in self._obsm:
-            self.require_obsm([name])
-            arrays = _each(lambda store: store.column(f"obsm/{name}"), self.stores)
-            self._obsm[name] = arrays[0] if len(arrays) == 1 else self._concatenated(f"obsm/{name}", arrays)
-        return self._obsm[name]
-
-    def _concatenated(self, name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """The arrays of all stores as one, mapped where there is a cache."""
-        kept = None if self.place is None else load_column(self.place, name)
-        if kept is None and self.place is not None:
-            shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-            kept = save_column(self.place, name, arrays, shape=shape, dtype=np.result_type(*arrays))
-        return np.concatenate(arrays) if kept is None else kept
-
-    def keep_columns(self) -> None:
-        """Brings all that minibatches may carry beside x into the cache, and what an AnnData of them needs."""
-        for column in self.obs_columns:
-            with contextlib.suppress(OptionError):  # no tensor can hold it
-                self.obs_column(column)
-        for name in self.obsm_names:
-            if self._unfit_obsm(name) is None:
-                self.obsm_array(name)
-        self.var  # noqa: B018 - reading is keeping
-
-    def require_obsm(self, names: Sequence[str]) -> None:
-        """Raises what `obsm_array` would raise for the first name that minibatches cannot have, without reading it."""
-        for name in names:
-            for store in self.stores:
-                if name not in store.root.get("obsm", {}):
-                    known = ", ".join(map(repr, self.obsm_names)) or "none"
-                    raise MissingColumnError(f"there is no obsm {name!r} in {store.location.url}; there are: {known}")
-            if (unfit := self._unfit_obsm(name)) is not None:
-                raise unfit
-
-    def _unfit_obsm(self, name: str) -> ZloaderError | None:
-        nodes = [store.root["obsm"][name] for store in self.stores]
-        return unfit_obsm(name, nodes, [store.n_obs for store in self.stores], self._urls)
-
     @property
     def matrix_names(self) -> list[str]:
         """What `x` may name: X, raw/X and the layers that every store has."""
@@ -324,7 +191,7 @@ class Dataset:
 
     def matrices(self, name: str) -> list[MatrixLayout]:
         """How a matrix lies in each store. Raises FormatError when it cannot be read, or does not fit obs and var."""
-        matrices = _each(lambda store: store.matrix(name), self.stores)
+        matrices = each(lambda store: store.matrix(name), self.stores)
         for store, matrix in zip(self.stores, matrices, strict=True):
             if (matrix.n_rows, matrix.n_genes) != (store.n_obs, matrices[0].n_genes):
                 raise FormatError(
@@ -340,7 +207,7 @@ class Dataset:
         if x is None:
             return []
         matrices = zip(self.stores, self.matrices(x), strict=True)
-        return _each(lambda pair: pair[0].part(pair[1], options), list(matrices))
+        return each(lambda pair: pair[0].part(pair[1], options), list(matrices))
 
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
         """Some rows as an AnnData with X, obs, obsm (its arrays) and var, in the order given (repeats allowed)."""
@@ -395,11 +262,3 @@ class Dataset:
 def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
     """The same rows as a scipy CSR matrix, without a copy."""
     return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), shape=(len(x.indptr) - 1, x.n_genes))
-
-
-def _each(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """What the function gives for each item, in order; of several items, many at once."""
-    if len(items) == 1:
-        return [function(items[0])]
-    with ThreadPoolExecutor(_STORES_AT_ONCE, thread_name_prefix="zloader-open") as threads:
-        return list(threads.map(function, items))

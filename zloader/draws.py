@@ -171,14 +171,15 @@ class Draws:
         n_blocks = -(-self._n // self.block_size)
         sums, levels = np.empty(n_blocks), np.empty(n_blocks, np.uint8)
         _weigh(self._table, self._codes, self._n, self.block_size, sums, levels)
-        counts = np.bincount(levels, minlength=self.block_size.bit_length())
-        self._order = None if counts.max() == n_blocks else np.argsort(levels, kind="stable")
+        counts = [np.count_nonzero(levels == level) for level in range(self.block_size.bit_length())]
+        self._order = None if max(counts) == n_blocks else np.argsort(levels, kind="stable")
+        self._ends = sums if self._order is None else sums[self._order]
         with np.errstate(over="ignore"):  # it is said below
-            self._ends = np.cumsum(sums if self._order is None else sums[self._order])
+            np.cumsum(self._ends, out=self._ends)
         if not _LEAST <= self._ends[-1] < np.inf:  # a float64 has fewer digits below
             raise OptionError(f"the weights add up to {self._ends[-1]}: divide them all by their largest")
         self._stops = np.cumsum(counts)  # of each level, in the table
-        self._bounds = np.append(0.0, self._ends)[np.append(0, self._stops)]
+        self._bounds = np.append(0.0, np.where(self._stops > 0, self._ends[self._stops - 1], 0.0))
 
     def n_rows(self, dataset_rows: int) -> int:
         """How many rows an epoch has."""

@@ -67,6 +67,7 @@ def warm(
     if unmirrored is not None:
         raise OptionError(f"the mirror of {unmirrored.url} cannot be used (see the warning): nothing can be filled")
     dataset.keep_columns()
+    dataset.var  # noqa: B018 - reading is keeping
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:
