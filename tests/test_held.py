@@ -317,14 +317,11 @@ def test_what_zloader_did_not_make_is_not_touched(copy):
 
 @pytest.mark.parametrize("name", ["X%2Fdata.flat", "X%2Fdata.sums", "X%2Findptr.npy", "zarr.json.kept", "more.sums"])
 def test_a_link_is_never_followed(copy, name, tmp_path):
-    """Not even to a file that would do."""
+    """Neither read, nor cut to the size that it should have, nor deleted."""
     precious = tmp_path / "precious"
-    if copy.file(name).exists():
-        copy.file(name).rename(precious)
-        copy_of = precious.read_bytes()
-    else:
-        copy_of = b"precious"
-        precious.write_bytes(copy_of)
+    precious.write_bytes((copy.file(name).read_bytes() if copy.file(name).exists() else b"") + b"precious")
+    copy_of = precious.read_bytes()
+    copy.file(name).unlink(missing_ok=True)
     copy.file(name).symlink_to(precious)
     problems = verify(copy.directory)
     assert problems[0] == f"{name} is no file of zloader's, and in its way: remove it"
