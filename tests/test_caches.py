@@ -353,6 +353,21 @@ def test_a_directory_that_vanishes_while_it_is_used_does_no_harm(store, tmp_path
     assert _epoch(_loader(store, tmp_path / "cache")).rows == ROWS
 
 
+def test_the_dataset_says_what_its_cache_holds(store, tmp_path):
+    dataset = zl.open_dataset(store, cache=Cache(directory=tmp_path, max_bytes="1GB"))
+    before = dataset.cache_statistics()
+    assert (before.chunks_held, before.bytes_held, before.share, before.full) == (0, 0, 0.0, False)
+    assert 0 < before.allocated_bytes < 200_000
+    warm(dataset)
+    after = dataset.cache_statistics()
+    nnz = ADATA.X.nnz
+    assert (after.chunks_held, after.bytes_held, after.share) == (after.chunks, 4 * nnz, 1.0)
+    assert after.allocated_bytes == cache_bytes(tmp_path) > 4 * nnz
+    assert after.max_bytes == 10**9
+    with pytest.raises(OptionError, match="no cache"):
+        zl.open_dataset(store).cache_statistics()
+
+
 # ---- changed objects, and none
 
 

@@ -9,8 +9,9 @@ from zloader.errors import ZloaderError
 from zloader.joining.selection import Selection
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
 from zloader.suggest import Suggestion, suggest
-from zloader.terms import Cache, FetchOptions, Statistics
+from zloader.terms import Cache, CacheStatistics, FetchOptions, Statistics
 from zloader.verify import Verification, verify
+from zloader.warm import Warmed, warm
 from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
 from zloader.writing.encode import ConvertOptions
 
@@ -24,6 +25,7 @@ __all__ = [
     "BlockShuffling",
     "BlockWeightedSampling",
     "Cache",
+    "CacheStatistics",
     "ClassBalancedSampling",
     "ConversionReport",
     "ConvertOptions",
@@ -38,12 +40,14 @@ __all__ = [
     "Streaming",
     "Suggestion",
     "Verification",
+    "Warmed",
     "ZloaderError",
     "append",
     "convert",
     "open_dataset",
     "suggest",
     "verify",
+    "warm",
 ]
 
 

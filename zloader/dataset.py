@@ -19,6 +19,7 @@ import scipy.sparse
 from numpy.typing import NDArray
 
 from zloader.annotated import Annotated, each
+from zloader.caches import cache_bytes
 from zloader.errors import FormatError, OptionError, StoreChangedError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.genes import ChosenGenes, Genes, choose_genes
@@ -27,7 +28,7 @@ from zloader.location import Location, StoredObject
 from zloader.opened import OpenedStore, open_stores
 from zloader.parts import Part
 from zloader.plan import Fetch
-from zloader.terms import Cache, CsrArrays, FetchOptions, MinibatchArrays, Rows
+from zloader.terms import Cache, CacheStatistics, CsrArrays, FetchOptions, MinibatchArrays, Rows
 from zloader.workshop import BufferPool
 
 X = CsrArrays | NDArray[np.generic]
@@ -208,6 +209,26 @@ class Dataset(Annotated):
             return []
         matrices = zip(self.stores, self.matrices(x), strict=True)
         return each(lambda pair: pair[0].part(pair[1], options), list(matrices))
+
+    def cache_statistics(self, x: str = "X") -> CacheStatistics:
+        """What the cache holds of a matrix, now. Raises OptionError where there is no cache, or none can be used."""
+        if self.cache is None:
+            raise OptionError("the dataset has no cache: open it with cache=")
+        matrices = zip(self.stores, self.matrices(x), strict=True)
+        mirrors = each(lambda pair: pair[0].mirror(pair[1]), list(matrices))
+        held = [array for mirror in mirrors if mirror is not None for array in mirror.arrays.values()]
+        if None in mirrors:
+            raise OptionError(f"the mirror of {self.url} in {self.cache.directory} cannot be used (see the warning)")
+        return CacheStatistics(
+            directory=self.cache.directory,
+            chunks=sum(array.layout.n_chunks for array in held),
+            chunks_held=sum(array.n_present for array in held),
+            bytes_in_all=sum(array.layout.n_elements * array.layout.dtype.itemsize for array in held),
+            bytes_held=sum(array.present_bytes for array in held),
+            allocated_bytes=cache_bytes(self.cache.directory),
+            max_bytes=None if self.cache.max_bytes is None else self.cache.most,
+            full=not all(array.writable for array in held),
+        )
 
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
         """Some rows as an AnnData with X, obs, obsm (its arrays) and var, in the order given (repeats allowed)."""

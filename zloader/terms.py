@@ -180,6 +180,29 @@ class Cache:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheStatistics:
+    """What a cache holds of a matrix: chunks and decoded bytes, of those there are in all.
+
+    `allocated_bytes` is what all mirrors in the directory take on disk, `max_bytes` what they may (None: no limit);
+    `full` says that no more is taken.
+    """
+
+    directory: Path
+    chunks: int
+    chunks_held: int
+    bytes_in_all: int
+    bytes_held: int
+    allocated_bytes: int
+    max_bytes: int | None
+    full: bool
+
+    @property
+    def share(self) -> float:
+        """Of the matrix' bytes those that are held."""
+        return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CsrArrays:
     """Rows in CSR form: `indptr` (rows + 1), `indices` (genes, ascending within a row) and `values`, NumPy arrays."""
 
