@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -366,6 +367,36 @@ def test_the_dataset_says_what_its_cache_holds(store, tmp_path):
     assert after.max_bytes == 10**9
     with pytest.raises(OptionError, match="no cache"):
         zl.open_dataset(store).cache_statistics()
+
+
+@contextlib.contextmanager
+def _mounted(directory: Path, *arguments: str):
+    """Something mounted there; skips the test where nobody may mount."""
+    directory.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *arguments, str(directory)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@pytest.mark.parametrize("size", ["64k", "1m"])
+def test_a_full_disk_is_a_warning_and_reading_goes_on(store, tmp_path, caplog, size):
+    with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={size}", "tmpfs") as disk:
+        for _ in range(2):
+            assert _epoch(_loader(store, disk / "cache")).rows == ROWS
+        assert "cannot" in caplog.text
+    assert digest(_loader(store, tmp_path / "cache")) == digest(_loader(store, None))
+
+
+def test_a_mirror_on_a_disk_that_can_only_be_read_is_used(store, tmp_path):
+    warm(zl.open_dataset(store, cache=tmp_path / "cache"))
+    with _mounted(tmp_path / "cache", "--bind", "-o", "ro", str(tmp_path / "cache")) as cache:
+        with pytest.raises(OSError, match="Read-only"):
+            (cache / "x").touch()
+        assert _epoch(_loader(store, cache)).gets == 0
 
 
 # ---- changed objects, and none

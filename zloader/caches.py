@@ -131,20 +131,28 @@ class MirrorEntry:
 
 
 def mirrors(cache: Path) -> list[MirrorEntry]:
-    """The mirrors in a cache directory, in the order in which they make room: stale ones first, then by last use."""
+    """The mirrors in a cache directory, in the order in which they make room: stale ones first, then by last use.
+
+    One that does not say what it mirrors, since it was not begun or dropped to the end, counts as stale.
+    """
     entries = []
     for directory in _directories(cache):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # one that is being made, dropped or torn
+        try:
             described = json.loads((directory / "mirror.json").read_bytes())
+            url, fingerprint, made = (str(described[name]) for name in ("url", "fingerprint", "made"))
+        except (OSError, ValueError, KeyError, TypeError):
+            url = fingerprint = made = ""
+        with contextlib.suppress(FileNotFoundError):  # it is dropped right now
+            users = directory / "users"
             entries.append(
                 MirrorEntry(
                     directory=directory,
-                    url=str(described["url"]),
-                    fingerprint=str(described["fingerprint"]),
-                    made=str(described["made"]),
-                    used_s=(directory / "users").stat().st_mtime,
+                    url=url,
+                    fingerprint=fingerprint,
+                    made=made,
+                    used_s=(users if users.exists() else directory).stat().st_mtime,
                     allocated_bytes=allocated_bytes(directory),
-                    stale=(directory / "stale").exists(),
+                    stale=not url or (directory / "stale").exists(),
                 )
             )
     return sorted(entries, key=lambda entry: (not entry.stale, entry.used_s))
@@ -160,6 +168,19 @@ def require_cache(directory: Path) -> None:
     """Raises CacheError for a directory that zloader has not marked as a cache."""
     if not (directory / _MARK).is_file():
         raise CacheError(f"{directory} is not a cache of zloader: there is no file {_MARK} in it. Check the path")
+
+
+def unmark(cache: Path) -> None:
+    """Where no mirror is left, removes what marks a directory as a cache, and it where nothing else is in it."""
+    if any((mirror / "users").exists() for mirror in _directories(cache)):
+        return
+    tag = cache / "CACHEDIR.TAG"
+    with contextlib.suppress(FileNotFoundError):
+        if tag.read_text() == _TAG:
+            tag.unlink()
+    (cache / _MARK).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something else is in it, or it is mounted
+        cache.rmdir()
 
 
 def allocated_bytes(directory: Path) -> int:

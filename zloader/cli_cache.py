@@ -221,6 +221,8 @@ def clear(
 
     Nothing that zloader did not make is deleted.
     """
+    from zloader.caches import unmark
+
     entries = [entry for entry in _mirrors(directory) if url in (None, entry.url)]
     if url is not None and not entries:
         raise CacheError(
@@ -233,7 +235,7 @@ def clear(
     try:
         for entry in entries:
             _clear_one(entry, cleared)
-        _unmark(cleared)
+        unmark(cleared.cache)
     except OSError as error:
         raise CacheError(f"cannot delete: {error}. Run this as who made the cache") from error
     if as_json:
@@ -261,22 +263,6 @@ def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
     (cleared.deleted if dropped else cleared.in_use).append(entry)
     with contextlib.suppress(FileNotFoundError):
         cleared.stayed += [] if not dropped else sorted(entry.directory.iterdir())
-
-
-def _unmark(cleared: _Cleared) -> None:
-    """Where no mirror is left, removes what marks the directory as a cache, and it where nothing else is in it."""
-    from zloader.caches import _MARK, _TAG, _directories
-
-    cache = cleared.cache
-    if any((mirror / "users").exists() for mirror in _directories(cache)):
-        return
-    tag = cache / "CACHEDIR.TAG"
-    with contextlib.suppress(FileNotFoundError):
-        if tag.read_bytes() == _TAG.encode():
-            tag.unlink()
-    (cache / _MARK).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # something else is in it, or it is mounted
-        cache.rmdir()
 
 
 def _show_cleared(cleared: _Cleared) -> None:

@@ -76,7 +76,7 @@ class MirrorArray:
 
     def holds(self, chunks: Rows) -> bool:
         """Whether all chunks are there and known to be right, without looking at their bytes."""
-        return bool(self._trusted[chunks].all())
+        return bool((self._trusted[chunks] & self._present(chunks)).all())  # somebody may have found one damaged
 
     def unproved(self, chunks: Rows) -> bool:
         """Whether there are chunks among them whose bytes `missing` would have to look at."""

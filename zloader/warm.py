@@ -21,7 +21,7 @@ from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray
 from zloader.parts import Part, opened_readers
 from zloader.reader import ArrayReader
-from zloader.terms import FetchOptions, Rows, Source, Span
+from zloader.terms import FetchOptions, Rows, Source, Span, require_count
 from zloader.workshop import Counters
 
 _WINDOW_BYTES = 16 << 20  # decoded, brought as one; several at once keep a link busy
@@ -61,6 +61,8 @@ def warm(
     """
     if dataset.cache is None:
         raise OptionError("there is no cache to fill: open the dataset with cache=")
+    if bytes_per_s is not None:
+        require_count(bytes_per_s=bytes_per_s)
     options = options or FetchOptions()
     parts = [part for name in x for part in dataset.parts(name, options)]
     unmirrored = next((part for part in parts if part.mirror is None), None)
@@ -160,7 +162,10 @@ class _PacedSource:
         return self.source.retries
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """As the source's."""
-        for span in spans:
-            await self.pace.wait(span.size)
-        return await self.source.read(spans)
+        """As the source's, each span when its turn has come."""
+        return list(await asyncio.gather(*map(self._read_one, spans)))
+
+    async def _read_one(self, span: Span) -> bytes:
+        await self.pace.wait(span.size)
+        (stored,) = await self.source.read([span])
+        return stored
