@@ -1,6 +1,6 @@
 """Epochs from a mirror that is not in the page cache, beside plain reads of the same bytes from the same files.
 
-    python benchmarks/disk.py STORE [--epochs 3] [--blocks 64,1] [--cached 0.5]
+    python benchmarks/disk.py STORE [--epochs 3] [--blocks 64,1] [--fetch-rows 16384] [--cached 0.5]
 
 An atlas' mirror is larger than memory (Tahoe-100M: 450 GB), and then the disk is the limit. Two ways to have that with
 a small one:
@@ -11,9 +11,10 @@ a small one:
 - limited: the process is in a memory cgroup that leaves the page cache a share of the mirror's bytes (`--cached`) above
   the memory that it holds itself, and goes through epoch after epoch, one of them thrown away. What is read and not
   used soon is read again: as with an atlas. An epoch of zloader's is left after half a minute, and its rows counted
-  until then. Where the share is less than a few fetches (of 100 000 rows one is a sixth), what was read ahead is gone
-  before it is used, which says nothing of an atlas. It takes root, and cgroup v1's memory controller or v2's (which
-  has not been tried), else it is skipped.
+  until then. It takes root, and cgroup v1's memory controller or v2's (which has not been tried), else it is skipped.
+  zloader reads some fetches ahead into the page cache. Where the share is not much more than these four, they are gone
+  before they are used, which says nothing of an atlas and its machine: of 100 000 rows a fetch of 16 384 is a sixth.
+  Take a store of a million rows for it, or `--fetch-rows 4096`.
 
 Sides, each a process of its own (readers.py), in turns where files are dropped, one after the other where memory is
 limited:
@@ -49,7 +50,6 @@ from rivals import Figures, table
 
 import zloader as zl
 
-FETCH_ROWS = 16_384
 TARGET = 0.7
 TARGET_BLOCK = 64
 MOST_S = 30.0  # of an epoch with limited memory
@@ -114,13 +114,14 @@ class Bench:
     work: Path
     column: str
     rows: int
+    fetch_rows: int
     useful_bytes: int
 
     @contextlib.contextmanager
     def side(self, name: str, block: int) -> Iterator[Reader]:
         """Starts a side's process."""
         place = Place(store=self.mirror, url=str(self.store), storage_options=None)
-        asked: Figures = {"chunk_size": block, "preload_nchunks": FETCH_ROWS // block, "mirror": str(self.mirror)}
+        asked: Figures = {"chunk_size": block, "preload_nchunks": self.fetch_rows // block, "mirror": str(self.mirror)}
         asked |= {"obs": self.column} if name == OURS else {"way": WAYS[name]}
         with reader("zloader" if name == OURS else "plain", sys.executable, place, asked, self.work) as one:
             yield one
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("store", type=Path)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--blocks", default="64,1", help="rows in a block (default: 64,1)")
+    parser.add_argument("--fetch-rows", type=int, default=16_384, help="default: 16384")
     parser.add_argument(
         "--cached",
         type=float,
@@ -189,6 +191,7 @@ def main() -> None:
             work=Path(directory),
             column=column,
             rows=rows,
+            fetch_rows=options.fetch_rows,
             useful_bytes=useful_bytes,
         )
         with bench.side(OURS, TARGET_BLOCK) as side:
