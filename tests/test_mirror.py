@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.mirror
+from zloader import pages
 from zloader.caches import Place
 from zloader.decode import checksum
 from zloader.kept import load_column
@@ -154,6 +155,51 @@ def test_an_array_without_elements_has_a_mirror(tmp_path):
     assert mirror.missing(np.empty(0, np.int64)).tolist() == []
     assert mirror.holds(np.empty(0, np.int64))
     assert len(mirror.elements) == 0
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 900)), max_size=40),
+    joined=st.lists(st.booleans(), min_size=40, max_size=40),
+)
+def test_rows_are_where_it_says_whether_read_or_mapped(tmp_path_factory, rows, joined):
+    """Rows anywhere, in any order, also empty ones and such that follow one another."""
+    layout = _layout(n_elements=5000, chunk_elements=1000)
+    truth = _truth(layout)
+    place = _place(tmp_path_factory.getbasetemp() / "rows")
+    mirror = MirrorArray(place, layout)
+    if mirror.missing(np.arange(5)).size:
+        mirror.put(0, truth)
+    starts, stops = [], []
+    for (start, length), follows in zip(rows, joined, strict=False):
+        starts.append(stops[-1] if follows and stops and stops[-1] + length <= 5000 else start)
+        stops.append(starts[-1] + length)
+    starts, stops = np.array(starts, np.int64), np.array(stops, np.int64)
+    source, here = mirror.rows(starts, stops)
+    for begin, start, stop in zip(here, starts, stops, strict=True):
+        np.testing.assert_array_equal(source[begin : begin + stop - start], truth[start:stop])
+
+
+def test_a_file_cut_short_while_it_is_read_raises(tmp_path):
+    mirror = _fill(tmp_path)
+    os.truncate(_damaged(tmp_path, "flat"), 100)
+    with pytest.raises(OSError, match="cut short"):
+        mirror.rows(np.array([60]), np.array([70]))
+
+
+def test_letting_go_of_a_mapped_column_changes_nothing(tmp_path):
+    place = _place(tmp_path)
+    column = save_column(place, "x", np.arange(1_000_000))
+    for _ in range(2):
+        assert int(column.sum()) == 499_999_500_000
+        before = _resident_files()
+        pages.let_go(column)
+        assert _resident_files() <= before - 7_000_000
+    pages.let_go(np.arange(3))  # nothing to let go of
+
+
+def _resident_files():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+    return int(line.split()[1]) * 1024
 
 
 def test_the_file_is_flat_and_sparse(tmp_path):

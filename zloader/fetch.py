@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader import gather
+from zloader import gather, pages
 from zloader.bridge import Bridge, ByteBudget, Put, aside
 from zloader.columns import ObsColumn
 from zloader.genes import ChosenGenes
@@ -109,6 +109,14 @@ class _Loaded:
     buffer: NDArray[np.uint8]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Noted:
+    """The obs columns and obsm arrays of a fetch's rows."""
+
+    obs: dict[str, NDArray[Any]]
+    obsm: dict[str, NDArray[Any]]
+
+
 class FetchScheduler:
     """Makes the minibatches of some fetches, in order; `start` runs it on a thread of its own."""
 
@@ -148,7 +156,8 @@ class FetchScheduler:
                     self._obsm = await aside(self._recipe.obsm)
                     while (load := await loads.get()) is not None:
                         loaded = await load
-                        await self._emit(loaded, gathering, put)
+                        noted, _ = await timed(gathering, self._noted, loaded.planned.fetch.rows)
+                        await self._emit(loaded, noted, gathering, put)
                         self._buffers.give_back(loaded.buffer)
                         self._room.release(loaded.planned.n_bytes)
                         self._ahead.release()
@@ -178,6 +187,8 @@ class FetchScheduler:
             part = self._recipe.parts[number]
             rows = fetch.rows[here] - (self._ends[number] - part.matrix.n_rows)
             starts, stops = part.matrix.elements_of(rows, part.indptr)
+            if part.indptr is not None:
+                pages.let_go(part.indptr)
             lengths[here] = stops - starts
             wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]
         return _Planned(fetch=fetch, at=at, wanted=wanted, lengths=lengths)
@@ -200,7 +211,19 @@ class FetchScheduler:
                 into[at] = loaded.starts
         return _Loaded(planned=planned, elements=elements, starts=starts, buffer=buffer)
 
-    async def _emit(self, loaded: _Loaded, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]) -> None:
+    def _noted(self, rows: Rows) -> _Noted:
+        """What is noted of the rows of a fetch: all at once, while they stand in the order of the columns."""
+        noted = _Noted(
+            obs={name: column.taken(rows) for name, column in self._columns.items()},
+            obsm={name: array[rows] for name, array in self._obsm.items()},
+        )
+        for array in (*(column.values for column in self._columns.values()), *self._obsm.values()):
+            pages.let_go(array)
+        return noted
+
+    async def _emit(
+        self, loaded: _Loaded, noted: _Noted, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]
+    ) -> None:
         """Gathers the minibatches of one fetch in threads and puts them in order."""
         jobs: deque[tuple[int, asyncio.Task[tuple[list[MinibatchArrays], float]]]] = deque()
         making = 0  # bytes
@@ -211,7 +234,7 @@ class FetchScheduler:
                     made, job = jobs.popleft()
                     await self._put(await job, put)
                     making -= made
-                jobs.append((n_bytes, group.create_task(timed(threads, self._make, loaded, cuts))))
+                jobs.append((n_bytes, group.create_task(timed(threads, self._make, loaded, noted, cuts))))
                 making += n_bytes
             for _, job in jobs:
                 await self._put(await job, put)
@@ -238,12 +261,12 @@ class FetchScheduler:
             lengths = np.minimum(lengths, self._recipe.n_genes)
         return int(lengths.sum()) * (4 + value_bytes)
 
-    def _make(self, loaded: _Loaded, cuts: Rows) -> list[MinibatchArrays]:
+    def _make(self, loaded: _Loaded, noted: _Noted, cuts: Rows) -> list[MinibatchArrays]:
         """The minibatches between cuts."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         rows = loaded.planned.fetch.rows[taken]
-        obs = {name: column.taken(rows) for name, column in self._columns.items()}
-        obsm = {name: array[rows] for name, array in self._obsm.items()}
+        obs = {name: values[taken] for name, values in noted.obs.items()}
+        obsm = {name: array[taken] for name, array in noted.obsm.items()}
         together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows)
         return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 

@@ -38,6 +38,7 @@ log = logging.getLogger("zloader")
 _PRESENT = 1 << 32  # set in every word of a chunk that is there, so that a checksum of 0 is told from absence
 _MAGIC = int.from_bytes(b"zloader2", "little")
 _HEADER = 8  # words
+_SHORT_BYTES = 1024  # of a run of rows, on average, below which reading is better than mapping
 _PIECE_BYTES = 256 * 1024  # of room on disk that is asked for at once
 
 
@@ -109,6 +110,19 @@ class MirrorArray:
         """Has the elements `[start, stop)` of rows brought into memory, where they are not."""
         itemsize = self.layout.dtype.itemsize
         pages.ask_for(self._file, starts * itemsize, stops * itemsize)
+
+    def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
+        """An array in which the elements `[start, stop)` of rows are, and where each row begins there.
+
+        It is the map, unless the rows are so short and scattered that most of what is mapped would not be theirs.
+        """
+        self.ask_for(starts, stops)
+        itemsize, lengths = self.layout.dtype.itemsize, stops - starts
+        runs = 1 + int(np.count_nonzero(starts[1:] != stops[:-1]))
+        if int(lengths.sum()) * itemsize >= runs * _SHORT_BYTES:
+            return self.elements, starts
+        read = pages.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
+        return read, np.cumsum(lengths) - lengths
 
     def claim(self, chunks: Rows, claims: Claims) -> tuple[Rows, Rows]:
         """Of chunks (ascending) that are not there: those that are now the owner's to bring, and those that others are.

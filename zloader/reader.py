@@ -115,8 +115,8 @@ class ArrayReader:
             missing = await self._missing(mirror, chunks)
             self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([brought, missing]))])
             if not len(missing):
-                await self._shop.run(mirror.ask_for, starts, stops)
-                return Elements(source=mirror.elements, starts=starts)
+                (source, here), _ = await self._shop.run(mirror.rows, starts, stops)
+                return Elements(source=source, starts=here)
         if len(buffer) < self._bytes(chunks):
             buffer = np.empty(self._bytes(chunks), np.uint8)  # the mirror's disk is full since a moment ago
         elements = buffer[: self._bytes(chunks)].view(self._layout.dtype)
