@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -148,7 +148,7 @@ def _machine_bytes() -> int:
     return min(limits)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cache:
     """Where mirrors are kept: a directory on a fast local disk, and how much of that they may take.
 
@@ -158,6 +158,7 @@ class Cache:
     """
 
     directory: Path
+    _: KW_ONLY
     max_bytes: int | str | None = None
     min_free_bytes: int | str = 0
 
