@@ -59,6 +59,7 @@ LAYERS = {
     "zloader.annotated": 3,
     "zloader.dataset": 3,
     "zloader.suggest": 3,
+    "zloader.quality": 3,
     "zloader.epochs": 3,
     "zloader.loader": 3,
     "zloader.cost": 3,

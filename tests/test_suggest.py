@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers import counts, write_store
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zloader as zl
@@ -30,6 +30,7 @@ def _sizes(*, n_rows=100_000_000, row_bytes=6_000, rows_per_chunk=32, batch_size
     batch_size=st.integers(1, 2000),
     memory=st.integers(2**24, 2**38),
 )
+@example(n_rows=44, row_bytes=111_213, rows_per_chunk=38, batch_size=1, memory=2**24)  # not even a block fits
 def test_what_is_suggested_can_be_planned_and_fits(n_rows, row_bytes, rows_per_chunk, batch_size, memory):
     options = zl.FetchOptions(memory=memory)
     suggested = _sizes(

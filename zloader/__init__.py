@@ -7,6 +7,7 @@ from zloader.convert import ConversionReport, convert
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import ZloaderError
 from zloader.joining.selection import Selection
+from zloader.quality import Quality, quality
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
 from zloader.suggest import Suggestion, suggest
 from zloader.terms import Cache, CacheStatistics, FetchOptions, Statistics
@@ -34,6 +35,7 @@ __all__ = [
     "Loader",
     "Minibatch",
     "MixtureOfScanners",
+    "Quality",
     "Sampling",
     "Selection",
     "Statistics",
@@ -45,6 +47,7 @@ __all__ = [
     "append",
     "convert",
     "open_dataset",
+    "quality",
     "suggest",
     "verify",
     "warm",

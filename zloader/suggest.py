@@ -76,6 +76,8 @@ def sizes(
     while block_size > _LEAST_BLOCK and _blocks(block_size, rows_per_chunk, row_bytes, room) < _LEAST_BLOCKS:
         block_size //= 2
     n_blocks = min(_BLOCKS, _blocks(block_size, rows_per_chunk, row_bytes, room))
+    if n_blocks < 1:  # nothing fits: one minibatch at a time, whatever it takes
+        n_blocks = 0
     fetch_factor = max(1, min(int(n_blocks * block_size) // batch_size, -(-n_rows // batch_size)))
     block_size = min(block_size, batch_size * fetch_factor)
     fetch_rows = min(batch_size * fetch_factor, n_rows)

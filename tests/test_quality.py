@@ -1,0 +1,194 @@
+"""Measures of a plan: held against slow counts, random and ordered rows, and scDataset's published table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.errors import OptionError
+from zloader.loader import DEFAULT_BLOCK_SIZE
+from zloader.plan import Plan
+
+ROWS = 1_400_000
+
+
+def plates() -> np.ndarray:
+    """The plate of each row, in order: 14 plates whose sizes differ so much that random minibatches have 3.63 bits."""
+    shares = np.linspace(0.7, 1.3, 14) / 14
+    ends = np.round(np.cumsum(shares) * ROWS).astype(int)
+    return np.repeat(np.arange(14, dtype=np.int8), np.diff(ends, prepend=0))
+
+
+PLATES = plates()
+
+
+def measured(sampling, fetch_factor=256, *, labels=PLATES, batch_size=64, **options):
+    plan = Plan(
+        dataset_rows=len(labels), sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor, **options
+    )
+    return zl.quality(labels, plan)
+
+
+# (block_size, fetch_factor): bits, from the table of scDataset's paper, for minibatches of 64 of Tahoe-100M.
+PUBLISHED = {
+    (4, 1): 3.14,
+    (16, 1): 1.76,
+    (16, 4): 3.05,
+    (16, 16): 3.48,
+    (16, 64): 3.58,
+    (64, 4): 1.75,
+    (64, 64): 3.45,
+    (4, 16): 3.59,
+}
+
+
+@pytest.mark.parametrize(("block_size", "fetch_factor"), PUBLISHED, ids=str)
+def test_the_published_entropies_are_reproduced(block_size, fetch_factor):
+    seen = measured(zl.BlockShuffling(block_size), fetch_factor)
+    # The sizes of Tahoe's plates are not published with the table.
+    assert seen.entropy_bits == pytest.approx(PUBLISHED[block_size, fetch_factor], abs=0.05)
+    assert seen.random_entropy_bits == pytest.approx(3.63, abs=0.01)
+
+
+def test_where_the_defaults_stand():
+    seen = measured(zl.BlockShuffling(DEFAULT_BLOCK_SIZE), zl.Loader.fetch_factor, batch_size=zl.Loader.batch_size)
+    # 256 blocks in a fetch: 13 / (2 * 256 * ln 2) = 0.037 bits less than random rows.
+    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits - 0.037, abs=0.015)
+    assert seen.entropy_bits > 3.57
+    assert seen.l1_within > 0.985
+    assert seen.l1_across > 0.985
+    assert seen.same_block_share == pytest.approx(63 / 16383, rel=0.05)
+    assert seen.longest_run <= 5
+
+
+def test_entropy_rises_with_fetch_factor_and_falls_with_block_size():
+    by_fetch = [measured(zl.BlockShuffling(64), factor).entropy_bits for factor in (1, 4, 16, 64, 256)]
+    by_block = [measured(zl.BlockShuffling(size), 16).entropy_bits for size in (512, 128, 32, 8)]
+    assert by_fetch == sorted(by_fetch)
+    assert by_block == sorted(by_block)
+
+
+def test_single_rows_are_as_good_as_random():
+    seen = measured(zl.BlockShuffling(1), 16)
+    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits, abs=0.01)
+    assert seen.entropy_sd_bits == pytest.approx(seen.random_entropy_sd_bits, abs=0.01)
+    assert seen.l1_within == pytest.approx(1, abs=0.01)
+    assert seen.l1_across == pytest.approx(1, abs=0.01)
+    assert seen.same_block_share < 1e-4
+
+
+def test_rows_in_order_score_nothing():
+    seen = measured(zl.Streaming())
+    assert seen.entropy_bits < 0.01
+    assert seen.l1_within == pytest.approx(0, abs=1e-12)
+    assert seen.l1_across == pytest.approx(0, abs=1e-12)
+    assert (seen.longest_run, seen.same_block_share) == (64, 1)
+
+
+def test_row_distance_alone_misleads():
+    """16 runs in a minibatch: what the row distance praises, the run and the block share show."""
+    seen = measured(zl.BlockShuffling(4), 1)
+    assert seen.l1_within > 0.94
+    assert seen.longest_run >= 4
+    assert seen.same_block_share == pytest.approx(3 / 63, rel=0.05)
+
+
+def test_scanners():
+    """4 runs in a minibatch are worse than a fetch of one run of every scanner, and that than random rows."""
+    few = measured(zl.MixtureOfScanners(16, 8), 1, batch_size=32)
+    many = measured(zl.MixtureOfScanners(16, 128), 64, batch_size=32)
+    assert few.entropy_bits < many.entropy_bits < many.random_entropy_bits
+    assert many.same_block_share == pytest.approx(1 / 16, rel=0.05)
+
+
+def test_a_subset_is_all_the_rows_there_are():
+    chosen = np.flatnonzero(PLATES == 3)[::7]
+    seen = measured(zl.BlockShuffling(1, indices=chosen))
+    assert (seen.entropy_bits, seen.random_entropy_bits) == (0, 0)
+    assert seen.l1_within == pytest.approx(1, abs=0.02)
+    in_order = measured(zl.Streaming(indices=chosen))
+    assert in_order.l1_within == pytest.approx(0, abs=1e-12)
+    assert in_order.longest_run == 64
+
+
+def test_balanced_classes_have_more_entropy_than_random_rows():
+    labels = np.repeat([0, 1, 2], [100_000, 2_000, 1_000])
+    seen = measured(zl.ClassBalancedSampling(labels, block_size=1, total_size=50_000), labels=labels)
+    assert seen.random_entropy_bits < 0.3
+    assert seen.entropy_bits == pytest.approx(math.log2(3), abs=0.05)
+
+
+def test_random_entropy_is_what_drawing_gives():
+    labels = np.repeat(np.arange(5), [10, 20, 30, 40, 900])
+    seen = measured(zl.BlockShuffling(1), 1, labels=labels, batch_size=20)
+    rng = np.random.default_rng(1)
+    drawn = [_entropy(rng.choice(labels, 20, replace=False)) for _ in range(5000)]
+    assert seen.random_entropy_bits == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / 50**0.5)
+
+
+def test_every_rank_is_measured_by_itself():
+    ranks = [measured(zl.BlockShuffling(64), 64, rank=rank, world_size=2) for rank in range(2)]
+    assert ranks[0] != ranks[1]
+    assert ranks[0].entropy_bits == pytest.approx(ranks[1].entropy_bits, abs=0.03)
+
+
+def _entropy(labels) -> float:
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def _longest(rows) -> int:
+    rows = set(rows.tolist())
+    return max(next(n for n in itertools.count(1) if row + n not in rows) for row in rows)
+
+
+@settings(deadline=None)
+@given(
+    n_rows=st.integers(1, 300),
+    batch_size=st.integers(1, 12),
+    fetch_factor=st.integers(1, 8),
+    block_size=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_the_measures_are_what_slow_counting_gives(n_rows, batch_size, fetch_factor, block_size, seed):
+    labels = np.random.default_rng(seed).integers(-1, 4, n_rows)
+    sampling = zl.BlockShuffling(min(block_size, batch_size * fetch_factor))
+    plan = Plan(dataset_rows=n_rows, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor, seed=seed)
+    fetches = map(plan.fetch, range(plan.n_fetches))
+    cut = [np.split(fetch.rows[fetch.order], fetch.cuts[1:-1]) for fetch in fetches]
+    minibatches = [rows for fetch in cut for rows in fetch if len(rows) == batch_size]
+    if not minibatches:
+        with pytest.raises(OptionError, match="lower batch_size"):
+            zl.quality(labels, plan)
+        return
+    seen = zl.quality(labels, plan)
+    assert seen.minibatches == len(minibatches)
+    entropies = [_entropy(labels[rows]) for rows in minibatches]
+    assert seen.entropy_bits == pytest.approx(np.mean(entropies), abs=1e-9)
+    assert seen.entropy_sd_bits == pytest.approx(np.std(entropies), abs=1e-9)
+    assert seen.longest_run == max(map(_longest, minibatches))
+
+    within = [abs(i - j) for rows in minibatches for i, j in itertools.combinations(rows, 2)]
+    _check_scaled(seen.l1_within, within, (batch_size + 1) / 3, (n_rows + 1) / 3)
+    across = [abs(i - j) for rows, after in itertools.pairwise(minibatches) for i in rows for j in after]
+    _check_scaled(seen.l1_across, across, batch_size, (n_rows + 1) / 3)
+
+
+def _check_scaled(score, distances, in_order, random):
+    if not distances or random <= in_order:
+        assert score is None
+    else:
+        assert score * (random - in_order) + in_order == pytest.approx(np.mean(distances))
+
+
+@pytest.mark.parametrize("labels", [np.zeros(9), np.zeros((10, 1))], ids=["too few", "a table"])
+def test_labels_must_be_one_a_row(labels):
+    plan = Plan(dataset_rows=10, sampling=zl.Streaming(), batch_size=2, fetch_factor=2)
+    with pytest.raises(OptionError, match="one for each of 10 rows"):
+        zl.quality(labels, plan)
