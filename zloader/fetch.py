@@ -69,13 +69,17 @@ def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What a fetch needs of one array: the elements `[start, stop)` of rows, which lie in `chunks`, into `n_bytes`."""
+    """What a fetch needs of one array: the elements `[start, stop)` of rows, which lie in `chunks`, into `n_bytes`.
+
+    `ahead_bytes` is what it takes before it is gathered, in a buffer or in the page cache.
+    """
 
     reader: ArrayReader
     starts: Rows
     stops: Rows
     chunks: Rows
     n_bytes: int
+    ahead_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,11 @@ class _Planned:
     def n_bytes(self) -> int:
         """Memory for the decoded elements."""
         return sum(array.n_bytes for arrays in self.wanted.values() for array in arrays)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What loading it takes of the bytes that fetches may take ahead; else a small page cache would lose them."""
+        return sum(array.ahead_bytes for arrays in self.wanted.values() for array in arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +168,7 @@ class FetchScheduler:
                         noted, _ = await timed(gathering, self._noted, loaded.planned.fetch.rows)
                         await self._emit(loaded, noted, gathering, put)
                         self._buffers.give_back(loaded.buffer)
-                        self._room.release(loaded.planned.n_bytes)
+                        self._room.release(loaded.planned.ahead_bytes)
                         self._ahead.release()
             finally:
                 gathering.shutdown(wait=False, cancel_futures=True)
@@ -175,7 +184,7 @@ class FetchScheduler:
         for turn, fetch in enumerate(fetches):
             await self._ahead.acquire()
             planned = self._planned(fetch, readers)
-            await self._room.acquire(planned.n_bytes)
+            await self._room.acquire(planned.ahead_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)
 
@@ -282,7 +291,9 @@ class FetchScheduler:
 
 def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
     chunks = reader.chunks(starts, stops)
-    return _Wanted(reader=reader, starts=starts, stops=stops, chunks=chunks, n_bytes=reader.buffer_bytes(chunks))
+    n_bytes = reader.buffer_bytes(chunks)
+    ahead_bytes = n_bytes or int((stops - starts).sum()) * reader.itemsize
+    return _Wanted(reader=reader, starts=starts, stops=stops, chunks=chunks, n_bytes=n_bytes, ahead_bytes=ahead_bytes)
 
 
 def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:

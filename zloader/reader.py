@@ -94,6 +94,11 @@ class ArrayReader:
         self._run = layout.chunks_in(shop.options.least_read_bytes, shop.object_sizes) if shop.sweeping else 1
         self._gap = int(shop.options.gap_bytes / max(1.0, layout.chunk_bytes(shop.object_sizes)))  # chunks
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self._layout.dtype.itemsize
+
     def chunks(self, starts: Rows, stops: Rows) -> Rows:
         """The chunks that the elements `[start, stop)` of each row lie in."""
         return chunks_of(starts, stops, self._layout.chunk_elements)

@@ -95,7 +95,7 @@ class FetchOptions:
     # Stored bytes being read or decoded; by default a sixteenth of the memory. 64 MiB keeps 400 MB/s busy at 160 ms
     # from request to last byte.
     in_flight_bytes: int = 0
-    # Decoded fetches; by default what the other two leave of the memory.
+    # Fetches loaded but not gathered yet, decoded or from a mirror; by default what the other two leave of the memory.
     buffer_bytes: int = 0
     # Minibatches being gathered or waiting for the consumer; by default a sixteenth of the memory.
     ready_bytes: int = 0
@@ -143,8 +143,9 @@ class FetchOptions:
 def _machine_bytes() -> int:
     """Memory of the machine, or of the container that this process is in, in bytes."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups, version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # there are none, or "max"
+            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
     return min(limits)
 
 
