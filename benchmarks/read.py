@@ -135,6 +135,7 @@ class Reader:
             print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
+            self.process.wait()  # it says why last
             sys.exit(f"the process of {self.place.url} ended:\n{self.errors.read_text()[-4000:]}")
         return dict(json.loads(answer))
 

@@ -27,6 +27,7 @@ LAYERS = {
     "zloader.draws": 1,
     "zloader.weighted": 1,
     "zloader.plan": 1,
+    "zloader.resume": 1,
     "zloader.columns": 1,
     "zloader.genes": 1,
     "zloader.setbacks": 1,
@@ -61,6 +62,8 @@ LAYERS = {
     "zloader.suggest": 3,
     "zloader.quality": 3,
     "zloader.epochs": 3,
+    "zloader.ranks": 3,
+    "zloader.minibatch": 3,
     "zloader.loader": 3,
     "zloader.cost": 3,
     "zloader.summary": 3,
@@ -82,12 +85,20 @@ LAYERS = {
     "zloader.cli_bench": TOP,
     "zloader.cli_cache": TOP,
     "zloader.cli_convert": TOP,
+    "zloader.cli_quality": TOP,
     "zloader.command": TOP,
     "zloader.terminal": TOP,
 }
 MAY_NAME = {
     "tensorstore": {"zloader.store"},
-    "torch": {"zloader.epochs", "zloader.loader", "zloader.transforms", "zloader.demo"},
+    "torch": {
+        "zloader.epochs",
+        "zloader.ranks",
+        "zloader.minibatch",
+        "zloader.loader",
+        "zloader.transforms",
+        "zloader.demo",
+    },
     "anndata": {
         "zloader.opened",
         "zloader.dataset",

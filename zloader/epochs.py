@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zloader.errors import OptionError
+from zloader.resume import MOST_STRETCHES, Position
 
 _MOST_WORKERS = 1024
 _WORD = 1 << 24  # epochs that a loader can count
@@ -27,15 +28,39 @@ class EpochCount:
         self._first = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._words = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._pids = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        # What of that first epoch has been received: a world size and minibatches of each rank, one after the other.
+        self._stretches = torch.zeros(2 * MOST_STRETCHES, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._iterations = 0  # of this process
 
-    def restart(self, epoch: int) -> None:
-        """Makes the next iteration epoch `epoch`."""
+    def restart(self, position: Position) -> None:
+        """Makes the next iteration the epoch of `position`, from there on."""
+        flat = [number for stretch in position.stretches for number in stretch]
+        # At once: workers that are told the same one after the other read meanwhile.
+        self._stretches.copy_(torch.tensor(flat + [0] * (2 * MOST_STRETCHES - len(flat))))
+        self._first[0] = position.epoch
         self._words.zero_()
-        self._first[0] = epoch
 
-    def begin(self, worker: Any) -> int:
-        """The epoch of an iteration that begins now, in this process or in a DataLoader `worker`."""
+    def next(self) -> Position:
+        """Where an iteration would begin now."""
+        return self._position(self._begun() + 1)
+
+    @property
+    def left_to_workers(self) -> bool:
+        """Whether the last iteration was one of DataLoader workers, not of this process."""
+        return self._begun() > int(self._words[0]) % _WORD
+
+    def _begun(self) -> int:
+        return max(int(word) % _WORD for word in self._words.tolist())
+
+    def _position(self, begun: int) -> Position:
+        epoch = int(self._first[0]) + begun - 1
+        if begun > 1:
+            return Position(epoch=epoch)
+        stretches = [(size, done) for size, done in self._stretches.view(-1, 2).tolist() if size]
+        return Position(epoch=epoch, stretches=tuple(stretches))
+
+    def begin(self, worker: Any) -> Position:
+        """Where an iteration begins that does so now, in this process or in a DataLoader `worker`."""
         slot, key = (0, 0) if worker is None else (worker.id + 1, self._key(worker))
         if slot > _MOST_WORKERS:
             raise OptionError(f"at most {_MOST_WORKERS} workers can share a loader; use fewer, best none")
@@ -48,7 +73,7 @@ class EpochCount:
                 begun = count
         self._pids[slot] = os.getpid()
         self._words[slot] = key * _WORD + begun
-        return int(self._first[0]) + begun - 1
+        return self._position(begun)
 
     def _key(self, worker: Any) -> int:
         return 1 + zlib.crc32(f"{worker.seed - worker.id} {self._iterations}".encode())

@@ -4,70 +4,34 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
-import pandas as pd
-import scipy.sparse
-import torch
-import torch.distributed
 import torch.utils.data
 
 from zloader.bridge import Bridge
-from zloader.dataset import Dataset, as_scipy
+from zloader.dataset import Dataset
 from zloader.epochs import EpochCount
 from zloader.errors import OptionError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.genes import ChosenGenes, Genes
 from zloader.malloc import keep_freed_memory
+from zloader.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 from zloader.plan import Plan
-from zloader.sampling import BlockShuffling, Sampling
-from zloader.terms import CsrArrays, FetchOptions, MinibatchArrays, Statistics
+from zloader.ranks import Locality, place_of
+from zloader.resume import Position, as_state, described, position_of, resumed
+from zloader.sampling import BlockShuffling, Sampling, bound
+from zloader.terms import FetchOptions, MinibatchArrays, Statistics
 from zloader.workshop import BufferPool, Counters
+
+__all__ = ["Loader", "Minibatch"]
 
 log = logging.getLogger("zloader")
 LAYOUTS = ("csr", "dense", "scipy", "anndata")
 DTYPES = ("float32", "float64", "int32", "int64")
 DEFAULT_BLOCK_SIZE = 64  # rows; scDataset's and annbatch's figures are quoted for it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Minibatch:
-    """What one training step gets; all in the same row order.
-
-    `x` is a torch sparse CSR tensor (with int32 indices), a dense tensor, a scipy CSR matrix or an AnnData (rows x
-    genes), or None; `obs` maps a column to a tensor of one value a row (int64 codes of categories, -1 for none; numbers
-    as they are stored), `obsm` a name to a tensor of rows x dims, as stored; `index` (int64) holds the dataset's row
-    numbers.
-    """
-
-    x: Any
-    obs: dict[str, torch.Tensor]
-    obsm: dict[str, torch.Tensor]
-    index: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Minibatch:
-        """The same minibatch on a device (x must be a tensor or None)."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Minibatch:
-        """The same minibatch in page-locked memory (x must be a tensor or None); DataLoader calls this."""
-        return self._each(lambda tensor: tensor.pin_memory())
-
-    def _each(self, function: Any) -> Minibatch:
-        return Minibatch(
-            x=None if self.x is None else function(self.x),
-            obs={name: function(column) for name, column in self.obs.items()},
-            obsm={name: function(array) for name, array in self.obsm.items()},
-            index=function(self.index),
-        )
 
 
 @dataclass(eq=False)
@@ -78,10 +42,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     `"layers/NAME"`, `"raw/X"` or None; `obs` lists columns and `obsm` arrays. `genes` chooses the columns of x and
     their order: a list of names or positions, or a mask over all; None takes all. `layout` is `"csr"`
     (torch.sparse_csr), `"dense"`, `"scipy"` or `"anndata"`, `dtype` that of x: `"float32"`, `"float64"`, `"int32"` or
-    `"int64"`. `sampling` is a
-    Streaming or BlockShuffling (the default, in blocks of 64 rows). `seed` decides every order. With `drop_last` the
-    last, smaller minibatch is left out. `rank` and `world_size` come from torch.distributed where it is initialised,
-    else from RANK and WORLD_SIZE.
+    `"int64"`. `sampling` is BlockShuffling in blocks of 64 rows unless given. `seed` decides every order.
+
+    `rank` and `world_size` come from torch.distributed where it is initialised, else from RANK and WORLD_SIZE. Every
+    rank yields as many minibatches, and no row is lost for that (of minibatches of one row, fewer than `world_size`).
+    With `drop_last` smaller minibatches are left out, fewer than `world_size * batch_size` rows; with
+    `remainder="pad"` they are filled up with rows that come again. With `locality="machine"` the ranks of a machine,
+    `local_world_size` (or LOCAL_WORLD_SIZE) each, share out the same contiguous part of the rows in every epoch: its
+    mirror holds that part alone, for which minibatches mix the rows of one part only.
 
     Raises OptionError, MissingColumnError or FormatError when made; any ReadError in the loop.
     """
@@ -101,6 +69,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     drop_last: bool = False
     rank: int | None = None
     world_size: int | None = None
+    remainder: Literal["drop", "pad"] = "drop"
+    locality: Locality = "global"
+    local_world_size: int | None = None
     options: FetchOptions = field(default_factory=FetchOptions)
 
     def __post_init__(self) -> None:
@@ -113,14 +84,18 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
                 raise OptionError(f"{name} must be a list of names: write {name}=[{names!r}]")
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
             raise OptionError(f"{'genes' if self.genes is not None else repr(self.layout)} needs an x: it is None")
-        _silence_sparse_warnings()
+        silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         self.dataset.require_obsm(self.obsm)
         self._genes: ChosenGenes | None = None
         if self.x is not None:
             matrices = self.dataset.matrices(self.x)
             self._genes = None if self.genes is None else self.dataset.choose_genes(self.genes, matrices[0])
+        default = BlockShuffling(block_size=min(DEFAULT_BLOCK_SIZE, max(1, self.batch_size * self.fetch_factor)))
+        self._sampling = default if self.sampling is None else bound(self.sampling, self.dataset.obs_column)
         self._epochs = EpochCount()
+        self._own: Position | None = None  # of this worker, one of several, in the epoch that begins next
+        self._current: _Record | None = None  # of the epoch that state_dict speaks of
         self._record = _Record(epoch=0, counters=Counters())
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
@@ -128,26 +103,87 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`, and those after it the following ones."""
         self.plan(epoch)
-        self._epochs.restart(epoch)
+        self._restart(Position(epoch=int(epoch)))
 
     def plan(self, epoch: int) -> Plan:
-        """The plan of an epoch for this rank; raises OptionError for sizes that make no sense."""
-        rank, world_size = _rank_and_world_size(self.rank, self.world_size)
-        default = BlockShuffling(block_size=min(DEFAULT_BLOCK_SIZE, max(1, self.batch_size * self.fetch_factor)))
+        """The plan of a whole epoch for this rank; raises OptionError for sizes that make no sense."""
+        place = place_of(self.rank, self.world_size, self.locality, self.local_world_size)
         return Plan(
-            dataset_rows=self.dataset.n_obs,
-            sampling=default if self.sampling is None else self.sampling,
+            dataset_rows=self.dataset.whole.n_obs,
+            sampling=self.dataset.sampled(place.keep_to_part(self._sampling, self.dataset.n_obs)),
             batch_size=self.batch_size,
             fetch_factor=self.fetch_factor,
             seed=self.seed,
             epoch=epoch,
-            rank=rank,
-            world_size=world_size,
+            rank=place.rank,
+            world_size=place.world_size,
             drop_last=self.drop_last,
+            remainder=self.remainder,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is: a few numbers and strings, for `load_state_dict` of a loader made alike.
+
+        They say which minibatches have been received, whatever was made ahead, and are the same on every rank: all are
+        taken to be at the same minibatch. In a DataLoader worker, those are meant that it has yielded. Raises
+        OptionError in a process whose workers iterate: they run ahead of it.
+        """
+        worker = torch.utils.data.get_worker_info()
+        if worker is None and self._epochs.left_to_workers:
+            raise OptionError(
+                "DataLoader workers iterate, and this process does not know what they have yielded: use num_workers=0, "
+                "or torchdata's StatefulDataLoader"
+            )
+        if self._current is None:
+            position = self._own or self._epochs.next()
+        elif self._current.finished and worker is None:
+            position = Position(epoch=self._current.epoch + 1)
+        else:
+            position = self._current.position
+        return as_state(position, self._identity)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration what was left of the epoch that a state was saved in.
+
+        With as many ranks as then it goes on bit for bit, with another number every row that no rank had seen comes
+        once (but for fewer than `world_size`, where not every rank would get one). Nothing of what was received is
+        read. Raises OptionError, naming the difference, for a state of another run.
+        """
+        worker = torch.utils.data.get_worker_info()
+        position = position_of(state, self._identity)
+        own = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if position.of_workers > 1 and (position.worker, position.of_workers) != own:
+            raise OptionError(
+                f"the state is that of DataLoader worker {position.worker} of {position.of_workers}, and this is "
+                f"{own[0]} of {own[1]}: load it with as many workers"
+            )
+        resumed(self.plan(position.epoch), position.stretches)
+        self._restart(position)
+
+    def _restart(self, position: Position) -> None:
+        self._epochs.restart(position)
+        self._own = position if position.of_workers > 1 else None
+        self._current = None
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What a state must share with the loader that it is given to."""
+        place = place_of(self.rank, self.world_size, self.locality, self.local_world_size)
+        return {
+            "fingerprint": self.dataset.fingerprint,
+            "rows": int(self.dataset.n_obs),
+            "seed": int(self.seed),
+            "sampling": described(self._sampling if self.sampling is None else self.sampling),
+            "batch_size": int(self.batch_size),
+            "fetch_factor": int(self.fetch_factor),
+            "drop_last": bool(self.drop_last),
+            "remainder": self.remainder,
+            "locality": self.locality,
+            "machines": place.machines,
+        }
+
     def __len__(self) -> int:
-        """Minibatches that an epoch yields on this rank, over all its workers."""
+        """Minibatches that a whole epoch yields on this rank, over all its workers."""
         return self.plan(0).n_minibatches
 
     def statistics(self) -> Statistics:
@@ -157,20 +193,25 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def __iter__(self) -> Iterator[Minibatch]:
         worker = torch.utils.data.get_worker_info()
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        plan = self.plan(self._epochs.begin(worker))
-        fetches = map(plan.fetch, plan.fetch_numbers(worker=worker_id, n_workers=n_workers))
+        position, self._own = self._own, None
+        begun = self._epochs.begin(worker)
+        position = position or begun
+        whole = self.plan(position.epoch)
+        plan, done = resumed(whole, position.stretches)
+        skip = position.worker_minibatches
+        fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
         recipe = Recipe(
             parts=self.dataset.parts(self.x, self.options),
-            columns=lambda: {name: self.dataset.obs_column(name) for name in self.obs},
-            obsm=lambda: {name: self.dataset.obsm_array(name) for name in self.obsm},
+            columns=lambda: {name: self.dataset.whole.obs_column(name) for name in self.obs},
+            obsm=lambda: {name: self.dataset.whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=self.dtype,
             genes=self._genes,
-            sweeping=plan.sweeps and n_workers == 1,
+            sweeping=whole.sweeps and n_workers == 1 and not position.stretches,
         )
         var = self.dataset.var_of(self.x, self._genes) if self.x is not None and self.layout == "anndata" else None
-        _silence_sparse_warnings()
+        silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
         scheduler = FetchScheduler(recipe, self.options, self._buffers)
@@ -184,22 +225,35 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             worker_id,
             n_workers,
         )
-        self._record = _Record(epoch=plan.epoch, counters=scheduler.counters)
+        if n_workers > 1:
+            position = replace(position, worker=worker_id, of_workers=n_workers)
+        self._record = self._current = _Record(
+            epoch=plan.epoch, counters=scheduler.counters, begun_at=position, world_size=plan.world_size
+        )
         bridge = scheduler.start(fetches, name="zloader-fetch")
-        return _Epoch(bridge, self._record, functools.partial(_as_minibatch, self.dataset, self.layout, var))
+        convert = functools.partial(as_minibatch, self.dataset, self.layout, var)
+        return _Epoch(bridge, self._record, convert, self._epochs)
 
 
 @dataclass
 class _Record:
-    """What an epoch leaves behind for `statistics`; holds no thread, so that a dropped epoch can end."""
+    """What is known of an epoch while it lasts and after; holds no thread, so that a dropped epoch can end."""
 
     epoch: int
     counters: Counters
+    begun_at: Position = field(default_factory=lambda: Position(epoch=0))
+    world_size: int = 1
+    finished: bool = False
     rows: int = 0
     minibatches: int = 0
     wait_s: float = 0.0
     elapsed_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def position(self) -> Position:
+        """Where the consumer is."""
+        return self.begun_at.later(self.world_size, self.minibatches)
 
     def statistics(self) -> Statistics:
         """The figures so far."""
@@ -216,15 +270,22 @@ class _Record:
 class _Epoch(Iterator[Minibatch]):
     """The iterator of one epoch; dropping it ends its threads."""
 
-    def __init__(self, bridge: Bridge[MinibatchArrays], record: _Record, convert: Any) -> None:
+    def __init__(self, bridge: Bridge[MinibatchArrays], record: _Record, convert: Any, epochs: EpochCount) -> None:
         self._bridge = bridge
         self._record = record
         self._convert = convert
+        self._epochs = epochs
+        self._closed = False
 
     def __next__(self) -> Minibatch:
         try:
             arrays = next(self._bridge)
+        except StopIteration:
+            self._record.finished = not self._closed
+            log.debug("epoch ends: %r", self._record.statistics())
+            raise
         except BaseException as error:
+            self._closed = True  # what comes after an error is no end of the epoch
             log.debug("epoch ends with %r: %r", error, self._record.statistics())
             raise
         finally:
@@ -237,47 +298,18 @@ class _Epoch(Iterator[Minibatch]):
 
     def close(self) -> None:
         """Ends the epoch and its threads now; dropping the iterator does so too."""
+        self._closed = True
         self._bridge.close()
 
+    def state_dict(self) -> dict[str, bool]:
+        """What torchdata's StatefulDataLoader wants to know beside the state of the loader."""
+        return {"finished": self._record.finished}
 
-def _as_minibatch(dataset: Dataset, layout: str, var: pd.DataFrame | None, arrays: MinibatchArrays) -> Minibatch:
-    return Minibatch(
-        x=_as_layout(layout, arrays) if var is None else dataset.to_anndata(arrays, var),
-        obs={name: torch.from_numpy(column) for name, column in arrays.obs.items()},
-        obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
-        index=torch.from_numpy(arrays.index),
-    )
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        """Called by StatefulDataLoader on an iterator that has just begun: one that was at its end stays there.
 
-
-def _as_layout(layout: str, arrays: MinibatchArrays) -> torch.Tensor | scipy.sparse.csr_matrix | None:
-    x = arrays.x
-    if not isinstance(x, CsrArrays):
-        return None if x is None else torch.from_numpy(x)
-    if layout == "scipy":
-        return as_scipy(x)
-    return torch.sparse_csr_tensor(
-        torch.from_numpy(x.indptr),
-        torch.from_numpy(x.indices),
-        torch.from_numpy(x.values),
-        size=(len(x.indptr) - 1, x.n_genes),
-        check_invariants=False,  # the gather makes them so; checking costs more than making
-    )
-
-
-def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if (rank is None) != (world_size is None):
-        raise OptionError("give rank and world_size together, or neither")
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@functools.cache
-def _silence_sparse_warnings() -> None:
-    """Spends torch's once-a-process warnings on sparse CSR (in beta; invariants unchecked): nobody can act on them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        empty = torch.zeros(1, dtype=torch.int64)
-        torch.sparse_csr_tensor(empty, empty[:0], empty[:0], size=(0, 0))
+        The loader's state then speaks of the next epoch, which this iterator began and gives back.
+        """
+        if state["finished"] and torch.utils.data.get_worker_info() is None:
+            self.close()
+            self._epochs.restart(self._record.begun_at)

@@ -4,12 +4,18 @@ The order of an epoch is cut into fetches of `batch_size * fetch_factor` rows, d
 the workers of a rank. What is left after the last full round is shared out evenly, so that every rank yields the same
 number of minibatches: with `drop_last=False` no row is lost for that (but for `batch_size=1`, where fewer than
 `world_size` are); with `drop_last=True` fewer than `world_size * batch_size` are: those that come last in the order, so
-others in each shuffled epoch.
+others in each shuffled epoch. With `remainder="pad"` every minibatch of every rank is full: the first rows of the order
+come a second time for that.
+
+A run that is resumed goes on after so many minibatches of each rank (`Plan.fetches`). Where the number of ranks has
+changed, what nobody has seen is an order of its own (`Unseen`), which is dealt to the new ranks as any other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +38,50 @@ class Fetch:
     order: Rows
     cuts: NDArray[np.int64]
 
+    def after(self, n_minibatches: int) -> Fetch:
+        """The same without its first minibatches, and without the rows that only they needed."""
+        if not n_minibatches:
+            return self
+        cuts = self.cuts[n_minibatches:]
+        order = self.order[cuts[0] :]
+        used = np.sort(order)
+        return Fetch(number=self.number, rows=self.rows[used], order=np.searchsorted(used, order), cuts=cuts - cuts[0])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unseen:
+    """The rest of an epoch as a sampling: the rows `first`, then the order of `sampling` from position `begin` on.
+
+    For the seed and epoch that `first` was made for.
+    """
+
+    sampling: Sampling
+    first: Rows
+    begin: int
+
+    @property
+    def shuffles_fetch(self) -> bool:
+        """As the sampling does."""
+        return self.sampling.shuffles_fetch
+
+    @property
+    def block_size(self) -> int:
+        """As in the sampling; but the rows `first` may begin and end within a block."""
+        return int(getattr(self.sampling, "block_size", 1))
+
+    def n_rows(self, dataset_rows: int) -> int:
+        """How many rows are left."""
+        return len(self.first) + self.sampling.n_rows(dataset_rows) - self.begin
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        """The rows at positions `[start, stop)` of the rest."""
+        moved = self.begin - len(self.first)
+        begin, end = max(start + moved, self.begin), stop + moved
+        if begin >= end:
+            return self.first[start:stop]
+        rest = self.sampling.rows(begin, end, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
+        return np.concatenate([self.first[start:stop], rest])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -46,6 +96,7 @@ class Plan:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = False
+    remainder: Literal["drop", "pad"] = "drop"
 
     def __post_init__(self) -> None:
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor, world_size=self.world_size)
@@ -65,13 +116,23 @@ class Plan:
                 f"{self.fetch_factor} = {self.fetch_rows} rows, so nothing would be shuffled across blocks: "
                 "raise fetch_factor or lower block_size"
             )
-        if self.n_rows < self.world_size:
+        if self.remainder not in ("drop", "pad"):
+            raise OptionError(f"remainder must be 'drop' or 'pad', not {self.remainder!r}")
+        if self.pads and self.drop_last:
+            raise OptionError("remainder='pad' leaves no smaller minibatch that drop_last could drop: give one of them")
+        rest = isinstance(self.sampling, Unseen)  # of which a handful, too few to share out, is left out
+        if self.n_rows < (1 if self.pads else self.world_size) and not rest:
             raise OptionError(f"{self.n_rows} rows cannot be shared out to {self.world_size} ranks")
 
     @property
     def fetch_rows(self) -> int:
         """Rows in a full fetch."""
         return self.batch_size * self.fetch_factor
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows are repeated so that every minibatch is full."""
+        return self.remainder == "pad"
 
     @property
     def sweeps(self) -> bool:
@@ -88,13 +149,19 @@ class Plan:
     def _full_rounds(self) -> int:
         rounds, left = divmod(self.n_rows, self.world_size * self.fetch_rows)
         # A handful of rows too few for every rank to get one: they join the last full round.
-        return rounds - (rounds > 0 and 0 < left < self.world_size)
+        return rounds - (rounds > 0 and 0 < left < self.world_size and not self.pads)
 
     def _tail(self) -> tuple[int, int]:
-        """Positions `[start, stop)` of this rank's share of what is left after the full rounds."""
+        """Positions `[start, stop)` of this rank's share of what is left after the full rounds.
+
+        Where rows are repeated, those from `n_rows` on stand for the first ones.
+        """
         begin = self._full_rounds * self.world_size * self.fetch_rows
-        share, extra = divmod(self.n_rows - begin, self.world_size)
-        if self.drop_last or self.batch_size == 1:
+        left = self.n_rows - begin
+        share, extra = divmod(left, self.world_size)
+        if self.pads:
+            share, extra = -(-left // (self.world_size * self.batch_size)) * self.batch_size, 0
+        elif self.drop_last or self.batch_size == 1 or left < self.world_size:
             share, extra = share // self.batch_size * self.batch_size, 0
         start = begin + self.rank * share + min(self.rank, extra)
         return start, start + share + (self.rank < extra)
@@ -103,7 +170,7 @@ class Plan:
         """Where this rank's tail is cut into minibatches; every rank gets the same number of them."""
         start, stop = self._tail()
         cuts = np.arange(0, stop - start, self.batch_size, dtype=np.int64)
-        if not self.drop_last and self.batch_size > 1:
+        if not self.drop_last and not self.pads and self.batch_size > 1 and stop > start:
             left = self.n_rows - self._full_rounds * self.world_size * self.fetch_rows
             most = -(-left // self.world_size)  # rows of the rank that has most
             # A rank whose share is one row less, and thereby one minibatch less, cuts its last minibatch in two.
@@ -122,23 +189,80 @@ class Plan:
         """Minibatches that this rank yields: the same on every rank."""
         return self._full_rounds * self.fetch_factor + len(self._tail_cuts()) - 1
 
+    def _span(self, number: int) -> tuple[int, int]:
+        """Positions `[start, stop)` of a fetch."""
+        if number >= self._full_rounds:
+            return self._tail()
+        start = (number * self.world_size + self.rank) * self.fetch_rows
+        return start, start + self.fetch_rows
+
+    def _cuts(self, number: int) -> NDArray[np.int64]:
+        if number >= self._full_rounds:
+            return self._tail_cuts()
+        return np.arange(0, self.fetch_rows + 1, self.batch_size, dtype=np.int64)
+
+    def _order(self, number: int, n_rows: int) -> Rows:
+        """In which order a fetch gives its rows."""
+        if not self.sampling.shuffles_fetch:
+            return np.arange(n_rows, dtype=np.int64)
+        dealt = min(number, self._full_rounds) * self.world_size + self.rank
+        return shuffled(n_rows, key_of(self.seed, self.epoch, dealt))
+
+    def _rows(self, start: int, stop: int) -> Rows:
+        """The rows at positions `[start, stop)`; after the last one the first comes again."""
+        pieces: list[Rows] = []
+        n_rows = self.n_rows
+        while start < stop or not pieces:
+            first = start % n_rows if self.pads else start
+            size = min(stop - start, n_rows - first)
+            pieces.append(
+                self.sampling.rows(
+                    first, first + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
+                )
+            )
+            start += size
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` (from 0) of this rank."""
-        if number < self._full_rounds:
-            dealt = number * self.world_size + self.rank
-            start, stop = dealt * self.fetch_rows, (dealt + 1) * self.fetch_rows
-            cuts = np.arange(0, self.fetch_rows + 1, self.batch_size, dtype=np.int64)
-        else:
-            dealt = self._full_rounds * self.world_size + self.rank
-            start, stop = self._tail()
-            cuts = self._tail_cuts()
-        rows = self.sampling.rows(start, stop, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch)
-        if self.sampling.shuffles_fetch:
-            order = shuffled(len(rows), key_of(self.seed, self.epoch, dealt))
-        else:
-            order = np.arange(len(rows), dtype=np.int64)
-        return Fetch(number=number, rows=rows, order=order, cuts=cuts)
+        rows = self._rows(*self._span(number))
+        return Fetch(number=number, rows=rows, order=self._order(number, len(rows)), cuts=self._cuts(number))
 
     def fetch_numbers(self, *, worker: int = 0, n_workers: int = 1) -> range:
         """The fetches of one of the rank's workers, in order."""
         return range(worker, self.n_fetches, n_workers)
+
+    def fetches(self, *, done: int = 0, worker: int = 0, n_workers: int = 1, skip: int = 0) -> Iterator[Fetch]:
+        """The fetches of one of the rank's workers, in order, or what is left of them.
+
+        The first `done` minibatches of the rank are left out; the others are shared out to its workers, and of its own
+        this one leaves out the first `skip`. No row is planned that only these needed.
+        """
+        first, gone = self._fetch_of(done)
+        for number in range(first, self.n_fetches)[worker::n_workers]:
+            begin = gone if number == first else 0
+            size = len(self._cuts(number)) - 1 - begin
+            if skip < size:
+                yield self.fetch(number).after(begin + skip)
+            skip = max(0, skip - size)
+
+    def _fetch_of(self, minibatch: int) -> tuple[int, int]:
+        """The fetch of a minibatch of this rank, and which one of it that is."""
+        number = min(minibatch // self.fetch_factor, self._full_rounds)
+        return number, minibatch - number * self.fetch_factor
+
+    def unseen(self, done: int) -> Unseen:
+        """What no rank has seen when each has had its first `done` minibatches."""
+        number, gone = self._fetch_of(done)
+        ranks = [replace(self, rank=rank) for rank in range(self.world_size)]
+        begin = ranks[0]._span(number)[0]
+        if not gone:
+            return Unseen(sampling=self.sampling, first=np.empty(0, np.int64), begin=begin)
+        left = []
+        for rank in ranks:
+            start, stop = rank._span(number)
+            positions = start + np.sort(rank._order(number, stop - start)[rank._cuts(number)[gone] :])
+            left.append(positions[positions < self.n_rows] - begin)  # what lies beyond is a repetition
+        end = min(stop, self.n_rows)
+        first = self._rows(begin, end)[np.concatenate(left)]
+        return Unseen(sampling=self.sampling, first=first, begin=end)

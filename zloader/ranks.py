@@ -1,0 +1,101 @@
+"""Which rank of how many this process is, and which part of the data its machine keeps to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed
+
+from zloader.errors import OptionError
+from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming, key_of
+from zloader.terms import Rows
+
+Locality = Literal["global", "machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank among those that share out the same rows: all, or those of the machine `machine` of `machines`."""
+
+    rank: int
+    world_size: int
+    machine: int = 0
+    machines: int = 1
+
+    def keep_to_part(self, sampling: Sampling, dataset_rows: int) -> Sampling:
+        """The sampling of the machine's own part of the rows; raises OptionError where it has none."""
+        if self.machines == 1:
+            return sampling
+        known = isinstance(sampling, Streaming | BlockShuffling | MixtureOfScanners)
+        if not known or getattr(sampling, "indices", None) is not None:
+            raise OptionError(
+                "locality='machine' needs Streaming, BlockShuffling or MixtureOfScanners over all rows, not "
+                f"{sampling!r}: use locality='global'"
+            )
+        if dataset_rows < self.machines:
+            raise OptionError(f"{dataset_rows} rows cannot be shared out to {self.machines} machines")
+        begin, end = (dataset_rows * number // self.machines for number in (self.machine, self.machine + 1))
+        return Part(sampling=sampling, begin=begin, end=end, size=dataset_rows // self.machines, number=self.machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A sampling of the rows `[begin, end)` alone, which takes `size` of them: on every machine as many.
+
+    Where there is a row more, the last of the order is left out: another one in each shuffled epoch.
+    """
+
+    sampling: Sampling
+    begin: int
+    end: int
+    size: int
+    number: int
+
+    @property
+    def shuffles_fetch(self) -> bool:
+        """As the sampling does."""
+        return self.sampling.shuffles_fetch
+
+    @property
+    def block_size(self) -> int:
+        """As in the sampling."""
+        return int(getattr(self.sampling, "block_size", 1))
+
+    def n_rows(self, dataset_rows: int) -> int:
+        """How many rows an epoch has on this machine."""
+        return self.size
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        """The rows at positions `[start, stop)`."""
+        own = key_of(seed, self.number)
+        return self.begin + self.sampling.rows(start, stop, dataset_rows=self.end - self.begin, seed=own, epoch=epoch)
+
+
+def place_of(rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None) -> Place:
+    """The rank from arguments, torch.distributed or the environment; with locality `"machine"` that on its machine."""
+    rank, world_size = _rank_and_world_size(rank, world_size)
+    if locality == "global":
+        return Place(rank=rank, world_size=world_size)
+    if locality != "machine":
+        raise OptionError(f"locality must be 'global' or 'machine', not {locality!r}")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_world_size is None else local_world_size
+    if local < 1 or world_size % local:
+        raise OptionError(
+            f"locality='machine' needs as many ranks on every machine, but the world size {world_size} is no multiple "
+            f"of local_world_size {local}"
+        )
+    if not 0 <= rank < world_size:
+        raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks count from 0")
+    return Place(rank=rank % local, world_size=local, machine=rank // local, machines=world_size // local)
+
+
+def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise OptionError("give rank and world_size together, or neither")
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
