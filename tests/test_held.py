@@ -20,8 +20,9 @@ from zloader.caches import MirrorEntry, Place, drop, mirrors
 from zloader.claims import Claims
 from zloader.held import Held, held, verify
 from zloader.kept import save_column
-from zloader.mirror import MirrorArray, parse_sums
+from zloader.mirror import MirrorArray
 from zloader.proof import Proof
+from zloader.sums import parse_sums
 from zloader.terms import Cache
 
 ROWS = 400

@@ -50,6 +50,7 @@ LAYERS = {
     "zloader.kept": 2,
     "zloader.keptstore": 2,
     "zloader.keptobs": 2,
+    "zloader.sums": 2,
     "zloader.mirror": 2,
     "zloader.bridge": 2,
     "zloader.workshop": 2,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from zloader.caches import MirrorEntry
 from zloader.errors import CacheError
 from zloader.kept import is_right
-from zloader.mirror import parse_sums
 from zloader.proof import Proof
+from zloader.sums import parse_sums
 
 _PIECE = 4 << 20  # bytes read at once
 _TASK = 16 << 20  # bytes that a thread compares before it says so

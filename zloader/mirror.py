@@ -1,9 +1,9 @@
 """The local mirror: decoded arrays as flat files, filled chunk by chunk.
 
-Element i of an array stands at byte i * itemsize of a sparse file NAME.flat. Beside it, NAME.sums begins with what the
-array is, and then holds one 64-bit word a chunk: 0 while the chunk is not there, a claim (claims.py) while somebody
-brings it, else its crc32c with a bit above it. The word is stored after the chunk's bytes, in one aligned write, so a
-process killed at any moment leaves a chunk either whole or not there.
+Element i of an array stands at byte i * itemsize of a sparse file NAME.flat. Beside it NAME.sums holds a word a chunk
+(sums.py): nothing while the chunk is not there, a claim (claims.py) while somebody brings it, else its checksum. The
+word is stored after the chunk's bytes, in one aligned write, so a process killed at any moment leaves a chunk either
+whole or not there.
 
 A process compares a chunk with its checksum when it first uses it, unless proof.py knows the files to be as they were
 when all of them was right: after power loss, truncation or a flipped byte the chunk is a miss, to be read again.
@@ -19,7 +19,6 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +28,13 @@ from zloader import pages
 from zloader.caches import Place
 from zloader.claims import Claims
 from zloader.decode import checksum
-from zloader.drafts import draft_of, file_of
+from zloader.drafts import file_of
 from zloader.layout import ArrayLayout
+from zloader.sums import PRESENT, mapped, mapped_words, opened
 from zloader.terms import Cache, Rows
 
 log = logging.getLogger("zloader")
 
-_PRESENT = 1 << 32  # set in every word of a chunk that is there, so that a checksum of 0 is told from absence
-_MAGIC = int.from_bytes(b"zloader2", "little")
-_HEADER = 8  # words
 _SHORT_BYTES = 1024  # of a run of rows, on average, below which reading is better than mapping
 _PIECE_BYTES = 256 * 1024  # of room on disk that is asked for at once
 
@@ -51,11 +48,11 @@ class MirrorArray:
         self._path = file_of(place.directory, layout.path, "flat")
         self._sums = file_of(place.directory, layout.path, "sums")
         n_bytes = layout.n_elements * layout.dtype.itemsize
-        self._file = _opened(self._path)
+        self._file = opened(self._path)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
-        self.elements = np.frombuffer(_mapped(self._file, n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), layout.dtype)
-        self._words = _mapped_words(place, self._sums, layout)
+        self.elements = np.frombuffer(mapped(self._file, n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), layout.dtype)
+        self._words = mapped_words(place, self._sums, layout)
         # Chunks whose checksum this process has compared or written itself, or that were right all along.
         proved = place.proof.holds(self._path, self._sums)
         self._trusted = self._present(slice(None)) if proved else np.zeros(layout.n_chunks, bool)
@@ -73,7 +70,7 @@ class MirrorArray:
         return self._place.room.limited
 
     def _present(self, chunks: Rows | slice) -> NDArray[np.bool_]:
-        return np.asarray((self._words[chunks] & np.uint64(_PRESENT)) != 0)
+        return np.asarray((self._words[chunks] & np.uint64(PRESENT)) != 0)
 
     def holds(self, chunks: Rows) -> bool:
         """Whether all chunks are there and known to be right, without looking at their bytes."""
@@ -88,7 +85,7 @@ class MirrorArray:
         missing = ~self._present(chunks)
         for position in np.flatnonzero(~missing & ~self._trusted[chunks]).tolist():
             chunk = int(chunks[position])
-            if self._words[chunk] == _PRESENT | checksum(self._chunk(chunk)):
+            if self._words[chunk] == PRESENT | checksum(self._chunk(chunk)):
                 self._trusted[chunk] = True
             else:
                 log.warning("a chunk in %s differs from its checksum: it is read again from the store", self._path)
@@ -131,7 +128,7 @@ class MirrorArray:
         """
         with self._claiming:  # two loads of one owner would claim the same chunk
             words = self._words[chunks]
-            absent = (words & np.uint64(_PRESENT)) == 0
+            absent = (words & np.uint64(PRESENT)) == 0
             alive = absent & claims.alive(np.where(absent, words, np.uint64(0)))
             mine = self._with_room(chunks[absent & ~alive])
             self._words[mine] = claims.word
@@ -173,7 +170,7 @@ class MirrorArray:
             return
         self._unnoted = True
         for chunk, begin in enumerate(range(0, len(elements), width), first):
-            self._words[chunk] = _PRESENT | checksum(elements[begin : begin + width])
+            self._words[chunk] = PRESENT | checksum(elements[begin : begin + width])
             self._trusted[chunk] = True
 
     def _stop_writing(self, error: OSError) -> None:
@@ -197,91 +194,6 @@ class MirrorArray:
         """Decoded bytes of the chunks that are there."""
         first, last = self.layout.chunk_bounds(np.flatnonzero(self._present(slice(None))))
         return int((last - first).sum()) * self.layout.dtype.itemsize
-
-
-def _opened(path: Path) -> int:
-    """The file for reading and writing, made where it is not there; for reading alone where that is all one may."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
-    except OSError:
-        if not path.is_file():
-            raise
-        return os.open(path, os.O_RDONLY | flags)
-
-
-def _header(layout: ArrayLayout) -> NDArray[np.uint64]:
-    """What a file of words begins with: for which array, in which version of the format, and a checksum of that."""
-    dtype = int.from_bytes(layout.dtype.str.encode()[:8], "little")
-    words = np.array([_MAGIC, layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, dtype, 0, 0, 0], "<u8")
-    words[-1] = checksum(words[:-1])
-    return words
-
-
-def parse_sums(stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
-    """What a whole .sums file says: bytes of the array, of a chunk, and each chunk's crc32c, -1 where it is not there.
-
-    The words of the chunks are the last that the file holds. Raises ValueError, which says why nothing in it counts.
-    """
-    header = np.frombuffer(stored[: len(stored) // 8 * 8], "<u8", min(len(stored) // 8, _HEADER))
-    if not len(header) or header[0] != _MAGIC:
-        raise ValueError("is not of this version of zloader")
-    if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
-        raise ValueError("differs from its checksum")
-    n_elements, chunk_elements, itemsize = (int(word) for word in header[1:4])
-    n_chunks = -(-n_elements // chunk_elements)
-    if len(stored) != 8 * (_HEADER + n_chunks):
-        raise ValueError(f"has {len(stored)} bytes instead of {8 * (_HEADER + n_chunks)}")
-    words = np.frombuffer(stored, "<u8")[_HEADER:]
-    sums = np.where((words & np.uint64(_PRESENT)) != 0, words & np.uint64(_PRESENT - 1), np.uint64(2**64 - 1))
-    return n_elements * itemsize, chunk_elements * itemsize, sums.view(np.int64)
-
-
-def _mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
-    """The words of all chunks, shared with all who map them; a file for another array counts for nothing."""
-    header = _header(layout)
-    size = 8 * (_HEADER + layout.n_chunks)
-    if _read_header(path, size) != header.tobytes():
-        with draft_of(path) as draft:
-            with draft.open("wb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                if not place.room.allocate(file.fileno(), [(0, size)]):
-                    raise OSError(f"{path} does not fit into the cache")
-                os.posix_fallocate(file.fileno(), 0, size)  # storing to a hole of a full disk kills a process
-                file.write(header.tobytes())
-            try:
-                if path.exists():  # for something else: nothing in it counts
-                    draft.replace(path)
-                else:
-                    path.hardlink_to(draft)
-            except FileExistsError:
-                pass  # another process was first: its file is as good
-            except OSError:  # no hard links on this file system
-                draft.replace(path)
-    file_number = _opened(path)
-    try:
-        writable = os.access(path, os.W_OK)
-        words = np.frombuffer(_mapped(file_number, size, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), "<u8")
-    finally:
-        os.close(file_number)
-    return words[_HEADER:]
-
-
-def _read_header(path: Path, size: int) -> bytes:
-    """How a file of `size` bytes begins; nothing where there is none of that size."""
-    try:
-        with path.open("rb") as file:
-            return file.read(8 * _HEADER) if os.fstat(file.fileno()).st_size == size else b""
-    except FileNotFoundError:
-        return b""
-
-
-def _mapped(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMAL) -> mmap.mmap | bytes:
-    if not n_bytes:
-        return b""
-    mapped = mmap.mmap(file, n_bytes, access=access)
-    mapped.madvise(advice)
-    return mapped
 
 
 def _write_all(file: int, elements: NDArray[Any], offset: int) -> None:

@@ -1,0 +1,109 @@
+"""The file of words beside a mirrored array: what the array is, and of each chunk whether it is there.
+
+NAME.sums begins with a header of eight 64-bit words; then one a chunk: 0 while it is not there, a claim (claims.py)
+while somebody brings it, else its crc32c with a bit above it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caches import Place
+from zloader.decode import checksum
+from zloader.drafts import draft_of
+from zloader.layout import ArrayLayout
+
+PRESENT = 1 << 32  # set in every word of a chunk that is there, so that a checksum of 0 is told from absence
+_MAGIC = int.from_bytes(b"zloader2", "little")
+_HEADER = 8  # words
+
+
+def opened(path: Path) -> int:
+    """The file for reading and writing, made where it is not there; for reading alone where that is all one may."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+    except OSError:
+        if not path.is_file():
+            raise
+        return os.open(path, os.O_RDONLY | flags)
+
+
+def mapped(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMAL) -> mmap.mmap | bytes:
+    """A file as memory; nothing where it is empty, which cannot be mapped."""
+    if not n_bytes:
+        return b""
+    memory = mmap.mmap(file, n_bytes, access=access)
+    memory.madvise(advice)
+    return memory
+
+
+def _header(layout: ArrayLayout) -> NDArray[np.uint64]:
+    """What a file of words begins with: for which array, in which version of the format, and a checksum of that."""
+    dtype = int.from_bytes(layout.dtype.str.encode()[:8], "little")
+    words = np.array([_MAGIC, layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, dtype, 0, 0, 0], "<u8")
+    words[-1] = checksum(words[:-1])
+    return words
+
+
+def parse_sums(stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
+    """What a whole .sums file says: bytes of the array, of a chunk, and each chunk's crc32c, -1 where it is not there.
+
+    The words of the chunks are the last that the file holds. Raises ValueError, which says why nothing in it counts.
+    """
+    header = np.frombuffer(stored[: len(stored) // 8 * 8], "<u8", min(len(stored) // 8, _HEADER))
+    if not len(header) or header[0] != _MAGIC:
+        raise ValueError("is not of this version of zloader")
+    if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
+        raise ValueError("differs from its checksum")
+    n_elements, chunk_elements, itemsize = (int(word) for word in header[1:4])
+    n_chunks = -(-n_elements // chunk_elements)
+    if len(stored) != 8 * (_HEADER + n_chunks):
+        raise ValueError(f"has {len(stored)} bytes instead of {8 * (_HEADER + n_chunks)}")
+    words = np.frombuffer(stored, "<u8")[_HEADER:]
+    sums = np.where((words & np.uint64(PRESENT)) != 0, words & np.uint64(PRESENT - 1), np.uint64(2**64 - 1))
+    return n_elements * itemsize, chunk_elements * itemsize, sums.view(np.int64)
+
+
+def mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
+    """The words of all chunks, shared with all who map them; a file for another array counts for nothing."""
+    header = _header(layout)
+    size = 8 * (_HEADER + layout.n_chunks)
+    if _read_header(path, size) != header.tobytes():
+        with draft_of(path) as draft:
+            with draft.open("wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                if not place.room.allocate(file.fileno(), [(0, size)]):
+                    raise OSError(f"{path} does not fit into the cache")
+                os.posix_fallocate(file.fileno(), 0, size)  # storing to a hole of a full disk kills a process
+                file.write(header.tobytes())
+            try:
+                if path.exists():  # for something else: nothing in it counts
+                    draft.replace(path)
+                else:
+                    path.hardlink_to(draft)
+            except FileExistsError:
+                pass  # another process was first: its file is as good
+            except OSError:  # no hard links on this file system
+                draft.replace(path)
+    file_number = opened(path)
+    try:
+        writable = os.access(path, os.W_OK)
+        words = np.frombuffer(mapped(file_number, size, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), "<u8")
+    finally:
+        os.close(file_number)
+    return words[_HEADER:]
+
+
+def _read_header(path: Path, size: int) -> bytes:
+    """How a file of `size` bytes begins; nothing where there is none of that size."""
+    try:
+        with path.open("rb") as file:
+            return file.read(8 * _HEADER) if os.fstat(file.fileno()).st_size == size else b""
+    except FileNotFoundError:
+        return b""
