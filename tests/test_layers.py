@@ -29,6 +29,8 @@ LAYERS = {
     "zloader.plan": 1,
     "zloader.resume": 1,
     "zloader.columns": 1,
+    "zloader.expressions": 1,
+    "zloader.views": 1,
     "zloader.genes": 1,
     "zloader.setbacks": 1,
     "zloader.drafts": 1,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from zloader.append import AppendReport, append
 from zloader.convert import ConversionReport, convert
-from zloader.dataset import Dataset, open_dataset
+from zloader.dataset import Dataset, View, open_dataset
 from zloader.errors import ZloaderError
 from zloader.joining.selection import Selection
 from zloader.quality import Quality, quality
@@ -42,6 +42,7 @@ __all__ = [
     "Streaming",
     "Suggestion",
     "Verification",
+    "View",
     "Warmed",
     "ZloaderError",
     "append",

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import anndata as ad
 import numpy as np
@@ -20,7 +21,9 @@ from numpy.typing import NDArray
 
 from zloader.annotated import Annotated, each
 from zloader.caches import cache_bytes
+from zloader.columns import ObsColumn
 from zloader.errors import FormatError, OptionError, StoreChangedError
+from zloader.expressions import Mask
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.genes import ChosenGenes, Genes, choose_genes
 from zloader.layout import MatrixLayout
@@ -28,7 +31,9 @@ from zloader.location import Location, StoredObject
 from zloader.opened import OpenedStore, open_stores
 from zloader.parts import Part
 from zloader.plan import Fetch
+from zloader.sampling import Sampling
 from zloader.terms import Cache, CacheStatistics, CsrArrays, FetchOptions, MinibatchArrays, Rows
+from zloader.views import Condition, RowSet, Shares, Within, mask_of, split_rows
 from zloader.workshop import BufferPool
 
 X = CsrArrays | NDArray[np.generic]
@@ -100,6 +105,52 @@ class Dataset(Annotated):
         more = f" and {len(self._locations) - 1} more" if len(self._locations) > 1 else ""
         stores = f" ({len(self.stores)} stores)" if len(self.stores) > 1 else ""
         return f"{self._locations[0].url}{more}{stores}"
+
+    @property
+    def whole(self) -> Dataset:
+        """The dataset that `minibatch.index` counts the rows of: this one, or of a view the one it is a view of."""
+        return self
+
+    def where(self, condition: Condition) -> View:
+        """The rows that an expression such as `"cell_type == 'T' and n_counts > 500"` holds for, as a view.
+
+        An expression compares obs columns with constants or with each other (==, !=, <, <=, >, >=, in, not in, joined
+        by and, or and not); a row without a value is in no comparison. Or `condition` is a boolean mask over the
+        rows, or their numbers, each once: a view has them in ascending order.
+        Raises OptionError, or MissingColumnError for an obs column that is not there.
+        """
+        return self._view(mask_of(condition, self.obs_column, self.n_obs))
+
+    @overload
+    def split(
+        self, parts: Mapping[str, float], *, by: str | None = None, stratify: str | None = None, seed: int = 0
+    ) -> dict[str, View]: ...
+
+    @overload
+    def split(
+        self, parts: Sequence[float], *, by: str | None = None, stratify: str | None = None, seed: int = 0
+    ) -> list[View]: ...
+
+    def split(
+        self, parts: Shares, *, by: str | None = None, stratify: str | None = None, seed: int = 0
+    ) -> list[View] | dict[str, View]:
+        """Views of parts that share no row: fractions of the rows, or numbers of them; of a dict, by their names.
+
+        With `by`, an obs column of labels, whole numbers or booleans, all rows of one label are in one part, and the
+        parts are as near to their sizes as dealing out the labels allows, large ones first (rows without a label count
+        as one). With `stratify`, such a column too, every part has its share of each label's rows, to a row a part.
+        Raises OptionError, also for both at once, and MissingColumnError.
+        """
+        of_rows = split_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
+        views = [self._view(of_rows == number) for number in range(len(parts))]
+        return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
+
+    def _view(self, mask: Mask) -> View:
+        return View(self, RowSet.of(mask))
+
+    def sampled(self, sampling: Sampling) -> Sampling:
+        """A sampling of these rows as one of the rows of `whole`."""
+        return sampling
 
     @property
     def store(self) -> OpenedStore:
@@ -278,6 +329,83 @@ class Dataset(Annotated):
             obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
         x = as_scipy(minibatch.x) if isinstance(minibatch.x, CsrArrays) else minibatch.x
         return ad.AnnData(X=x, obs=obs, obsm=minibatch.obsm, var=var)
+
+
+class View(Dataset):
+    """Some rows of a dataset, in ascending order, as a dataset of its own: made by `where` and `split`.
+
+    Its rows count from 0, as do masks, weights, labels and indices given for it; `row_numbers` says which rows of
+    `whole` they are, and `minibatch.index` holds those. Nothing is opened or kept twice, but an obs column or obsm
+    array of the view is made anew each time. It has a fingerprint of its own.
+    """
+
+    def __init__(self, whole: Dataset, chosen: RowSet) -> None:
+        self._whole, self._chosen = whole, chosen
+        self._locations, self._offline = whole._locations, whole._offline
+        self.stores, self.cache, self.place = whole.stores, whole.cache, whole.place
+        self.fingerprint = chosen.digest(whole.fingerprint)
+
+    def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
+        return View, (self._whole, self._chosen)
+
+    def __repr__(self) -> str:
+        return f"<View of {self.url}: {self.n_obs} of {self._whole.n_obs} rows x {self.n_vars} genes>"
+
+    @property
+    def whole(self) -> Dataset:
+        """The dataset that this is a view of; never a view itself."""
+        return self._whole
+
+    @property
+    def row_numbers(self) -> Rows:
+        """Which rows of `whole` these are, ascending (int64)."""
+        return np.flatnonzero(self._chosen.mask())
+
+    @property
+    def n_obs(self) -> int:
+        """Rows."""
+        return len(self._chosen)
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """The obs frame, or only some columns of it, of these rows."""
+        return self._whole.obs(columns).loc[self._chosen.mask()]
+
+    def obs_column(self, column: str) -> ObsColumn:
+        """One obs column of these rows as numbers."""
+        whole = self._whole.obs_column(column)
+        return replace(whole, values=whole.values[self._chosen.mask()])
+
+    def categories(self, column: str) -> pd.Index:
+        """Labels of an obs column: those of all rows, so that codes mean the same in every view."""
+        return self._whole.categories(column)
+
+    def obsm_array(self, name: str) -> NDArray[Any]:
+        """One obsm array of these rows."""
+        whole: NDArray[Any] = self._whole.obsm_array(name)
+        return whole[self._chosen.mask()]
+
+    def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
+        """Some rows of the view, counted from 0, as an AnnData."""
+        return self._whole.take(self._chosen.numbers(self._checked_rows(indices)))
+
+    def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
+        """The values of some rows of the view, counted from 0."""
+        return self._whole.read_rows(self._chosen.numbers(self._checked_rows(rows)), x=x, options=options)
+
+    def to_anndata(self, minibatch: MinibatchArrays, var: pd.DataFrame) -> ad.AnnData:
+        """A minibatch of the view as an AnnData."""
+        return self._whole.to_anndata(minibatch, var)
+
+    def keep_columns(self) -> None:
+        """Brings the obs columns and obsm arrays of all rows into the cache."""
+        self._whole.keep_columns()
+
+    def _view(self, mask: Mask) -> View:
+        return View(self._whole, self._chosen.narrowed(mask))
+
+    def sampled(self, sampling: Sampling) -> Sampling:
+        """A sampling of the view's rows as one of the rows of `whole`."""
+        return Within(sampling, self._chosen)
 
 
 def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:

@@ -278,6 +278,8 @@ class _Epoch(Iterator[Minibatch]):
         self._closed = False
 
     def __next__(self) -> Minibatch:
+        if self._closed:
+            raise StopIteration
         try:
             arrays = next(self._bridge)
         except StopIteration:
