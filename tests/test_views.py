@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.columns import ObsColumn, as_numbers
 from zloader.cost import epoch_costs
-from zloader.dataset import as_scipy
 from zloader.errors import MissingColumnError, OptionError
 from zloader.plan import Plan
+from zloader.table import as_scipy
 from zloader.views import RowSet, Within, mask_of, split_rows
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
