@@ -276,7 +276,7 @@ BROKEN = {
     "no numbers": ({"stretches": [["a", 1]]}, "damaged"),
     "no pairs": ({"stretches": [[1]]}, "damaged"),
     "negative": ({"epoch": -1}, "damaged"),
-    "another worker": ({"worker": 1, "of_workers": 2}, "worker 1 of 2, and this is 0 of 1"),
+    "another worker": ({"worker": 1, "of_workers": 2}, "worker 1 of 2 in .*, and this is 0 of 1 in"),
 }
 
 
@@ -364,6 +364,29 @@ def test_with_torchdata(dataset, name, n_workers, world_size):
         every=4 if n_workers else 1,
         begin=1 if n_workers else 0,
     )
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_workers_of_a_resumed_epoch_resume_and_refuse_other_ranks(dataset):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    context = {"batch_size": None, "num_workers": 2, "multiprocessing_context": "fork"}
+    options = SIZES | {"x": None, "rank": 0}
+    loaders = [zl.Loader(dataset, world_size=2, **options) for _ in range(3)]
+    state = taken(zl.Loader(dataset, world_size=3, **options), 1)
+    for loader in loaders[:2]:
+        loader.load_state_dict(state)
+    whole = rows_of(DataLoader(loaders[0], **context))
+    through = stateful(loaders[1], **context)
+    minibatches = iter(through)
+    first = rows_of(next(minibatches) for _ in range(3))
+    middle = through.state_dict()
+    again = stateful(loaders[2], **context)
+    again.load_state_dict(middle)
+    assert first + rows_of(again) == whole
+    other = stateful(zl.Loader(dataset, world_size=3, **options), **context)
+    other.load_state_dict(middle)
+    with pytest.raises(OptionError, match="in a world of 2 ranks"):
+        next(iter(other))
 
 
 def test_a_view_resumes_and_is_not_taken_for_another(dataset):
