@@ -293,6 +293,31 @@ def test_a_broken_state_is_refused(dataset, changed, says):
     assert len(rows_of(loader)) == N_ROWS
 
 
+class Doubled:
+    """A sampling of one's own, around another."""
+
+    shuffles_fetch = True
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def n_rows(self, dataset_rows):
+        return 2 * self.inner.n_rows(dataset_rows)
+
+    def rows(self, start, stop, **of):
+        inner = self.inner.rows(0, self.inner.n_rows(of["dataset_rows"]), **of)
+        return np.tile(inner, 2)[start:stop]
+
+
+def test_a_sampling_of_ones_own(dataset):
+    options = SIZES | {"x": None, "sampling": Doubled(zl.BlockShuffling(3))}
+    assert_resumes_anywhere(lambda: zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(3))})))
+    state = zl.Loader(dataset, **options).state_dict()
+    assert state["sampling"] == "Doubled(inner=BlockShuffling(block_size=3, indices=None))"
+    with pytest.raises(OptionError, match=r"Doubled\(inner=BlockShuffling\(block_size=2"):
+        zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(2))})).load_state_dict(state)
+
+
 def test_what_minibatches_hold_may_change(dataset):
     state = taken(zl.Loader(dataset, x=None, **SIZES), 3)
     loader = zl.Loader(dataset, layout="dense", dtype="float64", obs=["donor"], **SIZES)

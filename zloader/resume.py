@@ -129,7 +129,9 @@ def described(options: Any) -> str:
     if dataclasses.is_dataclass(options):
         named = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.init}
     else:
-        named = {name: value for name, value in sorted(vars(options).items()) if not name.startswith("_")}
+        named = {
+            name: value for name, value in sorted(getattr(options, "__dict__", {}).items()) if not name.startswith("_")
+        }
     return f"{type(options).__name__}({', '.join(f'{name}={_text(value)}' for name, value in named.items())})"
 
 
@@ -138,6 +140,8 @@ def _text(value: Any) -> str:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
+    if hasattr(value, "n_rows"):  # a sampling within one
+        return described(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
     array = np.asarray(value)
