@@ -475,3 +475,14 @@ def test_machines_keep_to_their_part_of_a_view(dataset):
     assert first.max() < second.min()
     assert set(first) | set(second) <= set(view.row_numbers)
     assert len(first) == len(second) == len(view) // 2
+
+
+def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset):
+    """Of one label alone, minibatches of any order have no entropy, however mixed the other rows are."""
+    view = dataset.where("lane == 3")
+    plan = zl.Loader(view, **SIZES).plan(0)
+    np.testing.assert_array_equal(plan.sampling.indices, view.row_numbers)
+    found = zl.quality(dataset.obs_column("lane").values, plan)
+    assert (found.entropy_bits, found.random_entropy_bits) == (0, 0)
+    some = zl.Loader(view, sampling=zl.BlockShuffling(4, indices=[1, 2, 9]), **SIZES).plan(0)
+    np.testing.assert_array_equal(some.sampling.indices, view.row_numbers[[1, 2, 9]])
