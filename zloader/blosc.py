@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from zloader.gather import compiled
+from zloader.compiled import compiled
 from zloader.terms import Rows
 
 

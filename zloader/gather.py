@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.compiled import compiled as compiled
+from zloader.compiled import compiled
 from zloader.genes import ChosenGenes
 from zloader.terms import CsrArrays, MinibatchArrays, Rows
 

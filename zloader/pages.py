@@ -15,11 +15,11 @@ import mmap
 import os
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from zloader.compiled import compiled
 from zloader.terms import Rows
 
 _TRIED = 16  # ranges
@@ -28,7 +28,7 @@ _pread: Any = types.ExternalFunction("pread", types.intp(types.int32, types.uint
 _WILLNEED = os.POSIX_FADV_WILLNEED
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _ask_for(file: int, starts: NDArray[Any], stops: NDArray[Any]) -> None:
     row = 0
     while row < len(starts):
@@ -57,7 +57,7 @@ def _in_memory(file: int, offset: int) -> bool:
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _read(file: int, starts: NDArray[Any], stops: NDArray[Any], out: NDArray[np.uint8]) -> int:
     """How many bytes of `out` were filled, short of all where a read fails."""
     filled, row = 0, 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.gather import compiled
+from zloader.compiled import compiled
 from zloader.sources.windows import Advance, SourceMatrix, Window
 from zloader.terms import Rows
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.gather import compiled, copy_rows, indptr_of
+from zloader.compiled import compiled
+from zloader.gather import copy_rows, indptr_of
 from zloader.sources.compressed import split_rows
 from zloader.sources.spill import Spill, behind, rows_a_bucket, smallest_index
 from zloader.sources.windows import Advance, SourceMatrix, Window, skip_rows

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.gather import compiled, indptr_of
+from zloader.compiled import compiled
+from zloader.gather import indptr_of
 from zloader.sources.compressed import CompressedArrays, split_rows
 from zloader.sources.spill import Spill, behind, rows_a_bucket, smallest_index
 from zloader.sources.windows import Advance, SourceMatrix, Window, canonical, skip_rows
