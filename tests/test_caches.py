@@ -354,6 +354,15 @@ def test_a_directory_that_vanishes_while_it_is_used_does_no_harm(store, tmp_path
     assert _epoch(_loader(store, tmp_path / "cache")).rows == ROWS
 
 
+def test_warm_holds_whole_rows_where_there_is_no_room_for_all(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["zloader.warm"], "_WINDOW_BYTES", 50_000)
+    dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes="1.5MB"))
+    assert warm(dataset).full
+    arrays = dataset.store.mirror(dataset.store.matrix("X")).arrays.values()
+    shares = [array.n_present / array.layout.n_chunks for array in arrays]
+    assert 0.2 < min(shares) <= max(shares) < min(shares) + 0.3
+
+
 def test_the_dataset_says_what_its_cache_holds(store, tmp_path):
     dataset = zl.open_dataset(store, cache=Cache(directory=tmp_path, max_bytes="1GB"))
     before = dataset.cache_statistics()

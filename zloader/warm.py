@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,19 +115,24 @@ async def _bring_all(parts: Sequence[Part], options: FetchOptions, counters: Cou
                 finally:
                     ahead.release()
 
+            arrays = []
             for part, of_part in zip(parts, readers, strict=True):
                 assert part.mirror is not None
                 for reader, array in zip(of_part, part.matrix.arrays, strict=True):
-                    for window in _windows(array):
-                        await ahead.acquire()
-                        group.create_task(bring(reader, part.mirror.arrays[array.path], window))
+                    arrays.append(_windows(array, reader, part.mirror.arrays[array.path]))
+            # All arrays side by side: where there is no room for all, whole rows are held, not one array of them.
+            for _, window, reader, mirror in heapq.merge(*arrays, key=lambda window: window[0]):
+                await ahead.acquire()
+                group.create_task(bring(reader, mirror, window))
 
 
-def _windows(array: ArrayLayout) -> Iterator[Rows]:
-    """All chunks of an array, in runs."""
+def _windows(
+    array: ArrayLayout, reader: ArrayReader, mirror: MirrorArray
+) -> Iterator[tuple[float, Rows, ArrayReader, MirrorArray]]:
+    """All chunks of an array, in runs, with the share of the array that lies before each."""
     size = max(1, _WINDOW_BYTES // (array.chunk_elements * array.dtype.itemsize))
     for first in range(0, array.n_chunks, size):
-        yield np.arange(first, min(first + size, array.n_chunks))
+        yield first / array.n_chunks, np.arange(first, min(first + size, array.n_chunks)), reader, mirror
 
 
 def _throttled(parts: Sequence[Part], bytes_per_s: int | None) -> Sequence[Part]:
