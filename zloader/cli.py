@@ -1,7 +1,7 @@
 """The `zloader` command: what is run as a program.
 
-info and demo are here, the commands that write in cli_convert, the one that measures in cli_bench, and those about
-caches in cli_cache.
+info and demo are here, the commands that write in cli_convert, those that measure in cli_bench and cli_quality, and
+those about caches in cli_cache.
 
 Figures and tables go to stdout, progress and errors to stderr; with --json, stdout is one JSON document. What takes
 seconds to import is imported by the command that needs it.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zloader import cli_bench, cli_cache, cli_convert, terminal
+from zloader import cli_bench, cli_cache, cli_convert, cli_quality, terminal
 from zloader.command import (
     KEYS,
     Anonymous,
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from zloader.report import DemoRun
     from zloader.workplace import Workplace
 
-__all__ = ["app", "cli_bench", "cli_cache", "cli_convert"]  # which register their commands when they are imported
+# Rooms that register their commands when they are imported.
+__all__ = ["app", "cli_bench", "cli_cache", "cli_convert", "cli_quality"]
 
 # ---- info
 

@@ -20,7 +20,7 @@ from zloader.genes import ChosenGenes, Genes
 from zloader.malloc import keep_freed_memory
 from zloader.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 from zloader.plan import Plan
-from zloader.ranks import Locality, place_of
+from zloader.ranks import Locality, Place, place_of
 from zloader.resume import Position, as_state, described, position_of, resumed
 from zloader.sampling import BlockShuffling, Sampling, bound
 from zloader.terms import FetchOptions, MinibatchArrays, Statistics
@@ -94,6 +94,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         default = BlockShuffling(block_size=min(DEFAULT_BLOCK_SIZE, max(1, self.batch_size * self.fetch_factor)))
         self._sampling = default if self.sampling is None else bound(self.sampling, self.dataset.obs_column)
         self._epochs = EpochCount()
+        self._sent_from: Place | None = None  # of the process that pickled this loader
         self._own: Position | None = None  # of this worker, one of several, in the epoch that begins next
         self._current: _Record | None = None  # of the epoch that state_dict speaks of
         self._record = _Record(epoch=0, counters=Counters())
@@ -107,7 +108,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def plan(self, epoch: int) -> Plan:
         """The plan of a whole epoch for this rank; raises OptionError for sizes that make no sense."""
-        place = place_of(self.rank, self.world_size, self.locality, self.local_world_size)
+        place = self._place()
         return Plan(
             dataset_rows=self.dataset.whole.n_obs,
             sampling=self.dataset.sampled(place.keep_to_part(self._sampling, self.dataset.n_obs)),
@@ -120,6 +121,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             drop_last=self.drop_last,
             remainder=self.remainder,
         )
+
+    def _place(self) -> Place:
+        if self._sent_from is not None and torch.utils.data.get_worker_info() is not None:
+            return self._sent_from  # torch.distributed is initialised in the rank, not in its workers
+        return place_of(self.rank, self.world_size, self.locality, self.local_world_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_sent_from": self._place()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is: a few numbers and strings, for `load_state_dict` of a loader made alike.
@@ -168,7 +177,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         """What a state must share with the loader that it is given to."""
-        place = place_of(self.rank, self.world_size, self.locality, self.local_world_size)
+        place = self._place()
         return {
             "fingerprint": self.dataset.fingerprint,
             "rows": int(self.dataset.n_obs),

@@ -24,7 +24,8 @@ def assert_resumes_anywhere(
     where they can. `every` leaves out all places but each `every`-th, from `begin` on.
     """
     whole = make_loader()
-    states, epochs = [], [[]]
+    states: list[Any] = []
+    epochs: list[list[Any]] = [[]]
     minibatches = iter(whole)
     while True:
         states.append(whole.state_dict())

@@ -1,0 +1,290 @@
+"""The command that shows what shuffling costs: how well minibatches mix, and how fast they come, by sizes.
+
+Mixing is measured on the plan alone (quality.py). Speed is what a link of a stated speed allows for the bytes that an
+epoch of the plan reads (cost.py), or is measured by going through the store. Neither knows of a mirror: epochs from one
+take what memory takes, whatever the sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from zloader import terminal
+from zloader.command import (
+    KEYS,
+    Anonymous,
+    Debug,
+    Endpoint,
+    Json,
+    Profile,
+    Region,
+    Url,
+    app,
+    print_json,
+    storage_options,
+)
+from zloader.errors import OptionError, ZloaderError
+from zloader.quality import Quality, quality
+from zloader.terms import parse_size, require_at_least
+
+if TYPE_CHECKING:
+    from zloader.loader import Loader
+
+# Of counting the reads of short fetches, so many rows of them: a few seconds.
+_WALKED_ROWS = 1_000_000
+_MEASURED_S = 10.0  # of each epoch, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What some sizes cost and bring. GETs and bytes are those of an epoch without a mirror."""
+
+    block_size: int
+    fetch_factor: int
+    rows_per_s: float
+    gets: int
+    bytes_read: int
+    quality: Quality
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The cells that there can be, and what they are of; `link_bytes_per_s` is None where speed was measured."""
+
+    url: str
+    label: str
+    x: str
+    rows: int
+    batch_size: int
+    link_bytes_per_s: int | None
+    cells: Sequence[Cell]
+
+    @property
+    def speed(self) -> str:
+        """What `rows_per_s` is."""
+        if self.link_bytes_per_s is None:
+            return "rows/s, measured without a mirror"
+        return f"rows/s that a link of {self.link_bytes_per_s / 1e6:,.0f} MB/s allows without a mirror"
+
+    @property
+    def random(self) -> str:
+        """What random minibatches have."""
+        return f"random minibatches of {self.batch_size} have {self.cells[0].quality.random_entropy_bits:.2f} bits"
+
+
+@app.command("quality", epilog=KEYS)
+def quality_command(  # noqa: PLR0913 - one parameter a flag
+    url: Url,
+    label: Annotated[str, typer.Option(metavar="COLUMN", help="The obs column to be mixed.", show_default=False)],
+    batch_size: Annotated[int | None, typer.Option(help="Rows in a minibatch.", show_default="64")] = None,
+    block_sizes: Annotated[str, typer.Option(metavar="A,B", help="Rows in a shuffled block.")] = "4,16,64,256",
+    fetch_factors: Annotated[str, typer.Option(metavar="A,B", help="Minibatches in a fetch.")] = "1,16,64,256",
+    x: Annotated[str, typer.Option("--x", metavar="NAME", help="The matrix: X, layers/NAME, raw/X.")] = "X",
+    link_speed: Annotated[str, typer.Option(metavar="SIZE", help="What the link brings in a second.")] = "400MB",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Read the store to measure rows/s, up to 10 s for each pair of sizes.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with figure and table.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the figure.")] = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anon: Anonymous = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show how well minibatches mix the labels of a column, and how fast they come, by block_size and fetch_factor."""
+    from zloader.dataset import open_dataset
+    from zloader.loader import Loader
+
+    sizes = [(block, factor) for block in _counts(block_sizes) for factor in _counts(fetch_factors)]
+    for path in (html, png):
+        _require_drawable(path)
+    link_bytes_per_s = None if measure else parse_size(link_speed)
+    if link_bytes_per_s is not None:
+        require_at_least(1, link_speed=link_bytes_per_s)
+    dataset = open_dataset(url, storage_options=storage_options(endpoint_url, region, profile, anon))
+    loader = Loader(
+        dataset, batch_size=Loader.batch_size if batch_size is None else batch_size, x=x, rank=0, world_size=1
+    )
+    console = terminal.console(stderr=as_json)
+    with console.status("measuring"):
+        grid = measured(loader, label, sizes, link_bytes_per_s)
+    if html is not None:
+        html.write_text(_page(grid), encoding="utf-8")
+    if png is not None:
+        _figure(grid).savefig(png, format="png", dpi=150)
+    if as_json:
+        print_json(dataclasses.asdict(grid))
+        return
+    console.print(f"{url}: {grid.rows:,} rows by {label}; {grid.random}\nCells: bits, {grid.speed}", soft_wrap=True)
+    console.print(_table(grid))
+
+
+def _counts(listed: str) -> list[int]:
+    try:
+        return sorted({int(number) for number in listed.split(",")})
+    except ValueError:
+        raise OptionError(f"{listed!r} is no list of whole numbers: write them as 4,16,64") from None
+
+
+def _require_drawable(path: Path | None) -> None:
+    """Raises before anything is measured."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ZloaderError('drawing needs matplotlib; install it with: pip install "zloader[demo]"')
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise OptionError(f"cannot write {path}: give the path of a file in a directory that exists")
+
+
+def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_bytes_per_s: int | None) -> Grid:
+    """A cell for each block_size and fetch_factor, but where a block is larger than a fetch.
+
+    Speed is what the link allows, or is measured if that is None. Raises OptionError for a column without labels, or
+    where there is no cell.
+    """
+    from zloader.cost import epoch_costs
+    from zloader.sampling import BlockShuffling, Streaming
+
+    dataset = loader.dataset
+    codes = dataset.obs_column(label).values
+    if codes.dtype.kind == "f":
+        raise OptionError(f"obs column {label!r} holds {codes.dtype}: minibatches are mixed by labels or whole numbers")
+    if link_bytes_per_s is None:  # what is loaded and compiled once is out of the way
+        _rows_per_s(dataclasses.replace(loader, sampling=Streaming(indices=[0])))
+    cells = []
+    for block_size, fetch_factor in sizes:
+        if block_size > loader.batch_size * fetch_factor:
+            continue
+        each = dataclasses.replace(loader, fetch_factor=fetch_factor, sampling=BlockShuffling(block_size))
+        plan = each.plan(0)
+        most = max(1, _WALKED_ROWS // plan.fetch_rows)
+        cost = epoch_costs(dataset, plan, x=str(loader.x), options=loader.options, most_fetches=most).unmirrored
+        speed = plan.n_rows * link_bytes_per_s / max(1, cost.bytes_read) if link_bytes_per_s else _rows_per_s(each)
+        cells.append(
+            Cell(
+                block_size=block_size,
+                fetch_factor=fetch_factor,
+                rows_per_s=speed,
+                gets=cost.gets,
+                bytes_read=cost.bytes_read,
+                quality=quality(codes, plan),
+            )
+        )
+    if not cells:
+        raise OptionError("every block is larger than every fetch: raise fetch_factors or lower block_sizes")
+    return Grid(
+        url=dataset.url,
+        label=label,
+        x=str(loader.x),
+        rows=dataset.n_obs,
+        batch_size=loader.batch_size,
+        link_bytes_per_s=link_bytes_per_s,
+        cells=cells,
+    )
+
+
+def _rows_per_s(loader: Loader) -> float:
+    """Rows a second of an epoch, or of its first seconds."""
+    began = time.perf_counter()
+    for _ in loader:
+        if time.perf_counter() - began > _MEASURED_S:
+            break
+    return loader.statistics().rows_per_s
+
+
+# ---- what is shown
+
+
+def _axes_of(grid: Grid) -> tuple[list[int], list[int], dict[tuple[int, int], Cell]]:
+    by_sizes = {(cell.block_size, cell.fetch_factor): cell for cell in grid.cells}
+    return sorted({block for block, _ in by_sizes}), sorted({factor for _, factor in by_sizes}), by_sizes
+
+
+def _table(grid: Grid) -> Table:
+    """Blocks down, fetches across."""
+    blocks, factors, by_sizes = _axes_of(grid)
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("block_size", justify="right")
+    for factor in factors:
+        table.add_column(f"fetch_factor {factor}", justify="right")
+    for block in blocks:
+        cells = [by_sizes.get((block, factor)) for factor in factors]
+        shown = [f"{cell.quality.entropy_bits:.2f}, {cell.rows_per_s:,.0f}" if cell else "" for cell in cells]
+        table.add_row(str(block), *shown)
+    return table
+
+
+def _figure(grid: Grid) -> Any:
+    """Entropy by sizes as a map, and beside it entropy by speed."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    blocks, factors, by_sizes = _axes_of(grid)
+    entropies = np.full((len(blocks), len(factors)), np.nan)
+    for (block, factor), cell in by_sizes.items():
+        entropies[blocks.index(block), factors.index(factor)] = cell.quality.entropy_bits
+    random = grid.cells[0].quality.random_entropy_bits
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    sizes, speeds = figure.subplots(1, 2)
+    sizes.imshow(entropies, cmap="Blues", vmin=0, vmax=1.6 * max(random, 0.1), aspect="auto")  # dark text stays legible
+    for (row, column), bits in np.ndenumerate(entropies):
+        sizes.text(column, row, "" if np.isnan(bits) else f"{bits:.2f}", ha="center", va="center")
+    sizes.set_xticks(range(len(factors)), map(str, factors))
+    sizes.set_yticks(range(len(blocks)), map(str, blocks))
+    sizes.set(xlabel="fetch_factor", ylabel="block_size", title=f"entropy of {grid.label}, bits")
+    for block in blocks:
+        line = [cell for cell in grid.cells if cell.block_size == block]
+        x, y = [cell.rows_per_s for cell in line], [cell.quality.entropy_bits for cell in line]
+        speeds.plot(x, y, "o-", label=f"blocks of {block}")
+    speeds.axhline(random, color="gray", linestyle="--", label="random rows")
+    speeds.set(xlabel=grid.speed, ylabel="entropy, bits", ylim=(0, None))
+    speeds.xaxis.set_major_formatter("{x:,.0f}")
+    speeds.legend()
+    return figure
+
+
+def _page(grid: Grid) -> str:
+    """One HTML file that needs no network and no script."""
+    import matplotlib as mpl
+
+    drawn = StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quality"}):
+        _figure(grid).savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = drawn.getvalue()
+    head = ("block_size", "fetch_factor", "entropy, bits", "row distance within", "and across", "longest run",
+            "same-block share", "GETs", "MB", "rows/s")  # fmt: skip
+    body = (f"<tr>{''.join(f'<td>{value}</td>' for value in _figures(cell))}</tr>" for cell in grid.cells)
+    title = escape(f"{grid.url}: {grid.rows:,} rows by {grid.label}")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#1c2024;"
+        "background:#fff}svg{width:100%;height:auto}td,th{text-align:right;padding:.2rem .8rem;font-weight:400}"
+        "th{color:#5b636d}</style>"
+        f"<h1>{title}</h1><p>{escape(grid.random)}; rows/s are {escape(grid.speed.removeprefix('rows/s, '))}. "
+        "Row distances are 0 for rows in order and 1 for random ones; GETs and MB are those of an epoch.</p>"
+        f"{svg[svg.index('<svg') :]}<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(body)}"
+        "</table></html>\n"
+    )
+
+
+def _figures(cell: Cell) -> list[str]:
+    seen = cell.quality
+    distances = ["" if score is None else f"{score:.3f}" for score in (seen.l1_within, seen.l1_across)]
+    entropy = f"{seen.entropy_bits:.2f} ± {seen.entropy_sd_bits:.2f}"
+    costs = [f"{cell.gets:,}", f"{cell.bytes_read / 1e6:,.1f}", f"{cell.rows_per_s:,.0f}"]
+    mixing = [*distances, str(seen.longest_run), f"{seen.same_block_share:.4f}"]
+    return [str(cell.block_size), str(cell.fetch_factor), entropy, *mixing, *costs]
