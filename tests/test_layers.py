@@ -61,6 +61,7 @@ LAYERS = {
     "zloader.fetch": 2,
     "zloader.opened": 3,
     "zloader.annotated": 3,
+    "zloader.table": 3,
     "zloader.dataset": 3,
     "zloader.suggest": 3,
     "zloader.quality": 3,
@@ -104,6 +105,7 @@ MAY_NAME = {
     },
     "anndata": {
         "zloader.opened",
+        "zloader.table",
         "zloader.dataset",
         "zloader.convert",
         "zloader.sources.inputs",

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import counts, digest, write_store
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -276,7 +276,7 @@ BROKEN = {
     "no numbers": ({"stretches": [["a", 1]]}, "damaged"),
     "no pairs": ({"stretches": [[1]]}, "damaged"),
     "negative": ({"epoch": -1}, "damaged"),
-    "another worker": ({"worker": 1, "of_workers": 2}, "worker 1 of 2, and this is 0 of 1"),
+    "another worker": ({"worker": 1, "of_workers": 2}, "worker 1 of 2 in .*, and this is 0 of 1 in"),
 }
 
 
@@ -293,6 +293,31 @@ def test_a_broken_state_is_refused(dataset, changed, says):
     assert len(rows_of(loader)) == N_ROWS
 
 
+class Doubled:
+    """A sampling of one's own, around another."""
+
+    shuffles_fetch = True
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def n_rows(self, dataset_rows):
+        return 2 * self.inner.n_rows(dataset_rows)
+
+    def rows(self, start, stop, **of):
+        inner = self.inner.rows(0, self.inner.n_rows(of["dataset_rows"]), **of)
+        return np.tile(inner, 2)[start:stop]
+
+
+def test_a_sampling_of_ones_own(dataset):
+    options = SIZES | {"x": None, "sampling": Doubled(zl.BlockShuffling(3))}
+    assert_resumes_anywhere(lambda: zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(3))})))
+    state = zl.Loader(dataset, **options).state_dict()
+    assert state["sampling"] == "Doubled(inner=BlockShuffling(block_size=3, indices=None))"
+    with pytest.raises(OptionError, match=r"Doubled\(inner=BlockShuffling\(block_size=2"):
+        zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(2))})).load_state_dict(state)
+
+
 def test_what_minibatches_hold_may_change(dataset):
     state = taken(zl.Loader(dataset, x=None, **SIZES), 3)
     loader = zl.Loader(dataset, layout="dense", dtype="float64", obs=["donor"], **SIZES)
@@ -306,7 +331,6 @@ def test_what_minibatches_hold_may_change(dataset):
 def test_in_a_dataloader_without_workers(dataset):
     loader = zl.Loader(dataset, x=None, **SIZES)
     whole = rows_of(loader)
-    minibatches = iter(DataLoader(zl.Loader(dataset, x=None, **SIZES), batch_size=None))
     loader.set_epoch(0)
     through = DataLoader(loader, batch_size=None)
     minibatches = iter(through)
@@ -334,21 +358,74 @@ def test_what_is_left_is_shared_out_to_workers(dataset, persistent):
     assert sorted(rows_of(through)) == list(range(N_ROWS))
 
 
+def test_workers_take_a_new_order_each_epoch(dataset):
+    """Also those that begin anew each epoch, and those of a resumed one; processes are told by pickle."""
+    loader = zl.Loader(dataset, x=None, **SIZES)
+    state = taken(loader, 5)
+    whole = rows_of(loader)
+    loader.load_state_dict(state)
+    through = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    fresh = zl.Loader(dataset, x=None, **SIZES)
+    assert rows_of(through) == rows_of(fresh)[20:]
+    assert rows_of(through) == rows_of(fresh) == whole
+    loader = zl.Loader(dataset, x=None, **SIZES)
+    forked = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    epochs = [rows_of(forked) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(N_ROWS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
-@pytest.mark.parametrize("n_workers", [0, 1, 2])
-def test_with_torchdata(dataset, n_workers):
+@pytest.mark.parametrize(
+    ("name", "n_workers", "world_size"),
+    [("blocks", 0, 1), ("blocks", 0, 3), ("blocks", 1, 1), *((name, 2, 1) for name in SAMPLINGS), ("blocks", 2, 3)],
+)
+def test_with_torchdata(dataset, name, n_workers, world_size):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     context = {"multiprocessing_context": "fork"} if n_workers else {}
-    options = SIZES | {"x": None}
+    options = SIZES | {"x": None, "sampling": SAMPLINGS[name], "rank": 0, "world_size": world_size}
     assert_resumes_anywhere(
         lambda: stateful(zl.Loader(dataset, **options), batch_size=None, num_workers=n_workers, **context),
-        every=1 if n_workers == 0 else 3,
+        every=4 if n_workers else 1,
+        begin=1 if n_workers else 0,
     )
 
 
-@settings(max_examples=1)
-@given(data=st.just(None))
-def test_the_helper_sees_what_differs(dataset, data):
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_workers_of_a_resumed_epoch_resume_and_refuse_other_ranks(dataset):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    context = {"batch_size": None, "num_workers": 2, "multiprocessing_context": "fork"}
+    options = SIZES | {"x": None, "rank": 0}
+    loaders = [zl.Loader(dataset, world_size=2, **options) for _ in range(3)]
+    state = taken(zl.Loader(dataset, world_size=3, **options), 1)
+    for loader in loaders[:2]:
+        loader.load_state_dict(state)
+    whole = rows_of(DataLoader(loaders[0], **context))
+    through = stateful(loaders[1], **context)
+    minibatches = iter(through)
+    first = rows_of(next(minibatches) for _ in range(3))
+    middle = through.state_dict()
+    again = stateful(loaders[2], **context)
+    again.load_state_dict(middle)
+    assert first + rows_of(again) == whole
+    other = stateful(zl.Loader(dataset, world_size=3, **options), **context)
+    other.load_state_dict(middle)
+    with pytest.raises(OptionError, match="in a world of 2 ranks"):
+        next(iter(other))
+
+
+def test_a_view_resumes_and_is_not_taken_for_another(dataset):
+    view = dataset.where(np.arange(N_ROWS) % 3 > 0)
+    assert_resumes_anywhere(lambda: zl.Loader(view, x=None, **SIZES))
+    state = taken(zl.Loader(view, x=None, **SIZES), 3)
+    with pytest.raises(OptionError, match="fingerprint was"):
+        zl.Loader(dataset, x=None, **SIZES).load_state_dict(state)
+    other = dataset.where(np.arange(N_ROWS) % 3 < 2)
+    with pytest.raises(OptionError, match="fingerprint was"):
+        zl.Loader(other, x=None, **SIZES).load_state_dict(state)
+
+
+def test_the_helper_sees_what_differs(dataset):
     class Forgets(zl.Loader):
         def load_state_dict(self, state):
             super().load_state_dict(state | {"stretches": []})

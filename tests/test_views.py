@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.columns import ObsColumn, as_numbers
 from zloader.cost import epoch_costs
-from zloader.dataset import as_scipy
 from zloader.errors import MissingColumnError, OptionError
 from zloader.plan import Plan
+from zloader.table import as_scipy
 from zloader.views import RowSet, Within, mask_of, split_rows
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
@@ -447,3 +447,42 @@ def test_a_view_of_blocks_reads_neighbours_together():
     assert (plan.n_rows, plan.n_fetches, plan.sweeps) == (500, 5, False)
     runs = [np.diff(plan.fetch(number).rows.reshape(2, 50), axis=1) for number in range(5)]
     assert (np.concatenate(runs) == 1).all()
+
+
+def test_a_run_over_a_view_is_resumed(dataset):
+    view = dataset.where("lane in [0, 1, 4]")
+    loader = zl.Loader(view, **SIZES)
+    under_way = iter(loader)
+    seen = [next(under_way).index.numpy() for _ in range(5)]
+    state = loader.state_dict()
+    rest = [minibatch.index.tolist() for minibatch in under_way]
+    again = zl.Loader(view, **SIZES)
+    again.load_state_dict(state)
+    assert [minibatch.index.tolist() for minibatch in again] == rest
+    for rank in range(2):  # as two ranks
+        other = zl.Loader(view, rank=rank, world_size=2, **SIZES)
+        other.load_state_dict(state)
+        seen.append(epoch(other))
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), view.row_numbers)
+    with pytest.raises(OptionError, match="fingerprint"):
+        zl.Loader(dataset.where("lane in [0, 1, 3]"), **SIZES).load_state_dict(state)
+
+
+def test_machines_keep_to_their_part_of_a_view(dataset):
+    view = dataset.where("lane != 1")
+    options = {**SIZES, "world_size": 2, "locality": "machine", "local_world_size": 1}
+    first, second = (epoch(zl.Loader(view, rank=rank, **options)) for rank in range(2))
+    assert first.max() < second.min()
+    assert set(first) | set(second) <= set(view.row_numbers)
+    assert len(first) == len(second) == len(view) // 2
+
+
+def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset):
+    """Of one label alone, minibatches of any order have no entropy, however mixed the other rows are."""
+    view = dataset.where("lane == 3")
+    plan = zl.Loader(view, **SIZES).plan(0)
+    np.testing.assert_array_equal(plan.sampling.indices, view.row_numbers)
+    found = zl.quality(dataset.obs_column("lane").values, plan)
+    assert (found.entropy_bits, found.random_entropy_bits) == (0, 0)
+    some = zl.Loader(view, sampling=zl.BlockShuffling(4, indices=[1, 2, 9]), **SIZES).plan(0)
+    np.testing.assert_array_equal(some.sampling.indices, view.row_numbers[[1, 2, 9]])

@@ -160,13 +160,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         """
         worker = torch.utils.data.get_worker_info()
         position = position_of(state, self._identity)
+        plan = self.plan(position.epoch)
         own = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if position.of_workers > 1 and (position.worker, position.of_workers) != own:
-            raise OptionError(
-                f"the state is that of DataLoader worker {position.worker} of {position.of_workers}, and this is "
-                f"{own[0]} of {own[1]}: load it with as many workers"
-            )
-        resumed(self.plan(position.epoch), position.stretches)
+        position.require_place(*own, plan.world_size)
+        resumed(plan, position.stretches)
         self._restart(position)
 
     def _restart(self, position: Position) -> None:
@@ -235,7 +232,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             n_workers,
         )
         if n_workers > 1:
-            position = replace(position, worker=worker_id, of_workers=n_workers)
+            position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
         self._record = self._current = _Record(
             epoch=plan.epoch, counters=scheduler.counters, begun_at=position, world_size=plan.world_size
         )

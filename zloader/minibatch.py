@@ -11,7 +11,8 @@ import pandas as pd
 import scipy.sparse
 import torch
 
-from zloader.dataset import Dataset, as_scipy
+from zloader.dataset import Dataset
+from zloader.table import as_scipy
 from zloader.terms import CsrArrays, MinibatchArrays
 
 

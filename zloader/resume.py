@@ -21,21 +21,34 @@ from zloader.plan import Plan
 
 VERSION = 1
 MOST_STRETCHES = 16  # in one epoch
-_NUMBERS = ("epoch", "stretches", "worker", "of_workers", "worker_minibatches")
+_NUMBERS = ("epoch", "stretches", "worker", "of_workers", "of_ranks", "worker_minibatches")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """What the consumer has received: `stretches` of the epoch are pairs of world size and minibatches of each rank.
 
-    Of a DataLoader worker that is one of several, `worker_minibatches` are its own since then.
+    Of a DataLoader worker that is one of several, `worker_minibatches` are its own since then, of `of_ranks` ranks.
     """
 
     epoch: int
     stretches: tuple[tuple[int, int], ...] = ()
     worker: int = 0
     of_workers: int = 1
+    of_ranks: int = 1
     worker_minibatches: int = 0
+
+    def require_place(self, worker: int, of_workers: int, of_ranks: int) -> None:
+        """Raises OptionError unless whoever is `worker` of `of_workers` can go on from here."""
+        if self.of_workers == 1:
+            return
+        then, now = (self.worker, self.of_workers, self.of_ranks), (worker, of_workers, of_ranks)
+        if then != now:
+            raise OptionError(
+                "the state is that of DataLoader worker {} of {} in a world of {} ranks, and this is {} of {} in a "
+                "world of {}: load it with as many workers and ranks; only a state that was saved with num_workers=0 "
+                "or 1 fits any number of them".format(*then, *now)
+            )
 
     def later(self, world_size: int, n_minibatches: int) -> Position:
         """The position after `n_minibatches` more of each of `world_size` ranks, or of this one of several workers."""
@@ -116,7 +129,9 @@ def described(options: Any) -> str:
     if dataclasses.is_dataclass(options):
         named = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.init}
     else:
-        named = {name: value for name, value in sorted(vars(options).items()) if not name.startswith("_")}
+        named = {
+            name: value for name, value in sorted(getattr(options, "__dict__", {}).items()) if not name.startswith("_")
+        }
     return f"{type(options).__name__}({', '.join(f'{name}={_text(value)}' for name, value in named.items())})"
 
 
@@ -125,6 +140,8 @@ def _text(value: Any) -> str:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
+    if hasattr(value, "n_rows"):  # a sampling within one
+        return described(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
     array = np.asarray(value)

@@ -108,6 +108,14 @@ class Within:
         """Whether a row may come more than once an epoch."""
         return getattr(self.sampling, "repeats", False)
 
+    @property
+    def indices(self) -> Rows:
+        """The rows of the dataset that take part, as other samplings name them."""
+        positions = getattr(self.sampling, "indices", None)
+        if positions is None:
+            return np.flatnonzero(self.chosen.mask())
+        return self.chosen.numbers(np.asarray(positions))
+
     def n_rows(self, dataset_rows: int) -> int:
         """How many rows an epoch has."""
         return self.sampling.n_rows(len(self.chosen))
