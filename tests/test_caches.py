@@ -219,6 +219,39 @@ def test_four_processes_on_one_cold_mirror_read_every_chunk_about_once(store, si
     assert _epoch(after).gets == 0
 
 
+_FILLS_AND_TELLS = """
+import json, os, sys
+import zloader as zl
+store, cache, options, seed = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=cache, storage_options=options)
+fetching = zl.FetchOptions(least_read_bytes=16_000, prefetch=1)
+loader = zl.Loader(
+    dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), seed=seed, options=fetching
+)
+for minibatch in loader:
+    os.write(1, b".")
+"""
+
+
+@pytest.mark.parametrize("minibatches", [0, 3, 20, 60])
+def test_loaders_killed_while_they_fill_leave_nothing_wrong_and_nobody_waiting(store, sim, tmp_path, minibatches):
+    server = sim(root=store.parent.parent, ttfb_ms=20)
+    url, cache = f"s3://{store.parent.name}/{store.name}", str(tmp_path / "cache")
+    request = [url, cache, _options(server), minibatches]
+    command = [sys.executable, "-c", _FILLS_AND_TELLS, json.dumps(request)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert all(process.stdout.read(1) == b"." for _ in range(minibatches))
+        if not minibatches:
+            while server.stats().get("requests", 0) < 8:  # it reads its first fetch
+                assert process.poll() is None
+        process.kill()
+    dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
+    loader = zl.Loader(dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), obs=["cell_type"])
+    statistics = _epoch(loader)
+    assert statistics.elapsed_s < 30  # a deadline is 60
+    assert _epoch(loader).gets == 0
+
+
 # ---- limits
 
 
