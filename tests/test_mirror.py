@@ -525,6 +525,9 @@ def test_all_that_open_a_new_cache_at_once_get_their_mirror(tmp_path, caplog):
             mirrors = list(threads.map(open_one, [cache] * n_threads))
             assert [record.getMessage() for record in caplog.records] == []
             assert None not in mirrors
+            arrays = [mirror.arrays[LAYOUT.path] for mirror in mirrors]
+            arrays[attempt % n_threads].put(3, _chunk(3))
+            assert [array.n_present for array in arrays] == [1] * n_threads  # all look at the same file
 
 
 # ---- the directory

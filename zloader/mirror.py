@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +56,6 @@ class MirrorArray:
         proved = place.proof.holds(self._path, self._sums)
         self._trusted = self._present(slice(None)) if proved else np.zeros(layout.n_chunks, bool)
         self._unnoted = not proved
-        self._claiming = threading.Lock()
         self.writable = self._words.flags.writeable
 
     def __del__(self) -> None:
@@ -126,7 +124,7 @@ class MirrorArray:
 
         Chunks for which there is no room on disk are in neither; then the mirror takes no more.
         """
-        with self._claiming:  # two loads of one owner would claim the same chunk
+        with claims.alone():
             words = self._words[chunks]
             absent = (words & np.uint64(PRESENT)) == 0
             alive = absent & claims.alive(np.where(absent, words, np.uint64(0)))

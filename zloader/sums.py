@@ -6,8 +6,11 @@ while somebody brings it, else its crc32c with a bit above it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,22 +78,9 @@ def mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.ui
     header = _header(layout)
     size = 8 * (_HEADER + layout.n_chunks)
     if _read_header(path, size) != header.tobytes():
-        with draft_of(path) as draft:
-            with draft.open("wb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                if not place.room.allocate(file.fileno(), [(0, size)]):
-                    raise OSError(f"{path} does not fit into the cache")
-                os.posix_fallocate(file.fileno(), 0, size)  # storing to a hole of a full disk kills a process
-                file.write(header.tobytes())
-            try:
-                if path.exists():  # for something else: nothing in it counts
-                    draft.replace(path)
-                else:
-                    path.hardlink_to(draft)
-            except FileExistsError:
-                pass  # another process was first: its file is as good
-            except OSError:  # no hard links on this file system
-                draft.replace(path)
+        with _one_at_a_time(place.directory):
+            if _read_header(path, size) != header.tobytes():  # nobody was first
+                _write_words(place, path, header, size)
     file_number = opened(path)
     try:
         writable = os.access(path, os.W_OK)
@@ -98,6 +88,30 @@ def mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.ui
     finally:
         os.close(file_number)
     return words[_HEADER:]
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Else who begins a mirror at the same moment would go on with a file that another has replaced."""
+    file = os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _write_words(place: Place, path: Path, header: NDArray[np.uint64], size: int) -> None:
+    """A file of words that are all 0; one that was there for something else goes, since nothing in it counts."""
+    with draft_of(path) as draft:
+        with draft.open("wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            if not place.room.allocate(file.fileno(), [(0, size)]):
+                raise OSError(f"{path} does not fit into the cache")
+            os.posix_fallocate(file.fileno(), 0, size)  # storing to a hole of a full disk kills a process
+            file.write(header.tobytes())
+        draft.replace(path)
 
 
 def _read_header(path: Path, size: int) -> bytes:
