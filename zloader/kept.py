@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
@@ -40,27 +40,16 @@ def save_column(
     place: Place, name: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> NDArray[Any] | None:
     """Keeps an array that comes in windows of its first axis; gives it mapped, or None where it cannot be kept."""
-    path = file_of(place.directory, name, "npy")
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    try:
-        with draft_of(path) as draft:
-            with draft.open("wb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 256
-                if not place.room.allocate(file.fileno(), [(0, n_bytes)]):
-                    log.info("%s would not fit into the cache: it is read from the store each time", path)
-                    return None
-                np.lib.format.write_array_header_1_0(file, header)
-                for window in windows:
-                    file.write(np.ascontiguousarray(window, dtype).data)
-                file.truncate()
-            _append_checksum(draft)
-            draft.replace(path)
-        place.proof.note([path])
-    except OSError as error:
-        log.warning("cannot keep %s in the mirror (%s)", name, error)
-        return None
-    return load_column(place, name)
+
+    def write(file: BinaryIO) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for window in windows:
+            file.write(np.ascontiguousarray(window, dtype).data)
+
+    n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 256
+    kept = _keep(place, file_of(place.directory, name, "npy"), n_bytes, write)
+    return load_column(place, name) if kept else None
 
 
 def load_object(place: Place, key: str) -> bytes | None:
@@ -86,20 +75,31 @@ def read_object(directory: Path, key: str) -> bytes | None:
 
 def save_object(place: Place, key: str, content: bytes) -> None:
     """Keeps the bytes of an object."""
-    path = file_of(place.directory, key, "kept")
+
+    def write(file: BinaryIO) -> None:
+        file.write(content)
+
+    _keep(place, file_of(place.directory, key, "kept"), len(content) + 4, write)
+
+
+def _keep(place: Place, path: Path, n_bytes: int, write: Callable[[BinaryIO], None]) -> bool:
+    """Keeps what `write` writes, at most `n_bytes` with its checksum; says whether it could."""
     try:
         with draft_of(path) as draft:
             with draft.open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)
-                if not place.room.allocate(file.fileno(), [(0, len(content) + 4)]):
-                    return
-                file.write(content)
+                if not place.room.allocate(file.fileno(), [(0, n_bytes)]):
+                    log.info("%s would not fit into the cache: it is read from the store each time", path)
+                    return False
+                write(file)
                 file.truncate()
             _append_checksum(draft)
             draft.replace(path)
         place.proof.note([path])
     except OSError as error:
-        log.warning("cannot keep %s in the mirror (%s)", key, error)
+        log.warning("cannot keep %s in the mirror (%s)", path, error)
+        return False
+    return True
 
 
 def _append_checksum(path: Path) -> None:
