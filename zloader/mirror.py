@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,29 @@ def _write_all(file: int, elements: NDArray[Any], offset: int) -> None:
     while left:
         written = os.pwrite(file, left, offset)
         left, offset = left[written:], offset + written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What mirrored arrays hold, of what there is: chunks, and decoded bytes; `full` if one of them takes no more."""
+
+    chunks: int
+    chunks_held: int
+    bytes_in_all: int
+    bytes_held: int
+    full: bool
+
+
+def holding(arrays: Iterable[MirrorArray]) -> Holding:
+    """What arrays hold together, now."""
+    arrays = list(arrays)
+    return Holding(
+        chunks=sum(array.layout.n_chunks for array in arrays),
+        chunks_held=sum(array.n_present for array in arrays),
+        bytes_in_all=sum(array.layout.n_elements * array.layout.dtype.itemsize for array in arrays),
+        bytes_held=sum(array.present_bytes for array in arrays),
+        full=not all(array.writable for array in arrays),
+    )
 
 
 class Mirror:

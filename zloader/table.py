@@ -23,6 +23,7 @@ from zloader.fetch import FetchScheduler, Recipe
 from zloader.genes import ChosenGenes, Genes, choose_genes
 from zloader.layout import MatrixLayout
 from zloader.location import Location, StoredObject
+from zloader.mirror import holding
 from zloader.opened import OpenedStore
 from zloader.parts import Part
 from zloader.plan import Fetch
@@ -162,18 +163,18 @@ class Table(Annotated):
             raise OptionError("the dataset has no cache: open it with cache=")
         matrices = zip(self.stores, self.matrices(x), strict=True)
         mirrors = each(lambda pair: pair[0].mirror(pair[1]), list(matrices))
-        held = [array for mirror in mirrors if mirror is not None for array in mirror.arrays.values()]
         if None in mirrors:
             raise OptionError(f"the mirror of {self.url} in {self.cache.directory} cannot be used (see the warning)")
+        held = holding(array for mirror in mirrors if mirror is not None for array in mirror.arrays.values())
         return CacheStatistics(
             directory=self.cache.directory,
-            chunks=sum(array.layout.n_chunks for array in held),
-            chunks_held=sum(array.n_present for array in held),
-            bytes_in_all=sum(array.layout.n_elements * array.layout.dtype.itemsize for array in held),
-            bytes_held=sum(array.present_bytes for array in held),
+            chunks=held.chunks,
+            chunks_held=held.chunks_held,
+            bytes_in_all=held.bytes_in_all,
+            bytes_held=held.bytes_held,
             allocated_bytes=cache_bytes(self.cache.directory),
             max_bytes=None if self.cache.max_bytes is None else self.cache.most,
-            full=not all(array.writable for array in held),
+            full=held.full,
         )
 
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:

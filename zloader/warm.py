@@ -19,7 +19,7 @@ from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset
 from zloader.errors import OptionError
 from zloader.layout import ArrayLayout
-from zloader.mirror import MirrorArray
+from zloader.mirror import MirrorArray, holding
 from zloader.parts import Part, opened_readers
 from zloader.reader import ArrayReader
 from zloader.terms import FetchOptions, Rows, Source, Span, require_count
@@ -74,16 +74,16 @@ def warm(
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:
-        arrays = list(_arrays(parts))
+        held = holding(_arrays(parts))
         return Warmed(
-            chunks=sum(array.layout.n_chunks for array in arrays),
-            chunks_held=sum(array.n_present for array in arrays),
-            bytes_held=sum(array.present_bytes for array in arrays),
-            bytes_in_all=sum(array.layout.n_elements * array.layout.dtype.itemsize for array in arrays),
+            chunks=held.chunks,
+            chunks_held=held.chunks_held,
+            bytes_held=held.bytes_held,
+            bytes_in_all=held.bytes_in_all,
             gets=counters.gets,
             bytes_read=counters.bytes_read,
             elapsed_s=time.perf_counter() - began,
-            full=not all(array.writable for array in arrays),
+            full=held.full,
         )
 
     async def produce(put: Put[None]) -> None:
