@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import zloader as zl
 from zloader.cli import app
 from zloader.cost import epoch_costs
-from zloader.loader import DEFAULT_BLOCK_SIZE
+from zloader.sampling import DEFAULT_BLOCK_SIZE
 from zloader.writing.encode import ConvertOptions
 
 

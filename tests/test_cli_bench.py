@@ -22,7 +22,7 @@ from test_cli import params, zloader
 import zloader as zl
 from zloader.cli_bench import BenchEpoch, medians, run_epoch
 from zloader.errors import ZloaderError
-from zloader.loader import DEFAULT_BLOCK_SIZE
+from zloader.sampling import DEFAULT_BLOCK_SIZE
 from zloader.terminal import bench_view, show_figures
 
 ADATA = counts(503, 97)

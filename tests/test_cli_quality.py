@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -14,8 +15,8 @@ from test_cli import params, zloader
 
 import zloader as zl
 from zloader.cost import epoch_costs
-from zloader.loader import DEFAULT_BLOCK_SIZE
 from zloader.plan import Plan
+from zloader.sampling import DEFAULT_BLOCK_SIZE, stratified
 
 ROWS = 1400
 FLAGS = ("--label", "plate", "--batch-size", 16, "--block-sizes", "2,8,64", "--fetch-factors", "1,4")
@@ -43,8 +44,10 @@ def test_each_cell_is_what_its_plan_has_and_costs(store):
     dataset = zl.open_dataset(store)
     for cell, (block_size, fetch_factor) in zip(seen["cells"], sizes, strict=True):
         plan = Plan(dataset_rows=ROWS, sampling=zl.BlockShuffling(block_size), batch_size=16, fetch_factor=fetch_factor)
-        quality = zl.quality(dataset.obs_column("plate").values, plan)
-        assert cell["quality"] == pytest.approx(vars(quality))
+        labels = dataset.obs_column("plate").values
+        assert cell["quality"] == pytest.approx(vars(zl.quality(labels, plan)))
+        as_loaders_have_it = dataclasses.replace(plan, sampling=stratified(block_size))
+        assert cell["stratified"] == pytest.approx(vars(zl.quality(labels, as_loaders_have_it)))
         cost = epoch_costs(dataset, plan).unmirrored
         assert (cell["gets"], cell["bytes_read"]) == (cost.gets, cost.bytes_read)
         assert cell["rows_per_s"] == pytest.approx(ROWS / (cost.bytes_read / 1e6))
@@ -62,10 +65,13 @@ def test_as_text_blocks_go_down_and_fetches_across(store):
     assert re.fullmatch(
         rf"{re.escape(str(store))}: 1,400 rows by plate; random minibatches of 16 have 3\.\d\d bits", head
     )
-    assert speed == "Cells: bits, rows/s that a link of 400 MB/s allows without a mirror"
+    assert speed == (
+        "Cells: bits of blocks in random order (stratified, as by default), rows/s that a link of 400 MB/s allows "
+        "without a mirror"
+    )
     assert columns.split() == ["block_size", "fetch_factor", "1", "fetch_factor", "4"]
     assert [line.split()[0] for line in lines] == ["2", "8", "64"]
-    assert [len(re.findall(r"\d\.\d\d, [\d,]+", line)) for line in lines] == [2, 2, 1]
+    assert [len(re.findall(r"\d\.\d\d \(\d\.\d\d\), [\d,]+", line)) for line in lines] == [2, 2, 1]
 
 
 def test_the_page_and_the_picture(store, tmp_path):
@@ -77,12 +83,17 @@ def test_the_page_and_the_picture(store, tmp_path):
     assert "1,400 rows by plate" in text
     drawn = ET.fromstring(re.search(r"<svg.*</svg>", text, re.DOTALL)[0])
     words = " ".join("".join(node.itertext()).strip() for node in drawn.iter())
-    rows = re.findall(r"<tr><td>(\d+)</td><td>(\d+)</td><td>(\d\.\d\d) ±", text)
+    rows = re.findall(r"<tr><td>(\d+)</td><td>(\d+)</td><td>(\d\.\d\d) ± [\d.]+</td><td>(\d\.\d\d) ±", text)
     assert rows == [
-        (str(cell["block_size"]), str(cell["fetch_factor"]), f"{cell['quality']['entropy_bits']:.2f}")
+        (
+            str(cell["block_size"]),
+            str(cell["fetch_factor"]),
+            f"{cell['quality']['entropy_bits']:.2f}",
+            f"{cell['stratified']['entropy_bits']:.2f}",
+        )
         for cell in seen["cells"]
     ]
-    assert all(bits in words for *_, bits in rows)
+    assert all(f"{plain} ({in_strata})" in words for *_, plain, in_strata in rows)
     zloader("quality", store, *FLAGS, "--html", tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text() == text
 

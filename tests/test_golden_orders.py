@@ -24,6 +24,8 @@ SAMPLINGS = {
     "streaming indices": Streaming(indices=ODD[::-1]),
     "blocks of 1": BlockShuffling(block_size=1),
     "blocks of 12": BlockShuffling(block_size=12),
+    "blocks in strata": BlockShuffling(block_size=12, n_strata=9),
+    "single rows in strata": BlockShuffling(block_size=1, n_strata=64),
     "blocks of indices": BlockShuffling(block_size=12, indices=ODD),
     "scanners": MixtureOfScanners(n_scanners=7, block_size=5),
     "scanners of indices": MixtureOfScanners(n_scanners=16, block_size=64, indices=ODD),
@@ -58,6 +60,19 @@ GOLDEN = {
     ("blocks of 12", 7, 3): (
         [204, 205, 206, 207, 208, 209, 210, 211, 212, 213, 214, 215, 288, 289, 290, 291],
         1345137901,
+    ),
+    ("blocks in strata", 0, 0): (
+        [604, 605, 606, 607, 608, 609, 610, 611, 612, 613, 614, 615, 676, 677, 678, 679],
+        3437778396,
+    ),
+    ("blocks in strata", 7, 3): ([84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 648, 649, 650, 651], 1683645246),
+    ("single rows in strata", 0, 0): (
+        [82, 545, 941, 253, 289, 710, 326, 804, 414, 557, 380, 761, 473, 588, 886, 726],
+        2972451144,
+    ),
+    ("single rows in strata", 7, 3): (
+        [141, 235, 665, 855, 299, 351, 64, 935, 765, 868, 206, 563, 454, 510, 688, 752],
+        107015500,
     ),
     ("blocks of indices", 0, 0): (
         [785, 787, 789, 791, 793, 795, 797, 799, 801, 803, 805, 807, 833, 835, 837, 839],

@@ -23,6 +23,7 @@ LAYERS = {
     "zloader.compiled": 0,
     "zloader.layout": 1,
     "zloader.metadata": 1,
+    "zloader.permutation": 1,
     "zloader.sampling": 1,
     "zloader.draws": 1,
     "zloader.weighted": 1,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.errors import OptionError
-from zloader.loader import DEFAULT_BLOCK_SIZE
 from zloader.plan import Plan
+from zloader.sampling import BlockShuffling, stratified
 
 ROWS = 1_400_000
 
@@ -57,15 +57,34 @@ def test_the_published_entropies_are_reproduced(block_size, fetch_factor):
 
 
 def test_where_the_defaults_stand():
-    seen = measured(zl.BlockShuffling(DEFAULT_BLOCK_SIZE), zl.Loader.fetch_factor, batch_size=zl.Loader.batch_size)
-    # 256 blocks in a fetch: 13 / (2 * 256 * ln 2) = 0.037 bits less than random rows.
-    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits - 0.037, abs=0.015)
-    assert seen.entropy_bits > 3.57
-    assert measured(zl.BlockShuffling(DEFAULT_BLOCK_SIZE), 512).entropy_bits > 3.6  # 3.60 bits take twice the blocks
-    assert seen.l1_within > 0.99
-    assert seen.l1_across > 0.99
+    seen = measured(stratified(), zl.Loader.fetch_factor, batch_size=zl.Loader.batch_size)
+    assert seen.entropy_bits > 3.6
+    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits, abs=0.01)
+    assert seen.entropy_sd_bits == pytest.approx(seen.random_entropy_sd_bits, abs=0.01)
+    assert seen.l1_within == pytest.approx(1, abs=0.01)
+    assert seen.l1_across == pytest.approx(1, abs=0.01)
     assert seen.same_block_share == pytest.approx(63 / 16383, rel=0.05)
     assert seen.longest_run <= 5
+
+
+def test_blocks_in_random_order_alone_have_less_entropy():
+    """256 blocks in a fetch: 13 / (2 * 256 * ln 2) = 0.037 bits less than random rows."""
+    seen = measured(zl.BlockShuffling(64))
+    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits - 0.037, abs=0.015)
+
+
+@pytest.mark.parametrize(("n_labels", "left"), [(2, 0.5), (14, 0.2), (56, 0.5), (300, 0.9)])
+def test_strata_bring_entropy_nearer_to_random_for_any_number_of_labels(n_labels, left):
+    """Whether a label has many strata or a stratum many labels; `left` of what random blocks lack at most."""
+    labels = np.arange(ROWS) * n_labels // ROWS
+    seen = [measured(BlockShuffling(64, n_strata=n), labels=labels) for n in (64, 1)]
+    in_strata, at_random = (each.random_entropy_bits - each.entropy_bits for each in seen)
+    assert -0.01 < in_strata < left * at_random
+
+
+def test_strata_help_where_a_fetch_has_fewer_blocks_than_there_are_strata():
+    plain, few = (measured(BlockShuffling(64, n_strata=n), 32).entropy_bits for n in (1, 64))
+    assert few > plain + 0.1
 
 
 def test_entropy_rises_with_fetch_factor_and_falls_with_block_size():
@@ -102,8 +121,8 @@ def test_row_distance_alone_misleads():
 
 def test_scanners():
     """4 runs in a minibatch are worse than a fetch of one run of every scanner, and that than random rows."""
-    few = measured(zl.MixtureOfScanners(16, 8), 1, batch_size=32)
-    many = measured(zl.MixtureOfScanners(16, 128), 64, batch_size=32)
+    few = measured(zl.MixtureOfScanners(16, block_size=8), 1, batch_size=32)
+    many = measured(zl.MixtureOfScanners(16, block_size=128), 64, batch_size=32)
     assert few.entropy_bits < many.entropy_bits < many.random_entropy_bits
     assert many.same_block_share == pytest.approx(1 / 16, rel=0.05)
 

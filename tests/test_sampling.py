@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import math
 import tracemalloc
 
 import numpy as np
@@ -14,17 +15,9 @@ from hypothesis import strategies as st
 
 import zloader.sampling
 from zloader.errors import OptionError
+from zloader.permutation import key_of, mix, permute, shuffled
 from zloader.plan import Plan
-from zloader.sampling import (
-    BlockShuffling,
-    MixtureOfScanners,
-    Streaming,
-    bound,
-    key_of,
-    mix,
-    permute,
-    shuffled,
-)
+from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming, bound, sized, stratified
 
 KEYS = st.integers(0, 2**64 - 1)
 N_ROWS = st.integers(1, 700)
@@ -56,16 +49,17 @@ def _mix_by_hand(word):
     return word ^ (word >> 31)
 
 
-def _permute_by_hand(index, n, key):
+def _permute_by_hand(index, n, key, which=0, size=None):
     """The same Feistel network and walk for one index, in Python's own integers."""
+    tweak = _mix_by_hand(which * 0x9E3779B97F4A7C15 & _WORD)
     half = next(bits for bits in itertools.count(1) if 4**bits >= n)
     while True:
         left, right = index >> half, index % 2**half
         for number in range(1, 9):
             round_key = _mix_by_hand(key + number * 0x9E3779B97F4A7C15 & _WORD)
-            left, right = right, left ^ (_mix_by_hand(right ^ round_key) % 2**half)
+            left, right = right, left ^ (_mix_by_hand(right ^ tweak ^ round_key) % 2**half)
         index = left << half | right
-        if index < n:
+        if index < (n if size is None else size):
             return index
 
 
@@ -74,6 +68,23 @@ def test_permute_equals_the_same_in_plain_integers(n, key, draw):
     index = draw.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
     by_hand = [_permute_by_hand(each, n, key) for each in index]
     assert permute(np.array(index, np.int64), n, key).tolist() == by_hand
+
+
+@given(n=st.integers(1, 10**6), key=KEYS, which=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), draw=st.data())
+def test_permute_has_families(n, key, which, draw):
+    """Each index by a permutation of its own, of a range of its own."""
+    sizes = [draw.draw(st.integers(max(1, n // 8), n)) for _ in which]
+    index = [draw.draw(st.integers(0, size - 1)) for size in sizes]
+    by_hand = [_permute_by_hand(each, n, key, *of) for each, *of in zip(index, which, sizes, strict=True)]
+    assert permute(np.array(index), n, key, which=np.array(which), sizes=np.array(sizes)).tolist() == by_hand
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100])
+def test_the_permutations_of_a_family_differ(size):
+    index, which = np.tile(np.arange(size), 50), np.repeat(np.arange(50), size)
+    sent = permute(index, 100, 9, which=which, sizes=np.full(50 * size, size)).reshape(50, size)
+    np.testing.assert_array_equal(np.sort(sent, axis=1), np.tile(np.arange(size), (50, 1)))
+    assert len(set(map(tuple, sent))) >= min(45, math.factorial(size))
 
 
 def _permute_in_numpy(index, n, key):
@@ -215,12 +226,23 @@ GOLDEN = {
 # ---- the samplings
 
 
-@given(n_rows=N_ROWS, block_size=BLOCK_SIZES, seed=SEEDS, epoch=EPOCHS, cuts=st.lists(st.integers(0, 700), max_size=6))
-@example(n_rows=1, block_size=90, seed=0, epoch=0, cuts=[0, 1])
-@example(n_rows=64, block_size=64, seed=0, epoch=0, cuts=[])
-@example(n_rows=65, block_size=64, seed=0, epoch=0, cuts=[64])
-def test_block_shuffling_gives_every_row_once_however_it_is_sliced(n_rows, block_size, seed, epoch, cuts):
-    sampling = BlockShuffling(block_size=block_size)
+N_STRATA = st.integers(1, 80)
+
+
+@given(
+    n_rows=N_ROWS,
+    block_size=BLOCK_SIZES,
+    n_strata=N_STRATA,
+    seed=SEEDS,
+    epoch=EPOCHS,
+    cuts=st.lists(st.integers(0, 700), max_size=6),
+)
+@example(n_rows=1, block_size=90, n_strata=1, seed=0, epoch=0, cuts=[0, 1])
+@example(n_rows=64, block_size=64, n_strata=64, seed=0, epoch=0, cuts=[])
+@example(n_rows=65, block_size=64, n_strata=1, seed=0, epoch=0, cuts=[64])
+@example(n_rows=700, block_size=1, n_strata=64, seed=0, epoch=0, cuts=[640, 699])  # 60 strata have a turn more
+def test_block_shuffling_gives_every_row_once_however_it_is_sliced(n_rows, block_size, n_strata, seed, epoch, cuts):
+    sampling = BlockShuffling(block_size=block_size, n_strata=n_strata)
     order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
     assert order.dtype == np.int64
     np.testing.assert_array_equal(np.sort(order), np.arange(n_rows))
@@ -248,13 +270,31 @@ def test_indices_are_the_rows_that_take_part(indices, block_size, epoch, cuts):
     np.testing.assert_array_equal(in_order, indices)
 
 
-@given(n_rows=N_ROWS, block_size=BLOCK_SIZES, seed=SEEDS, epoch=EPOCHS)
-def test_blocks_are_contiguous_and_the_short_one_comes_last(n_rows, block_size, seed, epoch):
-    order = _order(BlockShuffling(block_size=block_size), n_rows, seed=seed, epoch=epoch)
+@given(n_rows=N_ROWS, block_size=BLOCK_SIZES, n_strata=N_STRATA, seed=SEEDS, epoch=EPOCHS)
+def test_blocks_are_contiguous_and_the_short_one_comes_last(n_rows, block_size, n_strata, seed, epoch):
+    order = _order(BlockShuffling(block_size=block_size, n_strata=n_strata), n_rows, seed=seed, epoch=epoch)
     blocks = [order[begin : begin + block_size] for begin in range(0, n_rows, block_size)]
     for block in blocks:
         np.testing.assert_array_equal(block, block[0] + np.arange(len(block)))
     assert [len(block) for block in blocks[:-1]] == [block_size] * (len(blocks) - 1)
+
+
+@given(n_blocks=st.integers(1, 300), block_size=st.integers(1, 5), n_strata=N_STRATA, seed=SEEDS, epoch=EPOCHS)
+def test_every_round_has_one_block_of_each_stratum(n_blocks, block_size, n_strata, seed, epoch):
+    sampling = BlockShuffling(block_size=block_size, n_strata=n_strata)
+    blocks = _order(sampling, n_blocks * block_size, seed=seed, epoch=epoch)[::block_size] // block_size
+    n_strata = min(n_strata, n_blocks)
+    ends = [(number + 1) * n_blocks // n_strata for number in range(n_strata)]
+    strata = np.searchsorted(ends, blocks, side="right").tolist()
+    n_rounds, left = divmod(n_blocks, n_strata)
+    for number in range(n_rounds):
+        assert sorted(strata[number * n_strata : (number + 1) * n_strata]) == list(range(n_strata))
+    assert len(set(strata[n_rounds * n_strata :])) == left
+
+
+def test_one_stratum_is_the_order_of_blocks_alone():
+    orders = [_order(BlockShuffling(3, n_strata=n_strata), 700, seed=5, epoch=2).tolist() for n_strata in (1, 2)]
+    assert orders[0] == _order(BlockShuffling(3), 700, seed=5, epoch=2).tolist() != orders[1]
 
 
 N_SCANNERS = st.integers(1, 40)
@@ -335,6 +375,28 @@ def test_scanners_of_indices_read_those_alone(indices, epoch):
     np.testing.assert_array_equal(order, np.sort(indices)[whole])
 
 
+@pytest.mark.parametrize(("active", "fetch_rows", "block_size"), [(4, 16_384, 4096), (16, 100, 7), (1, 64, 64)])
+def test_a_fetch_advances_as_many_scanners_as_are_active(active, fetch_rows, block_size):
+    scanners = MixtureOfScanners(16, active)
+    known = sized(scanners, fetch_rows)
+    assert (known.active, known.block_size, known.n_scanners) == (None, block_size, 16)
+    plan = Plan(dataset_rows=1_000_003, sampling=scanners, batch_size=fetch_rows, fetch_factor=1)
+    np.testing.assert_array_equal(
+        plan.fetch(3).rows, known.rows(3 * fetch_rows, 4 * fetch_rows, dataset_rows=1_000_003, seed=0, epoch=0)
+    )
+    stretches = np.diff(plan.fetch(0).rows) != 1
+    assert stretches.sum() + 1 == min(active, -(-fetch_rows // block_size))
+
+
+def test_scanners_that_depend_on_a_fetch_say_so():
+    with pytest.raises(OptionError, match=r"call sized\(fetch_rows\) first"):
+        _order(MixtureOfScanners(16, 4), 100)
+    with pytest.raises(OptionError, match="active 17 is more than the 16 scanners"):
+        MixtureOfScanners(16, 17)
+    with pytest.raises(OptionError, match="active must be"):
+        MixtureOfScanners(16, 0)
+
+
 def test_scanners_are_elsewhere_in_other_epochs_and_seeds():
     scanners = MixtureOfScanners(n_scanners=4, block_size=8)
     orders = {tuple(_order(scanners, 400, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}
@@ -345,6 +407,8 @@ ALL_KINDS = {
     "streaming": Streaming(shuffle=True),
     "blocks of 1": BlockShuffling(block_size=1),
     "blocks of 64": BlockShuffling(block_size=64),
+    "rows in strata": BlockShuffling(block_size=1, n_strata=64),
+    "blocks in strata": stratified(),
     "scanners": MixtureOfScanners(n_scanners=16, block_size=64),
     "scanners, 1": MixtureOfScanners(n_scanners=1000, block_size=1),
 }
@@ -370,6 +434,7 @@ def test_the_example_of_a_sampling_of_ones_own_runs():
 def test_a_sampling_that_names_no_column_is_bound_as_it_is():
     for sampling in ALL_KINDS.values():
         assert bound(sampling, {}.__getitem__) is sampling
+        assert sized(sampling, 100) is sampling
 
 
 @pytest.mark.parametrize(("indices", "repeats"), [(None, False), ([3, 1, 2], False), ([3, 1, 3], True)])
@@ -385,26 +450,50 @@ def test_the_short_block_is_another_in_other_epochs():
     assert len(set(np.concatenate(short).tolist())) > 40  # so no row is always among the last
 
 
+@pytest.mark.parametrize("n_strata", [1, 8])
 @given(seed=SEEDS, epoch=EPOCHS)
-def test_epochs_and_seeds_differ(seed, epoch):
-    blocks = BlockShuffling(block_size=4)
+def test_epochs_and_seeds_differ(n_strata, seed, epoch):
+    blocks = BlockShuffling(block_size=4, n_strata=n_strata)
     order = _order(blocks, 400, seed=seed, epoch=epoch).tolist()
     assert order != _order(blocks, 400, seed=seed, epoch=epoch + 1).tolist()
     assert order != _order(blocks, 400, seed=seed + 1, epoch=epoch).tolist()
     assert order != list(range(400))
 
 
-def test_every_block_begins_everywhere_alike():
-    """Chi-square over (block, place) for 8 blocks and a short one, 3 000 epochs; the seed is fixed."""
-    n_epochs, n_blocks = 3000, 8
+def _alike(counts, freedom):
+    """Chi-square: whether counts that should be equal differ as chance has it, no more and no less."""
+    expected = counts.sum() / counts.size
+    return 0.001 < scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), freedom) < 0.999
+
+
+@pytest.mark.parametrize("n_strata", [1, 2, 4])
+def test_every_block_begins_everywhere_alike(n_strata):
+    """Counts (block, place) for 8 blocks and a short one, 3 000 epochs; the seed is fixed."""
+    n_blocks = 8
     counts = np.zeros((n_blocks, n_blocks), np.int64)
-    for epoch in range(n_epochs):
-        order = _order(BlockShuffling(block_size=4), 4 * n_blocks + 1, seed=11, epoch=epoch)
+    for epoch in range(3000):
+        order = _order(BlockShuffling(block_size=4, n_strata=n_strata), 4 * n_blocks + 1, seed=11, epoch=epoch)
         begins = order[: 4 * n_blocks : 4]
         counts[np.argsort(np.argsort(begins)), np.arange(n_blocks)] += 1
-    expected = n_epochs / n_blocks
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    assert 0.001 < scipy.stats.chi2.sf(statistic, (n_blocks - 1) ** 2) < 0.999
+    assert _alike(counts, (n_blocks - 1) ** 2)
+
+
+def test_blocks_of_two_strata_meet_alike():
+    """Counts which two blocks come in the same round, of 3 strata of 7 blocks, 3 000 epochs, each round by itself."""
+    counts = np.zeros((3, 7, 7), np.int64)
+    for epoch in range(3000):
+        order = _order(BlockShuffling(block_size=1, n_strata=3), 21, seed=2, epoch=epoch)
+        rounds = np.sort(order.reshape(7, 3), axis=1) % 7
+        for number, (i, j) in enumerate(itertools.combinations(range(3), 2)):
+            counts[number, rounds[:, i], rounds[:, j]] += 1
+    assert all(_alike(of_pair, 36) for of_pair in counts)
+
+
+def test_more_blocks_from_one_stratum_do_not_come_in_step():
+    """The blocks of two strata stand in orders of their own: no shift of one is the other."""
+    order = _order(BlockShuffling(block_size=1, n_strata=2), 200, seed=1).reshape(100, 2)
+    rounds = np.sort(order, axis=1) - [0, 100]
+    assert len(set(((rounds[:, 0] - rounds[:, 1]) % 100).tolist())) > 50
 
 
 def test_indices_of_the_caller_are_neither_changed_nor_followed():
@@ -419,10 +508,11 @@ def test_indices_of_the_caller_are_neither_changed_nor_followed():
 # ---- what makes no sense
 
 
-@pytest.mark.parametrize("block_size", [0, -1, 2.5, 1.0, True, "64", None])
-def test_a_block_size_that_is_no_count_is_refused(block_size):
-    with pytest.raises(OptionError, match="block_size"):
-        BlockShuffling(block_size=block_size)
+@pytest.mark.parametrize("count", [0, -1, 2.5, 1.0, True, "64", None])
+@pytest.mark.parametrize("name", ["block_size", "n_strata"])
+def test_a_block_size_that_is_no_count_is_refused(name, count):
+    with pytest.raises(OptionError, match=name):
+        BlockShuffling(**{name: count})
 
 
 BAD_INDICES = {

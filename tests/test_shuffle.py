@@ -29,7 +29,7 @@ from spilling import (
 )
 
 from zloader import errors
-from zloader.sampling import permute
+from zloader.permutation import permute
 from zloader.sources import spill
 from zloader.sources.shuffle import ShuffledMatrix
 from zloader.sources.transpose import CscMatrix

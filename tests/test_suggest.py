@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.errors import FormatError, OptionError
 from zloader.plan import Plan
-from zloader.sampling import BlockShuffling
 from zloader.suggest import sizes
 
 GiB = 1 << 30
@@ -38,7 +37,7 @@ def test_what_is_suggested_can_be_planned_and_fits(n_rows, row_bytes, rows_per_c
     )
     plan = Plan(
         dataset_rows=n_rows,
-        sampling=BlockShuffling(block_size=suggested.block_size),
+        sampling=suggested.sampling,
         batch_size=suggested.batch_size,
         fetch_factor=suggested.fetch_factor,
     )
@@ -78,9 +77,11 @@ def test_a_store_is_looked_at_and_the_reasons_are_said(tmp_path):
     assert suggested.fetch_rows == 800
     assert str(suggested).count("\n") == 0
     assert "a chunk has" in str(suggested)
-    sampling = zl.BlockShuffling(suggested.block_size)
-    loader = zl.Loader(dataset, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=sampling)
+    assert f"sampling=BlockShuffling(block_size={suggested.block_size}, n_strata=64)" in str(suggested)
+    loader = zl.Loader(dataset, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=suggested.sampling)
     assert sum(map(len, loader)) == 800
+    view = dataset.where(range(0, 800, 16))  # a few rows take no more than there are
+    assert zl.suggest(view, batch_size=8, memory="64MiB").fetch_rows == 50
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from zloader.columns import ObsColumn
 from zloader.errors import OptionError
+from zloader.permutation import key_of, mix
 from zloader.plan import Plan
-from zloader.sampling import bound, key_of, mix
+from zloader.sampling import bound
 from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.0, 2.5, 40.0]), min_size=1, max_size=120).filter(any)

@@ -66,7 +66,8 @@ def info(  # noqa: PLR0913 - one parameter a flag
 ) -> None:
     """Show what a store holds, and how many GETs and bytes a training epoch of it costs."""
     from zloader.dataset import open_dataset
-    from zloader.loader import DEFAULT_BLOCK_SIZE, Loader
+    from zloader.loader import Loader
+    from zloader.sampling import DEFAULT_BLOCK_SIZE
     from zloader.summary import summarize
 
     sizes = {
@@ -95,13 +96,13 @@ def info(  # noqa: PLR0913 - one parameter a flag
 def _costs(dataset: Dataset, x: str, *, batch_size: int, fetch_factor: int, block_size: int) -> EpochCosts:
     from zloader.cost import epoch_costs
     from zloader.loader import Loader
-    from zloader.sampling import BlockShuffling
+    from zloader.sampling import stratified
 
     loader = Loader(
         dataset,
         batch_size=batch_size,
         fetch_factor=fetch_factor,
-        sampling=BlockShuffling(block_size=block_size),
+        sampling=stratified(block_size),
         x=x,
         rank=0,
         world_size=1,

@@ -100,8 +100,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     A cold epoch took all its chunks from the store, a warm one all from the mirror, a mixed one from both.
     """
     from zloader.dataset import open_dataset
-    from zloader.loader import DEFAULT_BLOCK_SIZE, Loader
-    from zloader.sampling import BlockShuffling, Streaming
+    from zloader.loader import Loader
+    from zloader.sampling import DEFAULT_BLOCK_SIZE, Streaming, stratified
     from zloader.terms import FetchOptions
 
     sizes = {
@@ -124,7 +124,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     access = storage_options(endpoint_url, region, profile, anon)
     loader = Loader(
         open_dataset(source, cache=cache, storage_options=access),
-        sampling=BlockShuffling(block_size=block_size),
+        sampling=stratified(block_size),
         obs=columns,
         **options,
     )

@@ -49,7 +49,10 @@ _MEASURED_S = 10.0  # of each epoch, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What some sizes cost and bring. GETs and bytes are those of an epoch without a mirror."""
+    """What some sizes cost and bring. GETs and bytes are those of an epoch without a mirror.
+
+    `quality` is that of blocks in random order, as scDataset has them, `stratified` that of a Loader's own sampling.
+    """
 
     block_size: int
     fetch_factor: int
@@ -57,6 +60,7 @@ class Cell:
     gets: int
     bytes_read: int
     quality: Quality
+    stratified: Quality
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +133,8 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     if as_json:
         print_json(dataclasses.asdict(grid))
         return
-    console.print(f"{url}: {grid.rows:,} rows by {label}; {grid.random}\nCells: bits, {grid.speed}", soft_wrap=True)
+    console.print(f"{url}: {grid.rows:,} rows by {label}; {grid.random}", soft_wrap=True)
+    console.print(f"Cells: bits of blocks in random order (stratified, as by default), {grid.speed}", soft_wrap=True)
     console.print(_table(grid))
 
 
@@ -157,7 +162,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
     where there is no cell.
     """
     from zloader.cost import epoch_costs
-    from zloader.sampling import BlockShuffling, Streaming
+    from zloader.sampling import BlockShuffling, Streaming, stratified
 
     dataset = loader.dataset
     codes = dataset.obs_column(label).values
@@ -182,6 +187,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
                 gets=cost.gets,
                 bytes_read=cost.bytes_read,
                 quality=quality(codes, plan),
+                stratified=quality(codes, dataclasses.replace(plan, sampling=stratified(block_size))),
             )
         )
     if not cells:
@@ -223,13 +229,16 @@ def _table(grid: Grid) -> Table:
         table.add_column(f"fetch_factor {factor}", justify="right")
     for block in blocks:
         cells = [by_sizes.get((block, factor)) for factor in factors]
-        shown = [f"{cell.quality.entropy_bits:.2f}, {cell.rows_per_s:,.0f}" if cell else "" for cell in cells]
-        table.add_row(str(block), *shown)
+        table.add_row(str(block), *(f"{_bits(cell)}, {cell.rows_per_s:,.0f}" if cell else "" for cell in cells))
     return table
 
 
+def _bits(cell: Cell) -> str:
+    return f"{cell.quality.entropy_bits:.2f} ({cell.stratified.entropy_bits:.2f})"
+
+
 def _figure(grid: Grid) -> Any:
-    """Entropy by sizes as a map, and beside it entropy by speed."""
+    """Entropy by sizes as a map, and beside it entropy by speed; dashed where blocks are stratified."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -241,16 +250,18 @@ def _figure(grid: Grid) -> Any:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     sizes, speeds = figure.subplots(1, 2)
     sizes.imshow(entropies, cmap="Blues", vmin=0, vmax=1.6 * max(random, 0.1), aspect="auto")  # dark text stays legible
-    for (row, column), bits in np.ndenumerate(entropies):
-        sizes.text(column, row, "" if np.isnan(bits) else f"{bits:.2f}", ha="center", va="center")
+    for row, column in np.ndindex(entropies.shape):
+        found = by_sizes.get((blocks[row], factors[column]))
+        sizes.text(column, row, _bits(found) if found else "", ha="center", va="center")
     sizes.set_xticks(range(len(factors)), map(str, factors))
     sizes.set_yticks(range(len(blocks)), map(str, blocks))
-    sizes.set(xlabel="fetch_factor", ylabel="block_size", title=f"entropy of {grid.label}, bits")
+    sizes.set(xlabel="fetch_factor", ylabel="block_size", title=f"entropy of {grid.label}, bits (stratified)")
     for block in blocks:
         line = [cell for cell in grid.cells if cell.block_size == block]
-        x, y = [cell.rows_per_s for cell in line], [cell.quality.entropy_bits for cell in line]
-        speeds.plot(x, y, "o-", label=f"blocks of {block}")
-    speeds.axhline(random, color="gray", linestyle="--", label="random rows")
+        x = [cell.rows_per_s for cell in line]
+        (drawn,) = speeds.plot(x, [cell.quality.entropy_bits for cell in line], "o-", label=f"blocks of {block}")
+        speeds.plot(x, [cell.stratified.entropy_bits for cell in line], "o--", color=drawn.get_color(), alpha=0.5)
+    speeds.axhline(random, color="gray", linestyle=":", label="random rows")
     speeds.set(xlabel=grid.speed, ylabel="entropy, bits", ylim=(0, None))
     speeds.xaxis.set_major_formatter("{x:,.0f}")
     speeds.legend()
@@ -265,8 +276,8 @@ def _page(grid: Grid) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quality"}):
         _figure(grid).savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = drawn.getvalue()
-    head = ("block_size", "fetch_factor", "entropy, bits", "row distance within", "and across", "longest run",
-            "same-block share", "GETs", "MB", "rows/s")  # fmt: skip
+    head = ("block_size", "fetch_factor", "entropy, bits", "stratified", "row distance within", "and across",
+            "longest run", "same-block share", "GETs", "MB", "rows/s")  # fmt: skip
     body = (f"<tr>{''.join(f'<td>{value}</td>' for value in _figures(cell))}</tr>" for cell in grid.cells)
     title = escape(f"{grid.url}: {grid.rows:,} rows by {grid.label}")
     return (
@@ -275,6 +286,7 @@ def _page(grid: Grid) -> str:
         "background:#fff}svg{width:100%;height:auto}td,th{text-align:right;padding:.2rem .8rem;font-weight:400}"
         "th{color:#5b636d}</style>"
         f"<h1>{title}</h1><p>{escape(grid.random)}; rows/s are {escape(grid.speed.removeprefix('rows/s, '))}. "
+        "Stratified blocks are what a Loader takes by default; the measures after them are of blocks in random order. "
         "Row distances are 0 for rows in order and 1 for random ones; GETs and MB are those of an epoch.</p>"
         f"{svg[svg.index('<svg') :]}<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(body)}"
         "</table></html>\n"
@@ -284,7 +296,7 @@ def _page(grid: Grid) -> str:
 def _figures(cell: Cell) -> list[str]:
     seen = cell.quality
     distances = ["" if score is None else f"{score:.3f}" for score in (seen.l1_within, seen.l1_across)]
-    entropy = f"{seen.entropy_bits:.2f} ± {seen.entropy_sd_bits:.2f}"
+    entropies = [f"{of.entropy_bits:.2f} ± {of.entropy_sd_bits:.2f}" for of in (seen, cell.stratified)]
     costs = [f"{cell.gets:,}", f"{cell.bytes_read / 1e6:,.1f}", f"{cell.rows_per_s:,.0f}"]
     mixing = [*distances, str(seen.longest_run), f"{seen.same_block_share:.4f}"]
-    return [str(cell.block_size), str(cell.fetch_factor), entropy, *mixing, *costs]
+    return [str(cell.block_size), str(cell.fetch_factor), *entropies, *mixing, *costs]

@@ -28,9 +28,10 @@ from torch.nn import functional
 from zloader.convert import convert
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import MissingColumnError, OptionError
-from zloader.loader import DEFAULT_BLOCK_SIZE, Loader, Minibatch
+from zloader.loader import Loader, Minibatch
+from zloader.permutation import key_of, shuffled
 from zloader.report import DemoRun, EpochFigures, Step
-from zloader.sampling import BlockShuffling, Streaming, key_of, shuffled
+from zloader.sampling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.terms import Rows, Statistics, require_count
 from zloader.workplace import Workplace
 

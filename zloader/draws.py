@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from zloader.compiled import compiled
 from zloader.errors import OptionError
-from zloader.sampling import GOLDEN, BlockShuffling, key_of, mix, mix_word
+from zloader.permutation import GOLDEN, key_of, mix, mix_word
+from zloader.sampling import BlockShuffling
 from zloader.terms import Rows, require_count
 
 _U64 = np.uint64

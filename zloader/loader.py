@@ -22,7 +22,7 @@ from zloader.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 from zloader.plan import Plan
 from zloader.ranks import Locality, Place, place_of
 from zloader.resume import Position, as_state, described, position_of, resumed
-from zloader.sampling import BlockShuffling, Sampling, bound
+from zloader.sampling import DEFAULT_BLOCK_SIZE, Sampling, bound, sized, stratified
 from zloader.terms import FetchOptions, MinibatchArrays, Statistics
 from zloader.workshop import BufferPool, Counters
 
@@ -31,7 +31,6 @@ __all__ = ["Loader", "Minibatch"]
 log = logging.getLogger("zloader")
 LAYOUTS = ("csr", "dense", "scipy", "anndata")
 DTYPES = ("float32", "float64", "int32", "int64")
-DEFAULT_BLOCK_SIZE = 64  # rows; scDataset's and annbatch's figures are quoted for it
 
 
 @dataclass(eq=False)
@@ -42,7 +41,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     `"layers/NAME"`, `"raw/X"` or None; `obs` lists columns and `obsm` arrays. `genes` chooses the columns of x and
     their order: a list of names or positions, or a mask over all; None takes all. `layout` is `"csr"`
     (torch.sparse_csr), `"dense"`, `"scipy"` or `"anndata"`, `dtype` that of x: `"float32"`, `"float64"`, `"int32"` or
-    `"int64"`. `sampling` is BlockShuffling in blocks of 64 rows unless given. `seed` decides every order.
+    `"int64"`. `sampling` is BlockShuffling in blocks of 64 rows and 64 strata unless given. `seed` decides every order.
 
     `rank` and `world_size` come from torch.distributed where it is initialised, else from RANK and WORLD_SIZE. Every
     rank yields as many minibatches, and no row is lost for that (of minibatches of one row, fewer than `world_size`).
@@ -91,8 +90,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if self.x is not None:
             matrices = self.dataset.matrices(self.x)
             self._genes = None if self.genes is None else self.dataset.choose_genes(self.genes, matrices[0])
-        default = BlockShuffling(block_size=min(DEFAULT_BLOCK_SIZE, max(1, self.batch_size * self.fetch_factor)))
-        self._sampling = default if self.sampling is None else bound(self.sampling, self.dataset.obs_column)
+        fetch_rows = max(1, self.batch_size * self.fetch_factor)
+        default = stratified(min(DEFAULT_BLOCK_SIZE, fetch_rows))
+        sampling = default if self.sampling is None else bound(self.sampling, self.dataset.obs_column)
+        self._sampling = sized(sampling, fetch_rows)
         self._epochs = EpochCount()
         self._sent_from: Place | None = None  # of the process that pickled this loader
         self._own: Position | None = None  # of this worker, one of several, in the epoch that begins next

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.errors import OptionError
-from zloader.sampling import Sampling, key_of, shuffled
+from zloader.permutation import key_of, shuffled
+from zloader.sampling import Sampling, sized
 from zloader.terms import Rows, require_count
 
 
@@ -107,6 +108,7 @@ class Plan:
         # NumPy's integers overflow where Python's do not.
         for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "sampling", sized(self.sampling, self.fetch_rows))
         if self.rank >= self.world_size:
             raise OptionError(f"rank {self.rank} does not exist in a world of {self.world_size}: ranks count from 0")
         block_size = getattr(self.sampling, "block_size", 1)

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.errors import OptionError
+from zloader.permutation import permute
 from zloader.plan import Fetch, Plan
-from zloader.sampling import permute
 from zloader.terms import Rows
 
 # Of a longer epoch, so many stretches of so many minibatches are looked at: 4 096 know the mean entropy of a poor plan

@@ -9,7 +9,8 @@ from typing import Literal
 import torch.distributed
 
 from zloader.errors import OptionError
-from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming, key_of
+from zloader.permutation import key_of
+from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
 from zloader.terms import Rows
 
 Locality = Literal["global", "machine"]

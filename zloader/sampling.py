@@ -1,96 +1,27 @@
 """In which order an epoch takes the rows. Pure.
 
-A sampling maps positions of the epoch's order to rows, given seed and epoch; it holds no state and no generator. The
-permutation is computed by index (a Feistel network with cycle walking; Black and Rogaway 2002), in constant memory and
-from integer arithmetic alone, so that it is the same on every machine and NumPy version. Samplings that draw rows by
-weight have a room of their own, `weighted.py`.
+A sampling maps positions of the epoch's order to rows, given seed and epoch; it holds no state and no generator
+(`permutation.py` says how). Samplings that draw rows by weight have a room of their own, `weighted.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.columns import ObsColumn
-from zloader.compiled import compiled
 from zloader.errors import OptionError
+from zloader.permutation import GOLDEN, key_of, mix, permute
 from zloader.terms import Rows, require_count
 
-_ROUNDS = 8
-_LANES = 1024  # numbers that permute works on at once: they stay in the first-level cache
-_U64 = np.uint64
-GOLDEN = _U64(0x9E3779B97F4A7C15)  # splitmix64's step from one word to mix to the next
-
-
-def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64-bit words that scatters every bit."""
-    words = (words ^ (words >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return words ^ (words >> _U64(31))
-
-
-def key_of(*parts: int) -> int:
-    """A 64-bit key made of whole numbers such as seed and epoch; differs whenever one of them does."""
-    key = np.full(1, len(parts), _U64)
-    for part in parts:
-        key = mix(key + GOLDEN + mix(np.asarray([int(part) & 0xFFFFFFFFFFFFFFFF], _U64) + GOLDEN))
-    return int(key[0])
-
-
-mix_word = compiled(mix)  # the same, of one word, for compiled loops
-
-
-@compiled
-def _feistel(words: NDArray[np.uint64], keys: NDArray[np.uint64], half: np.uint64, mask: np.uint64) -> None:
-    """Sends each word below 4**half to another such word, in place. Kept apart: so LLVM vectorises it."""
-    for i in range(len(words)):
-        left, right = words[i] >> half, words[i] & mask
-        for number in range(_ROUNDS):
-            left, right = right, left ^ (mix_word(right ^ keys[number]) & mask)
-        words[i] = (left << half) | right
-
-
-@compiled
-def _permute(index: Rows, n: np.uint64, keys: NDArray[np.uint64], half: np.uint64, out: Rows) -> None:
-    """What `permute` gives for each of `index`, into `out`: those still at `n` or beyond walk on beside new ones."""
-    mask = (_U64(1) << half) - _U64(1)
-    words, places = np.empty(_LANES, np.uint64), np.empty(_LANES, np.int64)
-    walking, taken = 0, 0
-    while walking or taken < len(index):
-        while walking < _LANES and taken < len(index):
-            words[walking], places[walking] = index[taken], taken
-            walking, taken = walking + 1, taken + 1
-        _feistel(words[:walking], keys, half, mask)
-        left = 0
-        for i in range(walking):
-            out[places[i]] = words[i]
-            words[left], places[left] = words[i], places[i]
-            left += words[i] >= n
-        walking = left
-
-
-def permute(index: Rows, n: int, key: int) -> Rows:
-    """Where a keyed permutation of `range(n)` sends each of `index` (int64, each in `range(n)`)."""
-    half = max(1, (int(n - 1).bit_length() + 1) // 2)  # the network permutes 4**half >= n numbers
-    keys = mix(_U64(key) + GOLDEN * np.arange(1, _ROUNDS + 1, dtype=_U64))
-    out = np.empty(len(index), np.int64)
-    _permute(np.ascontiguousarray(index, np.int64), _U64(n), keys, _U64(half), out)
-    return out
-
-
-def shuffled(n: int, key: int) -> Rows:
-    """A keyed permutation of `range(n)` as an array, for the rows of one buffer (Philox raw words, sorted)."""
-    words = np.random.Philox(key=key).random_raw(n)
-    low = _U64((1 << n.bit_length()) - 1)
-    # Sorting words that end in their own place is ten times as fast as argsort, and gives the same...
-    numbered = np.sort((words & ~low) | np.arange(n, dtype=_U64))
-    if ((numbered[1:] ^ numbered[:-1]) <= low).any():  # ...unless two of them differed in their last bits alone
-        return np.argsort(words, kind="stable").astype(np.int64, copy=False)
-    return (numbered & low).astype(np.int64)
+DEFAULT_BLOCK_SIZE = 64  # rows; scDataset's and annbatch's figures are quoted for it
+# Of 14 plates in a row, minibatches of 64 then have the entropy of random rows to 0.01 bits where a fetch has 128
+# blocks or more (to 0.05 without strata, with 256 of them). More strata than a fetch has blocks would do less.
+DEFAULT_STRATA = 64
 
 
 class Sampling(Protocol):
@@ -109,8 +40,9 @@ class Sampling(Protocol):
     >>> [plan.fetch(number).rows.tolist() for number in range(plan.n_fetches)]
     [[1, 3, 5, 7], [9, 11]]
 
-    Three more may be given. `block_size`: a plan whose fetches are smaller is refused. `repeats`: True where a row may
-    come more than once an epoch. `bound(column)`: the sampling to use instead, once the dataset is known; see `bound`.
+    Four more may be given. `block_size`: a plan whose fetches are smaller is refused. `repeats`: True where a row may
+    come more than once an epoch. `bound(column)` and `sized(fetch_rows)`: the sampling to use instead, once the dataset
+    and how many rows a fetch has are known; see the functions of these names.
     """
 
     @property
@@ -131,6 +63,12 @@ def bound(sampling: Sampling, column: Callable[[str], ObsColumn]) -> Sampling:
     """The sampling, told what is in the obs columns that it names; `column` is `Dataset.obs_column`."""
     bind: Callable[[Callable[[str], ObsColumn]], Sampling] | None = getattr(sampling, "bound", None)
     return sampling if bind is None else bind(column)
+
+
+def sized(sampling: Sampling, fetch_rows: int) -> Sampling:
+    """The sampling, told how many rows are loaded and shuffled together."""
+    size: Callable[[int], Sampling] | None = getattr(sampling, "sized", None)
+    return sampling if size is None else size(fetch_rows)
 
 
 def _checked(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None:
@@ -220,14 +158,20 @@ class BlockShuffling(_Subset):
     Every row (or every one of `indices`, which are sorted) comes exactly once an epoch. Where the row count is no
     multiple of `block_size`, one block is shorter: which one changes with the epoch, and it comes last, so that no row
     is always among the last. (scDataset's name and meaning: D'Ascenzo and Cultrera di Montesano 2025.)
+
+    With `n_strata` above 1 the blocks are stratified: the rows are cut into that many equal stretches, and every
+    `n_strata` blocks of the order are one random block of each, in random order. So each fetch has rows from everywhere
+    alike, where random blocks alone would bring more of one plate and less of another by chance.
     """
 
-    block_size: int = 64
+    block_size: int = DEFAULT_BLOCK_SIZE
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
+    n_strata: int = 1
 
     def __post_init__(self) -> None:
-        require_count(block_size=self.block_size)
-        object.__setattr__(self, "block_size", int(self.block_size))  # NumPy's integers overflow
+        require_count(block_size=self.block_size, n_strata=self.n_strata)
+        for name in ("block_size", "n_strata"):
+            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's integers overflow
         self._choose(checked_once(self.indices))
 
     @property
@@ -243,13 +187,32 @@ class BlockShuffling(_Subset):
         slot, within = np.divmod(position, self.block_size)
         first, last = start // self.block_size, -(-stop // self.block_size)
         slots = np.arange(first, min(last, n_full), dtype=np.int64)
-        block = permute(slots, n_full, key)
+        block = self._blocks(slots, n_full, key)
         # The short block stands before block number `gap`: all blocks from there on begin `rest` rows later.
         gap = key_of(key, 1) % (n_full + 1)
         begin = block * self.block_size + np.where(block >= gap, rest, 0)
         if last > n_full:
             begin = np.append(begin, gap * self.block_size)
         return self._take(begin[slot - first] + within)
+
+    def _blocks(self, slots: Rows, n_blocks: int, key: int) -> Rows:
+        """Which of the full blocks comes at each of `slots` of the order."""
+        n_strata = min(self.n_strata, n_blocks)
+        if n_strata <= 1:
+            return permute(slots, n_blocks, key)
+        n_rounds, left = divmod(n_blocks, n_strata)
+        bounds = np.arange(n_strata + 1) * n_blocks // n_strata
+        sizes = np.diff(bounds)  # equal, or one block more: `left` strata have another turn after the last full round
+        turn, place = np.divmod(slots, n_strata)
+        late = turn == n_rounds
+        stratum = permute(place, n_strata, key_of(key, 2), which=turn, sizes=np.where(late, left, n_strata))
+        stratum[late] = np.flatnonzero(sizes > n_rounds)[stratum[late]]
+        return bounds[stratum] + permute(turn, n_rounds + 1, key_of(key, 3), which=stratum, sizes=sizes[stratum])
+
+
+def stratified(block_size: int = DEFAULT_BLOCK_SIZE) -> BlockShuffling:
+    """What a Loader takes unless told otherwise."""
+    return BlockShuffling(block_size=block_size, n_strata=DEFAULT_STRATA)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,21 +222,27 @@ class MixtureOfScanners(_Subset):
     The rows (or `indices`, sorted) are a ring that is cut, at places that change with the epoch, into `n_scanners`
     equal stretches, one for each scanner. Each turn of a scanner is its next `block_size` rows, and a round is one turn
     of every scanner, in random order. So a fetch advances fetch rows / `block_size` scanners by a block, or, where
-    these are more than there are scanners, all of them by several: 16 scanners and blocks of 4 096 rows let a fetch of
-    16 384 rows advance four. After the last full round come the ends of the stretches, each shorter than a block.
+    these are more than there are scanners, all of them by several. With `active` a fetch advances so many of them, and
+    `block_size` is what this takes: 4 of 16 have 4 096 rows each in a fetch of 16 384. After the last full round come
+    the ends of the stretches, each shorter than a block.
 
     SLAF's name and idea. SLAF draws the scanners of each step anew, so that some end before others; here they end
     together, and every row comes exactly once an epoch. Planning costs what a fetch has rows, plus `n_scanners`.
     """
 
     n_scanners: int = 16
-    block_size: int = 64
+    active: int | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_count(n_scanners=self.n_scanners, block_size=self.block_size)
         for name in ("n_scanners", "block_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
+        if self.active is not None:
+            require_count(active=self.active)
+            if self.active > self.n_scanners:
+                raise OptionError(f"active {self.active} is more than the {self.n_scanners} scanners that there are")
         self._choose(checked_once(self.indices))
 
     @property
@@ -281,8 +250,16 @@ class MixtureOfScanners(_Subset):
         """Always: the rows of a fetch are permuted in memory."""
         return True
 
+    def sized(self, fetch_rows: int) -> MixtureOfScanners:
+        """The same with the `block_size` that makes a fetch advance `active` scanners."""
+        if self.active is None:
+            return self
+        return replace(self, active=None, block_size=-(-fetch_rows // int(self.active)))
+
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows at positions `[start, stop)`."""
+        if self.active is not None:
+            raise OptionError(f"{self} depends on the size of a fetch: call sized(fetch_rows) first")
         n_rows, key = self.n_rows(dataset_rows), key_of(seed, epoch)
         n_scanners = min(self.n_scanners, n_rows)
         length, extra = divmod(n_rows, n_scanners)  # of a stretch; the first `extra` are one row longer
@@ -290,9 +267,9 @@ class MixtureOfScanners(_Subset):
         turn, place = np.divmod(np.arange(start, stop, dtype=np.int64), n_scanners * self.block_size)
         slot, within = np.divmod(place, self.block_size)
         first, last = start // (n_scanners * self.block_size), -(-stop // (n_scanners * self.block_size))
-        counters = np.arange(first * n_scanners, last * n_scanners, dtype=_U64)
+        counters = np.arange(first * n_scanners, last * n_scanners, dtype=np.uint64)
         # No two of these words are equal, so that they have one order alone.
-        order = np.argsort(mix(_U64(key) + GOLDEN * counters).reshape(-1, n_scanners), axis=1)
+        order = np.argsort(mix(np.uint64(key) + GOLDEN * counters).reshape(-1, n_scanners), axis=1)
         ends = turn >= n_rounds
         if ends.any():
             sizes = rest + (order[-1] < extra)

@@ -19,7 +19,8 @@ from zloader.columns import ObsColumn
 from zloader.compiled import compiled
 from zloader.errors import OptionError
 from zloader.expressions import Mask, matching
-from zloader.sampling import Sampling, checked_once, key_of, permute
+from zloader.permutation import key_of, permute
+from zloader.sampling import Sampling, checked_once
 from zloader.terms import Rows
 
 Column = Callable[[str], ObsColumn]

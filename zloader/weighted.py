@@ -17,7 +17,7 @@ from zloader.columns import ObsColumn, as_numbers
 from zloader.compiled import compiled
 from zloader.draws import Codes, Draws
 from zloader.errors import OptionError
-from zloader.sampling import checked_once
+from zloader.sampling import DEFAULT_BLOCK_SIZE, checked_once
 from zloader.terms import Rows, require_count
 
 
@@ -26,7 +26,7 @@ class _Weighted:
     """What both have: options, and the draws once what they are made of is known."""
 
     _: KW_ONLY
-    block_size: int = 64
+    block_size: int = DEFAULT_BLOCK_SIZE
     total_size: int | None = None
     replace: bool = True
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)

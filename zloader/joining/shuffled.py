@@ -12,7 +12,7 @@ import scipy.sparse
 
 from zloader.errors import OptionError
 from zloader.joining.content import Content
-from zloader.sampling import key_of, permute
+from zloader.permutation import key_of, permute
 from zloader.sources.shuffle import ShuffledMatrix
 from zloader.sources.windows import SourceMatrix
 from zloader.terms import Rows
