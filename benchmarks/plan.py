@@ -27,13 +27,15 @@ from rivals import table
 import zloader as zl
 from zloader.columns import ObsColumn
 from zloader.plan import Plan
-from zloader.sampling import Sampling, bound
+from zloader.sampling import Sampling, bound, stratified
 
 Figures = dict[str, Any]
 MAKERS: dict[str, Callable[[Callable[[str], ObsColumn], Any], Sampling]] = {
     "Streaming(shuffle=True)": lambda column, weights: zl.Streaming(shuffle=True),
     "BlockShuffling(64)": lambda column, weights: zl.BlockShuffling(64),
     "BlockShuffling(1)": lambda column, weights: zl.BlockShuffling(1),
+    "the default, 64 strata": lambda column, weights: stratified(),
+    "BlockShuffling(1), 64 strata": lambda column, weights: stratified(1),
     "MixtureOfScanners(16, 64)": lambda column, weights: zl.MixtureOfScanners(16),
     "MixtureOfScanners(1024, 1)": lambda column, weights: zl.MixtureOfScanners(1024, block_size=1),
     "ClassBalancedSampling, 64": lambda column, weights: bound(zl.ClassBalancedSampling("class"), column),

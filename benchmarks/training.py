@@ -38,9 +38,10 @@ from zloader.sampling import Sampling
 PLATES, DRUGS_A_PLATE, GENES = 14, 4, 300
 DRUGS = PLATES * DRUGS_A_PLATE
 TEST_ROWS = 20_000
-SAMPLINGS: dict[str, tuple[Sampling, int]] = {  # with its fetch_factor
+SAMPLINGS: dict[str, tuple[Sampling | None, int]] = {  # with its fetch_factor
     "random rows": (zl.BlockShuffling(1), 256),
-    "defaults: blocks of 64 x 256": (zl.BlockShuffling(64), 256),
+    "the defaults": (None, zl.Loader.fetch_factor),
+    "blocks of 64 x 256": (zl.BlockShuffling(64), 256),
     "blocks of 16 x 256": (zl.BlockShuffling(16), 256),
     "blocks of 64 x 4": (zl.BlockShuffling(64), 4),
     "streaming": (zl.Streaming(), 256),

@@ -26,7 +26,8 @@ SAMPLINGS = {
     "streaming": zl.Streaming(shuffle=True),
     "blocks": zl.BlockShuffling(7),
     "single rows": zl.BlockShuffling(1),
-    "scanners": zl.MixtureOfScanners(n_scanners=5, block_size=4),
+    "strata": zl.BlockShuffling(7, n_strata=11),
+    "scanners": zl.MixtureOfScanners(n_scanners=5, active=3),
     "weighted": zl.BlockWeightedSampling(np.arange(700.0), block_size=4),
     "classes": zl.ClassBalancedSampling("donor", block_size=4),
 }

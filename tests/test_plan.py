@@ -23,7 +23,8 @@ def plans(draw, drop_last=None, sampling=None):
     world_size = draw(st.integers(1, 5))
     block_size = draw(st.integers(1, batch_size * fetch_factor))
     scanners = MixtureOfScanners(n_scanners=draw(st.integers(1, 9)), block_size=block_size)
-    samplings = [BlockShuffling(block_size=block_size), scanners, Streaming(), Streaming(shuffle=True)]
+    strata = BlockShuffling(block_size=block_size, n_strata=draw(st.integers(1, 9)))
+    samplings = [BlockShuffling(block_size=block_size), strata, scanners, Streaming(), Streaming(shuffle=True)]
     return Plan(
         dataset_rows=draw(st.integers(world_size, 400)),
         sampling=draw(st.sampled_from(samplings)) if sampling is None else sampling,

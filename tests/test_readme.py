@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from helpers import counts
 
 import zloader as zl
@@ -36,6 +37,21 @@ def test_the_example_runs_as_it_stands(tmp_path):
     assert "n_obs × n_vars = 3 × 40" in run.stdout
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 13
+
+
+def test_the_lines_about_views_run_as_they_stand(tmp_path):
+    adata = counts(150, 40)
+    adata.obs["donor"] = [f"donor {row % 10}" for row in range(150)]
+    adata.obs["cell_type"] = ["T", "B", "NK"] * 50
+    adata.obs["n_counts"] = 10.0 * np.arange(150)
+    zl.convert(adata, tmp_path / "pbmc.zarr", progress=False)
+    names = {"zl": zl, "dataset": zl.open_dataset(tmp_path / "pbmc.zarr")}
+    exec(fenced("views"), names)
+    donors = [{row % 10 for row in names[part].row_numbers} for part in ("train", "val")]
+    assert sorted([*donors[0], *donors[1]]) == list(range(10))
+    wanted = [row for row in range(51, 150, 3) if row % 10 in donors[0]]
+    assert names["t_cells"].row_numbers.tolist() == wanted
+    assert sorted(np.concatenate([minibatch.index for minibatch in names["loader"]])) == wanted
 
 
 def test_the_options_it_lists_exist():

@@ -25,7 +25,8 @@ ADATA = counts(N_ROWS, 20)
 SAMPLINGS = {
     "streaming": zl.Streaming(),
     "blocks": zl.BlockShuffling(3),
-    "scanners": zl.MixtureOfScanners(n_scanners=4, block_size=2),
+    "strata": zl.BlockShuffling(3, n_strata=5),
+    "scanners": zl.MixtureOfScanners(n_scanners=4, active=3),
     "weights": zl.BlockWeightedSampling(1.0 + np.arange(N_ROWS) % 5, block_size=3),
     "classes": zl.ClassBalancedSampling("cell_type", block_size=3, total_size=50),
 }
@@ -62,7 +63,8 @@ def taken(loader, n) -> dict:
 @st.composite
 def plans(draw):
     batch_size, fetch_factor = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    sampling = draw(st.sampled_from([zl.Streaming(), zl.BlockShuffling(1), zl.MixtureOfScanners(3, block_size=1)]))
+    kinds = [zl.Streaming(), zl.BlockShuffling(1), zl.BlockShuffling(1, n_strata=9), zl.MixtureOfScanners(3, active=1)]
+    sampling = draw(st.sampled_from(kinds))
     remainder = draw(st.sampled_from(["drop", "pad"]))
     return Plan(
         dataset_rows=draw(st.integers(5, 150)),
@@ -313,7 +315,7 @@ def test_a_sampling_of_ones_own(dataset):
     options = SIZES | {"x": None, "sampling": Doubled(zl.BlockShuffling(3))}
     assert_resumes_anywhere(lambda: zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(3))})))
     state = zl.Loader(dataset, **options).state_dict()
-    assert state["sampling"] == "Doubled(inner=BlockShuffling(block_size=3, indices=None))"
+    assert state["sampling"] == "Doubled(inner=BlockShuffling(block_size=3, indices=None, n_strata=1))"
     with pytest.raises(OptionError, match=r"Doubled\(inner=BlockShuffling\(block_size=2"):
         zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(2))})).load_state_dict(state)
 
