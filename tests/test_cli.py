@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import zloader as zl
 from zloader.cli import app
 from zloader.cost import epoch_costs
-from zloader.sampling import DEFAULT_BLOCK_SIZE
+from zloader.sampling import DEFAULT_BLOCK_SIZE, stratified
 from zloader.writing.encode import ConvertOptions
 
 
@@ -143,7 +143,7 @@ def test_info_foretells_what_an_epoch_costs(tmp_path):
     shown = json.loads(zloader("info", tmp_path / "cells.zarr", "--json", *words).stdout)
     for cache, cost in ((None, "unmirrored"), (tmp_path / "cache", "first_mirrored")):
         dataset = zl.open_dataset(tmp_path / "cells.zarr", cache=cache)
-        loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(block_size=8))
+        loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=stratified(8))
         for _ in loader:
             pass
         assert shown["epoch"][cost]["gets"] == pytest.approx(loader.statistics().gets, rel=0.02)
