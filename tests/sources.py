@@ -19,7 +19,7 @@ from zarr.abc.store import Store
 from zarr.storage import WrapperStore
 
 import zloader as zl
-from zloader.location import Location
+from zloader.access.location import Location
 from zloader.writing.destination import Destination
 from zloader.writing.objects import ObjectWriter, translated
 

@@ -37,8 +37,8 @@ from zarr.storage import WrapperStore
 
 import zloader as zl
 from zloader import errors
+from zloader.access.location import Location
 from zloader.append import AppendReport, append, append_to
-from zloader.location import Location
 from zloader.writing.destination import Destination
 from zloader.writing.fit import unfit
 

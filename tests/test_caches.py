@@ -20,8 +20,8 @@ import pytest
 from helpers import check_minibatch, counts, digest
 
 import zloader as zl
-from zloader.caches import Place, cache_bytes, drop, mirrors
-from zloader.claims import Claims
+from zloader.caching.caches import Place, cache_bytes, drop, mirrors
+from zloader.caching.claims import Claims
 from zloader.errors import CacheError, OptionError, ReadError
 from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray
@@ -133,8 +133,8 @@ def test_claims_end_with_their_owner(tmp_path):
 _CLAIMS = """
 import sys
 import numpy as np
-from zloader.caches import Place
-from zloader.claims import Claims
+from zloader.caching.caches import Place
+from zloader.caching.claims import Claims
 from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray
 from zloader.terms import Cache

@@ -20,10 +20,10 @@ from rich.console import Console
 from test_cli import params, zloader
 
 import zloader as zl
-from zloader.cli_bench import BenchEpoch, medians, run_epoch
+from zloader.commands.bench import BenchEpoch, medians, run_epoch
+from zloader.commands.terminal import bench_view, show_figures
 from zloader.errors import ZloaderError
 from zloader.sampling import DEFAULT_BLOCK_SIZE
-from zloader.terminal import bench_view, show_figures
 
 ADATA = counts(503, 97)
 SIZES = {"batch_size": 16, "fetch_factor": 4, "block_size": 8}

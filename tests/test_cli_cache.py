@@ -18,8 +18,8 @@ from helpers import counts, write_store
 from test_cli import params, zloader
 
 import zloader as zl
-from zloader.caches import cache_bytes, drop, mirrors
-from zloader.held import held
+from zloader.caching.caches import cache_bytes, drop, mirrors
+from zloader.caching.held import held
 
 ROWS = 300
 OTHERS = "zloader did not make this"
@@ -320,7 +320,7 @@ from pathlib import Path
 package = types.ModuleType("zloader")
 package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
-from zloader.caches import Place
+from zloader.caching.caches import Place
 from zloader.terms import Cache
 place = Place(Cache(directory=Path(sys.argv[2])), sys.argv[3], sys.argv[4])
 print("in use", flush=True)

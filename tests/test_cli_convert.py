@@ -54,7 +54,7 @@ def test_what_is_wrong_is_named_and_is_a_failure(tmp_path: Path) -> None:
 
 _DROPPED = """
 import signal, sys
-from zloader.command import app
+from zloader.commands.command import app
 
 class Dying:
     def __del__(self):

@@ -30,8 +30,8 @@ from sources import (
 
 import zloader as zl
 from zloader import errors
+from zloader.access.location import Location
 from zloader.convert import convert_to
-from zloader.location import Location
 from zloader.writing.destination import MARKER
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=3)

@@ -38,8 +38,8 @@ from sources import (
 )
 
 from zloader import errors
+from zloader.access.location import Location
 from zloader.convert import convert_to
-from zloader.location import Location
 from zloader.writing.destination import MARKER, PendingStore
 
 # ---- interruption

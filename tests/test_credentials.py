@@ -22,10 +22,10 @@ import pytest
 from helpers import counts, digest, write_store
 
 import zloader as zl
-from zloader.credentials import s3_access
+from zloader.access.credentials import s3_access
+from zloader.access.kvstore import Credentials, kvstore_spec
+from zloader.access.location import Location
 from zloader.errors import AccessDeniedError, StoreError
-from zloader.kvstore import Credentials, kvstore_spec
-from zloader.location import Location
 from zloader.testing import Sim
 
 ADATA = counts(120, 31, seed=5)

@@ -23,10 +23,10 @@ import torch
 from helpers import write_store
 
 import zloader as zl
-from zloader.demo import Classifier, DemoOptions, choose_label, run_demo, unpack_bundled
+from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo, unpack_bundled
+from zloader.commands.report import DemoRun, EpochFigures
+from zloader.commands.workplace import Workplace, workplace, write_access
 from zloader.errors import MissingColumnError, OptionError
-from zloader.report import DemoRun, EpochFigures
-from zloader.workplace import Workplace, workplace, write_access
 
 COMMAND = [sys.executable, "-c", "from zloader.cli import app; app()", "demo", "--json"]
 # Number and sum of the counts, and a hash of every count, label and name, taken from the source of the bundled cells.

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader import retry
+from zloader.access import retry
+from zloader.access.setbacks import setback_of
 from zloader.errors import (
     AccessDeniedError,
     CorruptChunkError,
@@ -28,7 +29,6 @@ from zloader.errors import (
     StoreError,
     TruncatedObjectError,
 )
-from zloader.setbacks import setback_of
 from zloader.testing import Sim
 
 ADATA = counts(200, 53, seed=4)

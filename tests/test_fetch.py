@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.bridge import Bridge
-from zloader.caches import Place
+from zloader.caching.caches import Place
 from zloader.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.layout import MatrixLayout

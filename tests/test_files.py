@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
+from zloader.access.files import FileSource
+from zloader.access.location import Location
 from zloader.errors import AccessDeniedError, MissingObjectError, ReadError, StoreChangedError, TruncatedObjectError
-from zloader.files import FileSource
-from zloader.location import Location
 from zloader.terms import FetchOptions, Span
 
 CONTENT = {"a/c/0": bytes(range(256)) * 4, "b": b"0123456789"}

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from test_mirror import _layout, _truth
 
 import zloader as zl
-from zloader.caches import MirrorEntry, Place, drop, mirrors
-from zloader.claims import Claims
-from zloader.held import Held, held, verify
-from zloader.kept import save_column
+from zloader.caching.caches import MirrorEntry, Place, drop, mirrors
+from zloader.caching.claims import Claims
+from zloader.caching.held import Held, held, verify
+from zloader.caching.kept import save_column
+from zloader.caching.proof import Proof
+from zloader.caching.sums import parse_sums
 from zloader.mirror import MirrorArray
-from zloader.proof import Proof
-from zloader.sums import parse_sums
 from zloader.terms import Cache
 
 ROWS = 400

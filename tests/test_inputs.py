@@ -29,7 +29,7 @@ from sources import SMALL, assert_same, counts, frame, full_anndata, write_h5ad
 
 import zloader as zl
 from zloader import errors
-from zloader.location import Location
+from zloader.access.location import Location
 from zloader.sources.inputs import Input, open_inputs
 from zloader.sources.places import BlockCache, RemoteFile, places
 from zloader.sources.source import encoding_of, open_matrix, shape_of

@@ -21,11 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.mirror
-from zloader import pages
-from zloader.caches import Place
+from zloader.caching import pages
+from zloader.caching.caches import Place
+from zloader.caching.kept import load_column
+from zloader.caching.kept import save_column as save_windows
 from zloader.decode import checksum
-from zloader.kept import load_column
-from zloader.kept import save_column as save_windows
 from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray, open_mirror, open_place
 from zloader.terms import Cache
@@ -353,7 +353,7 @@ package = types.ModuleType("zloader")
 package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
 import numpy as np
-from zloader.caches import Place
+from zloader.caching.caches import Place
 from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray
 from zloader.terms import Cache

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from zloader.commands.report import DemoRun, EpochFigures, Step, render, size, throughput
 from zloader.convert import ConversionReport
-from zloader.report import DemoRun, EpochFigures, Step, render, size, throughput
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 

@@ -24,7 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader import google
+from zloader.access import google
+from zloader.access.kvstore import Credentials, kvstore_spec
+from zloader.access.location import Location
 from zloader.errors import (
     AccessDeniedError,
     FormatError,
@@ -35,8 +37,6 @@ from zloader.errors import (
     StoreError,
     StoreNotFoundError,
 )
-from zloader.kvstore import Credentials, kvstore_spec
-from zloader.location import Location
 
 ADATA = counts(160, 41, seed=8)
 ADATA.obs["odd & #name? 50%"] = np.arange(160, dtype=np.float32)
@@ -123,7 +123,7 @@ def test_what_is_asked_for_at_once_is_bounded(root, sim):
 
 @given(shape=st.lists(st.integers(0, 7), max_size=3), zarr_format=st.sampled_from([2, 3]), sharded=st.booleans())
 def test_the_keys_of_an_array_are_those_that_zarr_writes(shape, zarr_format, sharded):
-    from zloader.web import stored_keys
+    from zloader.access.web import stored_keys
 
     store = zarr.storage.MemoryStore()
     group = zarr.open_group(store, mode="w", zarr_format=zarr_format)

@@ -25,11 +25,11 @@ from sources import LAYOUTS, SMALL, FailingDestination, convert, counts, disk_fu
 
 import zloader as zl
 from zloader import errors
+from zloader.access.location import Location
 from zloader.checking.canonical import GeneOrder, IndptrCheck
 from zloader.checking.differences import Sparse, bits_differ, column_difference, element_differences
 from zloader.checking.findings import Findings
 from zloader.convert import convert_to
-from zloader.location import Location
 from zloader.verify import Verification, verify
 from zloader.writing.destination import MARKER
 

@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.caches import Place
+from zloader.caching.caches import Place
+from zloader.caching.kept import load_column, save_column
+from zloader.caching.keptobs import load_obs, save_obs
 from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike, unfit_obsm
 from zloader.errors import MissingColumnError, OptionError, ZloaderError
-from zloader.kept import load_column, save_column
-from zloader.keptobs import load_obs, save_obs
 from zloader.mirror import open_place
 from zloader.opened import OpenedStore
 from zloader.terms import Cache

@@ -18,11 +18,11 @@ from typing import Any
 import zarr
 from numpy.typing import NDArray
 
+from zloader.access.location import Location
 from zloader.convert import library_settings, refuse_overlap
 from zloader.dataset import Dataset
 from zloader.errors import StoreError
 from zloader.joining.content import Content
-from zloader.location import Location
 from zloader.malloc import keep_freed_memory
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Source, open_inputs

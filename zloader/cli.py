@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zloader import cli_bench, cli_cache, cli_convert, cli_quality, terminal
-from zloader.command import (
+from zloader.commands import bench as cli_bench
+from zloader.commands import cache as cli_cache
+from zloader.commands import convert as cli_convert
+from zloader.commands import quality as cli_quality
+from zloader.commands import terminal
+from zloader.commands.command import (
     KEYS,
     Anonymous,
     Debug,
@@ -37,10 +41,10 @@ from zloader.command import (
 from zloader.errors import FormatError, OptionError, ZloaderError
 
 if TYPE_CHECKING:
+    from zloader.commands.report import DemoRun
+    from zloader.commands.workplace import Workplace
     from zloader.cost import EpochCosts
     from zloader.dataset import Dataset
-    from zloader.report import DemoRun
-    from zloader.workplace import Workplace
 
 # Rooms that register their commands when they are imported.
 __all__ = ["app", "cli_bench", "cli_cache", "cli_convert", "cli_quality"]
@@ -143,9 +147,9 @@ def demo(  # noqa: PLR0913 - one parameter a flag
         raise OptionError(f"cannot write {report}: give the path of a file in a directory that exists with --report")
     view = terminal.DemoView(terminal.console(stderr=as_json))
     view.step("loading torch and starting SeaweedFS")
-    from zloader.demo import DemoOptions, run_demo
-    from zloader.report import render
-    from zloader.workplace import workplace
+    from zloader.commands.demo import DemoOptions, run_demo
+    from zloader.commands.report import render
+    from zloader.commands.workplace import workplace
 
     with workplace(keep=keep) as place:
         with view:
@@ -174,7 +178,7 @@ def _demo_document(run: DemoRun, report: Path) -> dict[str, Any]:
 
 def _serve(view: terminal.DemoView, place: Workplace, run: DemoRun) -> None:
     """Says where everything is, and waits for a signal."""
-    from zloader.workplace import write_access
+    from zloader.commands.workplace import write_access
 
     access = write_access(place)
     with contextlib.suppress(KeyboardInterrupt, EndedError):

@@ -28,10 +28,10 @@ import numpy as np
 import zarr
 import zarr.errors
 
+from zloader.access.location import Location
 from zloader.errors import OptionError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
 from zloader.joining.shuffled import ShuffledContent
-from zloader.location import Location
 from zloader.malloc import keep_freed_memory
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs

@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.access.location import Location
 from zloader.annotated import each
 from zloader.columns import ObsColumn
 from zloader.errors import OptionError, StoreChangedError
 from zloader.expressions import Mask
-from zloader.location import Location
 from zloader.opened import open_stores
 from zloader.sampling import Sampling
 from zloader.table import Table, X

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader import gather, pages
+from zloader import gather
 from zloader.bridge import Bridge, ByteBudget, Put, aside
+from zloader.caching import pages
 from zloader.columns import ObsColumn
 from zloader.genes import ChosenGenes
 from zloader.parts import Part, opened_readers

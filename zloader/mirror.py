@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader import pages
-from zloader.caches import Place
-from zloader.claims import Claims
+from zloader.caching import pages
+from zloader.caching.caches import Place
+from zloader.caching.claims import Claims
+from zloader.caching.drafts import file_of
+from zloader.caching.sums import PRESENT, mapped, mapped_words, opened
 from zloader.decode import checksum
-from zloader.drafts import file_of
 from zloader.layout import ArrayLayout
-from zloader.sums import PRESENT, mapped, mapped_words, opened
 from zloader.terms import Cache, Rows
 
 log = logging.getLogger("zloader")

@@ -21,18 +21,18 @@ import zarr
 import zarr.errors
 from numpy.typing import NDArray
 
+from zloader.access.files import FileSource
+from zloader.access.location import Location, StoredObject
+from zloader.access.web import stored_keys
+from zloader.caching.kept import load_column, save_column
+from zloader.caching.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
 from zloader.errors import CacheError, FormatError, MissingObjectError, OptionError, ZloaderError
-from zloader.files import FileSource
-from zloader.kept import load_column, save_column
-from zloader.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
 from zloader.layout import ArrayLayout, MatrixLayout
-from zloader.location import Location, StoredObject
 from zloader.metadata import IndptrCheck, layout_of
 from zloader.mirror import Mirror, open_mirror, open_place
 from zloader.parts import Part
 from zloader.store import ObjectSource
 from zloader.terms import Cache, FetchOptions, Source
-from zloader.web import stored_keys
 
 Check = Callable[[int, NDArray[Any]], None]
 _WINDOW_BYTES = 32 << 20  # of a column that is read into the mirror

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader import blosc
-from zloader.claims import Claims
+from zloader.caching.claims import Claims
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
 from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, closed, needed, total_bytes, widened

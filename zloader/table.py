@@ -16,13 +16,13 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
+from zloader.access.location import Location, StoredObject
 from zloader.annotated import Annotated, each
-from zloader.caches import cache_bytes
+from zloader.caching.caches import cache_bytes
 from zloader.errors import FormatError, OptionError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.genes import ChosenGenes, Genes, choose_genes
 from zloader.layout import MatrixLayout
-from zloader.location import Location, StoredObject
 from zloader.mirror import holding
 from zloader.opened import OpenedStore
 from zloader.parts import Part

@@ -11,6 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from zloader.access.location import Location
 from zloader.checking.compare import Comparison
 from zloader.checking.findings import Findings, Problem
 from zloader.checking.hierarchy import Hierarchy
@@ -18,7 +19,6 @@ from zloader.checking.scan import ChunkScan
 from zloader.convert import library_settings
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import FormatError
-from zloader.location import Location
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.terms import MiB

@@ -12,10 +12,10 @@ import zarr
 import zarr.errors
 from zarr.storage import StorePath
 
+from zloader.access.web import stored_keys
 from zloader.checking.findings import Findings
 from zloader.dataset import Dataset
 from zloader.errors import FormatError
-from zloader.web import stored_keys
 from zloader.writing.destination import MARKER
 from zloader.writing.objects import translated
 

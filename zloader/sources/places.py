@@ -22,6 +22,7 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.storage import WrapperStore
 
+from zloader.access.location import Location
 from zloader.errors import (
     AccessDeniedError,
     OptionError,
@@ -30,7 +31,6 @@ from zloader.errors import (
     TruncatedObjectError,
     ZloaderError,
 )
-from zloader.location import Location
 from zloader.terms import MiB
 
 Objects = list[tuple[str, int, str]]  # relative name, bytes, and a tag that changes with the bytes

@@ -20,8 +20,8 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
+from zloader.access.location import Location
 from zloader.errors import AccessDeniedError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
-from zloader.location import Location
 from zloader.writing.objects import PARTIAL, ObjectWriter, create_object, translated
 
 MARKER = "zloader.partial"

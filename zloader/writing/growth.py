@@ -12,6 +12,7 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
+from zloader.access.web import stored_keys
 from zloader.dataset import Dataset
 from zloader.errors import FormatError, MissingObjectError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
@@ -22,7 +23,6 @@ from zloader.sources.inputs import Input
 from zloader.sources.join import JoinedMatrix
 from zloader.sources.windows import SourceMatrix
 from zloader.terms import Rows
-from zloader.web import stored_keys
 from zloader.writing.encode import CODECS, zarr_codecs
 from zloader.writing.fit import addition
 

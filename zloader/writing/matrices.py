@@ -15,8 +15,8 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
+from zloader.access.location import Location
 from zloader.errors import FormatError, ReadError, SourceError
-from zloader.location import Location
 from zloader.progress import Bars
 from zloader.sources.windows import Advance, SourceMatrix, Window
 from zloader.terms import Rows

@@ -17,8 +17,8 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
+from zloader.access.location import Location
 from zloader.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.location import Location
 from zloader.terms import MiB
 
 PARTIAL = ".partial"  # ends the name of a local file that is being written, by zarr as well

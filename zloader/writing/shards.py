@@ -19,10 +19,10 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
+from zloader.access.location import Location
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, TruncatedObjectError
 from zloader.layout import ABSENT, ArrayLayout
-from zloader.location import Location
 from zloader.metadata import layout_of
 from zloader.terms import MiB
 from zloader.writing.encode import ChunkEncoder, shard_index

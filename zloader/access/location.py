@@ -19,10 +19,10 @@ import zarr.abc.store
 import zarr.storage
 from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
-from zloader import web
-from zloader.credentials import s3_access
+from zloader.access import web
+from zloader.access.credentials import s3_access
+from zloader.access.google import google_errors, google_files, is_refusal
 from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.google import google_errors, google_files, is_refusal
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _WRITABLE = ("file", "s3")

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from zloader.access.web import ReadOnly
 from zloader.errors import OptionError
-from zloader.web import ReadOnly
 
 
 def google_token(storage_options: Mapping[str, Any]) -> str:

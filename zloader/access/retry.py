@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from zloader.access.setbacks import Setback
 from zloader.errors import DeadlineError, TruncatedObjectError
-from zloader.setbacks import Setback
 from zloader.terms import FetchOptions, Span
 
 _log = logging.getLogger("zloader")

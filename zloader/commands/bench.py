@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zloader import terminal
-from zloader.command import (
+from zloader.commands import terminal
+from zloader.commands.command import (
     KEYS,
     Anonymous,
     Debug,

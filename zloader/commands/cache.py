@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zloader import terminal
-from zloader.command import (
+from zloader.commands import terminal
+from zloader.commands.command import (
     KEYS,
     Anonymous,
     Debug,
@@ -30,13 +30,13 @@ from zloader.command import (
     print_json,
     storage_options,
 )
+from zloader.commands.report import size
 from zloader.errors import CacheError, OptionError
 from zloader.progress import byte_bar
-from zloader.report import size
 
 if TYPE_CHECKING:
-    from zloader.caches import MirrorEntry
-    from zloader.held import Held
+    from zloader.caching.caches import MirrorEntry
+    from zloader.caching.held import Held
     from zloader.warm import Warmed
 
 # ---- warm
@@ -124,7 +124,7 @@ _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The cache.", sh
 
 
 def _mirrors(directory: Path) -> list[MirrorEntry]:
-    from zloader.caches import mirrors, require_cache
+    from zloader.caching.caches import mirrors, require_cache
 
     require_cache(directory)
     return mirrors(directory.absolute())
@@ -141,7 +141,7 @@ def _document(entry: MirrorEntry, held: Held | None = None) -> dict[str, Any]:
 @_cache.command()
 def ls(directory: _Directory, as_json: Json = False, debug: Debug = False) -> None:
     """List the mirrors in a cache, in the order in which they would make room."""
-    from zloader.held import held
+    from zloader.caching.held import held
 
     found = [(entry, held(entry)) for entry in _mirrors(directory)]
     if as_json:
@@ -158,8 +158,8 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
 
     What is damaged is forgotten, and read from the store again when it is needed.
     """
-    from zloader.held import held
-    from zloader.held import verify as verify_mirror
+    from zloader.caching.held import held
+    from zloader.caching.held import verify as verify_mirror
 
     entries = _mirrors(directory)
     in_all = sum(one.bytes_held + one.kept_bytes for one in map(held, entries))
@@ -221,7 +221,7 @@ def clear(
 
     Nothing that zloader did not make is deleted.
     """
-    from zloader.caches import unmark
+    from zloader.caching.caches import unmark
 
     entries = [entry for entry in _mirrors(directory) if url in (None, entry.url)]
     if url is not None and not entries:
@@ -254,7 +254,7 @@ def _ask(entries: Sequence[MirrorEntry]) -> None:
 
 
 def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
-    from zloader.caches import drop
+    from zloader.caching.caches import drop
 
     try:
         dropped = drop(entry.directory)

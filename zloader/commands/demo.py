@@ -25,15 +25,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from zloader.commands.report import DemoRun, EpochFigures, Step
+from zloader.commands.workplace import Workplace
 from zloader.convert import convert
 from zloader.dataset import Dataset, open_dataset
 from zloader.errors import MissingColumnError, OptionError
 from zloader.loader import Loader, Minibatch
 from zloader.permutation import key_of, shuffled
-from zloader.report import DemoRun, EpochFigures, Step
 from zloader.sampling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.terms import Rows, Statistics, require_count
-from zloader.workplace import Workplace
 
 BUNDLED = "pancreas_human.h5ad"
 BUNDLED_LABEL = "cell_type1"

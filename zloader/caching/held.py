@@ -18,11 +18,11 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caches import MirrorEntry
+from zloader.caching.caches import MirrorEntry
+from zloader.caching.kept import is_right
+from zloader.caching.proof import Proof
+from zloader.caching.sums import parse_sums
 from zloader.errors import CacheError
-from zloader.kept import is_right
-from zloader.proof import Proof
-from zloader.sums import parse_sums
 
 _PIECE = 4 << 20  # bytes read at once
 _TASK = 16 << 20  # bytes that a thread compares before it says so

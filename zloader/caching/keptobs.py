@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from zloader.caches import Place
+from zloader.caching.caches import Place
+from zloader.caching.kept import load_column, load_object, save_column, save_object
 from zloader.columns import ObsColumn
-from zloader.kept import load_column, load_object, save_column, save_object
 
 
 def load_obs(place: Place, name: str) -> ObsColumn | None:

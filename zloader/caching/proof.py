@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from zloader.drafts import write_whole
+from zloader.caching.drafts import write_whole
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

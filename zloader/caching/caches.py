@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from zloader.drafts import write_whole
+from zloader.caching.drafts import write_whole
+from zloader.caching.proof import Proof
 from zloader.errors import CacheError
-from zloader.proof import Proof
 from zloader.terms import Cache
 
 log = logging.getLogger("zloader")

@@ -9,9 +9,9 @@ import os
 from typing import Any
 from urllib.parse import quote
 
-from zloader.credentials import S3Access, s3_access
-from zloader.google import google_token
-from zloader.location import Location
+from zloader.access.credentials import S3Access, s3_access
+from zloader.access.google import google_token
+from zloader.access.location import Location
 
 _GOOGLE = "https://storage.googleapis.com"
 

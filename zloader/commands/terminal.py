@@ -13,14 +13,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zloader.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
+from zloader.commands.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
 
 if TYPE_CHECKING:
     from zloader.append import AppendReport
-    from zloader.caches import MirrorEntry
+    from zloader.caching.caches import MirrorEntry
+    from zloader.caching.held import Held
     from zloader.convert import ConversionReport
     from zloader.cost import EpochCosts
-    from zloader.held import Held
     from zloader.summary import MatrixSummary, StoreSummary
     from zloader.verify import Verification
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caches import Place
+from zloader.caching.caches import Place
+from zloader.caching.drafts import draft_of
 from zloader.decode import checksum
-from zloader.drafts import draft_of
 from zloader.layout import ArrayLayout
 
 PRESENT = 1 << 32  # set in every word of a chunk that is there, so that a checksum of 0 is told from absence

@@ -16,8 +16,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caches import Place
-from zloader.drafts import draft_of, file_of
+from zloader.caching.caches import Place
+from zloader.caching.drafts import draft_of, file_of
 
 log = logging.getLogger("zloader")
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from zloader.access.location import Location, StoredObject
 from zloader.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -20,7 +21,6 @@ from zloader.errors import (
     StoreError,
     TruncatedObjectError,
 )
-from zloader.location import Location, StoredObject
 from zloader.terms import FetchOptions, Span
 
 

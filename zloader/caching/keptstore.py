@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.storage import MemoryStore, WrapperStore
 
-from zloader.caches import Place, mirrors
+from zloader.access.location import Location, StoredObject
+from zloader.caching.caches import Place, mirrors
+from zloader.caching.kept import load_object, read_object, save_object
 from zloader.errors import CacheError, ReadError
-from zloader.kept import load_object, read_object, save_object
-from zloader.location import Location, StoredObject
 from zloader.terms import Span
 
 if TYPE_CHECKING:

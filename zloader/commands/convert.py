@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from zloader import terminal
-from zloader.command import (
+from zloader.commands import terminal
+from zloader.commands.command import (
     KEYS,
     Anonymous,
     Debug,

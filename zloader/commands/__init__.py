@@ -1,0 +1,1 @@
+"""The commands of `zloader`, what they print and draw, and the demo."""
