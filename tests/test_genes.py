@@ -181,7 +181,7 @@ def test_names_positions_and_masks(genes, positions):
         (pd.array([True, None, True, True, True], dtype="boolean"), "not boolean"),
         (7, "a mask, not a int"),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_what_chooses_nothing_sensible_is_refused(genes, says):
     with pytest.raises(OptionError, match=re.escape(says)):
