@@ -21,6 +21,7 @@ LAYERS = {
     "zloader.errors": 0,
     "zloader.malloc": 0,
     "zloader.compiled": 0,
+    "zloader.sharing": 0,
     "zloader.layout": 1,
     "zloader.metadata": 1,
     "zloader.permutation": 1,
