@@ -52,7 +52,7 @@ def _file_of(array: NDArray[Any]) -> int:
     if key not in _files:
         file = os.memfd_create("zloader-array", os.MFD_CLOEXEC)
         with open(file, "wb", closefd=False) as out:
-            out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         _files[key] = file
         weakref.finalize(array, _close, key)
     return _files[key]
