@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zloader as zl
+from zloader.columns import ObsColumn
 from zloader.errors import OptionError
 from zloader.plan import Plan
-from zloader.sampling import BlockShuffling, stratified
+from zloader.sampling import BlockShuffling, bound, stratified
+from zloader.views import RowSet, Within
 
 ROWS = 1_400_000
 
@@ -135,6 +137,22 @@ def test_a_subset_is_all_the_rows_there_are():
     in_order = measured(zl.Streaming(indices=chosen))
     assert in_order.l1_within == pytest.approx(0, abs=1e-12)
     assert in_order.longest_run == 64
+
+
+@pytest.mark.parametrize("rows", [None, np.arange(7, 20_000)], ids=["dataset", "view"])
+def test_indices_count_however_the_labels_are_named(rows):
+    """By the name of an obs column or as an array: the plans are the same, row for row, and so are the measures."""
+    labels = np.arange(20_000) * 14 // 20_000
+    chosen = None if rows is None else RowSet.of(np.isin(np.arange(20_000), rows))
+    own = labels if rows is None else labels[rows]
+    column = ObsColumn(values=own, categories=None)
+    seen = []
+    for named in ("c", own):
+        sampling = bound(zl.ClassBalancedSampling(named, indices=np.arange(5000)), {"c": column}.__getitem__)
+        seen.append(measured(sampling if chosen is None else Within(sampling, chosen), 64, labels=labels))
+    assert seen[0] == seen[1]
+    assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)
+    assert seen[0].l1_within == pytest.approx(1, abs=0.05)
 
 
 def test_balanced_classes_have_more_entropy_than_random_rows():

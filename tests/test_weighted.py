@@ -288,6 +288,20 @@ def test_indices_are_the_rows_that_take_part(weights, block_size, epoch, replace
     np.testing.assert_array_equal(order, _order(BlockWeightedSampling(masked, **options), len(weights), epoch=epoch))
 
 
+@pytest.mark.parametrize("indices", [None, [0, 5, 3, 4]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        lambda **options: BlockWeightedSampling({"a": 2.0}, column="type", **options),
+        lambda **options: ClassBalancedSampling("type", **options),
+    ],
+    ids=["weighted", "balanced"],
+)
+def test_what_is_bound_to_a_column_still_names_its_indices(sampling, indices):
+    known = bound(sampling(indices=indices), _column([0, 1, 2, 1, -1, 0], list("abc"))).indices
+    assert (known if indices is None else known.tolist()) == (indices and sorted(indices))
+
+
 @given(weights=WEIGHTS, world_size=st.integers(1, 4), replace=st.booleans(), total=st.integers(20, 90))
 def test_ranks_and_workers_share_out_the_draws(weights, world_size, replace, total):
     weights = [*weights, *[1.0] * 90]

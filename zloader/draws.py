@@ -132,7 +132,8 @@ class Draws:
     """A sampling: `total_size` rows an epoch, drawn by weight in blocks of `block_size`.
 
     The weight of row i is `table[i]`, or with codes `table[codes[i]]`, where code -1 is the last of the table. With
-    `indices` (ascending) only those rows take part. Raises OptionError for weights that make no sense.
+    `indices` (ascending) only those rows take part; they are kept as given. Raises OptionError for weights that make no
+    sense.
     """
 
     shuffles_fetch = True
@@ -150,6 +151,7 @@ class Draws:
         require_count(block_size=block_size)
         _require_weights(table)
         self.block_size, self.repeats = int(block_size), bool(replace)
+        self.indices = indices
         self._of_dataset = len(table if codes is None else codes)
         self._rows, self._table, self._codes = _positive(table, codes, indices)
         self._n = len(self._table if self._codes is None else self._codes)
@@ -249,7 +251,8 @@ def _positive(
         if indices[0] < 0 or indices[-1] >= len(positive):
             bad = indices[0] if indices[0] < 0 else indices[-1]
             raise OptionError(f"indices holds row {bad}, but there are weights or labels of {len(positive)} rows")
-        rows = indices[positive[indices]]
+        taken = positive[indices]
+        rows = indices if taken.all() else indices[taken]  # one array for both
     elif positive.all():
         return None, table, codes
     else:
