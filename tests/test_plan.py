@@ -315,3 +315,51 @@ def test_numpy_integers_are_numbers_too(kind):
 def test_a_block_as_large_as_a_fetch_is_allowed():
     plan = Plan(**(GOOD | {"sampling": BlockShuffling(block_size=16)}))
     np.testing.assert_array_equal(np.sort(_all_rows(plan)), np.arange(100))
+
+
+class Given:
+    """A sampling of somebody's own that gives what it is told to."""
+
+    shuffles_fetch = False
+
+    def __init__(self, rows) -> None:
+        self.given = rows
+
+    def n_rows(self, dataset_rows):
+        return dataset_rows
+
+    def rows(self, start, stop, **kwargs):
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.arange(4) - 1, "from 0 to 3, but gave -1"),
+        (np.arange(4) + 1, "from 0 to 3, but gave 4"),
+        (np.arange(3), r"Given.rows\(0, 4\) must give 4 row numbers, not 3"),
+        (np.arange(4.0), "1-d array of integers"),
+        ([0, 1, 2, 3], "1-d array of integers"),
+        (np.zeros((4, 1), np.int64), "1-d array of integers"),
+    ],
+)
+def test_rows_that_are_none_are_refused(rows, message):
+    plan = Plan(dataset_rows=4, sampling=Given(rows), batch_size=2, fetch_factor=2)
+    with pytest.raises(OptionError, match=message):
+        plan.fetch(0)
+
+
+def test_rows_that_came_as_padding_are_seen():
+    """Of 10 rows two ranks have had four each, and then one of those as padding: what is left has them no more."""
+    then = Plan(
+        dataset_rows=10, sampling=BlockShuffling(1), batch_size=4, fetch_factor=4, world_size=2, remainder="pad"
+    )
+    for done in range(then.n_minibatches + 1):
+        seen = set()
+        for rank in range(2):
+            fetches = dataclasses.replace(then, rank=rank).fetches()
+            minibatches = [rows for fetch in fetches for rows in np.split(fetch.rows[fetch.order], fetch.cuts[1:-1])]
+            seen |= set(np.concatenate([np.empty(0, int), *minibatches[:done]]).tolist())
+        unseen = then.unseen(done)
+        left = unseen.rows(0, unseen.n_rows(10), dataset_rows=10, seed=0, epoch=0)
+        assert sorted(left) == sorted(set(range(10)) - seen)

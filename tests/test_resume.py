@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -371,10 +373,11 @@ def test_workers_take_a_new_order_each_epoch(dataset):
     assert rows_of(through) == rows_of(fresh)[20:]
     assert rows_of(through) == rows_of(fresh) == whole
     loader = zl.Loader(dataset, x=None, **SIZES)
-    forked = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    epochs = [rows_of(forked) for _ in range(3)]
-    assert all(sorted(epoch) == list(range(N_ROWS)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    for each in (loader, copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        forked = DataLoader(each, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        epochs = [rows_of(forked) for _ in range(3)]
+        assert all(sorted(epoch) == list(range(N_ROWS)) for epoch in epochs)
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls

@@ -284,12 +284,19 @@ def test_every_round_has_one_block_of_each_stratum(n_blocks, block_size, n_strat
     sampling = BlockShuffling(block_size=block_size, n_strata=n_strata)
     blocks = _order(sampling, n_blocks * block_size, seed=seed, epoch=epoch)[::block_size] // block_size
     n_strata = min(n_strata, n_blocks)
-    ends = [(number + 1) * n_blocks // n_strata for number in range(n_strata)]
+    turned = key_of(key_of(seed, epoch), 4) % n_strata
+    ends = [((number + 1) * n_blocks + turned) // n_strata for number in range(n_strata)]
     strata = np.searchsorted(ends, blocks, side="right").tolist()
     n_rounds, left = divmod(n_blocks, n_strata)
     for number in range(n_rounds):
         assert sorted(strata[number * n_strata : (number + 1) * n_strata]) == list(range(n_strata))
     assert len(set(strata[n_rounds * n_strata :])) == left
+
+
+def test_which_blocks_come_last_changes_with_the_epoch():
+    """65 blocks in 64 strata: any may be the one that is left after the full round."""
+    last = {int(_order(stratified(1), 65, epoch=epoch)[-1]) for epoch in range(1000)}
+    assert len(last) > 60
 
 
 def test_one_stratum_is_the_order_of_blocks_alone():
@@ -375,7 +382,9 @@ def test_scanners_of_indices_read_those_alone(indices, epoch):
     np.testing.assert_array_equal(order, np.sort(indices)[whole])
 
 
-@pytest.mark.parametrize(("active", "fetch_rows", "block_size"), [(4, 16_384, 4096), (16, 100, 7), (1, 64, 64)])
+@pytest.mark.parametrize(
+    ("active", "fetch_rows", "block_size"), [(4, 16_384, 4096), (16, 100, 6), (1, 64, 64), (16, 10, 1)]
+)
 def test_a_fetch_advances_as_many_scanners_as_are_active(active, fetch_rows, block_size):
     scanners = MixtureOfScanners(16, active)
     known = sized(scanners, fetch_rows)
@@ -385,7 +394,14 @@ def test_a_fetch_advances_as_many_scanners_as_are_active(active, fetch_rows, blo
         plan.fetch(3).rows, known.rows(3 * fetch_rows, 4 * fetch_rows, dataset_rows=1_000_003, seed=0, epoch=0)
     )
     stretches = np.diff(plan.fetch(0).rows) != 1
-    assert stretches.sum() + 1 == min(active, -(-fetch_rows // block_size))
+    assert stretches.sum() + 1 == -(-fetch_rows // block_size)
+
+
+def test_sized_scanners_follow_no_array_of_the_caller():
+    indices = np.array([5, 2, 9, 7])
+    scanners = MixtureOfScanners(4, active=2, indices=indices)
+    indices[:] = [0, 1, 3, 4]
+    assert sorted(_order(sized(scanners, 4), 10)) == [2, 5, 7, 9]
 
 
 def test_scanners_that_depend_on_a_fetch_say_so():

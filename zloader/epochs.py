@@ -32,8 +32,16 @@ class EpochCount:
         self._stretches = torch.zeros(2 * MOST_STRETCHES, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._iterations = 0  # of this process
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for tensor in (self._first, self._words, self._pids, self._stretches):
+            if not tensor.is_shared():  # a copy or an ordinary pickle: a count of its own
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+
     def restart(self, position: Position) -> None:
         """Makes the next iteration the epoch of `position`, from there on."""
+        if position.epoch >= 1 << 62:
+            raise OptionError(f"epoch {position.epoch} is more than a loader can count to")
         flat = [number for stretch in position.stretches for number in stretch]
         # At once: workers that are told the same one after the other read meanwhile.
         self._stretches.copy_(torch.tensor(flat + [0] * (2 * MOST_STRETCHES - len(flat))))

@@ -217,13 +217,24 @@ class Plan:
         while start < stop or not pieces:
             first = start % n_rows if self.pads else start
             size = min(stop - start, n_rows - first)
-            pieces.append(
-                self.sampling.rows(
-                    first, first + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
-                )
+            rows = self.sampling.rows(
+                first, first + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
             )
+            self._require_rows(rows, first, first + size)
+            pieces.append(rows)
             start += size
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _require_rows(self, rows: Rows, start: int, stop: int) -> None:
+        """Raises OptionError for what a sampling of somebody's own should not have given."""
+        asked = f"{type(self.sampling).__name__}.rows({start}, {stop}) must give {stop - start} row numbers"
+        if not isinstance(rows, np.ndarray) or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+            raise OptionError(f"{asked} as a 1-d array of integers, not {rows!r:.100}")
+        if len(rows) != stop - start:
+            raise OptionError(f"{asked}, not {len(rows)}")
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.dataset_rows:
+            bad = rows.min() if rows.min() < 0 else rows.max()
+            raise OptionError(f"{asked} from 0 to {self.dataset_rows - 1}, but gave {bad}")
 
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` (from 0) of this rank."""
@@ -260,11 +271,14 @@ class Plan:
         begin = ranks[0]._span(number)[0]
         if not gone:
             return Unseen(sampling=self.sampling, first=np.empty(0, np.int64), begin=begin)
-        left = []
+        left, repeated = [], []
         for rank in ranks:
             start, stop = rank._span(number)
-            positions = start + np.sort(rank._order(number, stop - start)[rank._cuts(number)[gone] :])
-            left.append(positions[positions < self.n_rows] - begin)  # what lies beyond is a repetition
+            positions, cut = start + rank._order(number, stop - start), rank._cuts(number)[gone]
+            repeated.append(positions[:cut][positions[:cut] >= self.n_rows] % self.n_rows)
+            left.append(np.sort(positions[cut:][positions[cut:] < self.n_rows]))  # what lies beyond is a repetition
         end = min(stop, self.n_rows)
-        first = self._rows(begin, end)[np.concatenate(left)]
+        unseen = np.concatenate(left)
+        unseen = unseen[~np.isin(unseen, np.concatenate(repeated))]  # where one fetch is the whole epoch, and more
+        first = self._rows(begin, end)[unseen - begin]
         return Unseen(sampling=self.sampling, first=first, begin=end)

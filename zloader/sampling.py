@@ -42,7 +42,9 @@ class Sampling(Protocol):
 
     Four more may be given. `block_size`: a plan whose fetches are smaller is refused. `repeats`: True where a row may
     come more than once an epoch. `bound(column)` and `sized(fetch_rows)`: the sampling to use instead, once the dataset
-    and how many rows a fetch has are known; see the functions of these names.
+    and how many rows a fetch has are known (itself, when it is asked again); see the functions of these names.
+
+    The state of a loader is refused by one whose sampling is of another class or differs in a public attribute.
     """
 
     @property
@@ -201,8 +203,9 @@ class BlockShuffling(_Subset):
         if n_strata <= 1:
             return permute(slots, n_blocks, key)
         n_rounds, left = divmod(n_blocks, n_strata)
-        bounds = np.arange(n_strata + 1) * n_blocks // n_strata
-        sizes = np.diff(bounds)  # equal, or one block more: `left` strata have another turn after the last full round
+        # Equal, or one block more: these `left` strata, others in each epoch, have a turn after the last full round.
+        bounds = (np.arange(n_strata + 1) * n_blocks + key_of(key, 4) % n_strata) // n_strata
+        sizes = np.diff(bounds)
         turn, place = np.divmod(slots, n_strata)
         late = turn == n_rounds
         stratum = permute(place, n_strata, key_of(key, 2), which=turn, sizes=np.where(late, left, n_strata))
@@ -222,9 +225,9 @@ class MixtureOfScanners(_Subset):
     The rows (or `indices`, sorted) are a ring that is cut, at places that change with the epoch, into `n_scanners`
     equal stretches, one for each scanner. Each turn of a scanner is its next `block_size` rows, and a round is one turn
     of every scanner, in random order. So a fetch advances fetch rows / `block_size` scanners by a block, or, where
-    these are more than there are scanners, all of them by several. With `active` a fetch advances so many of them, and
-    `block_size` is what this takes: 4 of 16 have 4 096 rows each in a fetch of 16 384. After the last full round come
-    the ends of the stretches, each shorter than a block.
+    these are more than there are scanners, all of them by several. With `active` a fetch advances about so many of
+    them, and `block_size` is what this takes: 4 of 16 have 4 096 rows each in a fetch of 16 384. After the last full
+    round come the ends of the stretches, each shorter than a block.
 
     SLAF's name and idea. SLAF draws the scanners of each step anew, so that some end before others; here they end
     together, and every row comes exactly once an epoch. Planning costs what a fetch has rows, plus `n_scanners`.
@@ -254,7 +257,8 @@ class MixtureOfScanners(_Subset):
         """The same with the `block_size` that makes a fetch advance `active` scanners."""
         if self.active is None:
             return self
-        return replace(self, active=None, block_size=-(-fetch_rows // int(self.active)))
+        block_size = max(1, round(fetch_rows / self.active))
+        return replace(self, active=None, block_size=block_size, indices=self._rows)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows at positions `[start, stop)`."""
