@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -153,6 +155,45 @@ def test_indices_count_however_the_labels_are_named(rows):
     assert seen[0] == seen[1]
     assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)
     assert seen[0].l1_within == pytest.approx(1, abs=0.05)
+
+
+@given(
+    n_rows=st.integers(30, 400),
+    seed=st.integers(0, 99),
+    given_as=st.sampled_from(["view", "view and indices", "indices", "indices, some twice, in any order"]),
+)
+def test_a_subset_is_measured_as_if_it_were_the_dataset(n_rows, seed, given_as):
+    """But for which rows are read as one block."""
+    rng = np.random.default_rng(seed)
+    labels, chosen = rng.integers(0, 4, n_rows), np.sort(rng.choice(n_rows, 20, replace=False))
+    if given_as == "view":
+        sampling = Within(zl.BlockShuffling(3), RowSet.of(np.isin(np.arange(n_rows), chosen)))
+    elif given_as == "view and indices":
+        wide = np.union1d(chosen, rng.integers(0, n_rows, 10))
+        own = zl.BlockShuffling(3, indices=np.searchsorted(wide, chosen))
+        sampling = Within(own, RowSet.of(np.isin(np.arange(n_rows), wide)))
+    elif given_as == "indices":
+        sampling = zl.BlockShuffling(3, indices=chosen)
+    else:
+        order = rng.permutation(np.append(np.arange(20), [3, 7, 7, 7]))
+        sampling, alone = zl.Streaming(indices=chosen[order]), zl.Streaming(indices=order)
+    if not given_as.endswith("order"):
+        alone = zl.BlockShuffling(3)
+    seen = measured(sampling, 2, labels=labels, batch_size=4)
+    wanted = measured(alone, 2, labels=labels[chosen], batch_size=4)
+    assert seen == dataclasses.replace(wanted, same_block_share=seen.same_block_share)
+
+
+def test_a_large_view_holds_few_bytes_a_row():
+    labels = np.zeros(8_000_000, np.int8)
+    sampling = Within(zl.BlockShuffling(8), RowSet.of(np.arange(len(labels)) % 2 == 0))
+    measured(sampling, 64, labels=labels, batch_size=8)  # compiles
+    tracemalloc.start()
+    try:
+        measured(sampling, 64, labels=labels, batch_size=8)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(labels)  # an int64 for each of the view: 4 of these
+    finally:
+        tracemalloc.stop()
 
 
 def test_balanced_classes_have_more_entropy_than_random_rows():

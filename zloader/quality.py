@@ -27,6 +27,7 @@ from zloader.errors import OptionError
 from zloader.permutation import permute
 from zloader.plan import Fetch, Plan
 from zloader.terms import Rows
+from zloader.views import RowSet, Within
 
 # Of a longer epoch, so many stretches of so many minibatches are looked at: 4 096 know the mean entropy of a poor plan
 # (sd 0.3 bits) to 0.005.
@@ -65,14 +66,14 @@ def quality(labels: NDArray[Any], plan: Plan) -> Quality:
     """
     if labels.shape != (plan.dataset_rows,):
         raise OptionError(f"labels must be one for each of {plan.dataset_rows} rows, not of shape {labels.shape}")
-    chosen = getattr(plan.sampling, "indices", None)
-    taking_part = None if chosen is None else np.unique(np.asarray(chosen, np.int64))
+    taking_part = _taking_part(plan)
     stretches = [_stretch(plan, numbers) for numbers in _walked(plan)]
     rows = np.concatenate([rows for rows, _ in stretches])
     if not len(rows):
         raise OptionError(f"no minibatch of the plan has {plan.batch_size} rows: lower batch_size")
     n_rows = plan.dataset_rows if taking_part is None else len(taking_part)
-    places = [rows if taking_part is None else np.searchsorted(taking_part, rows) for rows, _ in stretches]
+    places = rows if taking_part is None else _places(taking_part, rows)
+    of_stretches = np.split(places, np.cumsum([len(rows) for rows, _ in stretches])[:-1])
     entropies = _entropies(labels[rows])
     random = _entropies(labels[_random(plan, n_rows, taking_part)])
     return Quality(
@@ -81,11 +82,30 @@ def quality(labels: NDArray[Any], plan: Plan) -> Quality:
         entropy_sd_bits=float(entropies.std()),
         random_entropy_bits=float(random.mean()),
         random_entropy_sd_bits=float(random.std()),
-        l1_within=_scaled(_within(np.concatenate(places)), (plan.batch_size + 1) / 3, (n_rows + 1) / 3),
-        l1_across=_scaled(_across(places), plan.batch_size, (n_rows + 1) / 3),
-        longest_run=_longest_run(np.concatenate(places)),
+        l1_within=_scaled(_within(places), (plan.batch_size + 1) / 3, (n_rows + 1) / 3),
+        l1_across=_scaled(_across(of_stretches), plan.batch_size, (n_rows + 1) / 3),
+        longest_run=_longest_run(places),
         same_block_share=_same_share(np.concatenate([blocks for _, blocks in stretches])),
     )
+
+
+def _taking_part(plan: Plan) -> RowSet | None:
+    """The rows that there are, as bits: those of a large view are no list of numbers. None for all."""
+    if isinstance(plan.sampling, Within) and getattr(plan.sampling.sampling, "indices", None) is None:
+        return plan.sampling.chosen
+    indices = getattr(plan.sampling, "indices", None)
+    if indices is None:
+        return None
+    mask = np.zeros(plan.dataset_rows, bool)
+    mask[np.asarray(indices)] = True
+    return RowSet.of(mask)
+
+
+def _places(taking_part: RowSet, rows: Rows) -> Rows:
+    """For each of some rows that take part, how many do before it."""
+    byte, bit = np.divmod(rows, 8)
+    up_to = np.cumsum(np.bitwise_count(taking_part.bits), dtype=np.int64)
+    return np.asarray(up_to[byte] - np.bitwise_count(taking_part.bits[byte] >> bit.astype(np.uint8)))
 
 
 def _walked(plan: Plan) -> Iterator[range]:
@@ -117,11 +137,12 @@ def _blocks(fetch: Fetch) -> Rows:
     return np.cumsum(np.diff(fetch.rows, prepend=fetch.rows[:1] - 1) != 1)
 
 
-def _random(plan: Plan, n_rows: int, taking_part: Rows | None) -> Rows:
+def _random(plan: Plan, n_rows: int, taking_part: RowSet | None) -> Rows:
     """Random minibatches of the rows that take part, no row twice."""
     n_minibatches = min(_RANDOM_MINIBATCHES, n_rows // plan.batch_size)
     places = permute(np.arange(n_minibatches * plan.batch_size), n_rows, _RANDOM_KEY)
-    return (places if taking_part is None else taking_part[places]).reshape(n_minibatches, plan.batch_size)
+    rows = places if taking_part is None else taking_part.numbers(places)
+    return rows.reshape(n_minibatches, plan.batch_size)
 
 
 def _runs(alike: NDArray[np.bool_]) -> tuple[Rows, Rows]:
