@@ -184,12 +184,47 @@ def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
     assert (here.rank, here.world_size, here.machine, here.machines) == (1, 2, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK: set RANK and WORLD_SIZE"),
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE: set RANK and WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "has RANK='x', which is no whole number"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "has RANK='', which is no whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "has RANK='-1', which is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2.0"}, "has WORLD_SIZE='2.0', which is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "x"}, "has LOCAL_WORLD_SIZE='x', which is no whole"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, says):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=says):
+        place_of(None, None, "machine", None)
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for locality in ("global", "machine"):
+        here = place_of(None, None, locality, None)
+        assert (here.rank, here.world_size, here.machine, here.machines) == (0, 1, 0, 1)
+
+
 REFUSED = {
     "remainder": ({"remainder": "keep"}, "'drop' or 'pad', not 'keep'"),
     "both": ({"remainder": "pad", "drop_last": True}, "give one of them"),
     "locality": ({"locality": "rack"}, "'global' or 'machine', not 'rack'"),
     "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is no multiple of local_world_size 3"),
-    "none": ({"locality": "machine", "local_world_size": 0}, "local_world_size 0"),
+    "none": ({"locality": "machine", "local_world_size": 0}, "local_world_size must be .* not 0"),
+    "text": ({"locality": "machine", "local_world_size": "2"}, "local_world_size must be .* not '2'"),
+    "text world": ({"locality": "machine", "world_size": "4"}, "world_size must be .* not '4'"),
+    "text rank": ({"locality": "machine", "rank": "1"}, "rank must be .* not '1'"),
     "beyond": ({"locality": "machine", "local_world_size": 2, "rank": 4}, "rank 4 does not exist"),
     "subset": (
         {"locality": "machine", "local_world_size": 2, "sampling": zl.BlockShuffling(2, indices=[1, 2, 3])},

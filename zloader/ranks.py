@@ -11,7 +11,7 @@ import torch.distributed
 from zloader.errors import OptionError
 from zloader.permutation import key_of
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
-from zloader.terms import Rows
+from zloader.terms import Rows, require_at_least, require_count
 
 Locality = Literal["global", "machine"]
 
@@ -81,13 +81,17 @@ def place_of(rank: int | None, world_size: int | None, locality: Locality, local
         return Place(rank=rank, world_size=world_size)
     if locality != "machine":
         raise OptionError(f"locality must be 'global' or 'machine', not {locality!r}")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_world_size is None else local_world_size
-    if local < 1 or world_size % local:
+    if local_world_size is None:
+        local_world_size = _variable("LOCAL_WORLD_SIZE")
+    local = 1 if local_world_size is None else local_world_size
+    require_count(world_size=world_size, local_world_size=local)
+    require_at_least(0, rank=rank)
+    if world_size % local:
         raise OptionError(
             f"locality='machine' needs as many ranks on every machine, but the world size {world_size} is no multiple "
             f"of local_world_size {local}"
         )
-    if not 0 <= rank < world_size:
+    if rank >= world_size:
         raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks count from 0")
     return Place(rank=rank % local, world_size=local, machine=rank // local, machines=world_size // local)
 
@@ -99,4 +103,21 @@ def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int,
         return rank, world_size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = _variable("RANK"), _variable("WORLD_SIZE")
+    if rank is None and world_size in (None, 1):
+        return 0, 1
+    if rank is None or world_size is None:
+        there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+        raise OptionError(
+            f"the environment has {there}={os.environ[there]} but no {missing}: set RANK and WORLD_SIZE, as torchrun "
+            "does, or give rank and world_size"
+        )
+    return rank, world_size
+
+
+def _variable(name: str) -> int | None:
+    """A whole number from the environment; None where it is not set."""
+    text = os.environ.get(name)
+    if text is not None and not text.strip().isdecimal():
+        raise OptionError(f"the environment has {name}={text!r}, which is no whole number: set it right, or unset it")
+    return None if text is None else int(text)
