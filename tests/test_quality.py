@@ -211,6 +211,28 @@ def test_random_entropy_is_what_drawing_gives():
     assert seen.random_entropy_bits == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / 50**0.5)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "options", "taking_part"),
+    [
+        (zl.BlockShuffling(4), {"remainder": "pad"}, range(20)),
+        (zl.BlockWeightedSampling(np.ones(20), total_size=500, block_size=4), {}, range(20)),
+        (zl.Streaming(indices=[1, 2] * 40), {}, [1, 2]),
+    ],
+    ids=["padded", "weighted", "listed twice"],
+)
+def test_where_a_minibatch_has_more_rows_than_there_are_random_ones_are_drawn_with_replacement(
+    sampling, options, taking_part
+):
+    labels = np.arange(20) % 3
+    seen = measured(sampling, 2, labels=labels, batch_size=32, **options)
+    rng = np.random.default_rng(1)
+    drawn = [_entropy(labels[rng.choice(taking_part, 32)]) for _ in range(2000)]
+    assert seen.random_entropy_bits == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / 1024**0.5)
+    assert seen.random_entropy_sd_bits == pytest.approx(np.std(drawn), rel=0.2)
+    assert seen.entropy_bits > 0.95 * np.log2(len(set(labels[taking_part])))
+    assert seen.l1_within is seen.l1_across is None
+
+
 def test_every_rank_is_measured_by_itself():
     ranks = [measured(zl.BlockShuffling(64), 64, rank=rank, world_size=2) for rank in range(2)]
     assert ranks[0] != ranks[1]

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.errors import OptionError
-from zloader.permutation import permute
+from zloader.permutation import GOLDEN, mix, permute
 from zloader.plan import Fetch, Plan
 from zloader.terms import Rows
 from zloader.views import RowSet, Within
@@ -41,9 +41,9 @@ _RANDOM_KEY = 0x5EED
 class Quality:
     """How well the full minibatches of a plan are mixed; the module says what is measured.
 
-    Entropies are means and standard deviations over minibatches, in bits; `random_` of as many random rows each. The
-    row distances are 0 for rows in order, 1 for random ones, and None where too few rows tell these apart.
-    `minibatches` were looked at, from all over the epoch.
+    Entropies are means and standard deviations over minibatches, in bits; `random_` of as many random rows each, drawn
+    with replacement where a minibatch has more rows than take part. The row distances are 0 for rows in order, 1 for
+    random ones, and None where too few rows tell these apart. `minibatches` were looked at, from all over the epoch.
     """
 
     minibatches: int
@@ -138,11 +138,15 @@ def _blocks(fetch: Fetch) -> Rows:
 
 
 def _random(plan: Plan, n_rows: int, taking_part: RowSet | None) -> Rows:
-    """Random minibatches of the rows that take part, no row twice."""
-    n_minibatches = min(_RANDOM_MINIBATCHES, n_rows // plan.batch_size)
-    places = permute(np.arange(n_minibatches * plan.batch_size), n_rows, _RANDOM_KEY)
+    """Random minibatches of the rows that take part: no row twice, unless a minibatch has more rows than there are."""
+    if n_rows < plan.batch_size:
+        numbers = np.arange(_RANDOM_MINIBATCHES * plan.batch_size, dtype=np.uint64)
+        places = (mix(np.uint64(_RANDOM_KEY) + GOLDEN * numbers) % np.uint64(n_rows)).astype(np.int64)
+    else:
+        n_minibatches = min(_RANDOM_MINIBATCHES, n_rows // plan.batch_size)
+        places = permute(np.arange(n_minibatches * plan.batch_size), n_rows, _RANDOM_KEY)
     rows = places if taking_part is None else taking_part.numbers(places)
-    return rows.reshape(n_minibatches, plan.batch_size)
+    return rows.reshape(-1, plan.batch_size)
 
 
 def _runs(alike: NDArray[np.bool_]) -> tuple[Rows, Rows]:
