@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import tracemalloc
+from collections.abc import Iterator
+from itertools import combinations, product
 
 import anndata as ad
 import numpy as np
@@ -125,6 +127,8 @@ def labelled(codes: np.ndarray) -> object:
 @given(shares=SHARES, codes=CODES, seed=st.integers(0, 5), how=st.sampled_from(["rows", "by", "stratify"]))
 def test_parts_are_a_partition_of_the_sizes_asked_for(shares, codes, seed, how):
     n = len(codes)
+    if how == "by" and np.diff(np.round(np.cumsum(shares) * n), prepend=0).astype(bool).sum() > len(set(codes)):
+        how = "rows"  # there are fewer labels than parts
     given_by = {"by": "donor" if how == "by" else None, "stratify": "donor" if how == "stratify" else None}
     parts = split_rows(shares, labelled(codes), n, **given_by, seed=seed)
     assert parts.shape == (n,)
@@ -169,6 +173,56 @@ def test_groups_are_dealt_out_as_near_to_the_sizes_as_the_smallest_of_them(share
     assert len(sides) == 6
 
 
+@pytest.mark.parametrize(
+    ("counts", "shares", "sizes"),
+    [
+        ([40, 52, 34], [0.8, 0.2], [92, 34]),
+        ([100] * 5, [0.9, 0.1], [400, 100]),
+        ([55, 39], [0.5, 0.3], [55, 39]),
+        ([1000, 1, 1], [0.5, 0.3, 0.2], [1000, 1, 1]),
+    ],
+)
+def test_no_part_is_empty_and_a_fuller_one_is_taken_where_it_is_nearer(counts, shares, sizes):
+    codes = np.repeat(np.arange(len(counts)), counts)
+    of_seed = [split_rows(shares, column(d=codes), len(codes), by="d", stratify=None, seed=seed) for seed in range(9)]
+    assert all(np.bincount(parts, minlength=len(shares)).tolist() == sizes for parts in of_seed)
+    assert len(set(counts)) > 1 or len({tuple(parts) for parts in of_seed}) > 1  # of equals, the seed chooses
+
+
+@given(
+    counts=st.lists(st.integers(1, 60), min_size=4, max_size=9),
+    shares=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    rest=st.sampled_from([0, 3]),
+    seed=st.integers(0, 5),
+)
+def test_no_group_moved_and_no_two_exchanged_bring_parts_nearer(counts, shares, rest, seed):
+    """Against every move and every exchange."""
+    codes, n_parts = np.repeat(np.arange(len(counts)), counts), len(shares)
+    sizes = np.diff(len(codes) * np.cumsum(shares) // (sum(shares) + rest), prepend=0).tolist()
+    if 0 in sizes:
+        return
+    parts = split_rows(sizes, column(donor=codes), len(codes), by="donor", stratify=None, seed=seed)
+    of_group = parts[np.searchsorted(codes, np.arange(len(counts)))]
+    assert set(range(n_parts)) <= set(of_group)
+
+    def apart(of_group: np.ndarray) -> float:
+        found = np.bincount(of_group, weights=counts, minlength=n_parts + 1)
+        empty = (np.bincount(of_group, minlength=n_parts + 1)[:n_parts] == 0).any()
+        return np.inf if empty else np.abs(found - [*sizes, len(codes) - sum(sizes)]).sum()
+
+    def others() -> Iterator[np.ndarray]:
+        for group, part in product(range(len(counts)), range(n_parts + 1)):
+            other = of_group.copy()
+            other[group] = part
+            yield other
+        for one, two in combinations(range(len(counts)), 2):
+            other = of_group.copy()
+            other[[one, two]] = other[[two, one]]
+            yield other
+
+    assert apart(of_group) <= min(map(apart, others()))
+
+
 def test_parts_are_the_same_on_every_machine():
     codes = (np.arange(60) % 7 - 1).astype(np.int8)
     for way, golden in {
@@ -202,6 +256,7 @@ def test_the_windows_of_a_split_do_not_show(monkeypatch):
         ([0.5, 10], {}, "all parts fractions, or all of them numbers"),
         ([60, 50], {}, r"60 \+ 50 rows are more than the 100"),
         ([0.5], {"by": "donor", "stratify": "donor"}, "exclude each other"),
+        ([0.2] * 5, {"by": "donor"}, "5 parts need as many labels, but obs column 'donor' has 4"),
         ([0.5], {"by": "score"}, "holds float64"),
         ([0.5], {"stratify": "score"}, "holds float64"),
     ],

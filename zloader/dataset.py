@@ -112,9 +112,10 @@ class Dataset(Table):
     ) -> list[View] | dict[str, View]:
         """Views of parts that share no row: fractions of the rows, or numbers of them; of a dict, by their names.
 
-        With `by`, an obs column of labels, whole numbers or booleans, all rows of one label are in one part, and the
-        parts are as near to their sizes as dealing out the labels allows, large ones first (rows without a label count
-        as one). With `stratify`, such a column too, every part has its share of each label's rows, to a row a part.
+        With `by`, an obs column of labels, whole numbers or booleans, all rows of one label are in one part (rows
+        without a label count as one). No part is empty that should have rows, and no label moved, nor any two
+        exchanged, would bring the parts nearer to their sizes; fewer labels than parts are refused. With `stratify`,
+        such a column too, every part has its share of each label's rows, to a row a part.
         Raises OptionError, also for both at once, and MissingColumnError.
         """
         of_rows = split_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +29,7 @@ Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.
 Shares = Sequence[float] | Mapping[str, float]
 _STRIDE = 64  # bytes of bits that are counted together
 _WINDOW = 1 << 20  # rows that are split together
+_TRIES = 20_000  # of exchanges between two parts: well below a second
 _POPULATION = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 
@@ -162,6 +164,11 @@ def split_rows(
     sizes = _sizes(list(shares.values() if isinstance(shares, Mapping) else shares), n_rows)
     if by is not None:
         groups, counts = _classes(by, column(by))
+        needed, there = np.count_nonzero(sizes[:-1]), np.count_nonzero(counts)
+        if needed > there:
+            raise OptionError(
+                f"{needed} parts need as many labels, but obs column {by!r} has {there}: give fewer parts"
+            )
         parts = _parts_of_groups(counts, sizes, key_of(seed))
         return np.asarray(parts[groups])  # rows without a label, -1, are the last group
     if stratify is not None:
@@ -209,15 +216,67 @@ def _classes(name: str, column: ObsColumn) -> tuple[NDArray[np.integer], Rows]:
 def _parts_of_groups(counts: Rows, sizes: Rows, key: int) -> NDArray[np.integer]:
     """The part that each group goes to: large groups first, in random order where less than twice as large as others.
 
-    Each goes where most rows are missing yet.
+    Each goes where most rows are missing yet; then no part stays empty that should have rows, and then groups are moved
+    and exchanged between two parts while that brings both together nearer to their sizes.
     """
     order = np.lexsort((permute(np.arange(len(counts)), len(counts), key), -np.frexp(counts)[1]))
-    missing = sizes.copy()
-    parts = np.zeros(len(counts), np.min_scalar_type(len(sizes)))
-    for group in order.tolist():
+    dealt = counts[order[counts[order] > 0]]
+    missing, parts = sizes.copy(), np.zeros(len(dealt), np.intp)
+    for group, count in enumerate(dealt.tolist()):
         part = parts[group] = np.argmax(missing)
-        missing[part] -= counts[group]
-    return parts
+        missing[part] -= count
+    needed = np.append(sizes[:-1] > 0, False)  # what is left over may be nothing
+    _fill(dealt, parts, missing, needed)
+    tries, nearer = 0, True
+    while nearer and tries < _TRIES:
+        before = missing.copy()
+        pairs = product(np.flatnonzero(missing < 0).tolist(), np.flatnonzero(missing > 0).tolist())
+        for giver, taker in islice(pairs, _TRIES - tries):
+            _exchange(dealt, parts, missing, needed, giver, taker)
+            tries += 1
+        nearer = not np.array_equal(missing, before)
+    of_group = np.zeros(len(counts), np.min_scalar_type(len(sizes)))
+    of_group[order[: len(dealt)]] = parts
+    return of_group
+
+
+def _fill(dealt: Rows, parts: NDArray[np.intp], missing: Rows, needed: Mask) -> None:
+    """Gives each empty part that needs a group the one that costs the others least."""
+    for taker in np.flatnonzero(needed & (np.bincount(parts, minlength=len(missing)) == 0)).tolist():
+        spare = (np.bincount(parts, minlength=len(missing)) > 1) | ~needed
+        groups = np.flatnonzero(spare[parts])
+        short = missing[parts[groups]]
+        costs = abs(short + dealt[groups]) - abs(short) + abs(missing[taker] - dealt[groups])
+        group = groups[np.argmin(costs)]
+        missing[parts[group]] += dealt[group]
+        missing[taker] -= dealt[group]
+        parts[group] = taker
+
+
+def _exchange(dealt: Rows, parts: NDArray[np.intp], missing: Rows, needed: Mask, giver: int, taker: int) -> None:
+    """Moves a group from a part with too many rows to one with too few, for one in return or for none, if that helps.
+
+    What is moved on balance should be what `taker` lacks: of the sorted groups that may return, one of two neighbours
+    is the best for each that is given.
+    """
+    given, returned = np.flatnonzero(parts == giver), np.flatnonzero(parts == taker)
+    returned = returned[np.argsort(dealt[returned], kind="stable")]
+    if len(given) > 1 or not needed[giver]:
+        returned = np.append(-1, returned)  # none
+    if not len(given) or not len(returned):
+        return
+    back = np.where(returned < 0, 0, dealt[returned])
+    after = np.searchsorted(back, dealt[given] - missing[taker])
+    places = np.clip([after - 1, after], 0, len(back) - 1)
+    moved = dealt[given] - back[places]
+    apart = abs(missing[giver] + moved) + abs(missing[taker] - moved)
+    best = np.unravel_index(np.argmin(apart), apart.shape)
+    if apart[best] < abs(missing[giver]) + abs(missing[taker]):
+        missing[giver] += moved[best]
+        missing[taker] -= moved[best]
+        parts[given[best[1]]] = taker
+        if returned[places[best]] >= 0:
+            parts[returned[places[best]]] = giver
 
 
 def _spread(codes: NDArray[np.integer] | None, counts: Rows, sizes: Rows, seed: int) -> NDArray[np.integer]:
