@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from helpers import counts, write_store
 from hypothesis import example, given
@@ -9,17 +10,16 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.errors import FormatError, OptionError
+from zloader.layout import chunks_of
 from zloader.plan import Plan
 from zloader.suggest import sizes
 
 GiB = 1 << 30
 
 
-def _sizes(*, n_rows=100_000_000, row_bytes=6_000, rows_per_chunk=32, batch_size=64, memory="2GiB"):
-    options = zl.FetchOptions(memory=memory)
-    return sizes(
-        n_rows=n_rows, row_bytes=row_bytes, rows_per_chunk=rows_per_chunk, batch_size=batch_size, options=options
-    )
+def _sizes(*, memory="2GiB", **given):
+    usual = {"n_rows": 100_000_000, "row_bytes": 6_000, "rows_per_chunk": 32, "batch_size": 64}
+    return sizes(**usual | given, options=zl.FetchOptions(memory=memory))
 
 
 @given(
@@ -53,6 +53,12 @@ CASES = {
     "little memory: fewer blocks": ({"memory": "256MiB"}, 64, 137),
     "less memory: shorter blocks": ({"memory": "64MiB"}, 16, 17),
     "huge chunks: shorter blocks": ({"rows_per_chunk": 1000}, 512, 552),
+    "chunks that no memory has many of: not many times decoded": (
+        {"rows_per_chunk": 4000, "row_bytes": 11_680, "memory": "1GiB"},
+        2048,
+        141,
+    ),
+    "rows spread thin: fewer of them": ({"spread": 10, "memory": "256MiB"}, 64, 19),
     "a few rows": ({"n_rows": 700}, 64, 11),
     "fewer rows than a minibatch": ({"n_rows": 10}, 64, 1),
     "large minibatches": ({"batch_size": 1024}, 64, 16),
@@ -80,8 +86,26 @@ def test_a_store_is_looked_at_and_the_reasons_are_said(tmp_path):
     assert f"sampling=BlockShuffling(block_size={suggested.block_size}, n_strata=64)" in str(suggested)
     loader = zl.Loader(dataset, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=suggested.sampling)
     assert sum(map(len, loader)) == 800
-    view = dataset.where(range(0, 800, 16))  # a few rows take no more than there are
-    assert zl.suggest(view, batch_size=8, memory="64MiB").fetch_rows == 50
+
+
+def test_a_view_takes_the_chunks_that_its_rows_are_in(tmp_path):
+    adata = counts(4000, 40, density=1)
+    zl.convert(adata, tmp_path / "a.zarr", options=zl.ConvertOptions(chunk_rows=16), progress=False)
+    dataset = zl.open_dataset(tmp_path / "a.zarr")
+    val = dataset.split([0.9, 0.1])[1]
+    suggested = zl.suggest(val, batch_size=8)
+    assert (suggested.fetch_rows, suggested.spread) == (400, 10)
+    plan = zl.Loader(val, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=suggested.sampling).plan(0)
+    decoded = 0
+    (matrix,) = dataset.matrices("X")
+    indptr = np.append(0, np.cumsum(np.diff(adata.X.indptr)))
+    starts, stops = indptr[plan.fetch(0).rows], indptr[plan.fetch(0).rows + 1]
+    for array in matrix.arrays:
+        chunks = chunks_of(starts, stops, array.chunk_elements)
+        decoded += len(chunks) * array.chunk_elements * array.dtype.itemsize
+    assert suggested.fetch_bytes == pytest.approx(decoded, rel=0.1)
+    with pytest.raises(FormatError, match="no rows to load"):
+        zl.suggest(dataset.where("n_counts < 0"))
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
