@@ -24,6 +24,7 @@ from zloader.layout import (
     chunk_spans,
     chunks_of,
     coalesce,
+    distinct,
     expand,
     needed,
     total_bytes,
@@ -508,3 +509,8 @@ def test_an_object_smaller_than_its_index_is_noticed():
     LAYOUT.index_span(1, 68)
     with pytest.raises(CorruptChunkError, match="X/data/c/1 has 67 bytes"):
         LAYOUT.index_span(1, 67)
+
+
+@given(st.lists(st.integers(-9, 9)))
+def test_distinct_equals_a_set(numbers):
+    assert distinct(np.array(numbers, np.int64)).tolist() == sorted(set(numbers))

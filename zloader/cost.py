@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zloader.bridge import Bridge, Put
 from zloader.dataset import Dataset
 from zloader.fetch import shares
-from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, closed, total_bytes, widened
+from zloader.layout import ArrayLayout, MatrixLayout, chunk_spans, chunks_of, closed, distinct, total_bytes, widened
 from zloader.opened import OpenedStore
 from zloader.plan import Plan
 from zloader.reader import PADDING_BYTES
@@ -120,7 +120,7 @@ def _chunks_by_array(
 
 
 def _shards(array: ArrayLayout, wanted: Sequence[Rows]) -> list[int]:
-    found: list[int] = np.unique(np.concatenate([np.empty(0, np.int64), *wanted]) // array.chunks_per_shard).tolist()
+    found: list[int] = distinct(np.concatenate([np.empty(0, np.int64), *wanted]) // array.chunks_per_shard).tolist()
     return found
 
 

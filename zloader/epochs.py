@@ -36,7 +36,7 @@ class EpochCount:
         self.__dict__.update(state)
         for tensor in (self._first, self._words, self._pids, self._stretches):
             if not tensor.is_shared():  # a copy or an ordinary pickle: a count of its own
-                tensor.share_memory_()  # type: ignore[no-untyped-call]
+                tensor.share_memory_()
 
     def restart(self, position: Position) -> None:
         """Makes the next iteration the epoch of `position`, from there on."""

@@ -155,6 +155,12 @@ def expand(starts: Rows, lengths: Rows) -> Rows:
     return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
 
 
+def distinct(numbers: Rows) -> Rows:
+    """The numbers in ascending order, each once: np.unique, which hashes them and takes twenty times as long."""
+    ordered = np.sort(numbers)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+
+
 def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:
     """The chunks that hold the elements `[start, stop)` of each pair; ascending, each once."""
     filled = stops > starts
@@ -163,13 +169,13 @@ def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:
     # Rows of a block follow one another, so most pairs repeat the one before: drop those before the costly part.
     new = np.ones(len(first), bool)
     new[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
-    return np.unique(expand(first[new], last[new] - first[new] + 1))
+    return distinct(expand(first[new], last[new] - first[new] + 1))
 
 
 def widened(layout: ArrayLayout, chunks: Rows, run: int) -> Rows:
     """`chunks` and those beside them, so that every run of `run` chunks of an object is there whole or not at all."""
     within = chunks % layout.chunks_per_shard
-    begins = np.unique(chunks - within % run)
+    begins = distinct(chunks - within % run)
     ends = np.minimum(begins + run, (begins // layout.chunks_per_shard + 1) * layout.chunks_per_shard)
     return expand(begins, np.minimum(ends, layout.n_chunks) - begins)
 
@@ -239,7 +245,7 @@ def chunk_spans(
     spans: list[ChunkSpan] = []
     absent: list[Rows] = []
     shards = chunks // layout.chunks_per_shard
-    for shard in np.unique(shards).tolist():
+    for shard in distinct(shards).tolist():
         here = chunks[shards == shard]
         table = indexes[shard][here % layout.chunks_per_shard]
         there = table[:, 0] != ABSENT

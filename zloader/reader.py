@@ -19,7 +19,17 @@ from zloader import blosc
 from zloader.caching.claims import Claims
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, MissingObjectError
-from zloader.layout import ArrayLayout, ChunkSpan, chunk_spans, chunks_of, closed, needed, total_bytes, widened
+from zloader.layout import (
+    ArrayLayout,
+    ChunkSpan,
+    chunk_spans,
+    chunks_of,
+    closed,
+    distinct,
+    needed,
+    total_bytes,
+    widened,
+)
 from zloader.mirror import MirrorArray
 from zloader.terms import Rows, Span
 from zloader.workshop import Workshop
@@ -185,7 +195,7 @@ class ArrayReader:
         """Reads and decodes chunks into their slots, or into the mirror where there are none."""
         if not len(missing):
             return
-        shards = np.unique(missing // self._layout.chunks_per_shard).tolist()
+        shards = distinct(missing // self._layout.chunks_per_shard).tolist()
         indexes = dict(zip(shards, await asyncio.gather(*map(self._index, shards)), strict=True))
         options = self._shop.options
         gap_bytes = options.gap_bytes if slots is not None else PADDING_BYTES

@@ -136,7 +136,8 @@ class Streaming(_Subset):
     def __post_init__(self) -> None:
         rows = _checked(self.indices)
         self._choose(rows)
-        object.__setattr__(self, "_repeats", rows is not None and len(np.unique(rows)) < len(rows))
+        ordered = np.empty(0, np.int64) if rows is None else np.sort(rows)
+        object.__setattr__(self, "_repeats", bool((ordered[1:] == ordered[:-1]).any()))
 
     @property
     def repeats(self) -> bool:
