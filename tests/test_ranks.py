@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.errors import OptionError
 from zloader.plan import Plan
-from zloader.ranks import place_of
+from zloader.ranks import Place, place_of
 from zloader.testing import assert_resumes_anywhere
 
 N_ROWS = 101
@@ -138,6 +138,31 @@ def test_a_machine_keeps_to_its_part(store, remainder):
     assert len(set(left_out)) > 1
     assert all(orders[0] != order for order in orders[1:])
     assert [row - 50 for row in orders[0][1]] != orders[0][0]  # the machines differ in more than where they begin
+
+
+@pytest.mark.parametrize("sampling", [zl.Streaming(), zl.BlockShuffling(3), zl.MixtureOfScanners(3, block_size=2)])
+@pytest.mark.parametrize("n_machines", [2, 3, 7])
+def test_two_epochs_see_every_row_of_every_part(sampling, n_machines):
+    places = [Place(rank=0, world_size=1, machine=number, machines=n_machines) for number in range(n_machines)]
+    parts = [place.keep_to_part(sampling, N_ROWS) for place in places]
+    often = np.zeros(N_ROWS, int)
+    for epoch in range(2):
+        for part in parts:
+            seen = part.rows(0, part.n_rows(N_ROWS), dataset_rows=N_ROWS, seed=0, epoch=epoch)
+            assert len(set(seen)) == len(seen) == N_ROWS // n_machines
+            often[seen] += 1
+    assert often.min() == 1  # of those left out once; the part with a row more has two
+    assert often.max() == 2
+
+
+def test_a_row_more_than_other_machines_have_is_left_out_in_turns(store):
+    dataset = zl.open_dataset(store)
+    parts = machines(dataset, 2, 1, sampling=zl.Streaming())
+    epochs = [[row for (loader,) in parts for rows in listed(loader) for row in rows] for _ in range(51)]
+    assert all(rows == sorted(rows) for rows in epochs)
+    left_out = [row for rows in epochs for row in set(range(N_ROWS)) - set(rows)]
+    assert sorted(left_out) == list(range(50, N_ROWS))
+    assert_resumes_anywhere(lambda: machines(dataset, 2, 1, sampling=zl.Streaming())[1][0])
 
 
 def test_parts_of_machines_are_all_that_their_mirrors_hold(store, tmp_path):

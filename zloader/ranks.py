@@ -45,7 +45,8 @@ class Place:
 class Part:
     """A sampling of the rows `[begin, end)` alone, which takes `size` of them: on every machine as many.
 
-    Where there is a row more, the last of the order is left out: another one in each shuffled epoch.
+    Where there is a row more, an epoch leaves one out, the next epoch the row after it, and so on around the part: two
+    successive epochs have all rows, whatever the sampling.
     """
 
     sampling: Sampling
@@ -70,8 +71,10 @@ class Part:
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows at positions `[start, stop)`."""
-        own = key_of(seed, self.number)
-        return self.begin + self.sampling.rows(start, stop, dataset_rows=self.end - self.begin, seed=own, epoch=epoch)
+        own, n_rows = key_of(seed, self.number), self.end - self.begin
+        left_out = (own + epoch) % n_rows if n_rows > self.size else n_rows
+        rows = self.sampling.rows(start, stop, dataset_rows=self.size, seed=own, epoch=epoch)
+        return self.begin + rows + (rows >= left_out)
 
 
 def place_of(rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None) -> Place:
