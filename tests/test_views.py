@@ -255,6 +255,15 @@ def test_the_windows_of_a_split_do_not_show(monkeypatch):
         ([True], {}, "give each part"),
         ([0.5, 10], {}, "all parts fractions, or all of them numbers"),
         ([60, 50], {}, r"60 \+ 50 rows are more than the 100"),
+        ([2**70, 1], {}, f"{2**70} .* more than the 100"),
+        (0.5, {}, r"as a list such as \[0.9, 0.1\], or a dict by name, not 0.5"),
+        (np.array(0.5), {}, "as a list such as"),
+        ([0.5], {"by": ["donor"]}, r"by takes the name of one obs column, such as 'donor', not \['donor'\]"),
+        ([0.5], {"stratify": 3}, "stratify takes the name"),
+        ([0.5], {"seed": 1.5}, "seed must be a whole number of at least 0, not 1.5"),
+        ([0.5], {"seed": "7"}, "seed must be"),
+        ([0.5], {"seed": True}, "seed must be"),
+        ([0.5], {"seed": -1}, "seed must be"),
         ([0.5], {"by": "donor", "stratify": "donor"}, "exclude each other"),
         ([0.2] * 5, {"by": "donor"}, "5 parts need as many labels, but obs column 'donor' has 4"),
         ([0.5], {"by": "score"}, "holds float64"),
@@ -265,6 +274,14 @@ def test_splits_that_make_no_sense_are_refused(shares, options, message):
     of = column(donor=np.arange(100) % 4, score=np.arange(100) / 2)
     with pytest.raises(OptionError, match=message):
         split_rows(shares, of, 100, **{"by": None, "stratify": None, "seed": 0, **options})
+
+
+@pytest.mark.parametrize("shares", [[0.8, 0.2], [0.9, 0.1], [1 / 3] * 3, [0.9, 0.1, 0]])
+def test_fractions_of_single_precision_leave_no_row_over(shares):
+    n = 3_000_000
+    parts = split_rows(list(np.array(shares, np.float32)), column(), n, by=None, stratify=None, seed=np.int64(0))
+    assert np.abs(np.bincount(parts, minlength=len(shares)) - n * np.array(shares)).max() <= 1
+    assert parts.max() < len(shares)
 
 
 @pytest.mark.parametrize(

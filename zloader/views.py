@@ -29,6 +29,7 @@ Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.
 Shares = Sequence[float] | Mapping[str, float]
 _STRIDE = 64  # bytes of bits that are counted together
 _WINDOW = 1 << 20  # rows that are split together
+_ROUNDING = 1e-6  # that fractions which add up to 1 may be off, as float32 are
 _TRIES = 20_000  # of exchanges between two parts: well below a second
 _POPULATION = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
@@ -161,7 +162,15 @@ def split_rows(
     """
     if by is not None and stratify is not None:
         raise OptionError("by and stratify exclude each other: whole groups cannot keep the proportions of labels")
-    sizes = _sizes(list(shares.values() if isinstance(shares, Mapping) else shares), n_rows)
+    for option, name in (("by", by), ("stratify", stratify)):
+        if not isinstance(name, str | None):
+            raise OptionError(f"{option} takes the name of one obs column, such as 'donor', not {name!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
+    try:
+        sizes = _sizes(list(shares.values() if isinstance(shares, Mapping) else shares), n_rows)
+    except TypeError as error:
+        raise OptionError(f"give the parts as a list such as [0.9, 0.1], or a dict by name, not {shares!r}") from error
     if by is not None:
         groups, counts = _classes(by, column(by))
         needed, there = np.count_nonzero(sizes[:-1]), np.count_nonzero(counts)
@@ -184,16 +193,18 @@ def _sizes(shares: Sequence[float], n_rows: int) -> Rows:
         raise OptionError(f"give each part a fraction or a number of rows, not {list(shares)!r}")
     whole = [isinstance(share, int | np.integer) for share in shares]
     if all(whole):
-        sizes = np.array([int(share) for share in shares], np.int64)
-        if sum(map(int, shares)) > n_rows:
+        sizes = [int(share) for share in shares]
+        if sum(sizes) > n_rows:
             raise OptionError(f"parts of {' + '.join(map(str, sizes))} rows are more than the {n_rows} that there are")
-        return np.append(sizes, n_rows - sizes.sum())
+        return np.array([*sizes, n_rows - sum(sizes)], np.int64)
     if any(whole):
         raise OptionError(f"give all parts fractions, or all of them numbers of rows, not {list(shares)!r}")
     ends = np.cumsum(np.asarray(shares, np.float64))
-    if not ends[-1] <= 1 + 1e-9:
+    if not ends[-1] <= 1 + _ROUNDING:
         raise OptionError(f"the fractions {list(shares)!r} add up to {ends[-1]:g}, more than 1")
-    rows: Rows = np.where(ends >= 1 - 1e-9, n_rows, np.floor(ends * n_rows + 0.5)).astype(np.int64)
+    if ends[-1] >= 1 - _ROUNDING:
+        ends[ends >= ends[-1]] = 1
+    rows: Rows = np.floor(np.minimum(ends, 1) * n_rows + 0.5).astype(np.int64)
     return np.diff(rows, prepend=0, append=n_rows)
 
 
