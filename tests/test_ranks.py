@@ -241,6 +241,18 @@ def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
         assert (here.rank, here.world_size, here.machine, here.machines) == (0, 1, 0, 1)
 
 
+class Backwards:
+    """A sampling of one's own."""
+
+    shuffles_fetch = False
+
+    def n_rows(self, dataset_rows):
+        return dataset_rows
+
+    def rows(self, start, stop, *, dataset_rows, seed, epoch):
+        return dataset_rows - 1 - np.arange(start, stop)
+
+
 REFUSED = {
     "remainder": ({"remainder": "keep"}, "'drop' or 'pad', not 'keep'"),
     "both": ({"remainder": "pad", "drop_last": True}, "give one of them"),
@@ -251,11 +263,26 @@ REFUSED = {
     "text world": ({"locality": "machine", "world_size": "4"}, "world_size must be .* not '4'"),
     "text rank": ({"locality": "machine", "rank": "1"}, "rank must be .* not '1'"),
     "beyond": ({"locality": "machine", "local_world_size": 2, "rank": 4}, "rank 4 does not exist"),
-    "subset": (
+    "indices": (
         {"locality": "machine", "local_world_size": 2, "sampling": zl.BlockShuffling(2, indices=[1, 2, 3])},
-        "over all rows",
+        r"takes BlockShuffling without indices: give the Loader the view dataset.where\(indices\)",
     ),
+    "weights": (
+        {"locality": "machine", "local_world_size": 2, "sampling": zl.BlockWeightedSampling(np.ones(N_ROWS))},
+        "not BlockWeightedSampling: use one of these, or locality='global'",
+    ),
+    "classes": (
+        {"locality": "machine", "local_world_size": 2, "sampling": zl.ClassBalancedSampling("cell_type")},
+        "not one by weight: use one of these, or locality='global'",
+    ),
+    "one's own": ({"locality": "machine", "local_world_size": 2, "sampling": Backwards()}, "not Backwards: use one of"),
 }
+
+
+def test_machines_share_out_the_view_that_stands_for_indices(store):
+    view = zl.open_dataset(store).where([3, 5, 8, 13, 21, 34])
+    parts = machines(view, 2, 1)
+    assert [sorted(row for rows in listed(loader) for row in rows) for (loader,) in parts] == [[3, 5, 8], [13, 21, 34]]
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch.distributed
 
+from zloader.draws import Draws
 from zloader.errors import OptionError
 from zloader.permutation import key_of
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
@@ -29,11 +30,16 @@ class Place:
         """The sampling of the machine's own part of the rows; raises OptionError where it has none."""
         if self.machines == 1:
             return sampling
-        known = isinstance(sampling, Streaming | BlockShuffling | MixtureOfScanners)
-        if not known or getattr(sampling, "indices", None) is not None:
+        if not isinstance(sampling, Streaming | BlockShuffling | MixtureOfScanners):
+            kind = "one by weight" if isinstance(sampling, Draws) else type(sampling).__name__
             raise OptionError(
-                "locality='machine' needs Streaming, BlockShuffling or MixtureOfScanners over all rows, not "
-                f"{sampling!r}: use locality='global'"
+                f"locality='machine' needs Streaming, BlockShuffling or MixtureOfScanners, not {kind}: use one of "
+                "these, or locality='global'"
+            )
+        if sampling.indices is not None:
+            raise OptionError(
+                f"locality='machine' takes {type(sampling).__name__} without indices: give the Loader the view "
+                "dataset.where(indices) and the sampling no indices, or use locality='global'"
             )
         if dataset_rows < self.machines:
             raise OptionError(f"{dataset_rows} rows cannot be shared out to {self.machines} machines")
