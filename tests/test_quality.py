@@ -8,6 +8,7 @@ import math
 import tracemalloc
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -288,8 +289,57 @@ def _check_scaled(score, distances, in_order, random):
         assert score * (random - in_order) + in_order == pytest.approx(np.mean(distances))
 
 
-@pytest.mark.parametrize("labels", [np.zeros(9), np.zeros((10, 1))], ids=["too few", "a table"])
-def test_labels_must_be_one_a_row(labels):
+NAMES = ["a", "b", "c", None]
+CODES = np.arange(400) // 7 % 4
+NAMED = [NAMES[code] for code in CODES]
+LABELS = {
+    "codes": np.where(CODES == 3, -1, CODES).astype(">i4"),
+    "a list": NAMED,
+    "objects": np.array(NAMED, object),
+    "objects with NaN": np.array([np.nan if name is None else name for name in NAMED], object),
+    "strings": np.array(list(map(str, NAMED))),
+    "bytes": np.array(list(map(str, NAMED)), "S"),
+    "a Categorical": pd.Categorical(NAMED),
+    "a Series": pd.Series(NAMED, index=CODES),
+    "a Series of categories": pd.Series(pd.Categorical(NAMED)),
+    "a Series of strings": pd.Series(NAMED, dtype="string"),
+    "nullable whole numbers": pd.Series(np.where(CODES == 3, None, CODES), dtype="Int64"),
+    "an Index": pd.Index(NAMED),
+}
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
+def test_labels_of_any_kind_are_measured_as_their_codes(labels):
+    """What is missing is one label."""
+    assert measured(zl.BlockShuffling(4), 4, labels=labels, batch_size=8) == measured(
+        zl.BlockShuffling(4), 4, labels=CODES, batch_size=8
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (np.zeros(9, int), r"one for each of 10 rows, not of shape \(9,\)"),
+        (["a"] * 11, r"one for each of 10 rows, not of shape \(11,\)"),
+        (np.zeros((10, 1), int), "one for each of 10 rows"),
+        (pd.DataFrame({"plate": range(10)}), "one for each of 10 rows"),
+        ("plate", "one for each of 10 rows"),
+        (np.append(np.arange(9.0), np.nan), "labels are float64"),
+        (pd.Series(range(10), dtype="Float32"), "labels are Float32"),
+        ([0.5] * 10, "labels are float64"),
+    ],
+)
+def test_labels_must_be_one_a_row(labels, said):
     plan = Plan(dataset_rows=10, sampling=zl.Streaming(), batch_size=2, fetch_factor=2)
-    with pytest.raises(OptionError, match="one for each of 10 rows"):
+    with pytest.raises(OptionError, match=said):
         zl.quality(labels, plan)
+
+
+def test_labels_of_a_view_alone_are_refused():
+    sampling = Within(zl.Streaming(), RowSet.of(np.arange(10) < 6))
+    plan = Plan(dataset_rows=10, sampling=sampling, batch_size=2, fetch_factor=2)
+    with pytest.raises(OptionError, match="the 6 rows of a view, but those of all 10 rows of the whole dataset"):
+        zl.quality(list("abcabc"), plan)
+    with pytest.raises(OptionError, match="one for each of 10 rows"):
+        zl.quality(list("abcab"), plan)
+    assert zl.quality(list("ababababab"), plan).entropy_bits == 1

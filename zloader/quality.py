@@ -16,11 +16,12 @@ Four measures of its full minibatches, for one alone misleads: 16 runs of consec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.errors import OptionError
@@ -35,6 +36,7 @@ _STRETCHES = 16
 _STRETCH_MINIBATCHES = 256
 _RANDOM_MINIBATCHES = 1024
 _RANDOM_KEY = 0x5EED
+_COLUMNS = (pd.Series, pd.Index, pd.api.extensions.ExtensionArray)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +59,16 @@ class Quality:
     same_block_share: float
 
 
-def quality(labels: NDArray[Any], plan: Plan) -> Quality:
-    """Measures a plan, given the label of each row of the dataset (1-d; codes, such as `dataset.obs_column` has).
+def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, plan: Plan) -> Quality:
+    """Measures a plan, given the label of each row of the dataset; of the whole one, where the plan is of a view.
 
-    A sampling's `indices` are all the rows there are: distances and runs are counted among them, and random rows drawn
-    from them. Weights play no part in that, so that balanced classes may have more entropy than random rows.
-    Raises OptionError for labels that are not one a row, or a plan without a full minibatch.
+    Labels are whole numbers (codes, such as `dataset.obs_column` has), booleans, strings or categories; what is missing
+    among them is one more label. A sampling's `indices` are all the rows there are: distances and runs are counted
+    among them, and random rows drawn from them. Weights play no part in that, so that balanced classes may have more
+    entropy than random rows.
+    Raises OptionError for labels that are not one a row or are floats, or a plan without a full minibatch.
     """
-    if labels.shape != (plan.dataset_rows,):
-        raise OptionError(f"labels must be one for each of {plan.dataset_rows} rows, not of shape {labels.shape}")
+    codes = _codes(labels, plan)
     taking_part = _taking_part(plan)
     stretches = [_stretch(plan, numbers) for numbers in _walked(plan)]
     rows = np.concatenate([rows for rows, _ in stretches])
@@ -74,8 +77,8 @@ def quality(labels: NDArray[Any], plan: Plan) -> Quality:
     n_rows = plan.dataset_rows if taking_part is None else len(taking_part)
     places = rows if taking_part is None else _places(taking_part, rows)
     of_stretches = np.split(places, np.cumsum([len(rows) for rows, _ in stretches])[:-1])
-    entropies = _entropies(labels[rows])
-    random = _entropies(labels[_random(plan, n_rows, taking_part)])
+    entropies = _entropies(codes[rows])
+    random = _entropies(codes[_random(plan, n_rows, taking_part)])
     return Quality(
         minibatches=len(rows),
         entropy_bits=float(entropies.mean()),
@@ -87,6 +90,23 @@ def quality(labels: NDArray[Any], plan: Plan) -> Quality:
         longest_run=_longest_run(places),
         same_block_share=_same_share(np.concatenate([blocks for _, blocks in stretches])),
     )
+
+
+def _codes(labels: Any, plan: Plan) -> NDArray[Any]:
+    """A whole number for each row, which differs where the labels do."""
+    column = labels if isinstance(labels, _COLUMNS) else np.asarray(labels)
+    if column.shape != (plan.dataset_rows,):
+        if isinstance(plan.sampling, Within) and column.shape == (len(plan.sampling.chosen),):
+            raise OptionError(
+                f"these are labels of the {len(column)} rows of a view, but those of all {plan.dataset_rows} rows of "
+                "the whole dataset are wanted: give view.whole.obs_column(NAME).values"
+            )
+        raise OptionError(f"labels must be one for each of {plan.dataset_rows} rows, not of shape {column.shape}")
+    if pd.api.types.is_float_dtype(column.dtype):
+        raise OptionError(f"labels are {column.dtype}: minibatches are mixed by labels or whole numbers")
+    if isinstance(column, np.ndarray) and column.dtype.kind in "biu":
+        return column
+    return np.asarray(pd.factorize(column)[0])
 
 
 def _taking_part(plan: Plan) -> RowSet | None:
