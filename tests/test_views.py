@@ -276,6 +276,17 @@ def test_splits_that_make_no_sense_are_refused(shares, options, message):
         split_rows(shares, of, 100, **{"by": None, "stratify": None, "seed": 0, **options})
 
 
+@pytest.mark.parametrize("way", ["by", "stratify"])
+@pytest.mark.parametrize("dtype", ["Int64", "boolean"])
+def test_numbers_and_booleans_that_are_missing_count_as_one_label(way, dtype):
+    numbers = pd.array([0, 1, None, 1, None, 0, None, 0] * 9, dtype=dtype)
+    labels = pd.Categorical(pd.Series(numbers).map({0: "no", 1: "yes"}))
+    options = {"by": None, "stratify": None, "seed": 4, way: "made"}
+    parts = split_rows([0.6, 0.4], column(made=numbers), 72, **options)
+    np.testing.assert_array_equal(parts, split_rows([0.6, 0.4], column(made=labels), 72, **options))
+    assert len(set(parts)) == 2
+
+
 @pytest.mark.parametrize("shares", [[0.8, 0.2], [0.9, 0.1], [1 / 3] * 3, [0.9, 0.1, 0]])
 def test_fractions_of_single_precision_leave_no_row_over(shares):
     n = 3_000_000

@@ -212,7 +212,8 @@ def _classes(name: str, column: ObsColumn) -> tuple[NDArray[np.integer], Rows]:
     """For each row the number of its label, from 0, or -1, and how many rows have each; -1 at the end."""
     codes = column.values
     if column.categories is None:
-        if codes.dtype.kind not in "biu":
+        # Whole numbers and booleans are held as floats where some are missing, which are NaN and get code -1.
+        if codes.dtype.kind not in "biu" and not (np.isnan(codes) | (np.trunc(codes) == codes)).all():
             raise OptionError(f"obs column {name!r} holds {codes.dtype}: labels, whole numbers or booleans are needed")
         codes, labels = pd.factorize(codes, sort=True)
         n_labels = len(labels)
