@@ -162,6 +162,17 @@ def test_what_is_no_such_expression_is_refused(text, message):
         expressions.matching(text, stored(columns(9, 0)).__getitem__, 9)
 
 
+def test_a_column_is_looked_up_once_however_often_it_is_named():
+    asked, kept = [], stored(columns(9, 0))
+
+    def column(name: str) -> ObsColumn:
+        asked.append(name)
+        return kept[name]
+
+    expressions.matching("lane > 0 or lane > 1 and n_counts == lane or passed and not passed", column, 9)
+    assert sorted(asked) == ["lane", "n_counts", "passed"]
+
+
 def test_what_the_column_lookup_raises_comes_through():
     def column(name: str) -> ObsColumn:
         raise MissingColumnError(f"there is no obs column {name!r}")

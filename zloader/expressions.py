@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -59,7 +60,7 @@ def matching(expression: str, column: Callable[[str], ObsColumn], n_rows: int) -
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise OptionError(f"{expression!r} is not an expression such as \"cell_type == 'T'\": {error}") from error
-    test = _Reader(expression, column).test(tree, opposite=False)
+    test = _Reader(expression, cache(column)).test(tree, opposite=False)  # a view makes a column anew each time
     mask = np.empty(n_rows, bool)
     for start in range(0, n_rows, _WINDOW):
         window = slice(start, min(start + _WINDOW, n_rows))
