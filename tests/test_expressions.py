@@ -162,6 +162,17 @@ def test_what_is_no_such_expression_is_refused(text, message):
         expressions.matching(text, stored(columns(9, 0)).__getitem__, 9)
 
 
+@pytest.mark.parametrize("constant", ["1e39", "-1e39", "3.40282351e38", "1e999", "-1e999", "70000", "-70000"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numbers_that_the_columns_dtype_cannot_hold_are_compared_as_they_are(dtype, constant):
+    values = np.array([0, np.inf, -np.inf, np.nan, np.finfo(dtype).max, np.finfo(dtype).min], dtype)
+    column = {"score": ObsColumn(values=values, categories=None)}.__getitem__
+    for order in ORDERS:
+        wanted = [eval(f"{float(value)} {order} {constant}", {"inf": np.inf, "nan": np.nan}) for value in values]
+        wanted[3] = False  # a row without a value is in no comparison
+        assert expressions.matching(f"score {order} {constant}", column, 6).tolist() == wanted, order
+
+
 def test_a_column_is_looked_up_once_however_often_it_is_named():
     asked, kept = [], stored(columns(9, 0))
 

@@ -172,6 +172,8 @@ class _Reader:
 
 def _with_constant(operation: type[ast.cmpop], values: NDArray[Any], constant: float) -> Test:
     compare = _ORDERS[operation]
+    if values.dtype.kind == "f" and abs(constant) > float(np.finfo(values.dtype).max):
+        constant = np.float64(constant)  # or it would become an infinity of the column's dtype
     if operation is ast.NotEq and values.dtype.kind == "f":  # the only one that NaN would be in
         return lambda window: compare(values[window], constant) & _there(values[window])
     return lambda window: compare(values[window], constant)
