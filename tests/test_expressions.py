@@ -129,6 +129,8 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
         ("lane ==", "is not an expression"),
         ("lane = 1", "is not an expression"),
         ("(" * 300 + "lane" + ")" * 300, "is not an expression"),
+        ("(" + "not " * 1200 + "passed)", "nested too deeply"),
+        ("a" + ".a" * 1200, "nested too deeply"),
         ("cell_type == 'T'", "has no label 'T'; it has: 'a', 'b'"),
         ("cell_type in ['a', 'T']", "has no label 'T'"),
         ("cell_type == 3", "has no label 3"),

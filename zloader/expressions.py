@@ -60,11 +60,14 @@ def matching(expression: str, column: Callable[[str], ObsColumn], n_rows: int) -
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise OptionError(f"{expression!r} is not an expression such as \"cell_type == 'T'\": {error}") from error
-    test = _Reader(expression, cache(column)).test(tree, opposite=False)  # a view makes a column anew each time
     mask = np.empty(n_rows, bool)
-    for start in range(0, n_rows, _WINDOW):
-        window = slice(start, min(start + _WINDOW, n_rows))
-        mask[window] = test(window)
+    try:
+        test = _Reader(expression, cache(column)).test(tree, opposite=False)  # a view makes a column anew each time
+        for start in range(0, n_rows, _WINDOW):
+            window = slice(start, min(start + _WINDOW, n_rows))
+            mask[window] = test(window)
+    except RecursionError as error:
+        raise OptionError(f"{expression[:_SHOWN]!r}... is nested too deeply: write it flatter") from error
     return mask
 
 
