@@ -175,6 +175,16 @@ def test_numbers_that_the_columns_dtype_cannot_hold_are_compared_as_they_are(dty
         assert expressions.matching(f"score {order} {constant}", column, 6).tolist() == wanted, order
 
 
+def test_booleans_of_which_some_are_missing_are_compared():
+    """They are held as floats: by themselves they look like any other numbers."""
+    column = {"seen": as_numbers("seen", pd.array([True, None, False], dtype="boolean"))}.__getitem__
+    for text in ("seen", "not seen", "not not seen"):
+        with pytest.raises(OptionError, match=r"'seen' in .* write seen == True, or == False"):
+            expressions.matching(text, column, 3)
+    for text, rows in {"seen == True": [0], "not seen == True": [2], "seen == False": [2], "seen != True": [2]}.items():
+        assert np.flatnonzero(expressions.matching(text, column, 3)).tolist() == rows, text
+
+
 def test_a_column_is_looked_up_once_however_often_it_is_named():
     asked, kept = [], stored(columns(9, 0))
 

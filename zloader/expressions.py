@@ -78,9 +78,11 @@ class _Reader:
         self._expression = expression
         self._column = column
 
+    def _part(self, node: ast.AST) -> str | None:
+        return ast.get_source_segment(self._expression.strip(), node)
+
     def _refuse(self, node: ast.AST, why: str) -> NoReturn:
-        part = ast.get_source_segment(self._expression.strip(), node)
-        raise OptionError(f"{part!r} in the expression {self._expression!r}: {why}")
+        raise OptionError(f"{self._part(node)!r} in the expression {self._expression!r}: {why}")
 
     def test(self, node: ast.expr, *, opposite: bool) -> Test:
         """Which rows of a window `node` holds for; or with `opposite`, `not node`."""
@@ -102,7 +104,12 @@ class _Reader:
             self._refuse(node, "only comparisons of obs columns, and, or, not and in can be used")
         column = self._column(name)
         if column.categories is not None or column.values.dtype != bool:
-            self._refuse(node, "the column holds no booleans: compare it with something")
+            why = "the column holds no booleans: compare it with something"
+            if column.categories is None and column.values.dtype.kind == "f":  # as nullable booleans are held
+                why = (
+                    f"the column holds no booleans, or some are missing: write {self._part(node)} == True, or == False"
+                )
+            self._refuse(node, why)
         return lambda window: column.values[window] != opposite
 
     def _compared(
