@@ -28,6 +28,7 @@ from zloader.compiled import compiled
 from zloader.errors import OptionError
 from zloader.permutation import GOLDEN, key_of, mix, mix_word
 from zloader.sampling import BlockShuffling
+from zloader.sharing import SharesArrays
 from zloader.terms import Rows, require_count
 
 _U64 = np.uint64
@@ -128,7 +129,7 @@ def _search(ends: NDArray[np.float64], points: NDArray[np.float64]) -> Rows:
     return found
 
 
-class Draws:
+class Draws(SharesArrays):
     """A sampling: `total_size` rows an epoch, drawn by weight in blocks of `block_size`.
 
     The weight of row i is `table[i]`, or with codes `table[codes[i]]`, where code -1 is the last of the table. With

@@ -157,8 +157,9 @@ def expand(starts: Rows, lengths: Rows) -> Rows:
 
 def distinct(numbers: Rows) -> Rows:
     """The numbers in ascending order, each once: np.unique, which hashes them and takes twenty times as long."""
-    ordered = np.sort(numbers)
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+    ordered: Rows = np.sort(numbers)
+    first: NDArray[np.bool_] = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
+    return ordered[first]
 
 
 def chunks_of(starts: Rows, stops: Rows, chunk_elements: int) -> Rows:

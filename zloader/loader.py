@@ -23,7 +23,6 @@ from zloader.plan import Plan
 from zloader.ranks import Locality, Place, place_of
 from zloader.resume import Position, as_state, described, position_of, resumed
 from zloader.sampling import DEFAULT_BLOCK_SIZE, Sampling, bound, sized, stratified
-from zloader.sharing import packed, unpacked
 from zloader.terms import FetchOptions, MinibatchArrays, Statistics
 from zloader.workshop import BufferPool, Counters
 
@@ -129,11 +128,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             return self._sent_from  # torch.distributed is initialised in the rank, not in its workers
         return place_of(self.rank, self.world_size, self.locality, self.local_world_size)
 
-    def __getstate__(self) -> dict[str, Any] | bytes:
-        return packed(self.__dict__ | {"_sent_from": self._place()})
-
-    def __setstate__(self, state: dict[str, Any] | bytes) -> None:
-        self.__dict__.update(unpacked(state))
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_sent_from": self._place()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is: a few numbers and strings, for `load_state_dict` of a loader made alike.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from zloader.columns import ObsColumn
 from zloader.errors import OptionError
 from zloader.permutation import GOLDEN, key_of, mix, permute
+from zloader.sharing import SharesArrays
 from zloader.terms import Rows, require_count
 
 DEFAULT_BLOCK_SIZE = 64  # rows; scDataset's and annbatch's figures are quoted for it
@@ -96,7 +97,7 @@ def checked_once(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | 
     return rows
 
 
-class _Subset:
+class _Subset(SharesArrays):
     """What samplings share: an optional list of the rows that take part."""
 
     _rows: Rows | None

@@ -1,72 +1,75 @@
 """Large arrays on their way to DataLoader workers: all of them map one copy, instead of each getting its own.
 
 A forked worker shares what its parent has. A spawned one gets a pickle, with which 100 million weights would be there
-once for every worker: so while a process is being spawned, arrays go into a file in memory that the pickle only names.
+once for every worker. So while a process is being spawned, arrays go into a file in memory that the pickle only names.
 """
 
 from __future__ import annotations
 
-import io
+import copy
 import mmap
 import os
-import pickle
 import weakref
+from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 _LARGE = 1 << 20  # bytes; smaller arrays are pickled
-_files: dict[int, int] = {}  # of arrays that have been sent, by id, while they live
+# Which files the processes under way may yet open, while they live.
+_sent: weakref.WeakKeyDictionary[Any, list[_File]] = weakref.WeakKeyDictionary()
 
 
-def packed(state: dict[str, Any]) -> dict[str, Any] | bytes:
-    """The state of an object that is pickled, for `unpacked` in the process that is being spawned, if one is."""
-    if get_spawning_popen() is None:
+class SharesArrays:
+    """Base of what holds large arrays that do not change: they are sent to spawned processes once."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "_files"}
+        popen = get_spawning_popen()
+        if popen is None:
+            return state
+        files: dict[str, _File] = self.__dict__.setdefault("_files", {})
+        for name, value in state.items():
+            if type(value) in (np.ndarray, np.memmap) and value.nbytes >= _LARGE and not value.dtype.hasobject:
+                if name not in files or files[name].array is not value:
+                    files[name] = _File(value)
+                _sent.setdefault(popen, []).append(files[name])
+                state[name] = files[name]
         return state
-    pickled = io.BytesIO()
-    _SharingPickler(pickled, pickle.HIGHEST_PROTOCOL).dump(state)
-    return pickled.getvalue()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy that is made meanwhile has the arrays themselves.
+        values = {name: value.array if isinstance(value, _File) else value for name, value in state.items()}
+        self.__dict__.update(values)  # also of those that are frozen
 
 
-def unpacked(state: dict[str, Any] | bytes) -> dict[str, Any]:
-    """What was given to `packed`."""
-    if isinstance(state, dict):
-        return state
-    found: dict[str, Any] = pickle.loads(state)
-    return found
+class _File:
+    """A file in memory that holds an array; pickled, it becomes that array."""
 
-
-class _SharingPickler(ForkingPickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray) and value.nbytes >= _LARGE and not value.dtype.hasobject:
-            return _mapped, (DupFd(_file_of(value)), value.dtype, value.shape)
-        return NotImplemented
-
-
-def _file_of(array: NDArray[Any]) -> int:
-    """A file in memory that holds the array; it is closed when the array goes."""
-    key = id(array)
-    if key not in _files:
-        file = os.memfd_create("zloader-array", os.MFD_CLOEXEC)
-        with open(file, "wb", closefd=False) as out:
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array
+        self._number = os.memfd_create("zloader-array", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._number)
+        with open(self._number, "wb", closefd=False) as out:
             out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        _files[key] = file
-        weakref.finalize(array, _close, key)
-    return _files[key]
+
+    def __reduce__(self) -> tuple[Callable[..., NDArray[Any]], tuple[Any, ...]]:
+        status = os.fstat(self._number)
+        path = f"/proc/{os.getpid()}/fd/{self._number}"
+        return _mapped, (path, (status.st_dev, status.st_ino), self.array.dtype, self.array.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NDArray[Any]:
+        return copy.deepcopy(self.array, memo)
 
 
-def _close(key: int) -> None:
-    os.close(_files.pop(key))
-
-
-def _mapped(file: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """The array of a file that was sent. What is written to it stays in this process."""
-    descriptor = file.detach()
-    try:
-        mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(descriptor)
+def _mapped(path: str, identity: tuple[int, int], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """The array of a file of the process that sent it. What is written to it stays in this process."""
+    with Path(path).open("rb") as file:
+        status = os.fstat(file.fileno())
+        if (status.st_dev, status.st_ino) != identity:
+            raise FileNotFoundError(f"{path} is another file by now: the array that was sent is gone")
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return np.frombuffer(mapping, dtype).reshape(shape)

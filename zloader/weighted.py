@@ -18,11 +18,12 @@ from zloader.compiled import compiled
 from zloader.draws import Codes, Draws
 from zloader.errors import OptionError
 from zloader.sampling import DEFAULT_BLOCK_SIZE, checked_once
+from zloader.sharing import SharesArrays
 from zloader.terms import Rows, require_count
 
 
 @dataclass(frozen=True, eq=False)
-class _Weighted:
+class _Weighted(SharesArrays):
     """What both have: options, and the draws once what they are made of is known."""
 
     _: KW_ONLY
@@ -70,9 +71,10 @@ class _Weighted:
 class BlockWeightedSampling(_Weighted):
     """Rows drawn by weight, as many as `total_size` (or as there are rows of positive weight), in blocks.
 
-    `weights` are one number a row of the dataset, float32 or float64 kept as they are; or with `column` a mapping from
-    its labels to the weight of a row that has it, where other labels weigh nothing. `indices` are the rows that take
-    part. Every row comes `total_size * weight / weight of all` times an epoch on average, one of weight 0 never.
+    `weights` are one number a row of the dataset (float32 or float64 are kept as they are: do not change them); or with
+    `column` a mapping from its labels to the weight of a row that has it, where other labels weigh nothing. `indices`
+    are the rows that take part. Every row comes `total_size * weight / weight of all` times an epoch on average, one of
+    weight 0 never.
 
     A block is `block_size` consecutive rows of positive weight: on disk, one run where no row between weighs 0. Of
     blocks in which a few rows weigh most, fewer rows are taken at a time, so that none comes twice in a draw.
