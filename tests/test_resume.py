@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.errors import OptionError
 from zloader.plan import Plan
-from zloader.resume import resumed
+from zloader.resume import described, resumed
 from zloader.testing import assert_resumes_anywhere
 
 N_ROWS = 61
@@ -320,6 +323,71 @@ def test_a_sampling_of_ones_own(dataset):
     assert state["sampling"] == "Doubled(inner=BlockShuffling(block_size=3, indices=None, n_strata=1))"
     with pytest.raises(OptionError, match=r"Doubled\(inner=BlockShuffling\(block_size=2"):
         zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(2))})).load_state_dict(state)
+
+
+# Prints what a state says of a sampling with attributes of all kinds.
+_OF_ONES_OWN = """
+import functools, pathlib
+from zloader.resume import described
+class Choice:
+    def __init__(self, value): self.value, self._private = value, object()
+class Slots:
+    __slots__ = ("choice", "_private", "unset")
+    def __init__(self, value): self.choice, self._private = Choice(value), object()
+class Mine(Slots):
+    def __init__(self, value):
+        super().__init__(value)
+        self.plates = {"a", "b", "c", "d", ("e", value)}
+        self.by_plate = {"a": {"x", "y", value}}
+        self.inner = [Choice(value), Choice({value}), self]
+        self.uneven = [[1], [2, value]]
+        self.rule, self.path = functools.partial(print, Mine), pathlib.Path("a")
+    @functools.cached_property
+    def order(self): return [3, 1, 2]
+first, second = Mine(1), Mine(1)
+assert first.order and described(first) == described(second)
+print(described(first))
+"""
+
+
+def test_a_sampling_of_ones_own_is_the_same_in_every_process():
+    def told(hash_seed):
+        command = [sys.executable, "-c", _OF_ONES_OWN]
+        environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment).stdout
+
+    text = told(1)
+    assert text == told(2)
+    assert text.startswith("Mine(by_plate={'a': <3 values, ")
+    assert "choice=Choice(value=1), inner=<3 values, " in text
+    assert "rule=functools.partial(<built-in function print>, <class '__main__.Mine'>)" in text
+    assert " at 0x" not in text
+    assert "private" not in text
+    assert "order" not in text
+
+
+class Option:
+    """A plain object, as users write them."""
+
+    def __init__(self, value) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({1, 2}, {1, 3}),
+        ({"a": {1}}, {"a": {2}}),
+        ([{1}, {2}], [{2}, {1}]),
+        ([[1], [2, 3]], [[1, 2], [3]]),
+        (Option(1), Option(2)),
+        ([Option(1)], [Option(2)]),
+        (Path("a"), Path("b")),
+    ],
+)
+def test_other_options_are_told_apart(one, other):
+    assert described(Option(one)) == described(Option(copy.deepcopy(one)))
+    assert described(Option(one)) != described(Option(other))
 
 
 def test_what_minibatches_hold_may_change(dataset):

@@ -9,8 +9,11 @@ many ranks received how many minibatches each, one stretch after the other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+import reprlib
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,27 +127,52 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
     return Position(stretches=stretches, **numbers)
 
 
+@reprlib.recursive_repr()
 def described(options: Any) -> str:
-    """A sampling as text that changes whenever its public options do; long lists stand as their checksum."""
+    """A sampling as text that changes whenever its public options do, and is the same in every process.
+
+    Long lists stand as their checksum. Private attributes and what a cached_property keeps are no options.
+    """
+    kind = type(options)
     if dataclasses.is_dataclass(options):
         named = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.init}
     else:
+        state: Any = object.__getstate__(options)  # the attributes; where there are slots, theirs too
+        parts = state if isinstance(state, tuple) else (state,)
         named = {
-            name: value for name, value in sorted(getattr(options, "__dict__", {}).items()) if not name.startswith("_")
+            name: value
+            for name, value in sorted((name, part[name]) for part in parts if part for name in part)
+            if not name.startswith("_") and not isinstance(getattr(kind, name, None), functools.cached_property)
         }
-    return f"{type(options).__name__}({', '.join(f'{name}={_text(value)}' for name, value in named.items())})"
+    return f"{kind.__name__}({', '.join(f'{name}={_text(value)}' for name, value in named.items())})"
 
 
 def _text(value: Any) -> str:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     if hasattr(value, "n_rows"):  # a sampling within one
         return described(value)
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
-    array = np.asarray(value)
+        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Set):
+        return _checksum(sorted(map(_text, value)))
+    if isinstance(value, Collection):
+        return _checksum(value if hasattr(value, "__array__") else list(value))
+    kind: Any = type(value)
+    if dataclasses.is_dataclass(kind) or kind.__repr__ is object.__repr__:
+        return described(value)
+    return re.sub(" at 0x[0-9A-Fa-f]+", "", repr(value))  # a path, a function, ...
+
+
+def _checksum(values: Any) -> str:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.array([_text(item) for item in values])
+    if array.dtype.kind == "O":
+        array = np.array([item if isinstance(item, str) else _text(item) for item in array.flat])
     if array.dtype.kind not in "biuf":
         array = array.astype(str)
     if array.dtype.kind in "iu":
