@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -14,18 +15,22 @@ from helpers import counts, write_store
 from test_cli import params, zloader
 
 import zloader as zl
+from zloader.commands.quality import _figure, measured
 from zloader.cost import epoch_costs
 from zloader.plan import Plan
 from zloader.sampling import DEFAULT_BLOCK_SIZE, stratified
 
 ROWS = 1400
 FLAGS = ("--label", "plate", "--batch-size", 16, "--block-sizes", "2,8,64", "--fetch-factors", "1,4")
+AWKWARD = ("$\\alph$", "細胞")
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
     adata = counts(ROWS, 60)
+    for name in AWKWARD:
+        adata.obs[name] = np.arange(ROWS) % 3
     adata.obs["plate"] = pd.Categorical.from_codes(np.arange(ROWS) * 14 // ROWS, [f"<plate {k}>" for k in range(14)])
     write_store(adata, folder / "plates.zarr", folder)
     return folder / "plates.zarr"
@@ -81,6 +86,7 @@ def test_the_page_and_the_picture(store, tmp_path):
     text = page.read_text()
     assert not re.search(r"<script|src=|https?://(?!www\.w3\.org)", text)
     assert "1,400 rows by plate" in text
+    assert "; rows/s are those that a link of 400 MB/s allows without a mirror. Stratified blocks (dashed) are" in text
     drawn = ET.fromstring(re.search(r"<svg.*</svg>", text, re.DOTALL)[0])
     words = " ".join("".join(node.itertext()).strip() for node in drawn.iter())
     rows = re.findall(r"<tr><td>(\d+)</td><td>(\d+)</td><td>(\d\.\d\d) ± [\d.]+</td><td>(\d\.\d\d) ±", text)
@@ -94,8 +100,54 @@ def test_the_page_and_the_picture(store, tmp_path):
         for cell in seen["cells"]
     ]
     assert all(f"{plain} ({in_strata})" in words for *_, plain, in_strata in rows)
+    assert "dashed: stratified" in words
     zloader("quality", store, *FLAGS, "--html", tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text() == text
+
+
+@pytest.mark.parametrize("label", AWKWARD)
+def test_a_label_that_is_hard_to_draw_is_drawn_without_a_word(store, tmp_path, label):
+    done = zloader("quality", store, "--label", label, "--png", tmp_path / "q.png", "--html", tmp_path / "q.html")
+    assert done.stderr == ""
+    assert (tmp_path / "q.png").stat().st_size > 0
+    assert f"entropy of {label}, bits" in (tmp_path / "q.html").read_text()
+
+
+@pytest.mark.parametrize("label", ["plate", AWKWARD[0]])
+@pytest.mark.parametrize("link", [10**5, 4 * 10**8, 10**13])
+def test_ticks_do_not_overlap_and_markers_are_within_the_frame(store, label, link):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    grid = measured(zl.Loader(zl.open_dataset(store)), label, [(4, 1), (4, 16), (64, 1), (64, 16)], link)
+    figure = _figure(grid)
+    FigureCanvasAgg(figure).draw()
+    axes = figure.axes[1]
+    for axis, end in ((axes.xaxis, 0), (axes.yaxis, 1)):
+        boxes = [label.get_window_extent().get_points()[:, end] for label in axis.get_ticklabels() if label.get_text()]
+        assert len(boxes) > 1
+        assert all(first[1] < second[0] for first, second in itertools.pairwise(boxes))
+    frame = axes.get_window_extent().padded(-5)  # half a marker of 6 points, at 100 dots an inch
+    for line in axes.lines:
+        if line.get_marker() == "o" and len(line.get_xdata()):
+            heights = axes.transData.transform(line.get_xydata())[:, 1]
+            assert frame.y0 < heights.min() <= heights.max() < frame.y1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--png", "q.txt/q.png"), "cannot write q.txt/q.png"),
+        (("--html", "q.txt/q.html"), "cannot write q.txt/q.html"),
+        (("--png", "q.png", "--html", "../here/q.png"), "page and figure would both be ../here/q.png"),
+    ],
+)
+def test_a_path_that_will_not_do_is_refused_before_anything_is_read(tmp_path, monkeypatch, flags, said):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "q.txt").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    done = zloader("quality", "no/such/store", "--label", "plate", *flags, status=1)
+    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -77,10 +78,10 @@ class Grid:
 
     @property
     def speed(self) -> str:
-        """What `rows_per_s` is."""
+        """Which rows a second `rows_per_s` are."""
         if self.link_bytes_per_s is None:
-            return "rows/s, measured without a mirror"
-        return f"rows/s that a link of {self.link_bytes_per_s / 1e6:,.0f} MB/s allows without a mirror"
+            return "measured without a mirror"
+        return f"that a link of {self.link_bytes_per_s / 1e6:,g} MB/s allows without a mirror"
 
     @property
     def random(self) -> str:
@@ -114,8 +115,7 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     from zloader.loader import Loader
 
     sizes = [(block, factor) for block in _counts(block_sizes) for factor in _counts(fetch_factors)]
-    for path in (html, png):
-        _require_drawable(path)
+    _require_drawable(html, png)
     link_bytes_per_s = None if measure else parse_size(link_speed)
     if link_bytes_per_s is not None:
         require_at_least(1, link_speed=link_bytes_per_s)
@@ -129,12 +129,14 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     if html is not None:
         html.write_text(_page(grid), encoding="utf-8")
     if png is not None:
-        _figure(grid).savefig(png, format="png", dpi=150)
+        _draw(grid, png, format="png", dpi=150)
     if as_json:
         print_json(dataclasses.asdict(grid))
         return
     console.print(f"{url}: {grid.rows:,} rows by {label}; {grid.random}", soft_wrap=True)
-    console.print(f"Cells: bits of blocks in random order (stratified, as by default), {grid.speed}", soft_wrap=True)
+    console.print(
+        f"Cells: bits of blocks in random order (stratified, as by default), rows/s {grid.speed}", soft_wrap=True
+    )
     console.print(_table(grid))
 
 
@@ -145,14 +147,16 @@ def _counts(listed: str) -> list[int]:
         raise OptionError(f"{listed!r} is no list of whole numbers: write them as 4,16,64") from None
 
 
-def _require_drawable(path: Path | None) -> None:
+def _require_drawable(*paths: Path | None) -> None:
     """Raises before anything is measured."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
+    given = [path for path in paths if path is not None]
+    if given and importlib.util.find_spec("matplotlib") is None:
         raise ZloaderError('drawing needs matplotlib; install it with: pip install "zloader[demo]"')
-    if not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise OptionError(f"cannot write {path}: give the path of a file in a directory that exists")
+    for path in given:
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+            raise OptionError(f"cannot write {path}: give the path of a file in a directory that exists")
+    if len({path.resolve() for path in given}) < len(given):
+        raise OptionError(f"page and figure would both be {given[0]}: give two paths")
 
 
 def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_bytes_per_s: int | None) -> Grid:
@@ -241,12 +245,14 @@ def _figure(grid: Grid) -> Any:
     """Entropy by sizes as a map, and beside it entropy by speed; dashed where blocks are stratified."""
     import numpy as np
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     blocks, factors, by_sizes = _axes_of(grid)
     entropies = np.full((len(blocks), len(factors)), np.nan)
     for (block, factor), cell in by_sizes.items():
         entropies[blocks.index(block), factors.index(factor)] = cell.quality.entropy_bits
     random = grid.cells[0].quality.random_entropy_bits
+    most = max(0.1, random, *(of.entropy_bits for cell in grid.cells for of in (cell.quality, cell.stratified)))
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     sizes, speeds = figure.subplots(1, 2)
     sizes.imshow(entropies, cmap="Blues", vmin=0, vmax=1.6 * max(random, 0.1), aspect="auto")  # dark text stays legible
@@ -255,17 +261,26 @@ def _figure(grid: Grid) -> Any:
         sizes.text(column, row, _bits(found) if found else "", ha="center", va="center")
     sizes.set_xticks(range(len(factors)), map(str, factors))
     sizes.set_yticks(range(len(blocks)), map(str, blocks))
-    sizes.set(xlabel="fetch_factor", ylabel="block_size", title=f"entropy of {grid.label}, bits (stratified)")
+    sizes.set(xlabel="fetch_factor", ylabel="block_size")
+    sizes.set_title(f"entropy of {grid.label}, bits (stratified)", parse_math=False)
     for block in blocks:
         line = [cell for cell in grid.cells if cell.block_size == block]
         x = [cell.rows_per_s for cell in line]
         (drawn,) = speeds.plot(x, [cell.quality.entropy_bits for cell in line], "o-", label=f"blocks of {block}")
         speeds.plot(x, [cell.stratified.entropy_bits for cell in line], "o--", color=drawn.get_color(), alpha=0.5)
+    speeds.plot([], [], "o--", color="gray", alpha=0.5, label="dashed: stratified")
     speeds.axhline(random, color="gray", linestyle=":", label="random rows")
-    speeds.set(xlabel=grid.speed, ylabel="entropy, bits", ylim=(0, None))
-    speeds.xaxis.set_major_formatter("{x:,.0f}")
+    speeds.set(xlabel=f"rows/s {grid.speed}", ylabel="entropy, bits", ylim=(-0.05 * most, 1.05 * most))
+    speeds.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20M
     speeds.legend()
     return figure
+
+
+def _draw(grid: Grid, to: Path | StringIO, **options: Any) -> None:
+    """A script that the font lacks is drawn as boxes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
+        _figure(grid).savefig(to, **options)
 
 
 def _page(grid: Grid) -> str:
@@ -274,7 +289,7 @@ def _page(grid: Grid) -> str:
 
     drawn = StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quality"}):
-        _figure(grid).savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        _draw(grid, drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = drawn.getvalue()
     head = ("block_size", "fetch_factor", "entropy, bits", "stratified", "row distance within", "and across",
             "longest run", "same-block share", "GETs", "MB", "rows/s")  # fmt: skip
@@ -285,9 +300,9 @@ def _page(grid: Grid) -> str:
         "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#1c2024;"
         "background:#fff}svg{width:100%;height:auto}td,th{text-align:right;padding:.2rem .8rem;font-weight:400}"
         "th{color:#5b636d}</style>"
-        f"<h1>{title}</h1><p>{escape(grid.random)}; rows/s are {escape(grid.speed.removeprefix('rows/s, '))}. "
-        "Stratified blocks are what a Loader takes by default; the measures after them are of blocks in random order. "
-        "Row distances are 0 for rows in order and 1 for random ones; GETs and MB are those of an epoch.</p>"
+        f"<h1>{title}</h1><p>{escape(grid.random)}; rows/s are those {escape(grid.speed)}. "
+        "Stratified blocks (dashed) are what a Loader takes by default; the measures after them are of blocks in "
+        "random order. Row distances are 0 for rows in order and 1 for random ones; GETs and MB are an epoch's.</p>"
         f"{svg[svg.index('<svg') :]}<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(body)}"
         "</table></html>\n"
     )
