@@ -49,8 +49,8 @@ class Position:
         if then != now:
             raise OptionError(
                 "the state is that of DataLoader worker {} of {} in a world of {} ranks, and this is {} of {} in a "
-                "world of {}: load it with as many workers and ranks; only a state that was saved with num_workers=0 "
-                "or 1 fits any number of them".format(*then, *now)
+                "world of {}: load it with as many workers and ranks; only what Loader.state_dict gives in a loop "
+                "without workers fits any number of them, no state of StatefulDataLoader does".format(*then, *now)
             )
 
     def later(self, world_size: int, n_minibatches: int) -> Position:
