@@ -153,6 +153,19 @@ def test_info_foretells_what_an_epoch_costs(tmp_path):
     assert shown["epoch"] | flags == shown["epoch"]
 
 
+def test_blocks_of_info_shrink_with_a_fetch(tmp_path):
+    write_store(counts(300, 60), tmp_path / "cells.zarr", tmp_path)
+    flags = ("--batch-size", 4, "--fetch-factor", 4)
+    shown = json.loads(zloader("info", tmp_path / "cells.zarr", "--json", *flags).stdout)["epoch"]
+    dataset = zl.open_dataset(tmp_path / "cells.zarr")
+    cost = epoch_costs(dataset, zl.Loader(dataset, batch_size=4, fetch_factor=4).plan(0)).unmirrored
+    assert (shown["block_size"], shown["unmirrored"]["gets"]) == (16, cost.gets)
+    refused = zloader("info", tmp_path / "cells.zarr", *flags, "--block-size", 64, status=1)
+    assert "block_size 64 is larger than a fetch" in refused.stderr
+    refused = zloader("info", tmp_path / "cells.zarr", "--batch-size", 0, status=1)
+    assert "batch_size must be a whole number of at least 1, not 0" in refused.stderr
+
+
 def test_info_as_text(tmp_path):
     adata = counts(300, 60)
     adata.layers["dense"] = adata.X.toarray()

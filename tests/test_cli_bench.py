@@ -107,6 +107,15 @@ def test_as_text_a_line_an_epoch_and_a_table(store, tmp_path):
     assert "in flight now" not in done.stdout
 
 
+def test_blocks_shrink_with_a_fetch_as_a_loaders_do(store):
+    seen = documented(store, "--batch-size", 4, "--fetch-factor", 4, "--epochs", 1)
+    loader = zl.Loader(zl.open_dataset(store), batch_size=4, fetch_factor=4)
+    for _ in loader:
+        pass
+    assert seen["block_size"] == 16
+    assert seen["epochs"][0]["figures"]["gets"] == loader.statistics().gets
+
+
 def test_the_consumer_takes_its_time(store):
     seen = documented(store, *FLAGS, "--epochs", 1, "--step-ms", 5)["epochs"][0]["figures"]
     assert seen["elapsed_s"] > 31 * 0.005  # statistics() end with the last minibatch taken
@@ -145,6 +154,7 @@ def test_over_s3(s3, tmp_path, monkeypatch):
         (("--layout", "coo"), "layout must be one of"),
         (("--obs", "nothing"), "there is no obs column 'nothing'"),
         (("--x", "layers/none"), "there is no matrix 'layers/none'"),
+        (("--batch-size", 0), "batch_size must be a whole number of at least 1, not 0"),
         (("--block-size", 64, "--batch-size", 1, "--fetch-factor", 1), "block_size 64 is larger than a fetch"),
     ],
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
 import signal
 from pathlib import Path
@@ -60,7 +61,9 @@ def info(  # noqa: PLR0913 - one parameter a flag
     ] = "X",
     batch_size: Annotated[int | None, typer.Option(help="Rows in a minibatch.", show_default="64")] = None,
     fetch_factor: Annotated[int | None, typer.Option(help="Minibatches in a fetch.", show_default="256")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Rows in a shuffled block.", show_default="64")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Rows in a shuffled block, at most a fetch.", show_default="64")
+    ] = None,
     endpoint_url: Endpoint = None,
     region: Region = None,
     profile: Profile = None,
@@ -77,8 +80,9 @@ def info(  # noqa: PLR0913 - one parameter a flag
     sizes = {
         "batch_size": Loader.batch_size if batch_size is None else batch_size,
         "fetch_factor": Loader.fetch_factor if fetch_factor is None else fetch_factor,
-        "block_size": DEFAULT_BLOCK_SIZE if block_size is None else block_size,
     }
+    default = min(DEFAULT_BLOCK_SIZE, max(1, math.prod(sizes.values())))  # as the Loader's own
+    sizes["block_size"] = default if block_size is None else block_size
     dataset = open_dataset(url, storage_options=storage_options(endpoint_url, region, profile, anon))
     summary = summarize(dataset)
     try:

@@ -7,6 +7,7 @@ is loaded and compiled once a process is out of the way before the first epoch: 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         int | None, typer.Option(help="Minibatches in a fetch.", show_default="256", rich_help_panel=_LOADER)
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Rows in a shuffled block.", show_default="64", rich_help_panel=_LOADER)
+        int | None,
+        typer.Option(help="Rows in a shuffled block, at most a fetch.", show_default="64", rich_help_panel=_LOADER),
     ] = None,
     memory: Annotated[
         str,
@@ -108,7 +110,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         "batch_size": Loader.batch_size if batch_size is None else batch_size,
         "fetch_factor": Loader.fetch_factor if fetch_factor is None else fetch_factor,
     }
-    block_size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+    default = min(DEFAULT_BLOCK_SIZE, max(1, math.prod(sizes.values())))  # as the Loader's own
+    block_size = default if block_size is None else block_size
     columns = [column.strip() for column in obs.split(",") if column.strip()]
     fetching = FetchOptions(memory=memory)
     options: dict[str, Any] = {
