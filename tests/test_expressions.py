@@ -127,6 +127,10 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
     [
         ("", "is not an expression"),
         ("lane ==", "is not an expression"),
+        ("class == 1", "is not an expression"),
+        ("cell type == 1", "is not an expression such as .* or \"`cell type` == 'T'\""),
+        ("`lane == 1", "is not an expression"),
+        ("`` == 1", "is not an expression"),
         ("lane = 1", "is not an expression"),
         ("(" * 300 + "lane" + ")" * 300, "is not an expression"),
         ("(" + "not " * 1200 + "passed)", "nested too deeply"),
@@ -183,6 +187,71 @@ def test_booleans_of_which_some_are_missing_are_compared():
             expressions.matching(text, column, 3)
     for text, rows in {"seen == True": [0], "not seen == True": [2], "seen == False": [2], "seen != True": [2]}.items():
         assert np.flatnonzero(expressions.matching(text, column, 3)).tolist() == rows, text
+
+
+NAMES = [
+    "cell type",
+    "class",
+    "it's",
+    "µm",
+    "a.µm",
+    "plain",
+    "`",
+    "ﬁt",
+    "fit",
+    "n_\N{GREEK SMALL LETTER MU}",
+    "n_µ",
+    "²",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("`cell type` == 1", "cell type"),
+        ("not (`class`==1)", "class"),
+        ("plain == 0 or 1 == `it's`", "it's"),
+        ("`it's` == 1 or `it's` in (3, 4)  # \"", "it's"),
+        ("µm == 1", "µm"),
+        ("\N{GREEK SMALL LETTER MU}m == 1", "µm"),
+        ("plain == 0 and\\\n µm == 1", "µm"),
+        ("a.µm == 1", "a.µm"),
+        ("`µm` == 1", "µm"),
+        ("`²`==1", "²"),
+        ("ﬁt == 1", "ﬁt"),  # of two that Python takes for the same, the one that is written
+        ("fit == 1", "fit"),
+        ("n_µ == 1", "n_µ"),
+        ("n_\N{GREEK SMALL LETTER MU} == 1", "n_\N{GREEK SMALL LETTER MU}"),
+        ("(`plain` == 1)", "plain"),
+    ],
+)
+def test_any_column_can_be_named(text, named):
+    asked = []
+
+    def column(name: str) -> ObsColumn:
+        asked.append(name)
+        return ObsColumn(values=np.arange(2), categories=None)
+
+    expressions.matching(text, column, 2, NAMES)
+    assert [name for name in asked if name != "plain"] == ([] if named == "plain" else [named])
+
+
+@pytest.mark.parametrize("name", ["\N{GREEK SMALL LETTER MU}m", "n_\N{MATHEMATICAL ITALIC SMALL MU}", "cell"])
+def test_names_in_back_quotes_are_exact_and_of_two_alike_none_is_guessed(name):
+    with pytest.raises(KeyError, match=name):
+        expressions.matching(name if name[0] == "n" else f"`{name}` == 1", {}.__getitem__, 2, NAMES)
+
+
+def test_back_quotes_in_strings_are_back_quotes():
+    column = {"a b": as_numbers("a b", np.array(["`x y`", "it's `", 'say "`"']))}.__getitem__
+    for number, text in enumerate(["'`x y`'", '"it\'s `"', "'say \"`\"'"]):
+        assert np.flatnonzero(expressions.matching(f"{text} == `a b`", column, 3)).tolist() == [number]
+        assert np.flatnonzero(expressions.matching(f"`a b` in ({text}, )", column, 3)).tolist() == [number]
+
+
+def test_messages_show_back_quotes_as_they_are_written():
+    with pytest.raises(OptionError, match=r"'`a b` < 3' in the expression .* labels"):
+        expressions.matching("'é' == `a b` or `a b` < 3", {"a b": as_numbers("", np.array(["é"]))}.__getitem__, 1)
 
 
 def test_a_column_is_looked_up_once_however_often_it_is_named():

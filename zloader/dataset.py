@@ -92,11 +92,11 @@ class Dataset(Table):
 
         An expression compares obs columns with constants or with each other (==, !=, <, <=, >, >=, in, not in, joined
         by and, or and not); a row without a value is in no comparison. A column of booleans may stand by itself where
-        none is missing; else compare it with True or False. Or `condition` is a boolean mask over the rows, or their
-        numbers, each once: a view has them in ascending order.
+        none is missing; else compare it with True or False. Back-quotes hold any name: "`cell type` == 'T'". Or
+        `condition` is a boolean mask over the rows, or their numbers, each once: a view has them in ascending order.
         Raises OptionError, or MissingColumnError for an obs column that is not there.
         """
-        return self._view(mask_of(condition, self.obs_column, self.n_obs))
+        return self._view(mask_of(condition, self.obs_column, self.n_obs, self.obs_columns))
 
     @overload
     def split(

@@ -1,7 +1,8 @@
 """Which rows an expression over obs columns holds for, such as "cell_type == 'T' and n_counts > 500". Pure.
 
 Python's own grammar, but only a little of it, and never evaluated as Python: names of columns (also dotted ones, such
-as `percent.mt`), constants, `== != < <= > >= in`, `not in`, `and`, `or`, `not`, and columns of booleans by themselves.
+as percent.mt; in back-quotes any other, such as `cell type`), constants, == != < <= > >= in, not in, and, or, not, and
+columns of booleans by themselves.
 Labels are compared as codes: each label is looked up once. A row without a value (code -1, NaN) is in no comparison,
 neither `a == 'T'` nor `a != 'T'`, and `not` before a comparison asks for the opposite one, so that it is in neither
 there.
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,7 @@ Mask = NDArray[np.bool_]
 Test = Callable[[slice], Mask]
 _WINDOW = 1 << 20  # rows looked at together, so that what a term needs meanwhile stays small
 _SHOWN = 20
+_TEXT_OR_QUOTED = re.compile(r"""('''|\"\"\"|'|")(?:\\.|(?!\1).)*\1|`[^`\r\n]+`""", re.DOTALL)
 
 _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -51,18 +55,23 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
-def matching(expression: str, column: Callable[[str], ObsColumn], n_rows: int) -> Mask:
-    """Which of `n_rows` rows the expression holds for; `column` is `Dataset.obs_column`.
+def matching(expression: str, column: Callable[[str], ObsColumn], n_rows: int, names: Sequence[str] = ()) -> Mask:
+    """Which of `n_rows` rows the expression holds for; `column` is `Dataset.obs_column`, `names` are those it knows.
 
     Raises OptionError for what is no such expression or names a label that is not there, and what `column` raises.
     """
+    expression = expression.strip()
     try:
-        tree = ast.parse(expression.strip(), mode="eval").body
+        # What is in back-quotes becomes a name as long as it is: places in the tree are places in the expression.
+        plain = _TEXT_OR_QUOTED.sub(lambda found: found[0] if found[1] else "_" * len(found[0].encode()), expression)
+        tree = ast.parse(plain, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise OptionError(f"{expression!r} is not an expression such as \"cell_type == 'T'\": {error}") from error
+        such = "\"cell_type == 'T'\" or \"`cell type` == 'T'\""
+        raise OptionError(f"{expression!r} is not an expression such as {such}: {error}") from error
     mask = np.empty(n_rows, bool)
     try:
-        test = _Reader(expression, cache(column)).test(tree, opposite=False)  # a view makes a column anew each time
+        reader = _Reader(expression, cache(column), names)  # a view makes a column anew each time
+        test = reader.test(tree, opposite=False)
         for start in range(0, n_rows, _WINDOW):
             window = slice(start, min(start + _WINDOW, n_rows))
             mask[window] = test(window)
@@ -74,12 +83,14 @@ def matching(expression: str, column: Callable[[str], ObsColumn], n_rows: int) -
 class _Reader:
     """Turns the nodes of one expression into tests of windows of rows."""
 
-    def __init__(self, expression: str, column: Callable[[str], ObsColumn]) -> None:
+    def __init__(self, expression: str, column: Callable[[str], ObsColumn], names: Sequence[str]) -> None:
         self._expression = expression
+        self._lines = expression.encode().splitlines()
         self._column = column
+        self._names = names
 
     def _part(self, node: ast.AST) -> str | None:
-        return ast.get_source_segment(self._expression.strip(), node)
+        return ast.get_source_segment(self._expression, node)
 
     def _refuse(self, node: ast.AST, why: str) -> NoReturn:
         raise OptionError(f"{self._part(node)!r} in the expression {self._expression!r}: {why}")
@@ -99,7 +110,7 @@ class _Reader:
                 for operation, left, right in zip(node.ops, sides, sides[1:], strict=False)
             ]
             return _joined(np.logical_or if opposite else np.logical_and, links)
-        name = _name(node)
+        name = self._name(node)
         if name is None:
             self._refuse(node, "only comparisons of obs columns, and, or, not and in can be used")
         column = self._column(name)
@@ -112,16 +123,38 @@ class _Reader:
             self._refuse(node, why)
         return lambda window: column.values[window] != opposite
 
+    def _name(self, node: ast.expr) -> str | None:
+        """The column that a node names, if it names one.
+
+        Python takes names for the same that have one NFKC form, such as with the micro sign and the letter mu.
+        """
+        name = self._written(node)
+        if name is None or name[0] == name[-1] == "`":
+            return name and name[1:-1]
+        if name in self._names:
+            return name
+        alike = [known for known in self._names if normalize("NFKC", known) == normalize("NFKC", name)]
+        return alike[0] if len(alike) == 1 else name
+
+    def _written(self, node: ast.expr) -> str | None:
+        """A name as the expression has it: in the tree it is normalised, and without what is in back-quotes."""
+        if isinstance(node, ast.Name):
+            return self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+        if isinstance(node, ast.Attribute):
+            before = self._written(node.value)
+            return None if before is None else f"{before}.{node.attr}"
+        return None
+
     def _compared(
         self, node: ast.Compare, operation: type[ast.cmpop], left: ast.expr, right: ast.expr, *, opposite: bool
     ) -> Test:
         """One link of a comparison: a column with a constant, with several, or with another column."""
-        if _name(left) is None and operation in _TURNED:
+        if self._name(left) is None and operation in _TURNED:
             left, right, operation = right, left, _TURNED[operation]
-        name = _name(left)
+        name = self._name(left)
         if name is None or operation not in _OPPOSITE:
             self._refuse(node, "only obs columns can be compared, with ==, !=, <, <=, >, >=, in and not in")
-        column, other = self._column(name), _name(right)
+        column, other = self._column(name), self._name(right)
         operation = _OPPOSITE[operation] if opposite else operation
         if operation in (ast.In, ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
@@ -202,13 +235,3 @@ def _joined(join: np.ufunc, tests: list[Test]) -> Test:
         return mask
 
     return joined
-
-
-def _name(node: ast.expr) -> str | None:
-    """The column that a node names, if it names one."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        before = _name(node.value)
-        return None if before is None else f"{before}.{node.attr}"
-    return None

@@ -130,13 +130,13 @@ class Within:
         return self.chosen.numbers(self.sampling.rows(start, stop, dataset_rows=n_rows, seed=seed, epoch=epoch))
 
 
-def mask_of(condition: Condition, column: Column, n_rows: int) -> Mask:
+def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
     """Which of `n_rows` rows an expression, a mask or row numbers (each once, in any order) choose.
 
     Raises OptionError, or MissingColumnError for an expression.
     """
     if isinstance(condition, str):
-        return matching(condition, column, n_rows)
+        return matching(condition, column, n_rows, names)
     chosen = np.asarray(condition)
     if chosen.dtype == bool:
         if chosen.shape != (n_rows,):
