@@ -340,6 +340,13 @@ def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
         ({"obs": ["cell type"]}, MissingColumnError, "'cell_type', 'donor'"),
         ({"x": "layers/none"}, FormatError, "there are: X"),
         ({"seed": -1}, OptionError, "seed"),
+        ({"batch_size": "64"}, OptionError, "batch_size must be .* not '64'"),
+        ({"fetch_factor": None}, OptionError, "fetch_factor must be .* not None"),
+        ({"obs": None}, OptionError, r"write obs=\[\]"),
+        ({"options": {"memory": "1GiB"}}, OptionError, "must be a zl.FetchOptions"),
+        ({"dataset": "a.zarr"}, OptionError, "zl.open_dataset gives, not 'a.zarr'"),
+        ({"sampling": zl.BlockShuffling}, OptionError, r"zl.BlockShuffling\(64\), not .* which is a class"),
+        ({"sampling": "block"}, OptionError, "not 'block', which has no n_rows and no rows and no shuffles_fetch"),
         ({"rank": 2, "world_size": 2}, OptionError, "ranks count from 0"),
         ({"rank": 1}, OptionError, "together"),
         ({"x": None, "layout": "anndata"}, OptionError, "needs an x"),
@@ -349,12 +356,18 @@ def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
 )
 def test_bad_options_are_refused_when_the_loader_is_made(store, options, error, says):
     with pytest.raises(error, match=says):
-        zl.Loader(zl.open_dataset(store), **options)
+        zl.Loader(**{"dataset": zl.open_dataset(store)} | options)
+
+
+def test_sizes_of_numpy_are_numbers(store):
+    dataset = zl.open_dataset(store)
+    plan = zl.Loader(dataset, batch_size=np.uint8(64), fetch_factor=np.int8(8)).plan(0)
+    assert (plan.fetch_rows, plan.sampling.block_size) == (512, 64)
 
 
 def test_set_epoch_refuses_nonsense(store):
     loader = zl.Loader(zl.open_dataset(store))
-    for epoch in (-1, 1.5, True):
+    for epoch in (-1, 1.5, True, 2**63):
         with pytest.raises(OptionError, match="epoch"):
             loader.set_epoch(epoch)
 

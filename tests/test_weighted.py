@@ -378,6 +378,20 @@ BAD = {
     "index twice": (lambda: BlockWeightedSampling([1.0, 1.0], indices=[1, 1]), "row 1"),
     "index beyond": (lambda: BlockWeightedSampling([1.0, 1.0], indices=[2]), "row 2"),
     "negative index": (lambda: BlockWeightedSampling([1.0, 1.0], indices=[-1]), "row -1"),
+    "index beyond the labels": (
+        lambda: ClassBalancedSampling(["a", "b"], indices=[5]),
+        "row 5.*of the dataset",
+    ),
+    "a negative weight of a label": (
+        lambda: bound(BlockWeightedSampling({"a": -1}, column="type"), _column([0], ["a"])),
+        "-1 for 'a'",
+    ),
+    "words as weights of labels": (
+        lambda: bound(BlockWeightedSampling({"a": "1"}, column="type"), _column([0], ["a"])),
+        "'1' for 'a'",
+    ),
+    "no column or labels": (lambda: ClassBalancedSampling(None), "labels must be .* not None"),
+    "a table of labels": (lambda: ClassBalancedSampling([[1, 2]]), "labels must be"),
     "fractions as classes": (lambda: ClassBalancedSampling([0.5, 1.5]), "float64"),
     "fractions in a column": (
         lambda: bound(

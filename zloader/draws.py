@@ -241,6 +241,16 @@ def _require_weights(table: NDArray[Any]) -> None:
         raise OptionError(f"weight {wrong[0]} is {table[wrong[0]]}: weights must be numbers of at least 0")
 
 
+def require_within(indices: Rows, n_rows: int) -> None:
+    """Raises OptionError where one of `indices` (ascending) has no weight or label."""
+    if indices[0] < 0 or indices[-1] >= n_rows:
+        bad = indices[0] if indices[0] < 0 else indices[-1]
+        raise OptionError(
+            f"indices holds row {bad}, but there are weights or labels of {n_rows} rows: they are one for each row of "
+            "the dataset, not of indices"
+        )
+
+
 def _positive(
     table: NDArray[Any], codes: Codes | None, indices: Rows | None
 ) -> tuple[Rows | None, NDArray[Any], Codes | None]:
@@ -249,9 +259,7 @@ def _positive(
     if codes is not None:
         positive = positive[codes]
     if indices is not None:
-        if indices[0] < 0 or indices[-1] >= len(positive):
-            bad = indices[0] if indices[0] < 0 else indices[-1]
-            raise OptionError(f"indices holds row {bad}, but there are weights or labels of {len(positive)} rows")
+        require_within(indices, len(positive))
         taken = positive[indices]
         rows = indices if taken.all() else indices[taken]  # one array for both
     elif positive.all():

@@ -22,8 +22,8 @@ from zloader.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 from zloader.plan import Plan
 from zloader.ranks import Locality, Place, place_of
 from zloader.resume import Position, as_state, described, position_of, resumed
-from zloader.sampling import DEFAULT_BLOCK_SIZE, Sampling, bound, sized, stratified
-from zloader.terms import FetchOptions, MinibatchArrays, Statistics
+from zloader.sampling import DEFAULT_BLOCK_SIZE, Sampling, bound, require_sampling, sized, stratified
+from zloader.terms import FetchOptions, MinibatchArrays, Statistics, require_count
 from zloader.workshop import BufferPool, Counters
 
 __all__ = ["Loader", "Minibatch"]
@@ -48,7 +48,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     With `drop_last` smaller minibatches are left out, fewer than `world_size * batch_size` rows; with
     `remainder="pad"` they are filled up with rows that come again. With `locality="machine"` the ranks of a machine,
     `local_world_size` (or LOCAL_WORLD_SIZE) each, share out the same contiguous part of the rows in every epoch: its
-    mirror holds that part alone, for which minibatches mix the rows of one part only.
+    mirror holds that part alone, for which minibatches mix the rows of one part only, and fewer rows than there are
+    machines are left out, others in the next epoch.
 
     Raises OptionError, MissingColumnError or FormatError when made; any ReadError in the loop.
     """
@@ -74,13 +75,18 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     options: FetchOptions = field(default_factory=FetchOptions)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dataset, Dataset):
+            raise OptionError(f"dataset must be what zl.open_dataset gives, not {self.dataset!r:.100}")
+        if not isinstance(self.options, FetchOptions):
+            raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
+        require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         if self.layout not in LAYOUTS:
             raise OptionError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, not {self.layout!r}")
         if self.dtype not in DTYPES:
             raise OptionError(f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {self.dtype!r}")
         for name, names in (("obs", self.obs), ("obsm", self.obsm)):
-            if isinstance(names, str):
-                raise OptionError(f"{name} must be a list of names: write {name}=[{names!r}]")
+            if isinstance(names, str) or names is None:
+                raise OptionError(f"{name} must be a list of names: write {name}={[names] if names else []!r}")
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
             raise OptionError(f"{'genes' if self.genes is not None else repr(self.layout)} needs an x: it is None")
         silence_sparse_warnings()
@@ -90,10 +96,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if self.x is not None:
             matrices = self.dataset.matrices(self.x)
             self._genes = None if self.genes is None else self.dataset.choose_genes(self.genes, matrices[0])
-        fetch_rows = max(1, self.batch_size * self.fetch_factor)
-        default = stratified(min(DEFAULT_BLOCK_SIZE, fetch_rows))
-        sampling = default if self.sampling is None else bound(self.sampling, self.dataset.obs_column)
-        self._sampling = sized(sampling, fetch_rows)
+        fetch_rows = int(self.batch_size) * int(self.fetch_factor)
+        sampling = stratified(min(DEFAULT_BLOCK_SIZE, fetch_rows)) if self.sampling is None else self.sampling
+        require_sampling(sampling)
+        self._sampling = sized(bound(sampling, self.dataset.obs_column), fetch_rows)
         self._epochs = EpochCount()
         self._sent_from: Place | None = None  # of the process that pickled this loader
         self._own: Position | None = None  # of this worker, one of several, in the epoch that begins next

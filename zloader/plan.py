@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from zloader.errors import OptionError
 from zloader.permutation import key_of, shuffled
-from zloader.sampling import Sampling, sized
+from zloader.sampling import Sampling, require_sampling, sized
 from zloader.terms import Rows, require_count
 
 
@@ -108,6 +108,7 @@ class Plan:
         # NumPy's integers overflow where Python's do not.
         for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
+        require_sampling(self.sampling)
         object.__setattr__(self, "sampling", sized(self.sampling, self.fetch_rows))
         if self.rank >= self.world_size:
             raise OptionError(f"rank {self.rank} does not exist in a world of {self.world_size}: ranks count from 0")
@@ -124,6 +125,8 @@ class Plan:
             raise OptionError("remainder='pad' leaves no smaller minibatch that drop_last could drop: give one of them")
         rest = isinstance(self.sampling, Unseen)  # of which a handful, too few to share out, is left out
         if self.n_rows < (1 if self.pads else self.world_size) and not rest:
+            if not self.n_rows:
+                raise OptionError("there are 0 rows to load: the dataset, view or sampling is empty")
             raise OptionError(f"{self.n_rows} rows cannot be shared out to {self.world_size} ranks")
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,15 @@ class Sampling(Protocol):
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows at positions `[start, stop)` of the epoch's order (int64)."""
         ...
+
+
+def require_sampling(sampling: Any) -> None:
+    """Raises OptionError for what is no sampling, such as its class or a number."""
+    needed = ("n_rows", "rows", "shuffles_fetch")
+    missing = [name for name in needed if not hasattr(sampling, name)]
+    if isinstance(sampling, type) or missing:
+        why = "which is a class" if isinstance(sampling, type) else f"which has no {' and no '.join(missing)}"
+        raise OptionError(f"sampling must be one such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
 
 
 def bound(sampling: Sampling, column: Callable[[str], ObsColumn]) -> Sampling:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from zloader.columns import ObsColumn, as_numbers
 from zloader.compiled import compiled
-from zloader.draws import Codes, Draws
+from zloader.draws import Codes, Draws, require_within
 from zloader.errors import OptionError
 from zloader.sampling import DEFAULT_BLOCK_SIZE, checked_once
 from zloader.sharing import SharesArrays
@@ -113,6 +113,8 @@ class BlockWeightedSampling(_Weighted):
             if label not in found.categories:
                 known = ", ".join(map(repr, found.categories[:20]))
                 raise OptionError(f"weights has {label!r}, which obs column {self.column!r} has not; it has: {known}")
+            if not isinstance(weight, int | float | np.number) or not 0 <= weight < np.inf:
+                raise OptionError(f"weights has {weight!r} for {label!r}: a weight is a number of at least 0")
             table[found.categories.get_loc(label)] = weight
         return self._draw(table, found.values)
 
@@ -130,6 +132,10 @@ class ClassBalancedSampling(_Weighted):
 
     def __post_init__(self) -> None:
         _require_options(self)
+        if np.ndim(self.labels) != (0 if isinstance(self.labels, str) else 1):
+            raise OptionError(
+                f"labels must be the name of an obs column, or one label a row of the dataset, not {self.labels!r:.100}"
+            )
         if not isinstance(self.labels, str):
             object.__setattr__(self, "_draws", self._balanced("labels", as_numbers("labels", self.labels)))
 
@@ -153,6 +159,8 @@ class ClassBalancedSampling(_Weighted):
         else:
             raise OptionError(f"{name} holds {codes.dtype}: classes are labels, whole numbers or booleans")
         indices = checked_once(self.indices)
+        if indices is not None:
+            require_within(indices, len(codes))
         counts = np.zeros(n_classes + 1, np.int64)
         _count(codes if indices is None else codes[indices], counts)
         counts[-1] = 0  # rows without a label
