@@ -215,6 +215,8 @@ def main() -> None:
     parser.add_argument("--fetch-factor", type=int, default=256)
     parser.add_argument("--work", type=Path, help="directory to write to (default: a temporary one)")
     options = parser.parse_args()
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         results = []
         for codec, chunk_rows in itertools.product(CODECS, CHUNK_ROWS):
