@@ -578,3 +578,26 @@ def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset)
     assert (found.entropy_bits, found.random_entropy_bits) == (0, 0)
     some = zl.Loader(view, sampling=zl.BlockShuffling(4, indices=[1, 2, 9]), **SIZES).plan(0)
     np.testing.assert_array_equal(some.sampling.indices, view.row_numbers[[1, 2, 9]])
+
+
+class Astray:
+    """A sampling of somebody's own that counts a view's rows from elsewhere."""
+
+    shuffles_fetch = False
+
+    def __init__(self, by) -> None:
+        self.by = by
+
+    def n_rows(self, dataset_rows):
+        return dataset_rows
+
+    def rows(self, start, stop, *, dataset_rows, **kwargs):
+        return np.arange(start, stop) + self.by
+
+
+@pytest.mark.parametrize("by", [-1, 1, 10**9])
+def test_rows_that_a_view_has_not_are_refused(dataset, by):
+    view = dataset.where(np.arange(N) % 3 == 0)
+    plan = zl.Loader(view, sampling=Astray(by), x=None).plan(0)
+    with pytest.raises(OptionError, match=rf"row numbers from 0 to {len(view.row_numbers) - 1}, but gave"):
+        plan.fetch(0)

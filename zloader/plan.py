@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from zloader.errors import OptionError
 from zloader.permutation import key_of, shuffled
-from zloader.sampling import Sampling, require_sampling, sized
+from zloader.sampling import Sampling, require_rows, require_sampling, sized
 from zloader.terms import Rows, require_count
 
 
@@ -223,21 +223,10 @@ class Plan:
             rows = self.sampling.rows(
                 first, first + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
             )
-            self._require_rows(rows, first, first + size)
+            require_rows(rows, self.sampling, first, first + size, self.dataset_rows)
             pieces.append(rows)
             start += size
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _require_rows(self, rows: Rows, start: int, stop: int) -> None:
-        """Raises OptionError for what a sampling of somebody's own should not have given."""
-        asked = f"{type(self.sampling).__name__}.rows({start}, {stop}) must give {stop - start} row numbers"
-        if not isinstance(rows, np.ndarray) or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
-            raise OptionError(f"{asked} as a 1-d array of integers, not {rows!r:.100}")
-        if len(rows) != stop - start:
-            raise OptionError(f"{asked}, not {len(rows)}")
-        if len(rows) and not 0 <= rows.min() <= rows.max() < self.dataset_rows:
-            bad = rows.min() if rows.min() < 0 else rows.max()
-            raise OptionError(f"{asked} from 0 to {self.dataset_rows - 1}, but gave {bad}")
 
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` (from 0) of this rank."""

@@ -71,6 +71,18 @@ def require_sampling(sampling: Any) -> None:
         raise OptionError(f"sampling must be one such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
 
 
+def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: int) -> None:
+    """Raises OptionError where `rows` is not what `sampling.rows(start, stop)` must give of rows 0 to `n_rows`."""
+    asked = f"{type(sampling).__name__}.rows({start}, {stop}) must give {stop - start} row numbers"
+    if not isinstance(rows, np.ndarray) or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+        raise OptionError(f"{asked} as a 1-d array of integers, not {rows!r:.100}")
+    if len(rows) != stop - start:
+        raise OptionError(f"{asked}, not {len(rows)}")
+    if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
+        bad = rows.min() if rows.min() < 0 else rows.max()
+        raise OptionError(f"{asked} from 0 to {n_rows - 1}, but gave {bad}")
+
+
 def bound(sampling: Sampling, column: Callable[[str], ObsColumn]) -> Sampling:
     """The sampling, told what is in the obs columns that it names; `column` is `Dataset.obs_column`."""
     bind: Callable[[Callable[[str], ObsColumn]], Sampling] | None = getattr(sampling, "bound", None)

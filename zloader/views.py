@@ -21,7 +21,8 @@ from zloader.compiled import compiled
 from zloader.errors import OptionError
 from zloader.expressions import Mask, matching
 from zloader.permutation import key_of, permute
-from zloader.sampling import Sampling, checked_once
+from zloader.sampling import Sampling, checked_once, require_rows
+from zloader.sharing import SharesArrays
 from zloader.terms import Rows
 
 Column = Callable[[str], ObsColumn]
@@ -52,7 +53,7 @@ def _select(bits: NDArray[np.uint8], before: Rows, population: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
-class RowSet:
+class RowSet(SharesArrays):
     """Some of `n_all` rows in ascending order, as bits; made by `of`."""
 
     n_all: int
@@ -127,7 +128,9 @@ class Within:
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows at positions `[start, stop)`, numbered as in the dataset."""
         n_rows = len(self.chosen)
-        return self.chosen.numbers(self.sampling.rows(start, stop, dataset_rows=n_rows, seed=seed, epoch=epoch))
+        positions = self.sampling.rows(start, stop, dataset_rows=n_rows, seed=seed, epoch=epoch)
+        require_rows(positions, self.sampling, start, stop, n_rows)
+        return self.chosen.numbers(positions)
 
 
 def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
