@@ -63,7 +63,7 @@ def encoder(layout: ArrayLayout) -> Callable[[Array], bytes]:
     if "blosc" in names:
         blosc = layout.codecs[1]["configuration"]
         assert blosc["shuffle"] == "shuffle", blosc
-        compress = numcodecs.Blosc(blosc["cname"], blosc["clevel"], numcodecs.Blosc.SHUFFLE).encode
+        compress = numcodecs.Blosc(blosc["cname"], blosc["clevel"], numcodecs.Blosc.SHUFFLE, blosc["blocksize"]).encode
 
     def encode(elements: Array) -> bytes:
         body = compress(elements)
