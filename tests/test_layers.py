@@ -33,6 +33,7 @@ LAYERS = {
     "zloader.columns": 1,
     "zloader.expressions": 1,
     "zloader.views": 1,
+    "zloader.splits": 1,
     "zloader.genes": 1,
     "zloader.blosc": 1,
     "zloader.decode": 1,

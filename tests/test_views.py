@@ -21,8 +21,9 @@ from zloader.columns import ObsColumn, as_numbers
 from zloader.cost import epoch_costs
 from zloader.errors import MissingColumnError, OptionError
 from zloader.plan import Plan
+from zloader.splits import split_rows
 from zloader.table import as_scipy
-from zloader.views import RowSet, Within, mask_of, split_rows
+from zloader.views import RowSet, Within, mask_of
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 PARTS = [counts(211, 37, seed=1), counts(160, 37, seed=2), counts(132, 37, seed=3)]
@@ -238,7 +239,7 @@ def test_the_windows_of_a_split_do_not_show(monkeypatch):
     codes = np.random.default_rng(0).integers(-1, 5, 1000).astype(np.int8)
     ways = [{"by": None, "stratify": None}, {"by": "donor", "stratify": None}, {"by": None, "stratify": "donor"}]
     whole = [split_rows([0.7, 0.2], labelled(codes), 1000, **way, seed=0) for way in ways]
-    monkeypatch.setattr("zloader.views._WINDOW", 13)
+    monkeypatch.setattr("zloader.splits._WINDOW", 13)
     for way, parts in zip(ways, whole, strict=True):
         np.testing.assert_array_equal(split_rows([0.7, 0.2], labelled(codes), 1000, **way, seed=0), parts)
 

@@ -21,9 +21,10 @@ from zloader.errors import OptionError, StoreChangedError
 from zloader.expressions import Mask
 from zloader.opened import open_stores
 from zloader.sampling import Sampling
+from zloader.splits import Shares, split_rows
 from zloader.table import Table, X
 from zloader.terms import Cache, FetchOptions, MinibatchArrays, Rows
-from zloader.views import Condition, RowSet, Shares, Within, mask_of, split_rows
+from zloader.views import Condition, RowSet, Within, mask_of
 
 URL = str | os.PathLike[str]
 

@@ -48,8 +48,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     With `drop_last` smaller minibatches are left out, fewer than `world_size * batch_size` rows; with
     `remainder="pad"` they are filled up with rows that come again. With `locality="machine"` the ranks of a machine,
     `local_world_size` (or LOCAL_WORLD_SIZE) each, share out the same contiguous part of the rows in every epoch: its
-    mirror holds that part alone, for which minibatches mix the rows of one part only, and fewer rows than there are
-    machines are left out, others in the next epoch.
+    mirror holds that part alone, for which minibatches mix the rows of one part only. Where the rows are no multiple
+    of the machines, fewer rows than there are machines are left out, others each epoch: two epochs have all.
 
     Raises OptionError, MissingColumnError or FormatError when made; any ReadError in the loop.
     """
