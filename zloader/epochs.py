@@ -25,18 +25,22 @@ class EpochCount:
         # The epoch that the count began at; then for this process and each worker number a word and a process id. A
         # word holds the epochs begun so far in its low bits and above them a key that all workers of an iteration
         # share: stored at once, so that those who begin together find the same.
-        self._first = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._words = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._pids = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._first = torch.zeros(1, dtype=torch.int64)
+        self._words = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64)
+        self._pids = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64)
         # What of that first epoch has been received: a world size and minibatches of each rank, one after the other.
-        self._stretches = torch.zeros(2 * MOST_STRETCHES, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._stretches = torch.zeros(2 * MOST_STRETCHES, dtype=torch.int64)
         self._iterations = 0  # of this process
+        self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Of a copy or an ordinary pickle too, which counts for itself; what is shared already stays as it is."""
         for tensor in (self._first, self._words, self._pids, self._stretches):
-            if not tensor.is_shared():  # a copy or an ordinary pickle: a count of its own
-                tensor.share_memory_()
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
 
     def restart(self, position: Position) -> None:
         """Makes the next iteration the epoch of `position`, from there on."""

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 _LARGE = 1 << 20  # bytes; smaller arrays are pickled
 # Which files the processes under way may yet open, while they live.
 _sent: weakref.WeakKeyDictionary[Any, list[_File]] = weakref.WeakKeyDictionary()
+# The files there are, by the id of the array that each keeps alive: several may hold one array, such as weights.
+_of_arrays: weakref.WeakValueDictionary[int, _File] = weakref.WeakValueDictionary()
 
 
 class SharesArrays:
@@ -34,8 +36,7 @@ class SharesArrays:
         files: dict[str, _File] = self.__dict__.setdefault("_files", {})
         for name, value in state.items():
             if type(value) in (np.ndarray, np.memmap) and value.nbytes >= _LARGE and not value.dtype.hasobject:
-                if name not in files or files[name].array is not value:
-                    files[name] = _File(value)
+                files[name] = _of_arrays.get(id(value)) or _File(value)
                 _sent.setdefault(popen, []).append(files[name])
                 state[name] = files[name]
         return state
@@ -51,6 +52,7 @@ class _File:
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array
+        _of_arrays[id(array)] = self
         self._number = os.memfd_create("zloader-array", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._number)
         with open(self._number, "wb", closefd=False) as out:
