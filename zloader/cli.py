@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 import signal
 from pathlib import Path
@@ -36,6 +35,7 @@ from zloader.commands.command import (
     Region,
     Url,
     app,
+    loader_sizes,
     print_json,
     storage_options,
 )
@@ -73,16 +73,9 @@ def info(  # noqa: PLR0913 - one parameter a flag
 ) -> None:
     """Show what a store holds, and how many GETs and bytes a training epoch of it costs."""
     from zloader.dataset import open_dataset
-    from zloader.loader import Loader
-    from zloader.sampling import DEFAULT_BLOCK_SIZE
     from zloader.summary import summarize
 
-    sizes = {
-        "batch_size": Loader.batch_size if batch_size is None else batch_size,
-        "fetch_factor": Loader.fetch_factor if fetch_factor is None else fetch_factor,
-    }
-    default = min(DEFAULT_BLOCK_SIZE, max(1, math.prod(sizes.values())))  # as the Loader's own
-    sizes["block_size"] = default if block_size is None else block_size
+    sizes = loader_sizes(batch_size, fetch_factor, block_size)
     dataset = open_dataset(url, storage_options=storage_options(endpoint_url, region, profile, anon))
     summary = summarize(dataset)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ class ObsColumn:
     def taken(self, rows: Rows) -> NDArray[Any]:
         """The values of some rows, as minibatches have them."""
         return self.values[rows].astype(self.minibatch_dtype, copy=False)
+
+
+Column = Callable[[str], ObsColumn]  # an obs column by its name, such as `Dataset.obs_column`
 
 
 def as_numbers(name: str, column: Any) -> ObsColumn:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from zloader.compiled import compiled
 from zloader.errors import OptionError
-from zloader.permutation import GOLDEN, key_of, mix, mix_word
+from zloader.permutation import GOLDEN, key_of, mix, mix_word, words_at
 from zloader.sampling import BlockShuffling
 from zloader.sharing import SharesArrays
 from zloader.terms import Rows, require_count
@@ -207,14 +207,14 @@ class Draws(SharesArrays):
         size = self.block_size
         first, last = start // size, -(-stop // size)
         slots = np.arange(first, last, dtype=_U64)
-        weight = _unit(mix(_U64(key) + GOLDEN * slots)) * self._ends[-1]
+        weight = _unit(words_at(key, slots)) * self._ends[-1]
         level = np.searchsorted(self._bounds[1:], weight, side="right")
         taken = size >> level
         n_draws = -(-size // taken)
         slot = np.repeat(np.arange(last - first), n_draws)
         number = np.arange(len(slot)) - (np.cumsum(n_draws) - n_draws)[slot]
         level, taken = level[slot], taken[slot]
-        words = mix(_U64(key_of(key, 1)) + GOLDEN * (slots[slot] * _U64(size) + number.astype(_U64)))
+        words = words_at(key_of(key, 1), slots[slot] * _U64(size) + number.astype(_U64))
         begin, end = self._bounds[level], self._bounds[level + 1]
         place = _search(self._ends, begin + _unit(words) * (end - begin))
         place = np.minimum(place, self._stops[level] - 1)  # where rounding went up to the end

@@ -21,7 +21,7 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn
+from zloader.columns import Column, ObsColumn
 from zloader.errors import OptionError
 
 Mask = NDArray[np.bool_]
@@ -55,7 +55,7 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
-def matching(expression: str, column: Callable[[str], ObsColumn], n_rows: int, names: Sequence[str] = ()) -> Mask:
+def matching(expression: str, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
     """Which of `n_rows` rows the expression holds for; `column` is `Dataset.obs_column`, `names` are those it knows.
 
     Raises OptionError for what is no such expression or names a label that is not there, and what `column` raises.
@@ -83,7 +83,7 @@ def matching(expression: str, column: Callable[[str], ObsColumn], n_rows: int, n
 class _Reader:
     """Turns the nodes of one expression into tests of windows of rows."""
 
-    def __init__(self, expression: str, column: Callable[[str], ObsColumn], names: Sequence[str]) -> None:
+    def __init__(self, expression: str, column: Column, names: Sequence[str]) -> None:
         self._expression = expression
         self._lines = expression.encode().splitlines()
         self._column = column

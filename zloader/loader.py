@@ -22,7 +22,7 @@ from zloader.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 from zloader.plan import Plan
 from zloader.ranks import Locality, Place, place_of
 from zloader.resume import Position, as_state, described, position_of, resumed
-from zloader.sampling import DEFAULT_BLOCK_SIZE, Sampling, bound, require_sampling, sized, stratified
+from zloader.sampling import Sampling, bound, default_block_size, require_sampling, sized, stratified
 from zloader.terms import FetchOptions, MinibatchArrays, Statistics, require_count
 from zloader.workshop import BufferPool, Counters
 
@@ -97,7 +97,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             matrices = self.dataset.matrices(self.x)
             self._genes = None if self.genes is None else self.dataset.choose_genes(self.genes, matrices[0])
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
-        sampling = stratified(min(DEFAULT_BLOCK_SIZE, fetch_rows)) if self.sampling is None else self.sampling
+        sampling = stratified(default_block_size(fetch_rows)) if self.sampling is None else self.sampling
         require_sampling(sampling)
         self._sampling = sized(bound(sampling, self.dataset.obs_column), fetch_rows)
         self._epochs = EpochCount()

@@ -26,6 +26,11 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> _U64(31))
 
 
+def words_at(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A random 64-bit word for each counter; no two of one key are equal."""
+    return mix(_U64(key) + GOLDEN * counters)
+
+
 def key_of(*parts: int) -> int:
     """A 64-bit key made of whole numbers such as seed and epoch; differs whenever one of them does."""
     key = np.full(1, len(parts), _U64)
@@ -75,7 +80,7 @@ def permute(index: Rows, n: int, key: int, *, which: Rows = _FIRST, sizes: Rows 
     `n`, they are of `range(size)` instead, and so must be each of `index`: one size for each permutation.
     """
     half = max(1, (int(n - 1).bit_length() + 1) // 2)  # the network permutes 4**half >= n numbers
-    keys = mix(_U64(key) + GOLDEN * np.arange(1, _ROUNDS + 1, dtype=_U64))
+    keys = words_at(key, np.arange(1, _ROUNDS + 1, dtype=_U64))
     out = np.empty(len(index), np.int64)
     sizes = np.full(1, n, np.int64) if sizes is None else sizes
     _permute(np.ascontiguousarray(index, np.int64), sizes, which, keys, _U64(half), out)

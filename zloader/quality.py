@@ -25,7 +25,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.errors import OptionError
-from zloader.permutation import GOLDEN, mix, permute
+from zloader.permutation import permute, words_at
 from zloader.plan import Fetch, Plan
 from zloader.terms import Rows
 from zloader.views import RowSet, Within
@@ -75,7 +75,7 @@ def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, p
     if not len(rows):
         raise OptionError(f"no minibatch of the plan has {plan.batch_size} rows: lower batch_size")
     n_rows = plan.dataset_rows if taking_part is None else len(taking_part)
-    places = rows if taking_part is None else _places(taking_part, rows)
+    places = rows if taking_part is None else taking_part.positions(rows)
     of_stretches = np.split(places, np.cumsum([len(rows) for rows, _ in stretches])[:-1])
     entropies = _entropies(codes[rows])
     random = _entropies(codes[_random(plan, n_rows, taking_part)])
@@ -121,13 +121,6 @@ def _taking_part(plan: Plan) -> RowSet | None:
     return RowSet.of(mask)
 
 
-def _places(taking_part: RowSet, rows: Rows) -> Rows:
-    """For each of some rows that take part, how many do before it."""
-    byte, bit = np.divmod(rows, 8)
-    up_to = np.cumsum(np.bitwise_count(taking_part.bits), dtype=np.int64)
-    return np.asarray(up_to[byte] - np.bitwise_count(taking_part.bits[byte] >> bit.astype(np.uint8)))
-
-
 def _walked(plan: Plan) -> Iterator[range]:
     """Fetches to look at: all, or stretches of consecutive ones that are spread evenly."""
     length = -(-_STRETCH_MINIBATCHES // plan.fetch_factor)
@@ -161,7 +154,7 @@ def _random(plan: Plan, n_rows: int, taking_part: RowSet | None) -> Rows:
     """Random minibatches of the rows that take part: no row twice, unless a minibatch has more rows than there are."""
     if n_rows < plan.batch_size:
         numbers = np.arange(_RANDOM_MINIBATCHES * plan.batch_size, dtype=np.uint64)
-        places = (mix(np.uint64(_RANDOM_KEY) + GOLDEN * numbers) % np.uint64(n_rows)).astype(np.int64)
+        places = (words_at(_RANDOM_KEY, numbers) % np.uint64(n_rows)).astype(np.int64)
     else:
         n_minibatches = min(_RANDOM_MINIBATCHES, n_rows // plan.batch_size)
         places = permute(np.arange(n_minibatches * plan.batch_size), n_rows, _RANDOM_KEY)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn
+from zloader.columns import Column
 from zloader.errors import OptionError
-from zloader.permutation import GOLDEN, key_of, mix, permute
+from zloader.permutation import key_of, permute, words_at
 from zloader.sharing import SharesArrays
 from zloader.terms import Rows, require_count
 
@@ -83,9 +83,9 @@ def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: i
         raise OptionError(f"{asked} from 0 to {n_rows - 1}, but gave {bad}")
 
 
-def bound(sampling: Sampling, column: Callable[[str], ObsColumn]) -> Sampling:
+def bound(sampling: Sampling, column: Column) -> Sampling:
     """The sampling, told what is in the obs columns that it names; `column` is `Dataset.obs_column`."""
-    bind: Callable[[Callable[[str], ObsColumn]], Sampling] | None = getattr(sampling, "bound", None)
+    bind: Callable[[Column], Sampling] | None = getattr(sampling, "bound", None)
     return sampling if bind is None else bind(column)
 
 
@@ -95,15 +95,21 @@ def sized(sampling: Sampling, fetch_rows: int) -> Sampling:
     return sampling if size is None else size(fetch_rows)
 
 
-def _checked(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None:
-    if indices is None:
-        return None
+def as_rows(indices: Sequence[int] | NDArray[np.integer]) -> Rows:
+    """A copy of the row numbers as int64. Raises OptionError for what holds none."""
     rows = np.asarray(indices)
     if rows.dtype == bool or rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
         raise OptionError(f"indices must be a 1-d sequence of row numbers, not {rows.dtype} of shape {rows.shape}")
+    return rows.astype(np.int64)
+
+
+def _checked(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None:
+    if indices is None:
+        return None
+    rows = as_rows(indices)
     if not rows.size:
         raise OptionError("indices is empty: there would be no minibatch")
-    return rows.astype(np.int64)
+    return rows
 
 
 def checked_once(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None:
@@ -236,6 +242,11 @@ class BlockShuffling(_Subset):
         return bounds[stratum] + permute(turn, n_rounds + 1, key_of(key, 3), which=stratum, sizes=sizes[stratum])
 
 
+def default_block_size(fetch_rows: int) -> int:
+    """Rows in a block unless told otherwise: no more than a fetch has."""
+    return min(DEFAULT_BLOCK_SIZE, max(1, fetch_rows))
+
+
 def stratified(block_size: int = DEFAULT_BLOCK_SIZE) -> BlockShuffling:
     """What a Loader takes unless told otherwise."""
     return BlockShuffling(block_size=block_size, n_strata=DEFAULT_STRATA)
@@ -296,7 +307,7 @@ class MixtureOfScanners(_Subset):
         first, last = start // (n_scanners * self.block_size), -(-stop // (n_scanners * self.block_size))
         counters = np.arange(first * n_scanners, last * n_scanners, dtype=np.uint64)
         # No two of these words are equal, so that they have one order alone.
-        order = np.argsort(mix(np.uint64(key) + GOLDEN * counters).reshape(-1, n_scanners), axis=1)
+        order = np.argsort(words_at(key, counters).reshape(-1, n_scanners), axis=1)
         ends = turn >= n_rounds
         if ends.any():
             sizes = rest + (order[-1] < extra)

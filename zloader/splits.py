@@ -12,12 +12,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn
+from zloader.columns import Column, ObsColumn
 from zloader.errors import OptionError
 from zloader.expressions import Mask
 from zloader.permutation import key_of, permute
 from zloader.terms import Rows
-from zloader.views import Column
 
 Shares = Sequence[float] | Mapping[str, float]
 _WINDOW = 1 << 20  # rows that are split together

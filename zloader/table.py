@@ -27,6 +27,7 @@ from zloader.mirror import holding
 from zloader.opened import OpenedStore
 from zloader.parts import Part
 from zloader.plan import Fetch
+from zloader.sampling import as_rows
 from zloader.terms import CacheStatistics, CsrArrays, FetchOptions, MinibatchArrays, Rows
 from zloader.workshop import BufferPool
 
@@ -189,13 +190,11 @@ class Table(Annotated):
             return ad.AnnData(X=x, obs=obs, obsm=obsm, var=self.var.copy())
 
     def _checked_rows(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
-        rows = np.asarray(indices)
-        if rows.dtype == bool or rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
-            raise OptionError(f"indices must be a 1-d sequence of row numbers, not {rows.dtype} of shape {rows.shape}")
+        rows = as_rows(indices)
         wrong = rows[(rows < 0) | (rows >= self.n_obs)]
         if len(wrong):
             raise OptionError(f"row {wrong[0]} is not there: the dataset has the rows 0 to {self.n_obs - 1}")
-        return rows.astype(np.int64)
+        return rows
 
     def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
         """The values of some rows in the dtype they were converted from; by the same way as minibatches.

@@ -7,7 +7,7 @@ whichever are chosen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn
+from zloader.columns import Column
 from zloader.compiled import compiled
 from zloader.errors import OptionError
 from zloader.expressions import Mask, matching
@@ -23,7 +23,6 @@ from zloader.sampling import Sampling, checked_once, require_rows
 from zloader.sharing import SharesArrays
 from zloader.terms import Rows
 
-Column = Callable[[str], ObsColumn]
 Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series
 _STRIDE = 64  # bytes of bits that are counted together
 _POPULATION = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
@@ -73,6 +72,12 @@ class RowSet(SharesArrays):
         out = np.empty(len(positions), np.int64)
         _select(self.bits, self.before, _POPULATION, np.ascontiguousarray(positions, np.int64), out)
         return out
+
+    def positions(self, numbers: Rows) -> Rows:
+        """Where some rows of the set stand in it: the inverse of `numbers`."""
+        byte, bit = np.divmod(numbers, 8)
+        up_to = np.cumsum(np.bitwise_count(self.bits), dtype=np.int64)
+        return np.asarray(up_to[byte] - np.bitwise_count(self.bits[byte] >> bit.astype(np.uint8)))
 
     def narrowed(self, mask: Mask) -> RowSet:
         """Those rows of the set at which a mask over the set is True."""

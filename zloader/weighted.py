@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.columns import ObsColumn, as_numbers
+from zloader.columns import Column, ObsColumn, as_numbers
 from zloader.compiled import compiled
 from zloader.draws import Codes, Draws, require_within
 from zloader.errors import OptionError
@@ -31,6 +31,7 @@ class _Weighted(SharesArrays):
     total_size: int | None = None
     replace: bool = True
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
+    _chosen: Rows | None = field(default=None, init=False, repr=False)  # `indices`, in ascending order
     _draws: Draws | None = field(default=None, init=False, repr=False)
 
     @property
@@ -60,7 +61,7 @@ class _Weighted(SharesArrays):
         return Draws(
             table,
             codes,
-            indices=checked_once(self.indices),
+            indices=self._chosen,
             block_size=self.block_size,
             total_size=self.total_size,
             replace=self.replace,
@@ -101,7 +102,7 @@ class BlockWeightedSampling(_Weighted):
                 table = table.astype(np.float64)
             object.__setattr__(self, "_draws", self._draw(table, None))
 
-    def bound(self, column: Callable[[str], ObsColumn]) -> _Weighted | Draws:
+    def bound(self, column: Column) -> _Weighted | Draws:
         """The same with the weights of a column's labels looked up. Raises OptionError for a label it does not have."""
         if self.column is None or not isinstance(self.weights, Mapping):
             return self
@@ -143,7 +144,7 @@ class ClassBalancedSampling(_Weighted):
         labels = repr(self.labels) if isinstance(self.labels, str) else f"{len(self.labels)} labels"
         return f"ClassBalancedSampling({labels}, block_size={self.block_size}, total_size={self.total_size})"
 
-    def bound(self, column: Callable[[str], ObsColumn]) -> _Weighted | Draws:
+    def bound(self, column: Column) -> _Weighted | Draws:
         """The same with the classes of the column counted."""
         if not isinstance(self.labels, str):
             return self
@@ -158,11 +159,10 @@ class ClassBalancedSampling(_Weighted):
             n_classes = len(classes)
         else:
             raise OptionError(f"{name} holds {codes.dtype}: classes are labels, whole numbers or booleans")
-        indices = checked_once(self.indices)
-        if indices is not None:
-            require_within(indices, len(codes))
+        if self._chosen is not None:
+            require_within(self._chosen, len(codes))
         counts = np.zeros(n_classes + 1, np.int64)
-        _count(codes if indices is None else codes[indices], counts)
+        _count(codes if self._chosen is None else codes[self._chosen], counts)
         counts[-1] = 0  # rows without a label
         return self._draw(np.divide(1.0, counts, out=np.zeros(n_classes + 1), where=counts > 0), codes)
 
@@ -180,4 +180,4 @@ def _require_options(sampling: _Weighted) -> None:
         require_count(total_size=sampling.total_size)
     if not isinstance(sampling.replace, bool):
         raise OptionError(f"replace must be True or False, not {sampling.replace!r}")
-    checked_once(sampling.indices)
+    object.__setattr__(sampling, "_chosen", checked_once(sampling.indices))

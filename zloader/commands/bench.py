@@ -7,7 +7,6 @@ is loaded and compiled once a process is out of the way before the first epoch: 
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from zloader.commands.command import (
     Profile,
     Region,
     app,
+    loader_sizes,
     print_json,
     storage_options,
 )
@@ -103,15 +103,11 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     """
     from zloader.dataset import open_dataset
     from zloader.loader import Loader
-    from zloader.sampling import DEFAULT_BLOCK_SIZE, Streaming, stratified
+    from zloader.sampling import Streaming, stratified
     from zloader.terms import FetchOptions
 
-    sizes = {
-        "batch_size": Loader.batch_size if batch_size is None else batch_size,
-        "fetch_factor": Loader.fetch_factor if fetch_factor is None else fetch_factor,
-    }
-    default = min(DEFAULT_BLOCK_SIZE, max(1, math.prod(sizes.values())))  # as the Loader's own
-    block_size = default if block_size is None else block_size
+    sizes = loader_sizes(batch_size, fetch_factor, block_size)
+    block_size = sizes.pop("block_size")
     columns = [column.strip() for column in obs.split(",") if column.strip()]
     fetching = FetchOptions(memory=memory)
     options: dict[str, Any] = {

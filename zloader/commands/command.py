@@ -152,5 +152,16 @@ def storage_options(
     return {name: value for name, value in given.items() if value}
 
 
+def loader_sizes(batch_size: int | None, fetch_factor: int | None, block_size: int | None) -> dict[str, int]:
+    """The sizes that flags stand for, by name; those of the Loader where they are not given."""
+    from zloader.loader import Loader
+    from zloader.sampling import default_block_size
+
+    batch_size = Loader.batch_size if batch_size is None else batch_size
+    fetch_factor = Loader.fetch_factor if fetch_factor is None else fetch_factor
+    block_size = default_block_size(batch_size * fetch_factor) if block_size is None else block_size
+    return {"batch_size": batch_size, "fetch_factor": fetch_factor, "block_size": block_size}
+
+
 def print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=2, default=str))
