@@ -91,6 +91,11 @@ def assert_same(out: Any, wanted: Any) -> None:
         assert out == wanted
 
 
+def layers_of(adata: ad.AnnData) -> dict[str, Any]:
+    """The layers by name; anndata 0.13 has X among them, without a name."""
+    return {name: layer for name, layer in adata.layers.items() if name is not None}
+
+
 def files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 

@@ -74,7 +74,7 @@ def test_choices_reach_the_conversion(tmp_path):
     assert list(out.var_names) == ["gene 3", "gene 1"]
     assert list(out.obs) == ["cell_type", "lane", "file", "source_row"]
     assert out.obs_names.is_unique
-    assert not out.layers
+    assert not layers_of(out)
     rows = out.obs["source_row"].to_numpy()
     assert sorted(rows) == list(range(120))
     assert list(out.obs["file"]) == [("a", "b")[row // 60] for row in rows]

@@ -27,6 +27,7 @@ from sources import (
     dense,
     frame,
     full_anndata,
+    layers_of,
     write_csr,
     write_h5ad,
 )
@@ -64,8 +65,8 @@ def test_everything_an_anndata_holds_is_kept(tmp_path: Path) -> None:
     wanted, out = ad.read_h5ad(tmp_path / "a.h5ad"), ad.read_zarr(tmp_path / "a.zarr")
     for part in ("obs", "var", "obsm", "varm", "obsp", "varp", "uns"):
         assert_same(getattr(out, part), getattr(wanted, part))
-    assert set(out.layers) == {"csr", "csc", "dense"}
-    for name, layer in wanted.layers.items():
+    assert set(layers_of(out)) == {"csr", "csc", "dense"}
+    for name, layer in layers_of(wanted).items():
         np.testing.assert_array_equal(dense(out.layers[name]), dense(layer))
     assert out.layers["dense"].dtype == np.float64
     assert out.layers["csc"].format == "csr"

@@ -41,7 +41,7 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
     Raises OptionError for what no tensor can hold, such as dates.
     """
     if isinstance(column, pd.Categorical):
-        return ObsColumn(values=np.asarray(column.codes), categories=pd.Index(column.categories))
+        return ObsColumn(values=np.asarray(column.codes), categories=as_labels(column.categories))
     values = np.asarray(column)
     if isinstance(column, pd.api.extensions.ExtensionArray) and pd.api.types.is_numeric_dtype(column.dtype):
         return ObsColumn(values=_nullable(column), categories=None)
@@ -51,6 +51,18 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
         codes, categories = pd.factorize(pd.Series(values, dtype="string"), sort=True)
         return ObsColumn(values=codes, categories=pd.Index(categories, dtype=object), from_strings=True)
     raise OptionError(f"obs column {name!r} holds {values.dtype}: only numbers, categories and strings become tensors")
+
+
+def as_names(index: Any) -> pd.Index:
+    """The index of a frame as anndata reads it, as an Index; strings have the dtype that pandas gives strings."""
+    return pd.Index(np.asarray(index, object) if isinstance(index.dtype, pd.StringDtype) else index)
+
+
+def as_labels(categories: pd.Index) -> pd.Index:
+    """Categories as plain Python strings (dtype object) or NumPy numbers, the same in every version of pandas."""
+    if isinstance(categories.dtype, pd.StringDtype):
+        return pd.Index(categories.to_numpy(object), dtype=object)
+    return pd.Index(categories.to_numpy(getattr(categories.dtype, "numpy_dtype", None)))
 
 
 def native(values: NDArray[Any]) -> NDArray[Any]:
@@ -85,7 +97,7 @@ def joined(columns: Sequence[ObsColumn]) -> ObsColumn:
     for column in columns:
         codes = np.array([*(code_of[label] for label in _labels(column)), -1], dtype)  # -1, none, is the last
         recoded.append(codes[column.values])
-    return ObsColumn(values=np.concatenate(recoded), categories=pd.Index(labels), from_strings=from_strings)
+    return ObsColumn(values=np.concatenate(recoded), categories=as_labels(pd.Index(labels)), from_strings=from_strings)
 
 
 def _labels(column: ObsColumn) -> Sequence[Any]:
@@ -99,7 +111,7 @@ def concatenated(columns: Sequence[Any]) -> Any:
     if any(isinstance(column, pd.Categorical) for column in columns):
         one = joined([as_numbers("", column) for column in columns])
         ordered = all(getattr(column, "ordered", False) and column.dtype == columns[0].dtype for column in columns)
-        return pd.Categorical.from_codes(one.values, one.categories, ordered=ordered)
+        return pd.Categorical.from_codes(one.values, _labels(one), ordered=ordered)
     if all(isinstance(column, np.ndarray) for column in columns):
         return np.concatenate(columns)
     filled = [pd.Series(column) for column in columns if len(column)]  # pandas is about to change what no rows weigh

@@ -13,6 +13,16 @@ from zloader.errors import FormatError
 from zloader.layout import ArrayLayout
 
 
+def stored_length(node: Any) -> int | None:
+    """Rows of a column or index as it is stored, in Zarr or HDF5; None for a group that is neither.
+
+    A plain array has them itself, strings that may be missing in `values`, a categorical in `codes`.
+    """
+    for part in ("values", "codes"):
+        node = node if hasattr(node, "shape") else node.get(part, node)
+    return int(node.shape[0]) if getattr(node, "shape", ()) else None
+
+
 def layout_of(array: Any, *, absent_is_fill: bool) -> ArrayLayout:
     """The layout of an opened zarr array. Raises FormatError as `array_layout`."""
     metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # which zarr leaves out for v2

@@ -26,9 +26,10 @@ from zloader.access.location import Location, StoredObject
 from zloader.access.web import stored_keys
 from zloader.caching.kept import load_column, save_column
 from zloader.caching.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
+from zloader.columns import as_names
 from zloader.errors import CacheError, FormatError, MissingObjectError, OptionError, ZloaderError
 from zloader.layout import ArrayLayout, MatrixLayout
-from zloader.metadata import IndptrCheck, layout_of
+from zloader.metadata import IndptrCheck, layout_of, stored_length
 from zloader.mirror import Mirror, open_mirror, open_place
 from zloader.parts import Part
 from zloader.store import ObjectSource
@@ -108,11 +109,18 @@ class OpenedStore:
         return self._length("var")
 
     def _length(self, frame: str) -> int:
-        return int(self.root[frame][self.root[frame].attrs["_index"]].shape[0])
+        path = self._index_path(frame)
+        length = stored_length(self.root[path])
+        if length is None:
+            raise FormatError(f"{path} of {self.location.url} holds no names: the store is damaged. Convert it again")
+        return length
+
+    def _index_path(self, frame: str) -> str:
+        return f"{frame}/{self.root[frame].attrs['_index']}"
 
     def names(self, frame: str) -> pd.Index:
         """The index of `"obs"`, `"var"` or `"raw/var"`."""
-        return pd.Index(self.element(f"{frame}/{self.root[frame].attrs['_index']}"))
+        return as_names(self.element(self._index_path(frame)))
 
     @cached_property
     def obs_columns(self) -> list[str]:

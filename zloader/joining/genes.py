@@ -119,7 +119,7 @@ def _joined_names(sources: Sequence[Input], rule: GeneRule) -> pd.Index:
     if missing:
         lacking = [gene for gene in rule.genes if gene in missing]
         raise OptionError(f"no source has {len(lacking)} of the genes asked for: {listed(lacking)}")
-    return pd.Index(rule.genes, dtype=object)
+    return pd.Index(rule.genes)
 
 
 def _unique_names(source: Input, rule: GeneRule) -> pd.Index:

@@ -17,6 +17,7 @@ import h5py
 import pandas as pd
 
 from zloader.errors import SourceError, ZloaderError
+from zloader.metadata import stored_length
 from zloader.sources.places import Objects
 
 _PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")
@@ -135,12 +136,10 @@ class StoredInput(Input):
         return SourceError(f"{self.name}: {path} is not a data frame, so this is no AnnData")
 
     def _length(self, frame: str) -> int:
-        index = self.node(f"{frame}/{self._root[frame].attrs['_index']}")
-        for part in ("values", "codes"):  # of strings that may be missing, and of a categorical
-            index = index if hasattr(index, "shape") else index.get(part, index)
-        if not hasattr(index, "shape"):
+        length = stored_length(self.node(f"{frame}/{self._root[frame].attrs['_index']}"))
+        if length is None:
             raise self._no_frame(frame)
-        return int(index.shape[0])
+        return length
 
     def obs_names(self) -> pd.Index:
         if self._old_obs is not None:
@@ -220,7 +219,8 @@ class MemoryInput(Input):
 
     def keys(self, part: str) -> list[str]:
         holder, attribute, _ = self._split(part)
-        return sorted(getattr(holder, attribute, ()), key=str) if attribute in _PARTS else []
+        names = getattr(holder, attribute, ()) if attribute in _PARTS else ()
+        return sorted((name for name in names if name is not None), key=str)  # anndata 0.13 has X as layer None
 
     def _split(self, path: str) -> tuple[Any, str, str]:
         """The object that holds an element, the attribute of it, and the key in that."""

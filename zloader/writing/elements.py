@@ -52,11 +52,13 @@ class ElementWriter:
         name = "_index" if index.name is None else str(index.name)
         self.write_group(path, "dataframe", "0.2.0", **{"_index": name, "column-order": names})
         if name not in names:
-            self.write(f"{path}/{name}", _values(index))
+            self.write(f"{path}/{name}", _values(_plain_names(index)))
         for column, series in columns:
             self.write(f"{path}/{column}", _values(series))
 
     def _write(self, function: Any, into: zarr.Group, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
+        if isinstance(leaf, pd.DataFrame) and leaf.index.name not in leaf.columns:  # anndata compares those two
+            leaf = leaf.set_axis(_plain_names(leaf.index))
         function(into, key, leaf, dataset_kwargs={**dataset_kwargs, **self._storage(leaf)})
         if leaf is None:  # anndata leaves the one chunk away that stands for None
             array: Any = into[key]
@@ -88,6 +90,16 @@ class ElementWriter:
         cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
         shards = {"shards": (cut.shard, *widths)} if length > cut.chunk else {}
         return {"chunks": (cut.chunk, *widths), "compressors": zarr_codecs(self._options.codec, None), **shards}
+
+
+def _plain_names(index: pd.Index) -> pd.Index:
+    """The index of a frame as objects where it is text without a missing value: an array of strings says all of it.
+
+    Of pandas' text dtypes anndata stores a mask beside the values, which its older versions cannot read as an index.
+    """
+    if not isinstance(index.dtype, pd.StringDtype) or index.hasnans:
+        return index
+    return pd.Index(index.to_numpy(object), dtype=object, name=index.name)
 
 
 def _values(column: pd.Series | pd.Index) -> Any:
