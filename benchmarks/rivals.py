@@ -3,9 +3,9 @@
     python benchmarks/rivals.py make annbatch [--python python3.12] [--environments DIR]
     python benchmarks/rivals.py write annbatch-shuffled-zarrs FILE.h5ad STORE.zarr
 
-`make` prints the path of the environment's Python. pip installs there what a rival asks for, below this repository's
-constraints.txt, so that both sides run the same anndata, zarr and numcodecs. annbatch asks for Python 3.12 and, to
-write, not for torch. An environment is made anew when the requirements or constraints.txt have changed.
+`make` prints the path of the environment's Python. pip installs the newest version of each rival and its dependencies
+there, as its users have them; this repository's constraints.txt has no say. annbatch needs Python 3.12 and, to write,
+no torch. An environment is made anew when the requirements change, and after a month, since newer versions may be out.
 
 `write` does a rival's conversion in the Python that runs it and prints one JSON line: the seconds of the call, without
 starting Python and importing, and the versions used. Defaults are left alone, as each one's documentation has it.
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
+_FRESH_S = 30 * 24 * 3600  # for so long an environment is taken to hold the newest versions
 _NEWEST_MINOR = 14  # of Python 3, to look for
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 Figures = dict[str, Any]
@@ -48,7 +48,7 @@ class Rival:
     least_python: tuple[int, int]
 
 
-RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]==0.3.1", "obstore==0.12.1"), least_python=(3, 12))}
+RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]", "obstore"), least_python=(3, 12))}
 
 
 # ---- environments
@@ -67,25 +67,16 @@ def environment(name: str, *, python: str | None = None, directory: Path | None 
     """
     rival = RIVALS[name]
     home = (directory or default_directory()).expanduser().absolute() / name
-    made_of = json.dumps([rival.requirements, CONSTRAINTS.read_text()])
+    made_of = json.dumps(rival.requirements)
     executable, note = home / "bin" / "python", home / "made_of.json"  # the note is written last: all was installed
-    if note.exists() and note.read_text() == made_of:
+    if note.exists() and note.read_text() == made_of and time.time() - note.stat().st_mtime < _FRESH_S:
         return executable
     interpreter = _interpreter(rival, python)
     print(f"installing {', '.join(rival.requirements)} into {home}", file=sys.stderr)
     shutil.rmtree(home, ignore_errors=True)
     home.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([interpreter, "-m", "venv", home], check=True, stdout=sys.stderr)
-    install: list[str | Path] = [
-        executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "-c",
-        CONSTRAINTS,
-    ]
+    install = [executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*install, *rival.requirements], check=True, stdout=sys.stderr)
     note.write_text(made_of)
     return executable

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import typer.main
 from helpers import counts, write_store
+from sources import layers_of
 from typer.testing import CliRunner
 
 import zloader as zl

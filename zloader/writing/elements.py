@@ -88,7 +88,9 @@ class ElementWriter:
             return {"compressors": zarr_codecs("none", None)} if is_scalar else {}
         chunk = _CHUNK_BYTES // max(1, item_bytes)
         cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
-        shards = {"shards": (cut.shard, *widths)} if length > cut.chunk else {}
+        # zarr cannot shard records, whose fill value it does not hash.
+        is_plain = not isinstance(leaf, np.ndarray) or leaf.dtype.kind != "V"
+        shards = {"shards": (cut.shard, *widths)} if length > cut.chunk and is_plain else {}
         return {"chunks": (cut.chunk, *widths), "compressors": zarr_codecs(self._options.codec, None), **shards}
 
 
