@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from helpers import NEVER_S, PATIENCE_S
 
 from zloader.testing import SeaweedFS, Sim
 
@@ -53,6 +54,14 @@ def _no_cloud_from_the_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _stalls_last() -> Iterator[None]:
+    """A server that stalls holds a read up until a deadline of ours; curl would end that read after 20 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(int(NEVER_S)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _ctrl_c_works() -> Iterator[None]:
     """Also where the tests run in the background of a shell, which ignores SIGINT for them and their children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,7 +72,7 @@ def _ctrl_c_works() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
     """One real S3 server for the session."""
-    with SeaweedFS(tmp_path_factory.mktemp("seaweed")) as server:
+    with SeaweedFS(tmp_path_factory.mktemp("seaweed"), start_deadline_s=PATIENCE_S) as server:
         yield server
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from zloader.writing.encode import ConvertOptions
 
 # Chunks of about 1 024 values and shards of two: a few hundred rows cross many of both.
 SMALL = ConvertOptions(chunk_rows=1, shard_size=2048)
+# How long a test waits for what must happen before it calls it a hang. Far beyond what a busy machine needs.
+PATIENCE_S = 600.0
+# A deadline of ours in tests of what must not wait for it.
+NEVER_S = 3600.0
 
 
 def counts(n_rows: int, n_genes: int, *, density: float = 0.3, seed: int = 0) -> ad.AnnData:
@@ -73,6 +79,15 @@ def check_minibatch(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
             wanted = np.searchsorted(np.unique(adata.obs["donor"]), column.to_numpy(str))
         np.testing.assert_array_equal(values.numpy(), np.asarray(wanted))
     return rows
+
+
+def assert_threads_end(prefix: str = "zloader") -> None:
+    """The threads whose names begin so end by themselves."""
+    deadline = time.monotonic() + PATIENCE_S
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert [thread.name for thread in threads if thread.is_alive()] == []
 
 
 def digest(loader: Any) -> str:
