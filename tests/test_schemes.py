@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from helpers import counts, digest, write_store
+from helpers import PATIENCE_S, counts, digest, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +29,7 @@ from zloader.access.kvstore import Credentials, kvstore_spec
 from zloader.access.location import Location
 from zloader.errors import (
     AccessDeniedError,
+    DeadlineError,
     FormatError,
     MissingObjectError,
     OptionError,
@@ -56,7 +57,6 @@ def open_web(server, path: str = "bucket/two words/counts.zarr", **options: Any)
 
 
 def loader(dataset: zl.Dataset, **options: Any) -> zl.Loader:
-    options = {"deadline_s": 5.0} | options
     sampling = zl.BlockShuffling(4)
     fetching = zl.FetchOptions(**options)
     return zl.Loader(dataset, batch_size=16, fetch_factor=3, sampling=sampling, obs=OBS, options=fetching)
@@ -96,7 +96,7 @@ print(len(zloader.open_dataset(sys.argv[1]).obs()))
 
 def test_a_process_that_read_from_a_web_server_ends_quietly(root, sim):
     command = [sys.executable, "-c", OPEN, f"{sim(root=root).url}/bucket/two words/counts.zarr"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.stdout.strip(), done.stderr) == ("160", "")
 
 
@@ -274,7 +274,7 @@ LATER = {
     "redirect": ({"kind": "status", "status": 302, "code": "Found"}, ReadError, "X/"),
     "404": ({"kind": "status", "status": 404, "code": "NoSuchKey"}, MissingObjectError, "X/"),
     "too few bytes": ({"kind": "short", "by": 1}, StoreError, "X/"),
-    "stall": ({"kind": "stall", "after": 10}, ReadError, "X/"),
+    "stall": ({"kind": "stall", "after": 10}, DeadlineError, r"X/.*deadline_s=1\.5"),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_server_that_goes_bad_after_opening(root, sim, fault, error, says):
     dataset.take([0])
     server.faults = [{"match": "X/(indices|data)/c/", **fault}]
     with pytest.raises(error, match=says):
-        digest(loader(dataset, deadline_s=1.5))
+        digest(loader(dataset, **({"deadline_s": 1.5} if error is DeadlineError else {})))
 
 
 def test_a_server_that_is_busy_for_a_moment(root, sim):
@@ -492,7 +492,9 @@ def test_the_default_credentials_of_google(root, static, tmp_path):
     variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"), "STORAGE_EMULATOR_HOST": address}
     variables |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
     command = [sys.executable, "-c", READ, str(Path(__file__).parent)]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.stdout.strip() == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr"))), (
         done.stderr
     )

@@ -25,6 +25,7 @@ from zloader.terms import FetchOptions, Span
 
 _log = logging.getLogger("zloader")
 _SMALL_BYTES = 64 << 10  # reads up to this size take about as long as one another
+_LOOKS = 12  # at what has not come, within a deadline
 _WARN_S = 5.0  # a read tried for so long is worth a line in the log, but no more lines than one in so long
 
 
@@ -70,7 +71,7 @@ class Retrier:
     def __init__(self, asked: Asked, options: FetchOptions) -> None:
         self.retries = 0
         self._asked, self._options = asked, options
-        self._look_s = options.deadline_s / 12  # from one look at what has not come to the next
+        self._look_s = options.deadline_s / _LOOKS  # from one look at what has not come to the next
         self._slowest_s, self._largest_bytes = 0.0, 0  # of the reads that went well
         self._warned = float("-inf")
         self._random = random.Random()  # of our own: the program may count on what its seed gives
