@@ -20,7 +20,7 @@ import pandas as pd
 import pytest
 import scipy.sparse
 import torch
-from helpers import write_store
+from helpers import PATIENCE_S, write_store
 
 import zloader as zl
 from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo, unpack_bundled
@@ -94,7 +94,7 @@ def test_end_to_end(tmp_path):
         env=environment(tmp_path / "tmp"),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -121,25 +121,19 @@ def test_end_to_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("after", "number"),
+    ("after", "number", "flags"),
     [
-        ("loading", signal.SIGINT),
-        ("converting", signal.SIGINT),
-        ("learning", signal.SIGTERM),
-        ("report", signal.SIGINT),
+        ("loading", signal.SIGINT, ["--epochs", "1000"]),
+        ("converting", signal.SIGINT, ["--epochs", "1000"]),
+        ("learning", signal.SIGTERM, ["--epochs", "1000"]),
+        ("report", signal.SIGINT, ["--epochs", "1", "--keep"]),
     ],
 )
-def test_whatever_ends_it_leaves_nothing(tmp_path, after, number):
+def test_whatever_ends_it_leaves_nothing(tmp_path, after, number, flags):
+    """In the midst of it: more epochs than there is time for."""
     tmp = tmp_path / "tmp"
     with subprocess.Popen(
-        [
-            *COMMAND,
-            "--report",
-            str(tmp_path / "page.html"),
-            "--epochs",
-            "1",
-            *(["--keep"] if after == "report" else []),
-        ],
+        [*COMMAND, "--report", str(tmp_path / "page.html"), *flags],
         env=environment(tmp),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -149,7 +143,7 @@ def test_whatever_ends_it_leaves_nothing(tmp_path, after, number):
             if line.startswith("Ctrl-C" if after == "report" else after):
                 break
         demo.send_signal(number)
-        out, err = demo.communicate(timeout=60)
+        out, err = demo.communicate(timeout=PATIENCE_S)
     assert "Traceback" not in err
     assert processes_that_name(tmp) == []
     if after == "report":  # with --keep this is how it ends
