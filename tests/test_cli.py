@@ -11,7 +11,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import typer.main
-from helpers import counts, write_store
+from helpers import PATIENCE_S, counts, write_store
 from sources import layers_of
 from typer.testing import CliRunner
 
@@ -217,8 +217,8 @@ def test_the_demo_says_what_to_install(monkeypatch):
 
 def test_a_traceback_only_for_those_who_ask(monkeypatch):
     command = [sys.executable, "-c", "from zloader.cli import app; app()", "info", "/nowhere.zarr"]
-    plain = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    full = subprocess.run([*command, "--debug"], capture_output=True, text=True, timeout=60, check=False)
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    full = subprocess.run([*command, "--debug"], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (plain.returncode, full.returncode) == (1, 1)
     assert "Traceback" not in plain.stderr
     assert "Traceback" in full.stderr

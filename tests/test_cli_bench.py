@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import counts, write_store
+from helpers import PATIENCE_S, counts, write_store
 from rich.console import Console
 from test_cli import params, zloader
 
@@ -47,7 +47,9 @@ def documented(*arguments):
 
 
 def test_cold_epochs_cost_what_info_foretells(store):
+    began = time.monotonic()
     seen = documented(store, *FLAGS, "--epochs", 2, "--obs", "cell_type, donor")
+    took = time.monotonic() - began
     foretold = json.loads(zloader("info", store, "--json", *FLAGS).stdout)["epoch"]["unmirrored"]
     assert (seen["rows"], seen["genes"], seen["obs"]) == (503, 97, ["cell_type", "donor"])
     assert [(epoch["epoch"], epoch["kind"], epoch["complete"]) for epoch in seen["epochs"]] == [
@@ -59,7 +61,7 @@ def test_cold_epochs_cost_what_info_foretells(store):
     assert first["gets"] == foretold["gets"]
     assert first["bytes_read"] == foretold["bytes_read"]
     assert first["mirror_share"] == 0
-    assert 0 < first["first_minibatch_s"] <= first["elapsed_s"] * 1.5
+    assert 0 < first["first_minibatch_s"] < took
     assert first["rows_per_s"] == pytest.approx(503 / first["elapsed_s"])
     assert first["bytes_read_per_s"] == pytest.approx(first["bytes_read"] / first["elapsed_s"])
     assert {field.name for field in dataclasses.fields(zl.Statistics)} <= first.keys() | {"epoch"}
@@ -118,8 +120,7 @@ def test_blocks_shrink_with_a_fetch_as_a_loaders_do(store):
 
 def test_the_consumer_takes_its_time(store):
     seen = documented(store, *FLAGS, "--epochs", 1, "--step-ms", 5)["epochs"][0]["figures"]
-    assert seen["elapsed_s"] > 31 * 0.005  # statistics() end with the last minibatch taken
-    assert seen["wait_share"] < 0.9
+    assert seen["elapsed_s"] * (1 - seen["wait_share"]) > 31 * 0.005  # statistics() end with the last minibatch taken
 
 
 def test_several_stores_are_read_as_one(store, tmp_path):
@@ -223,9 +224,7 @@ def test_a_signal_ends_it_with_what_was_measured(store, number):
     with running(store, *FLAGS, "--epochs", 1000, "--step-ms", 3) as process:
         lines = [process.stdout.readline() for _ in range(3)]
         process.send_signal(number)
-        before = time.monotonic()
-        rest, complaints = process.communicate(timeout=20)
-        assert time.monotonic() - before < 2
+        rest, complaints = process.communicate(timeout=PATIENCE_S)
     assert [line.split(":")[0] for line in lines[1:]] == ["epoch 0, cold", "epoch 1, cold"]
     assert process.returncode == 128 + number
     assert complaints == ("interrupted\n" if number == signal.SIGINT else "")
@@ -245,9 +244,7 @@ def test_ctrl_c_while_the_server_stalls(bucket, sim, monkeypatch):
         while "fault_stall" not in server.stats():
             assert process.poll() is None, "it ended by itself"
         process.send_signal(signal.SIGINT)
-        before = time.monotonic()
-        found, complaints = process.communicate(timeout=20)
-        assert time.monotonic() - before < 2
+        found, complaints = process.communicate(timeout=zl.FetchOptions.deadline_s / 2)  # which it does not wait for
     assert lines[1].startswith("epoch 0, cold")
     assert complaints.endswith("interrupted\n")
     seen = json.loads(found)

@@ -12,7 +12,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import zarr
-from helpers import counts
+from helpers import PATIENCE_S, counts
 from test_cli import zloader
 
 
@@ -63,7 +63,7 @@ class Dying:
 @app.command()
 def wait():
     Dying()  # what the handler raises in there is dropped
-    signal.sigtimedwait([], 20)
+    signal.sigtimedwait([], 100)
 
 app(["wait"])
 """
@@ -72,6 +72,6 @@ app(["wait"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_comes_in_a_destructor_is_not_lost(number: int) -> None:
     command = [sys.executable, "-c", _DROPPED, str(int(number))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import counts, digest, write_store
+from helpers import PATIENCE_S, counts, digest, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +109,7 @@ print(json.dumps(digest(loader)))
 def test_another_process_gives_the_same_bytes(store, wanted, hash_seed, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
     command = [sys.executable, "-c", _DIGEST, str(Path(__file__).parent), str(store)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert json.loads(said.stdout) == wanted["classes"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import check_minibatch, counts, write_store
+from helpers import PATIENCE_S, check_minibatch, counts, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mirror import _layout, _truth
@@ -357,7 +357,7 @@ def test_a_mirror_that_is_being_filled_is_right_all_the_time(store, tmp_path):
     looking = threading.Thread(target=look)
     looking.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
     finally:
         ended.set()

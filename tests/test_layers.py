@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers import PATIENCE_S
 
 import zloader
 
@@ -222,7 +223,7 @@ print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
 
 def test_plan_to_minibatch_runs_where_torch_is_not_installed():
     command = [sys.executable, "-c", _WITHOUT_TORCH, str(PACKAGE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     needed = _all_below("zloader.fetch") | _all_below("zloader.store")
     packages = {name.rpartition(".")[0] for name in needed} - {"zloader"}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -446,7 +447,7 @@ def nursery(tmp_path_factory):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
         yield _Nursery(process)
         process.stdin.close()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 def test_a_process_killed_at_any_moment_leaves_nothing_wrong(nursery, tmp_path):
@@ -515,7 +516,7 @@ def test_all_that_open_a_new_cache_at_once_get_their_mirror(tmp_path, caplog):
     barrier = threading.Barrier(n_threads)
 
     def open_one(cache):
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=PATIENCE_S)
         place = open_place(Cache(directory=cache), PRINT, "store")
         return None if place is None else open_mirror(place, [LAYOUT])
 

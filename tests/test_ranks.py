@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import counts, write_store
+from helpers import PATIENCE_S, counts, write_store
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -304,7 +304,7 @@ import zloader as zl
 from zloader.loader import Loader
 
 def rank(number, world_size, meeting, n_workers, options):
-    deadline = datetime.timedelta(seconds=30)
+    deadline = datetime.timedelta(seconds=200)
     dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=world_size, timeout=deadline)
     dataset = zl.open_dataset(json.loads(sys.argv[1]))
 
@@ -369,7 +369,7 @@ def processes(store, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("runs")
     command = [sys.executable, "-c", _RANKS, *map(json.dumps, (str(store), _RUNS, str(folder)))]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return {
         name: [json.loads((folder / name / f"{rank}").read_text()) for rank in range(world_size)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import counts, digest, write_store
+from helpers import PATIENCE_S, counts, digest, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -357,7 +357,9 @@ def test_a_sampling_of_ones_own_is_the_same_in_every_process():
     def told(hash_seed):
         command = [sys.executable, "-c", _OF_ONES_OWN]
         environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, env=environment
+        ).stdout
 
     text = told(1)
     assert text == told(2)

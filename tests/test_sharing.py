@@ -14,6 +14,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import scipy.sparse
+from helpers import PATIENCE_S
 from torch.utils.data import DataLoader, IterableDataset
 
 import zloader as zl
@@ -91,7 +92,7 @@ def test_arrays_come_whole_and_once(method):
     process = context.Process(target=look, args=([sent, sent], Nested(sent), theirs))
     process.start()
     seen_sums, kinds, (mapped, copied), same, nested = mine.recv()
-    process.join(30)
+    process.join(PATIENCE_S)
     assert files() >= len(shared)
     assert seen_sums == sums
     assert kinds == {name: (each.dtype.str, each.shape, type(each).__name__) for name, each in arrays.items()}
