@@ -7,7 +7,6 @@ is loaded and compiled once a process is out of the way before the first epoch: 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -212,12 +211,14 @@ def _line(seen: BenchEpoch) -> str:
 
 def medians(epochs: Sequence[BenchEpoch]) -> dict[str, dict[str, float]]:
     """By kind, the median of each figure over the complete epochs, and how many these were."""
+    from statistics import median
+
     found: dict[str, dict[str, float]] = {}
     for kind in KINDS:
         alike = [seen.figures for seen in epochs if seen.complete and seen.kind == kind]
         if alike:
             found[kind] = {"epochs": float(len(alike))} | {
-                name: statistics.median(figures[name] for figures in alike) for name in alike[0]
+                name: median(figures[name] for figures in alike) for name in alike[0]
             }
     return found
 

@@ -7,7 +7,6 @@ seconds to import is imported by the command that needs it.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import signal
@@ -108,7 +107,9 @@ def _debug(wanted: bool) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"zloader {importlib.metadata.version('zloader')}")
+        from importlib.metadata import version
+
+        typer.echo(f"zloader {version('zloader')}")
         raise typer.Exit
 
 

@@ -37,11 +37,10 @@ from zloader.commands.command import (
     storage_options,
 )
 from zloader.errors import OptionError, ZloaderError
-from zloader.quality import Quality, quality
-from zloader.terms import parse_size, require_at_least
 
 if TYPE_CHECKING:
     from zloader.loader import Loader
+    from zloader.quality import Quality
 
 # Of counting the reads of short fetches, so many rows of them: a few seconds.
 _WALKED_ROWS = 1_000_000
@@ -113,6 +112,7 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     """Show how well minibatches mix the labels of a column, and how fast they come, by block_size and fetch_factor."""
     from zloader.dataset import open_dataset
     from zloader.loader import Loader
+    from zloader.terms import parse_size, require_at_least
 
     sizes = [(block, factor) for block in _counts(block_sizes) for factor in _counts(fetch_factors)]
     _require_drawable(html, png)
@@ -166,6 +166,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
     where there is no cell.
     """
     from zloader.cost import epoch_costs
+    from zloader.quality import quality
     from zloader.sampling import BlockShuffling, Streaming, stratified
 
     dataset = loader.dataset

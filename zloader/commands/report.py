@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from zloader.convert import ConversionReport
 
 _MOST_BINS = 80  # of one epoch's throughput
@@ -124,6 +123,8 @@ def size(n_bytes: float) -> str:
 
 def throughput(run: DemoRun, epoch: EpochFigures) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Rows per second of one epoch in equal bins of time: the bins' edges (seconds) and their values."""
+    import numpy as np
+
     steps = [step for step in run.steps if step.epoch == epoch.epoch]
     times = np.array([epoch.started_s, *(step.done_s for step in steps)])
     rows = np.cumsum([0, *(step.rows for step in steps)])
@@ -150,6 +151,8 @@ def _throughput_chart(run: DemoRun) -> str:
 
 
 def _loss_chart(run: DemoRun) -> str:
+    import numpy as np
+
     figure, axes = _axes("training step", "loss (log scale)")
     first = 0
     for epoch in run.epochs:
@@ -211,6 +214,8 @@ def _svg(figure: Any, name: str, title: str, description: str) -> str:
 
 def render(run: DemoRun) -> str:
     """The page. Names no directory and no credentials."""
+    from importlib.resources import files
+
     best = max(run.epochs, key=lambda figures: figures.epoch)
     tiles = [
         (f"{figures.rows_per_s:,.0f}", f"cells/s, epoch {figures.epoch} ({figures.source})") for figures in _ends(run)
