@@ -29,6 +29,10 @@ Test = Callable[[slice], Mask]
 _WINDOW = 1 << 20  # rows looked at together, so that what a term needs meanwhile stays small
 _SHOWN = 20
 _TEXT_OR_QUOTED = re.compile(r"""('''|\"\"\"|'|")(?:\\.|(?!\1).)*\1|`[^`\r\n]+`""", re.DOTALL)
+# What pandas and other languages write for and, or and not: those that Python parses, and all of them in text.
+_SIGNS = (ast.BitAnd, ast.BitOr, ast.Invert)
+_SIGN = re.compile(r"[&|~]|!(?!=)")
+_USE_WORDS = "write and, or, not: signs such as &, ||, ~ and ! are not understood"
 
 _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -67,7 +71,8 @@ def matching(expression: str, column: Column, n_rows: int, names: Sequence[str] 
         tree = ast.parse(plain, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         such = "\"cell_type == 'T'\" or \"`cell type` == 'T'\""
-        raise OptionError(f"{expression!r} is not an expression such as {such}: {error}") from error
+        advice = f"; {_USE_WORDS}" if _SIGN.search(_TEXT_OR_QUOTED.sub("", expression)) else ""
+        raise OptionError(f"{expression!r} is not an expression such as {such}: {error}{advice}") from error
     mask = np.empty(n_rows, bool)
     try:
         reader = _Reader(expression, cache(column), names)  # a view makes a column anew each time
@@ -93,6 +98,8 @@ class _Reader:
         return ast.get_source_segment(self._expression, node)
 
     def _refuse(self, node: ast.AST, why: str) -> NoReturn:
+        if any(isinstance(getattr(part, "op", None), _SIGNS) for part in ast.walk(node)):
+            why = _USE_WORDS
         raise OptionError(f"{self._part(node)!r} in the expression {self._expression!r}: {why}")
 
     def test(self, node: ast.expr, *, opposite: bool) -> Test:
