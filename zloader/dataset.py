@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import anndata as ad
 import numpy as np
@@ -82,6 +82,14 @@ class Dataset(Table):
 
     def __repr__(self) -> str:
         return f"<Dataset {self.url}: {self.n_obs} rows x {self.n_vars} genes>"
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raises OptionError: rows are read together, by a Loader or `take`, and not one by one."""
+        raise OptionError(
+            f"{self.url} is not read row by row, as dataset[...] or torch's DataLoader(dataset) would: iterate over "
+            "zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) gives some rows "
+            "as an AnnData, dataset.where(rows) a view of them"
+        )
 
     @property
     def whole(self) -> Dataset:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import pandas as pd
 import scipy.sparse
 import torch
 
 from zloader.dataset import Dataset
+from zloader.errors import OptionError
 from zloader.table import as_scipy
 from zloader.terms import CsrArrays, MinibatchArrays
 
@@ -49,6 +51,21 @@ class Minibatch:
             obsm={name: function(array) for name, array in self.obsm.items()},
             index=function(self.index),
         )
+
+
+def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:
+    raise OptionError(
+        "a zl.Loader yields whole minibatches, and this DataLoader would make batches of them: write "
+        "DataLoader(loader, batch_size=None). How many rows a minibatch has is said by zl.Loader(batch_size=...)"
+    )
+
+
+# A DataLoader asks this table of torch's how to make a batch of Minibatches. It is private: a version of torch that has
+# none raises a TypeError of its own instead.
+with contextlib.suppress(ImportError):
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[Minibatch] = _refuse_to_collate
 
 
 def as_minibatch(dataset: Dataset, layout: str, var: pd.DataFrame | None, arrays: MinibatchArrays) -> Minibatch:
