@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,11 +46,20 @@ def open_dataset(
     `offline` opens what the cache holds of it, without a request; a read of what it does not hold raises ReadError.
     Raises StoreNotFoundError, AccessDeniedError or FormatError; CacheError where there is no mirror to open offline.
     """
-    urls = [url] if isinstance(url, str | os.PathLike) else url
+    urls = [url] if isinstance(url, str) or not isinstance(url, Iterable) else url
     if cache is not None and not isinstance(cache, Cache):
         cache = Cache(directory=Path(cache))
     options = dict(storage_options or {})
-    return Dataset([Location(url=os.fspath(url), storage_options=options) for url in urls], cache, offline=offline)
+    return Dataset([Location(url=_as_text(url), storage_options=options) for url in urls], cache, offline=offline)
+
+
+def _as_text(url: URL) -> str:
+    if not isinstance(url, str | os.PathLike):
+        raise OptionError(
+            f"a store is opened by its path or URL, not by an object of type {type(url).__name__}. An AnnData in "
+            "memory becomes a store with zl.convert(adata, 'x.zarr')"
+        )
+    return os.fspath(url)
 
 
 def _reopen(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from zloader.access.files import FileSource
 from zloader.access.location import Location, StoredObject
+from zloader.access.unconverted import refuse_unconverted
 from zloader.access.web import stored_keys
 from zloader.caching.kept import load_column, save_column
 from zloader.caching.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
@@ -280,7 +281,11 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     """
     if offline and cache is None:
         raise OptionError("offline=True opens what is in a cache: give cache= too")
-    objects = kept_listing(cache.directory, location.url) if offline and cache else location.listing()
+    if offline and cache:
+        objects = kept_listing(cache.directory, location.url)
+    else:
+        objects = location.listing()
+        refuse_unconverted(location, objects)
     opened = OpenedStore(location, objects, cache=cache, offline=offline)
     if opened.root.attrs.get("encoding-type") != _COLLECTION:
         opened.require_anndata()

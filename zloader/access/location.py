@@ -27,6 +27,7 @@ from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotF
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _WRITABLE = ("file", "s3")
 _WEB = ("http", "https")
+_HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5")
 _REFUSALS = (PermissionError, NoCredentialsError, PartialCredentialsError)
 _ADVICE = {
     "s3": "the key and secret in storage_options or the AWS_* variables",
@@ -89,9 +90,19 @@ class Location:
         """Whether it is on a web server, which cannot be listed."""
         return self.scheme in _WEB
 
+    @property
+    def is_named_hdf5(self) -> bool:
+        """Whether it is named as HDF5 files are."""
+        return self.path.endswith(_HDF5_SUFFIXES)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether stores can be written there, and not only read."""
+        return self.scheme in _WRITABLE
+
     def require_writable(self) -> None:
         """Raises OptionError where stores can only be read."""
-        if self.scheme not in _WRITABLE:
+        if not self.is_writable:
             raise OptionError(
                 f"cannot write to {self.url}: stores are written to a local path or s3:// alone. Write there, and copy "
                 "the store with a tool of the cloud"
@@ -118,14 +129,19 @@ class Location:
         return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=read_only, path=self.path)
 
     def listing(self) -> dict[str, StoredObject]:
-        """Every object below the URL by key relative to it, from one listing.
+        """Every object below the URL by key relative to it, from one listing; "" is the key of an object at the URL.
 
         On a web server they are those that the consolidated metadata imply and that are there, one request each.
         Raises StoreNotFoundError where there is none, AccessDeniedError where the credentials do not allow to look.
         """
         filesystem = self.filesystem()
         if self.is_web:
-            there = web.listing(filesystem, self.path, self.zarr_store(read_only=True))
+            try:
+                there = web.listing(filesystem, self.path, self.zarr_store(read_only=True))
+            except StoreNotFoundError:
+                there = self._hdf5_file(filesystem)
+                if not there:
+                    raise
             return {key: StoredObject(size=size, tag=tag) for key, (size, tag) in there.items()}
         with self._translated("list"):
             try:
@@ -135,6 +151,12 @@ class Location:
         if not found:
             raise StoreNotFoundError(f"nothing is stored at {self.url}: check the bucket, the key and the endpoint")
         return {key[len(self.path) + 1 :]: _stored_object(entry) for key, entry in found.items()}
+
+    def _hdf5_file(self, filesystem: web.WebFiles) -> dict[str, tuple[int, str]]:
+        """The one object that is at an address named as HDF5 files are, if there is one."""
+        above, _, name = self.path.rpartition("/")
+        there = web.find(filesystem, above, [name]) if self.is_named_hdf5 else {}
+        return {"": there[name]} if there else {}
 
     def find_object(self, key: str) -> StoredObject | None:
         """One object as it is now; None where it is not. Raises StoreError."""

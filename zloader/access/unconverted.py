@@ -1,0 +1,53 @@
+"""What is opened as a store although it has to be converted first, such as an .h5ad file; and the command for that."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Collection
+from pathlib import Path
+
+from zloader.access.location import Location
+from zloader.errors import FormatError
+
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_MATRIX_FILES = {"matrix.mtx", "matrix.mtx.gz"}  # of a 10x directory
+_OF_A_STORE = {"zarr.json", ".zgroup", "zloader.partial"}
+
+
+def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
+    """Raises FormatError for single files, 10x directories, and directories of .h5ad files alone.
+
+    `keys` are those that the location lists. The error says how to convert what can be converted.
+    """
+    url, there = location.url.rstrip("/"), set(keys)
+    if there == {""}:
+        if not _is_hdf5(location):
+            raise FormatError(
+                f"{url} is a single file, and a Zarr store is a directory: if it is an archive, unpack it"
+            )
+        kind = "an .h5ad file" if url.endswith(".h5ad") else "an HDF5 file"
+        raise FormatError(f"{url} is {kind}, not a Zarr store. {_advice(location, url)}")
+    if there & _MATRIX_FILES and not there & _OF_A_STORE:
+        raise FormatError(f"{url} is a 10x directory, not a Zarr store. {_advice(location, url)}")
+    if all(re.fullmatch(r"[^/]+\.h5ad", key) for key in keys):
+        raise FormatError(f"{url} holds .h5ad files, and no Zarr store. {_advice(location, f'{url}/*.h5ad')}")
+
+
+def _is_hdf5(location: Location) -> bool:
+    """By its name or, on a local disk, by its first bytes."""
+    if location.is_named_hdf5 or location.scheme != "file":
+        return location.is_named_hdf5
+    with contextlib.suppress(OSError), Path(location.path).open("rb") as file:
+        return file.read(len(_HDF5_SIGNATURE)) == _HDF5_SIGNATURE
+    return False
+
+
+def _advice(location: Location, source: str) -> str:
+    """How to convert a source to a store beside it, or to one here where nothing can be written beside it."""
+    store = re.sub(r"(/\*)?\.(h5ad|h5|hdf5)$", "", source) + ".zarr"
+    if not location.is_writable:
+        store = store.rpartition("/")[2]
+    command = shlex.join(["zloader", "convert", source, store])
+    return f"Convert it once: {command} (in Python: zl.convert({source!r}, {store!r}))"
