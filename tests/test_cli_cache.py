@@ -197,7 +197,7 @@ def test_ls_shows_what_there_is(cache, store):
     assert mirror["chunks_held"] == mirror["chunks"] == sum(each["chunks"] for each in mirror["arrays"].values())
     assert mirror["arrays"].keys() == {"X/data", "X/indices"}
     assert mirror["objects"] > 0
-    assert mirror["directory"] == str(cache / f"{zl.open_dataset(store).fingerprint}-v2")
+    assert mirror["directory"] == str(cache / f"{mirror['fingerprint']}-v3")
 
 
 def test_ls_as_text(cache, store):
@@ -225,13 +225,13 @@ def test_ls_of_a_mirror_that_is_filled_in_part(store, tmp_path):
 
 @pytest.mark.parametrize("command", ["ls", "verify", "clear"])
 def test_a_directory_that_is_no_cache_is_refused(tmp_path, command):
-    (tmp_path / f"{'a' * 32}-v2").mkdir()
-    (tmp_path / f"{'a' * 32}-v2" / "X.flat").write_text(OTHERS)
+    (tmp_path / f"{'a' * 32}-v3").mkdir()
+    (tmp_path / f"{'a' * 32}-v3" / "X.flat").write_text(OTHERS)
     for directory in (tmp_path, tmp_path / "nowhere"):
         done = zloader("cache", command, directory, status=1)
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"error: {directory} is not a cache of zloader")
-    assert (tmp_path / f"{'a' * 32}-v2" / "X.flat").read_text() == OTHERS
+    assert (tmp_path / f"{'a' * 32}-v3" / "X.flat").read_text() == OTHERS
 
 
 # ---- verify
@@ -300,13 +300,13 @@ def test_clear_leaves_what_zloader_did_not_make(cache, store):
     (directory / "thesis.txt").write_text(OTHERS)
     (directory / "more.npy").symlink_to(precious)
     (cache / "notes.txt").write_text(OTHERS)
-    (cache / f"{'a' * 32}-v2").symlink_to(cache.parent / "elsewhere")
+    (cache / f"{'a' * 32}-v3").symlink_to(cache.parent / "elsewhere")
     (cache / "CACHEDIR.TAG").write_text(OTHERS)
     done = zloader("cache", "clear", cache, "--yes")
     for path in (directory / "more.npy", directory / "thesis.txt"):
         assert f"left there, zloader did not make it: {path}\n" in done.stdout
     assert {path.name for path in directory.iterdir()} == {"thesis.txt", "more.npy"}
-    left = {directory.name, "notes.txt", f"{'a' * 32}-v2", "CACHEDIR.TAG"}
+    left = {directory.name, "notes.txt", f"{'a' * 32}-v3", "CACHEDIR.TAG"}
     assert {path.name for path in cache.iterdir()} == left
     assert precious.read_text() == (cache.parent / "elsewhere" / "X.flat").read_text() == OTHERS
     assert (cache / "CACHEDIR.TAG").read_text() == (cache / "notes.txt").read_text() == OTHERS

@@ -102,7 +102,8 @@ def copy(whole, store, tmp_path) -> Copy:
 
 
 def chunk_bytes(copy: Copy, name: str) -> int:
-    return parse_sums(copy.file(f"{name}.sums").read_bytes())[1]
+    file = copy.file(f"{name}.sums")
+    return parse_sums(file, file.read_bytes())[1]
 
 
 # ---- what is there

@@ -14,6 +14,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from hypothesis import strategies as st
 import zloader.mirror
 from zloader.caching import pages
 from zloader.caching.caches import Place
-from zloader.caching.kept import load_column
+from zloader.caching.kept import load_column as load_checked
+from zloader.caching.kept import load_object, save_object
 from zloader.caching.kept import save_column as save_windows
 from zloader.decode import checksum
 from zloader.layout import ArrayLayout
@@ -61,6 +63,10 @@ def _place(cache, fingerprint=PRINT):
 
 def save_column(place, name, column):
     return save_windows(place, name, [column], shape=column.shape, dtype=column.dtype)
+
+
+def load_column(place, name, like):
+    return load_checked(place, name, shape=like.shape, dtype=like.dtype)
 
 
 LAYOUT = _layout()
@@ -595,7 +601,27 @@ def _of_another_user(tmp_path):
 
 def _a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / f"{PRINT}-v2").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"{PRINT}-v3").symlink_to(tmp_path / "elsewhere")
+    return tmp_path
+
+
+def _in_a_cache_that_all_may_write_to(tmp_path):
+    tmp_path.chmod(0o777)
+    return tmp_path
+
+
+def _in_a_cache_that_a_group_may_write_to(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(tmp_path, 0, 12345)
+    tmp_path.chmod(0o770)
+    return tmp_path
+
+
+def _in_a_cache_of_another_user(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(tmp_path, 12345, 12345)
     return tmp_path
 
 
@@ -614,6 +640,9 @@ def _with_a_link_where_a_file_belongs(tmp_path):
         _with_a_directory_where_a_file_belongs,
         _open_to_others,
         _of_another_user,
+        _in_a_cache_that_all_may_write_to,
+        _in_a_cache_that_a_group_may_write_to,
+        _in_a_cache_of_another_user,
         _a_link,
         _with_a_link_where_a_file_belongs,
     ],
@@ -625,6 +654,32 @@ def test_a_cache_that_cannot_be_used_gives_none_and_one_warning(tmp_path, caplog
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("zloader", logging.WARNING)
     assert str(cache) in record.getMessage()
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o1770, 0o755])
+def test_a_cache_in_which_others_can_rename_nothing_is_used(tmp_path, caplog, mode):
+    """Such as /tmp itself, with other users' mirrors in it."""
+    (tmp_path / f"{'a' * 32}-v3").mkdir(mode=0)
+    tmp_path.chmod(mode)
+    assert open_mirror(_place(tmp_path), [LAYOUT]) is not None
+    assert not caplog.records
+
+
+def test_a_cache_that_the_group_of_its_user_alone_may_write_to_is_used(tmp_path, monkeypatch):
+    """Many systems give each user such a group, and let it write by default."""
+    tmp_path.chmod(0o775)
+    group = SimpleNamespace(gr_name="me", gr_mem=[])
+    monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me"))
+    monkeypatch.setattr("grp.getgrgid", lambda _: group)
+    _place(tmp_path)
+    group.gr_mem = ["me"]
+    _place(tmp_path)
+    group.gr_mem = ["me", "you"]
+    with pytest.raises(PermissionError, match="mode 0o775"):
+        _place(tmp_path)
+    group.gr_mem, group.gr_name = [], "lab"
+    with pytest.raises(PermissionError, match="mode 0o775"):
+        _place(tmp_path)
 
 
 NAMES = [
@@ -654,7 +709,7 @@ def test_odd_names_stay_inside_and_apart(tmp_path):
         save_column(place, name, np.array([number]))
     for number, name in enumerate(NAMES):
         assert mirror.arrays[name].elements[:10].tolist() == [number] * 10
-        assert load_column(place, name).tolist() == [number]
+        assert load_column(place, name, np.array([0])).tolist() == [number]
     assert all(file.is_file() for file in directory.iterdir())
     assert len(list(directory.iterdir())) == before + len(NAMES) + 1  # and proved.json
     outside = {path for path in tmp_path.rglob("*") if directory not in path.parents and path != directory}
@@ -680,9 +735,9 @@ def _equal(found, wanted):
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_is_kept(tmp_path, name, caplog):
     place = _place(tmp_path)
-    assert load_column(place, name) is None
+    assert load_column(place, name, COLUMNS[name]) is None
     save_column(place, name, COLUMNS[name])
-    column = load_column(place, name)
+    column = load_column(place, name, COLUMNS[name])
     assert _equal(column, COLUMNS[name])
     assert not column.flags.writeable
     assert not caplog.records
@@ -692,11 +747,11 @@ def test_a_column_is_kept(tmp_path, name, caplog):
 def test_a_column_is_mapped_and_outlives_its_replacement(tmp_path):
     place = _place(tmp_path)
     save_column(place, "x", np.arange(1000))
-    column = load_column(place, "x")
+    column = load_column(place, "x", np.arange(1000))
     assert isinstance(column.base, np.memmap)
     save_column(place, "x", np.zeros(1000))
     np.testing.assert_array_equal(column, np.arange(1000))
-    np.testing.assert_array_equal(load_column(place, "x"), np.zeros(1000))
+    np.testing.assert_array_equal(load_column(place, "x", np.zeros(1000)), np.zeros(1000))
 
 
 def test_a_torn_column_is_not_used(tmp_path, caplog):
@@ -707,10 +762,10 @@ def test_a_torn_column_is_not_used(tmp_path, caplog):
     for length in range(len(whole)):
         caplog.clear()
         file.write_bytes(whole[:length])
-        assert load_column(place, "x") is None, f"{length} of {len(whole)} bytes"
+        assert load_column(place, "x", COLUMNS["indptr"]) is None, f"{length} of {len(whole)} bytes"
         assert len(caplog.records) == 1
     file.write_bytes(whole)
-    assert _equal(load_column(place, "x"), COLUMNS["indptr"])
+    assert _equal(load_column(place, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
 
 
 def test_a_column_with_a_flipped_bit_is_not_used(tmp_path):
@@ -725,7 +780,7 @@ def test_a_column_with_a_flipped_bit_is_not_used(tmp_path):
             flipped = bytearray(whole)
             flipped[at] ^= 1 << bit
             file.write_bytes(flipped)
-            column = load_column(place, "x")
+            column = load_column(place, "x", COLUMNS["indptr"])
             if column is not None and not _equal(column, COLUMNS["indptr"]):
                 wrong.append((at, bit, column.dtype.str))
     assert wrong == []
@@ -738,9 +793,9 @@ def test_drafts_left_behind_do_not_disturb(tmp_path):
     )
     own.write_bytes(b"half a file" * 1000)
     others.write_bytes(b"half a file")
-    assert load_column(place, "x") is None
+    assert load_column(place, "x", COLUMNS["indptr"]) is None
     save_column(place, "x", COLUMNS["indptr"])
-    assert _equal(load_column(place, "x"), COLUMNS["indptr"])
+    assert _equal(load_column(place, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
 
 
 def test_a_column_that_cannot_be_kept_is_a_warning(tmp_path, caplog):
@@ -750,4 +805,24 @@ def test_a_column_that_cannot_be_kept_is_a_warning(tmp_path, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert not list(place.directory.glob("*.draft"))
-    assert load_column(place, "x") is None
+    assert load_column(place, "x", COLUMNS["indptr"]) is None
+
+
+@pytest.mark.parametrize("other", [np.zeros(3, np.int64), np.zeros((4, 1), np.int64), np.zeros(4, np.float64)])
+def test_a_column_of_another_shape_or_dtype_is_not_used(tmp_path, caplog, other):
+    place = _place(tmp_path)
+    save_column(place, "x", COLUMNS["indptr"])
+    assert load_column(place, "x", other) is None
+    (record,) = caplog.records
+    assert "int64 of shape (4,)" in record.getMessage()
+    assert load_column(place, "x", COLUMNS["indptr"]) is not None
+
+
+def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
+    place = _place(tmp_path)
+    save_object(place, "zarr.json", b"12345")
+    assert load_object(place, "zarr.json", 5) == load_object(place, "zarr.json") == b"12345"
+    assert not caplog.records
+    assert load_object(place, "zarr.json", 6) is None
+    (record,) = caplog.records
+    assert "5 of 6 bytes" in record.getMessage()

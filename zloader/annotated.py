@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -13,6 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.access.stored import joint_fingerprint
 from zloader.caching.caches import Place
 from zloader.caching.kept import load_column, save_column
 from zloader.caching.keptobs import load_obs, save_obs
@@ -36,8 +36,7 @@ class Annotated:
     def __init__(self, stores: Sequence[OpenedStore], cache: Cache | None) -> None:
         self.stores = list(stores)
         self.cache = cache
-        prints = [store.fingerprint for store in self.stores]
-        self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr(prints).encode()).hexdigest()[:32]
+        self.fingerprint = joint_fingerprint([store.fingerprint for store in self.stores])
         self.place = self._place_of_all()
         self._columns: dict[str, ObsColumn] = {}
         self._obsm: dict[str, NDArray[Any]] = {}
@@ -46,7 +45,11 @@ class Annotated:
         """Where columns of all rows are kept: with the one store's mirror, or in a directory of the dataset's own."""
         if len(self.stores) == 1 or self.cache is None:
             return self.stores[0].place
-        return open_place(self.cache, self.fingerprint, " + ".join(self._urls))
+        prints = [store.mirror_fingerprint for store in self.stores if store.mirror_fingerprint is not None]
+        if len(prints) < len(self.stores):
+            return None
+        addresses = [store.location.address for store in self.stores]
+        return open_place(self.cache, joint_fingerprint(prints), " + ".join(addresses))
 
     @cached_property
     def n_obs(self) -> int:
@@ -80,7 +83,7 @@ class Annotated:
         Raises FormatError where it holds numbers in one store and labels in another.
         """
         if column not in self._columns:
-            kept = None if self.place is None else load_obs(self.place, column)
+            kept = None if self.place is None else load_obs(self.place, column, self.n_obs)
             if kept is None:
                 kept = joined([as_numbers(column, values) for values in self._obs_elements(column)])
                 kept = kept if self.place is None else save_obs(self.place, column, kept)
@@ -131,10 +134,10 @@ class Annotated:
 
     def _concatenated(self, name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """The arrays of all stores as one, mapped where there is a cache."""
-        kept = None if self.place is None else load_column(self.place, name)
+        shape, dtype = (sum(map(len, arrays)), *arrays[0].shape[1:]), np.result_type(*arrays)
+        kept = None if self.place is None else load_column(self.place, name, shape=shape, dtype=dtype)
         if kept is None and self.place is not None:
-            shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-            kept = save_column(self.place, name, arrays, shape=shape, dtype=np.result_type(*arrays))
+            kept = save_column(self.place, name, arrays, shape=shape, dtype=dtype)
         return np.concatenate(arrays) if kept is None else kept
 
     def keep_columns(self) -> None:

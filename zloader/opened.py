@@ -6,7 +6,7 @@ nothing of TensorStore is opened here before rows are taken.
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +22,8 @@ import zarr.errors
 from numpy.typing import NDArray
 
 from zloader.access.files import FileSource
-from zloader.access.location import Location, StoredObject
+from zloader.access.location import Location
+from zloader.access.stored import StoredObject, fingerprint, mirror_fingerprint
 from zloader.access.unconverted import refuse_unconverted
 from zloader.access.web import stored_keys
 from zloader.caching.kept import load_column, save_column
@@ -36,6 +37,8 @@ from zloader.parts import Part
 from zloader.store import ObjectSource
 from zloader.terms import Cache, FetchOptions, Source
 
+log = logging.getLogger("zloader")
+
 Check = Callable[[int, NDArray[Any]], None]
 _WINDOW_BYTES = 32 << 20  # of a column that is read into the mirror
 _COLLECTION = "annbatch-preshuffled"
@@ -45,21 +48,29 @@ class OpenedStore:
     """One AnnData store, as it was when it was opened. Raises FormatError for what is none."""
 
     def __init__(
-        self, location: Location, objects: dict[str, StoredObject], *, cache: Cache | None, offline: bool = False
+        self,
+        location: Location,
+        objects: dict[str, StoredObject],
+        *,
+        origin: str,
+        cache: Cache | None,
+        offline: bool = False,
     ) -> None:
-        """`objects` are those listed at the location, or listed when it was last open (`offline`)."""
+        """`origin` is Location.origin, `objects` what it lists; both of when it was last open, where `offline`."""
         self.location = location
         self.objects = objects
         self.offline = offline
-        listed = sorted((key, entry.size, entry.tag) for key, entry in objects.items())
-        self.fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
-        self.place = None if cache is None else open_place(cache, self.fingerprint, location.url)
+        self.fingerprint = fingerprint(objects)
+        self.mirror_fingerprint = None if cache is None else _mirror_fingerprint(location, origin, objects)
+        self.place = None
+        if cache is not None and self.mirror_fingerprint is not None:
+            self.place = open_place(cache, self.mirror_fingerprint, location.address)
         if offline and self.place is None:
             raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
         self._opened = (os.getpid(), self._open_group())
         self._inherited: list[Any] = [] if offline else [location.filesystem()]
         if self.place is not None:
-            keep_listing(self.place, objects)
+            keep_listing(self.place, origin, objects)
         self._mirrors: dict[str, Mirror | None] = {}
         self._indptrs: dict[str, NDArray[np.integer]] = {}
 
@@ -156,12 +167,12 @@ class OpenedStore:
 
         It is read in windows, each of which is given to `check`, with the number of its first row, before it is kept.
         """
-        column = None if self.place is None else load_column(self.place, path)
+        node = self.root[path]
+        kind = np.dtype(dtype or node.dtype).newbyteorder("=")
+        column = None if self.place is None else load_column(self.place, path, shape=node.shape, dtype=kind)
         if column is not None:
             return column
-        node = self._whole(path)
-        windows = self._windows(path, node, check)
-        kind = np.dtype(dtype or node.dtype).newbyteorder("=")
+        windows = self._windows(path, self._whole(path), check)
         if self.place is not None:
             column = save_column(self.place, path, windows, shape=node.shape, dtype=kind)
         if column is None:
@@ -281,12 +292,12 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     """
     if offline and cache is None:
         raise OptionError("offline=True opens what is in a cache: give cache= too")
-    if offline and cache:
-        objects = kept_listing(cache.directory, location.url)
+    if offline and cache is not None:
+        origin, objects = kept_listing(cache.directory, location)
     else:
-        objects = location.listing()
+        origin, objects = location.origin, location.listing()
         refuse_unconverted(location, objects)
-    opened = OpenedStore(location, objects, cache=cache, offline=offline)
+    opened = OpenedStore(location, objects, origin=origin, cache=cache, offline=offline)
     if opened.root.attrs.get("encoding-type") != _COLLECTION:
         opened.require_anndata()
         return [opened]
@@ -300,11 +311,27 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
             f"{location.url} is an annbatch collection without dataset_{min(missing)}: it is incomplete. Write it again"
         )
     stores = []
+    cache = cache if opened.mirror_fingerprint else None  # it has been said why not
     for number in sorted(children):
         child = replace(location, url=f"{location.url.rstrip('/')}/dataset_{number}")
-        stores.append(OpenedStore(child, children[number], cache=cache, offline=offline))
+        below = origin and f"{origin}/dataset_{number}"
+        stores.append(OpenedStore(child, children[number], origin=below, cache=cache, offline=offline))
         stores[-1].require_anndata()
     return stores
+
+
+def _mirror_fingerprint(location: Location, origin: str, objects: dict[str, StoredObject]) -> str | None:
+    """None, with a warning, where nothing would tell that an object is not the one that it was."""
+    untold = next((key for key, entry in objects.items() if not entry.stamp), None)
+    if untold is None:
+        return mirror_fingerprint(origin, objects)
+    log.warning(
+        "cannot keep a mirror of %s: nothing would tell a change of %s (it has neither an ETag nor a time of its last "
+        "change, or one before 2016, which was made up): every epoch will read from the store",
+        location.url,
+        untold,
+    )
+    return None
 
 
 def arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:

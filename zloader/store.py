@@ -13,9 +13,10 @@ from typing import Any
 import tensorstore as ts
 
 from zloader.access.kvstore import Credentials, kvstore_spec
-from zloader.access.location import Location, StoredObject
+from zloader.access.location import Location
 from zloader.access.retry import Retrier
 from zloader.access.setbacks import MISSING, Setback, cut_short, setback_of
+from zloader.access.stored import StoredObject
 from zloader.bridge import aside
 from zloader.errors import ForkError, StoreChangedError, StoreError
 from zloader.terms import FetchOptions, Span

@@ -16,7 +16,8 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.access.location import Location, StoredObject
+from zloader.access.location import Location
+from zloader.access.stored import StoredObject
 from zloader.annotated import Annotated, each
 from zloader.caching.caches import cache_bytes
 from zloader.errors import FormatError, OptionError

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 
-from zloader.access.location import Location, StoredObject
+from zloader.access.disk import numbers_stay, stored_file
+from zloader.access.location import Location
+from zloader.access.stored import StoredObject
 from zloader.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -64,9 +67,10 @@ class FileSource:
         except OSError as error:
             raise self._translated(error, spans[0]) from error
         # Looked at after reading: also a file that changed while it was read is noticed.
-        if StoredObject(size=there.st_size, tag=repr(there.st_mtime)) != self._objects[key]:
+        if stored_file(there, numbered=self._numbered) != self._objects[key]:
             raise StoreChangedError(
-                f"{self._at(spans[0])}: the file is not the one that was there when the store was opened. Open it again"
+                f"{self._at(spans[0])}: the file is not the one that was there when the store was opened, or its "
+                "permissions or times were changed. Open it again"
             )
         for span, content in zip(spans, found, strict=True):
             if len(content) != span.size:
@@ -75,6 +79,10 @@ class FileSource:
                     "Restore or convert the store again"
                 )
         return found
+
+    @cached_property
+    def _numbered(self) -> bool:
+        return numbers_stay(self._location.path)
 
     def _translated(self, error: OSError, span: Span) -> StoreError:
         if isinstance(error, FileNotFoundError):

@@ -7,6 +7,7 @@ endpoints what is told here.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ import zarr.abc.store
 import zarr.storage
 from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
-from zloader.access import web
+from zloader.access import disk, web
 from zloader.access.credentials import s3_access
 from zloader.access.google import google_errors, google_files, is_refusal
+from zloader.access.stored import StoredObject
 from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
@@ -33,14 +35,6 @@ _ADVICE = {
     "s3": "the key and secret in storage_options or the AWS_* variables",
     "gs": 'GOOGLE_APPLICATION_CREDENTIALS, or give {"token": "anon"} for a public bucket',
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredObject:
-    """Size in bytes and tag (ETag, GCS generation, or modification time) of one object, as listed."""
-
-    size: int
-    tag: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +78,21 @@ class Location:
             return str(Path(bare).expanduser().absolute())
         rest = self.url.partition("://")[2].strip("/")
         return f"{self.scheme}://{unquote(rest)}" if self.is_web else rest
+
+    @property
+    def address(self) -> str:
+        """The same for every way to write a place: an absolute path, or a URL that does not end in a slash."""
+        if self.scheme == "file":
+            return self.path
+        return self.url.rstrip("/") if self.is_web else f"{self.scheme}://{self.path}"
+
+    @property
+    def origin(self) -> str:
+        """Where a store is, links followed, if its objects' stamps do not tell it from stores elsewhere; else empty.
+
+        Tags in S3 and GCS do: they are made of the content, or of the moment of writing.
+        """
+        return os.path.realpath(self.path) if self.scheme == "file" else self.path if self.is_web else ""
 
     @property
     def is_web(self) -> bool:
@@ -134,25 +143,31 @@ class Location:
         On a web server they are those that the consolidated metadata imply and that are there, one request each.
         Raises StoreNotFoundError where there is none, AccessDeniedError where the credentials do not allow to look.
         """
-        filesystem = self.filesystem()
         if self.is_web:
+            filesystem = self.filesystem()
             try:
-                there = web.listing(filesystem, self.path, self.zarr_store(read_only=True))
+                return web.listing(filesystem, self.path, self.zarr_store(read_only=True))
             except StoreNotFoundError:
                 there = self._hdf5_file(filesystem)
                 if not there:
                     raise
-            return {key: StoredObject(size=size, tag=tag) for key, (size, tag) in there.items()}
+                return there
         with self._translated("list"):
             try:
-                found = filesystem.find(self.path, detail=True)
+                found = self._found()
             except FileNotFoundError:
                 found = {}
         if not found:
             raise StoreNotFoundError(f"nothing is stored at {self.url}: check the bucket, the key and the endpoint")
+        return found
+
+    def _found(self) -> dict[str, StoredObject]:
+        if self.scheme == "file":
+            return disk.listing(self.path)
+        found = self.filesystem().find(self.path, detail=True)
         return {key[len(self.path) + 1 :]: _stored_object(entry) for key, entry in found.items()}
 
-    def _hdf5_file(self, filesystem: web.WebFiles) -> dict[str, tuple[int, str]]:
+    def _hdf5_file(self, filesystem: web.WebFiles) -> dict[str, StoredObject]:
         """The one object that is at an address named as HDF5 files are, if there is one."""
         above, _, name = self.path.rpartition("/")
         there = web.find(filesystem, above, [name]) if self.is_named_hdf5 else {}
@@ -160,13 +175,13 @@ class Location:
 
     def find_object(self, key: str) -> StoredObject | None:
         """One object as it is now; None where it is not. Raises StoreError."""
-        filesystem = self.filesystem()
         if self.is_web:
-            there = web.find(filesystem, self.path, [key])
-            return StoredObject(size=there[key][0], tag=there[key][1]) if there else None
+            return web.find(self.filesystem(), self.path, [key]).get(key)
         with self._translated(f"look at {key} of"):
             try:
-                return _stored_object(filesystem.info(f"{self.path}/{key}"))
+                if self.scheme == "file":
+                    return disk.find(self.path, key)
+                return _stored_object(self.filesystem().info(f"{self.path}/{key}"))
             except FileNotFoundError:
                 return None
 
@@ -194,5 +209,6 @@ def _shape(scheme: str) -> str:
 
 
 def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
-    tag = next((str(entry[name]) for name in ("ETag", "generation") if name in entry), repr(entry.get("mtime")))
-    return StoredObject(size=int(entry["size"]), tag=tag)
+    """An object in S3 or GCS."""
+    tag = str(entry.get("ETag") or entry.get("generation") or "")
+    return StoredObject(size=int(entry["size"]), tag=tag, stamp=tag)

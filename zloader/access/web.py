@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 import functools
 import re
 import weakref
@@ -23,9 +24,9 @@ import zarr.errors
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
+from zloader.access.stored import TRUSTED_SINCE, StoredObject
 from zloader.errors import AccessDeniedError, FormatError, OptionError, StoreError, StoreNotFoundError
 
-SizeAndTag = tuple[int, str]
 Answer = TypeVar("Answer")
 
 _AT_ONCE = 64
@@ -81,16 +82,16 @@ def web_files(storage_options: Mapping[str, Any], *, asynchronous: bool = False)
     return WebFiles(headers=headers, allow_redirects=False, client_kwargs=client, asynchronous=asynchronous)
 
 
-def find(filesystem: WebFiles, root: str, keys: Iterable[str]) -> dict[str, SizeAndTag]:
-    """Size in bytes and ETag (else Last-Modified, else nothing) of those of the objects below `root` that are there.
+def find(filesystem: WebFiles, root: str, keys: Iterable[str]) -> dict[str, StoredObject]:
+    """Those of the objects below `root` that are there; their tags are ETag, else Last-Modified, else empty.
 
     Raises AccessDeniedError and StoreError: also for a redirect, and where byte ranges are not served.
     """
-    found: dict[str, SizeAndTag] = sync(filesystem.loop, _find, filesystem, root, iter(keys))
+    found: dict[str, StoredObject] = sync(filesystem.loop, _find, filesystem, root, iter(keys))
     return found
 
 
-def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, SizeAndTag]:
+def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, StoredObject]:
     """Those of the objects of a whole store (`store` is zarr's, below `root`) that are there.
 
     Raises StoreNotFoundError, FormatError where metadata are not consolidated, and what `find` does.
@@ -125,8 +126,8 @@ def _keys(nodes: Iterable[tuple[str, Any]]) -> Iterator[str]:
             yield from stored_keys(node)
 
 
-async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[str, SizeAndTag]:
-    found: dict[str, SizeAndTag] = {}
+async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[str, StoredObject]:
+    found: dict[str, StoredObject] = {}
 
     async def take_turns() -> None:
         for key in keys:  # all share the iterator, so that no more keys are held than are asked for
@@ -159,16 +160,16 @@ async def _patiently(path: str, ask: Callable[[], Awaitable[Answer]]) -> Answer:
         raise StoreError(f"cannot read {path}: {why}. Is the address right, and does its server run?") from error
 
 
-async def _first_byte(filesystem: WebFiles, path: str) -> SizeAndTag | None:
-    """Size and tag; None where nothing is there."""
+async def _first_byte(filesystem: WebFiles, path: str) -> StoredObject | None:
+    """What is there, or None."""
     headers = filesystem.kwargs["headers"] | {"Range": "bytes=0-0", "Accept-Encoding": "identity"}
     request = filesystem.kwargs | {"headers": headers, "timeout": _DEADLINE}
     session = await filesystem.set_session()
     async with session.get(filesystem.encode_url(path), **request) as response:
-        return _size_and_tag(response, path)
+        return _stored_object(response, path)
 
 
-def _size_and_tag(response: aiohttp.ClientResponse, path: str) -> SizeAndTag | None:
+def _stored_object(response: aiohttp.ClientResponse, path: str) -> StoredObject | None:
     if response.status in (404, 410):
         return None
     if response.status not in (200, 206, 416):
@@ -180,8 +181,20 @@ def _size_and_tag(response: aiohttp.ClientResponse, path: str) -> SizeAndTag | N
             f"the server of {path} does not serve byte ranges (it answered status {response.status} when asked for "
             "the first byte), and shards are read in parts: use a server that does, or copy the store"
         )
-    tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-    return int(whole[1]), tag.strip('"')
+    modified = response.headers.get("Last-Modified", "")
+    tag = (response.headers.get("ETag") or modified).strip('"')
+    return StoredObject(size=int(whole[1]), tag=tag, stamp=tag if _is_trusted(modified) else "")
+
+
+def _is_trusted(modified: str) -> bool:
+    """Whether a Last-Modified, if there is one, is a time at which a file was written.
+
+    Most servers make the ETag of a file from its time and size, so that it tells no more than the time does.
+    """
+    try:
+        return not modified or email.utils.parsedate_to_datetime(modified).timestamp() >= TRUSTED_SINCE
+    except ValueError:
+        return False
 
 
 def _refuse(response: aiohttp.ClientResponse, path: str) -> NoReturn:

@@ -3,13 +3,16 @@
     DIR/zloader-cache           says that DIR is a cache; locked while room is handed out
     DIR/CACHEDIR.TAG            where zloader made DIR: backups leave it out
     DIR/FINGERPRINT-v2/         the mirror of one store, for its owner alone (mode 0700)
-        mirror.json             which store that is, and when the mirror was begun
+        mirror.json             which store that is, its FINGERPRINT again, and when the mirror was begun
         users                   locked (shared) by all who use the mirror; its time is that of the last use
         stale                   there once other objects were found at the store's URL
         owners                  see claims.py
         proved.json             see proof.py
         NAME.flat, NAME.sums    see mirror.py
         NAME.npy, NAME.kept     see kept.py
+
+FINGERPRINT is stored.mirror_fingerprint's. The checksums of the files that hold values include the names of directory
+and file (drafts.full_name): what was moved or renamed counts as damaged.
 
 Nothing but files of these names is ever deleted. Credentials are in none of them.
 """
@@ -22,20 +25,20 @@ import json
 import logging
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from zloader.caching.drafts import write_whole
+from zloader.caching.private import require_private, require_safe
 from zloader.caching.proof import Proof
 from zloader.errors import CacheError
 from zloader.terms import Cache
 
 log = logging.getLogger("zloader")
 
-_VERSION = 2  # of the files' format; part of a mirror's name
+_VERSION = 3  # of the files' format; part of a mirror's name
 _MARK = "zloader-cache"
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory holds mirrors made by zloader.\n"
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
@@ -46,13 +49,14 @@ _SLACK = 256 * 1024  # bytes below a limit that are left to directories, and to 
 class Place:
     """The directory of one store's mirror, made where it is not there, and in use as long as this object lives.
 
-    Raises OSError where it cannot be made, PermissionError where others may have written to it.
+    Raises OSError where it cannot be made or is another store's, PermissionError where others may have written to it.
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
         self.cache = cache
         _make_cache(cache.directory)
-        self.directory = cache.directory / f"{fingerprint}-v{_VERSION}"
+        require_safe(cache.directory)
+        self.directory = cache.directory / _name(fingerprint)
         self._users = self._begin_use()
         self._describe(fingerprint, url)
         self.room = Room(cache)
@@ -62,7 +66,7 @@ class Place:
         """The open file `users`, locked: whoever drops mirrors leaves those alone that are in use."""
         while True:
             self.directory.mkdir(mode=0o700, exist_ok=True)
-            _require_private(self.directory)
+            require_private(self.directory)
             try:
                 users = os.open(
                     self.directory / "users", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -78,12 +82,17 @@ class Place:
 
     def _describe(self, fingerprint: str, url: str) -> None:
         description = self.directory / "mirror.json"
-        if description.exists():
-            with contextlib.suppress(OSError):
-                (self.directory / "stale").unlink(missing_ok=True)  # what it mirrors is there again
-        else:
+        described = _described(self.directory)
+        if described is None:
+            if description.exists():
+                log.warning("%s is damaged: it is written anew", description)
             made = datetime.now(UTC).isoformat(timespec="seconds")
             write_whole(description, json.dumps({"url": url, "fingerprint": fingerprint, "made": made}).encode())
+        elif described["fingerprint"] != fingerprint:
+            raise OSError(f"{self.directory} was renamed: it is the mirror of {described['url']}. Delete it")
+        else:
+            with contextlib.suppress(OSError):
+                (self.directory / "stale").unlink(missing_ok=True)  # what it mirrors is there again
         for other in mirrors(self.cache.directory):
             if other.url == url and other.directory != self.directory and not other.stale:
                 log.warning("%s has changed: its old mirror %s is stale and will make room first", url, other.directory)
@@ -103,22 +112,25 @@ def _make_cache(directory: Path) -> None:
         (directory / _MARK).touch(mode=0o600)
 
 
-def _require_private(directory: Path) -> None:
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(f"{directory} is no directory")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{directory} belongs to user {found.st_uid}, who could have put anything there")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        mode = oct(stat.S_IMODE(found.st_mode))
-        raise PermissionError(f"{directory} has mode {mode}: others could have put anything there. Run chmod 700 on it")
+def _name(fingerprint: str) -> str:
+    return f"{fingerprint}-v{_VERSION}"
+
+
+def _described(directory: Path) -> dict[str, str] | None:
+    """What a mirror's mirror.json says; None where it is not there or damaged."""
+    try:
+        described = json.loads((directory / "mirror.json").read_bytes())
+        return {name: str(described[name]) for name in ("url", "fingerprint", "made")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorEntry:
     """A mirror found in a cache: of which store (`url`), when begun and last used (seconds since 1970), and its size.
 
-    `allocated_bytes` are what the file system has really given it; `stale` says that its store has changed since.
+    `allocated_bytes` are what the file system has really given it; `stale` says that nothing in it is of use: its store
+    has changed since, the mirror is of another version of zloader, or not what its directory is named after.
     """
 
     directory: Path
@@ -133,26 +145,23 @@ class MirrorEntry:
 def mirrors(cache: Path) -> list[MirrorEntry]:
     """The mirrors in a cache directory, in the order in which they make room: stale ones first, then by last use.
 
-    One that does not say what it mirrors, since it was not begun or dropped to the end, counts as stale.
+    One that does not say what it mirrors, since it was not begun or dropped to the end, counts as stale. Those that may
+    not be looked at, since they are other users', are left out.
     """
     entries = []
     for directory in _directories(cache):
-        try:
-            described = json.loads((directory / "mirror.json").read_bytes())
-            url, fingerprint, made = (str(described[name]) for name in ("url", "fingerprint", "made"))
-        except (OSError, ValueError, KeyError, TypeError):
-            url = fingerprint = made = ""
-        with contextlib.suppress(FileNotFoundError):  # it is dropped right now
+        described = _described(directory) or {"url": "", "fingerprint": "", "made": ""}
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # it is dropped right now, or another user's
             users = directory / "users"
             entries.append(
                 MirrorEntry(
                     directory=directory,
-                    url=url,
-                    fingerprint=fingerprint,
-                    made=made,
+                    url=described["url"],
+                    fingerprint=described["fingerprint"],
+                    made=described["made"],
                     used_s=(users if users.exists() else directory).stat().st_mtime,
                     allocated_bytes=allocated_bytes(directory),
-                    stale=not url or (directory / "stale").exists(),
+                    stale=directory.name != _name(described["fingerprint"]) or (directory / "stale").exists(),
                 )
             )
     return sorted(entries, key=lambda entry: (not entry.stale, entry.used_s))
@@ -162,6 +171,17 @@ def _directories(cache: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError), os.scandir(cache) as found:
         return [Path(one.path) for one in found if _MIRROR.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     return []
+
+
+def misnamed(directory: Path) -> bool:
+    """Whether a mirror says that it is another one than its directory is named after."""
+    described = _described(directory)
+    return described is not None and not directory.name.startswith(f"{described['fingerprint']}-v")
+
+
+def is_of_this_version(directory: Path) -> bool:
+    """Whether a mirror was begun by a zloader that keeps the same files as this one."""
+    return directory.name.endswith(_name(""))
 
 
 def require_cache(directory: Path) -> None:
@@ -186,7 +206,7 @@ def unmark(cache: Path) -> None:
 def allocated_bytes(directory: Path) -> int:
     """What the file system has given a mirror: the blocks of its files, holes not counted, and of the directory."""
     total = 0
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         total = directory.lstat().st_blocks * 512
         with os.scandir(directory) as found:
             for one in found:

@@ -15,6 +15,11 @@ def file_of(directory: Path, name: str, suffix: str) -> Path:
     return directory / f"{quote(name, safe='')}.{suffix}"
 
 
+def full_name(path: Path) -> bytes:
+    """The names of a mirror and of a file in it. A checksum that includes them tells a file that was moved there."""
+    return os.fsencode(f"{path.parent.name}/{path.name}\n")
+
+
 @contextlib.contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
     """A name of this thread's own beside `path`, to be moved there when it is whole; gone afterwards."""

@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.caches import MirrorEntry
+from zloader.caching.caches import MirrorEntry, is_of_this_version, misnamed
 from zloader.caching.kept import is_right
 from zloader.caching.proof import Proof
 from zloader.caching.sums import parse_sums
@@ -80,7 +80,7 @@ def held(entry: MirrorEntry) -> Held:
     for path in files["sums"]:
         with contextlib.suppress(OSError, ValueError):
             with _opened(path, os.O_RDONLY) as file:
-                n_bytes, chunk_bytes, sums = parse_sums(_content(file))
+                n_bytes, chunk_bytes, sums = parse_sums(path, _content(file))
             chunks = np.flatnonzero(sums >= 0)
             arrays[_name(path)] = HeldArray(
                 chunks=len(sums),
@@ -132,6 +132,13 @@ class _Check:
         self._on_bytes = on_bytes
 
     def run(self, directory: Path) -> None:
+        if misnamed(directory):
+            self.problems.append(
+                "its directory was renamed: nothing in it is used. Give it back its name, or delete it"
+            )
+            return
+        if not is_of_this_version(directory):
+            return  # nothing in it is used, and its checksums may mean something else
         files = _files(directory)
         for path in files["links"]:
             self.problems.append(f"{path.name} is no file of zloader's, and in its way: remove it")
@@ -144,7 +151,7 @@ class _Check:
         with _opened(path, os.O_RDWR) as sums_file:
             stored = _content(sums_file)
             try:
-                n_bytes, chunk_bytes, sums = parse_sums(stored)
+                n_bytes, chunk_bytes, sums = parse_sums(path, stored)
             except ValueError as error:
                 self.problems.append(f"{path.name} {error}: nothing of {_name(path)} counts as there")
                 return

@@ -1,7 +1,7 @@
 """What of a store a mirror keeps whole: columns as .npy files that are mapped into memory, small objects as they are.
 
-Behind either stand four bytes, the crc32c of all before them; a file appears at once or not at all. Processes share
-the memory of a mapped column, so that what a rank needs does not grow with the number of rows.
+Behind either stand four bytes, the crc32c of the file's full_name and of all before them; a file appears at once or not
+at all. Processes share the memory of a mapped column, so that what a rank needs does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.caches import Place
-from zloader.caching.drafts import draft_of, file_of
+from zloader.caching.drafts import draft_of, file_of, full_name
 
 log = logging.getLogger("zloader")
 
 _PIECE = 4 << 20  # bytes read at once to compare a checksum: through a map they would count as this process's memory
 
 
-def load_column(place: Place, name: str) -> NDArray[Any] | None:
-    """An array kept by `save_column`, mapped and read-only, or None where there is none to trust."""
+def load_column(
+    place: Place, name: str, *, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
+) -> NDArray[Any] | None:
+    """An array kept by `save_column`, mapped and read-only, or None where there is none to trust.
+
+    One of another shape or dtype (None: any) than asked for is not trusted.
+    """
     path = file_of(place.directory, name, "npy")
     if not _is_whole(place, path):
         return None
     try:
-        return np.asarray(np.load(path, mmap_mode="r"))
+        column = np.asarray(np.load(path, mmap_mode="r"))
+        if column.shape != shape or (dtype is not None and column.dtype != dtype):
+            raise ValueError(f"it holds {column.dtype} of shape {column.shape}, not {dtype} of shape {shape}")
     except (OSError, ValueError) as error:
         log.warning("cannot use %s (%s): it is read again from the store", path, error)
         return None
+    return column
 
 
 def save_column(
@@ -49,19 +57,23 @@ def save_column(
 
     n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 256
     kept = _keep(place, file_of(place.directory, name, "npy"), n_bytes, write)
-    return load_column(place, name) if kept else None
+    return load_column(place, name, shape=shape, dtype=dtype) if kept else None
 
 
-def load_object(place: Place, key: str) -> bytes | None:
-    """The bytes of an object kept by `save_object`, or None where there are none to trust."""
+def load_object(place: Place, key: str, size: int | None = None) -> bytes | None:
+    """The bytes of an object kept by `save_object`, or None where there are none to trust, or not `size` of them."""
     path = file_of(place.directory, key, "kept")
     if not _is_whole(place, path):
         return None
     try:
-        return path.read_bytes()[:-4]
+        content = path.read_bytes()[:-4]
     except OSError as error:
         log.warning("cannot use %s (%s): it is read again from the store", path, error)
         return None
+    if size not in (None, len(content)):
+        log.warning("cannot use %s (%d of %d bytes): it is read again from the store", path, len(content), size)
+        return None
+    return content
 
 
 def read_object(directory: Path, key: str) -> bytes | None:
@@ -93,7 +105,8 @@ def _keep(place: Place, path: Path, n_bytes: int, write: Callable[[BinaryIO], No
                     return False
                 write(file)
                 file.truncate()
-            _append_checksum(draft)
+                file.flush()
+                file.write(_checksum(draft, file.tell(), full_name(path)).to_bytes(4, "little"))
             draft.replace(path)
         place.proof.note([path])
     except OSError as error:
@@ -102,14 +115,9 @@ def _keep(place: Place, path: Path, n_bytes: int, write: Callable[[BinaryIO], No
     return True
 
 
-def _append_checksum(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(_checksum(path, path.stat().st_size).to_bytes(4, "little"))
-
-
-def _checksum(path: Path, n_bytes: int) -> int:
-    """crc32c of the first bytes of a file."""
-    crc, left = 0, n_bytes
+def _checksum(path: Path, n_bytes: int, before: bytes) -> int:
+    """crc32c of some bytes and, after them, of the first bytes of a file."""
+    crc, left = google_crc32c.value(before), n_bytes
     with path.open("rb", buffering=0) as file:
         while left > 0 and (piece := file.read(min(left, _PIECE))):
             crc, left = google_crc32c.extend(crc, piece), left - len(piece)
@@ -117,13 +125,13 @@ def _checksum(path: Path, n_bytes: int) -> int:
 
 
 def is_right(path: Path) -> bool:
-    """Whether a file ends in the checksum of what stands before. Raises OSError where it cannot be read."""
+    """Whether a file ends in the checksum of its place and all before. Raises OSError where it cannot be read."""
     size = path.stat().st_size
     if size < 4:
         return False
     with path.open("rb") as file:
         file.seek(size - 4)
-        return _checksum(path, size - 4) == int.from_bytes(file.read(4), "little")
+        return _checksum(path, size - 4, full_name(path)) == int.from_bytes(file.read(4), "little")
 
 
 def _is_whole(place: Place, path: Path) -> bool:
@@ -134,7 +142,7 @@ def _is_whole(place: Place, path: Path) -> bool:
         if is_right(path):
             place.proof.note([path])
             return True
-        log.warning("%s differs from its checksum: it is read again from the store", path)
+        log.warning("%s differs from its checksum, or was moved: it is read again from the store", path)
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -12,10 +12,10 @@ from zloader.caching.kept import load_column, load_object, save_column, save_obj
 from zloader.columns import ObsColumn
 
 
-def load_obs(place: Place, name: str) -> ObsColumn | None:
-    """A column kept by `save_obs`, or None where there is none to trust."""
+def load_obs(place: Place, name: str, n_rows: int) -> ObsColumn | None:
+    """A column of so many rows kept by `save_obs`, or None where there is none to trust."""
     described = load_object(place, f"/obs/{name}")
-    values = None if described is None else load_column(place, f"/obs/{name}")
+    values = None if described is None else load_column(place, f"/obs/{name}", shape=(n_rows,))
     if described is None or values is None:
         return None
     noted: dict[str, Any] = json.loads(described)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.storage import MemoryStore, WrapperStore
 
-from zloader.access.location import Location, StoredObject
+from zloader.access.location import Location
+from zloader.access.stored import StoredObject
 from zloader.caching.caches import Place, mirrors
 from zloader.caching.kept import load_object, read_object, save_object
 from zloader.errors import CacheError, ReadError
@@ -44,14 +45,14 @@ class KeptStore(WrapperStore[Store]):
         """The bytes of an object, or a range of them; None where there is none."""
         if key not in self._objects:
             return None if self._offline or not self._location.is_web else await super().get(key, prototype, byte_range)
-        content = load_object(self._place, key)
+        size = self._objects[key].size
+        content = load_object(self._place, key, size)
         if content is None and self._offline:
             raise CacheError(
                 f"{key} of {self._location.url} is not in the mirror {self._place.directory}: use it once online, "
                 "or run 'zloader warm'"
             )
         if content is None:
-            size = self._objects[key].size
             if size > _MOST or _KEPT_OTHERWISE.search(key):
                 return await super().get(key, prototype, byte_range)
             whole = await super().get(key, prototype)
@@ -77,23 +78,29 @@ def _slice(byte_range: ByteRequest | None, size: int) -> slice:
     return slice(0, size)
 
 
-def keep_listing(place: Place, objects: Mapping[str, StoredObject]) -> None:
+def keep_listing(place: Place, origin: str, objects: Mapping[str, StoredObject]) -> None:
     """Keeps what `kept_listing` gives."""
     if load_object(place, _LISTING) is None:
-        listed = {key: [entry.size, entry.tag] for key, entry in objects.items()}
-        save_object(place, _LISTING, json.dumps(listed).encode())
+        listed = {key: [entry.size, entry.tag, entry.stamp] for key, entry in objects.items()}
+        save_object(place, _LISTING, json.dumps({"origin": origin, "objects": listed}).encode())
 
 
-def kept_listing(cache: Path, url: str) -> dict[str, StoredObject]:
-    """The objects of the store at a URL as they were when it was last opened. Raises CacheError where it never was."""
+def kept_listing(cache: Path, location: Location) -> tuple[str, dict[str, StoredObject]]:
+    """Origin and objects of the store at a location, as they were when it was last opened.
+
+    Raises CacheError where it never was.
+    """
     for entry in reversed(mirrors(cache)):  # the one used last
-        if entry.url == url and not entry.stale:
+        if entry.url == location.address and not entry.stale:
             content = read_object(entry.directory, _LISTING)
             if content is not None:
                 listed: dict[str, Any] = json.loads(content)
-                return {key: StoredObject(size=size, tag=tag) for key, (size, tag) in listed.items()}
+                objects = listed["objects"].items()
+                return listed["origin"], {
+                    key: StoredObject(size=size, tag=tag, stamp=stamp) for key, (size, tag, stamp) in objects
+                }
     raise CacheError(
-        f"there is no mirror of {url} in {cache}: open it once without offline=True, or run 'zloader warm'"
+        f"there is no mirror of {location.url} in {cache}: open it once without offline=True, or run 'zloader warm'"
     )
 
 

@@ -1,9 +1,10 @@
 """Which files of a mirror are known to hold what their checksums say, so that nobody has to compare them again.
 
-A process that has compared or written all of a file notes the file's identity (inode, size, times) and the machine's
-boot. As long as both are the same, the file is as it was: a killed process leaves none half written, since the kernel
-keeps what it was given. After a crash of the machine, a change by somebody else, or a process that was killed while it
-filled, identity or boot differ, and every chunk is compared with its checksum where it is first used.
+A process that has compared or written all of a file notes the file's identity (inode, size, times), the machine's boot
+and the name of the mirror's directory. As long as these are the same, the file is as it was: a killed process leaves
+none half written, since the kernel keeps what it was given. After a crash of the machine, a change by somebody else, or
+a process that was killed while it filled, identity or boot differ, and every chunk is compared with its checksum where
+it is first used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Proof:
     """The notes on the files of one directory. What cannot be read or written counts as not known."""
 
     def __init__(self, directory: Path) -> None:
+        self._mirror = directory.name
         self._path = directory / "proved.json"
 
     def holds(self, *paths: Path) -> bool:
@@ -37,12 +39,13 @@ class Proof:
         with contextlib.suppress(OSError):
             boot = _BOOT.read_text()
             files = {**self._read(), **{path.name: _identity(path) for path in paths}}
-            write_whole(self._path, json.dumps({"boot": boot, "files": files}).encode())
+            write_whole(self._path, json.dumps({"boot": boot, "mirror": self._mirror, "files": files}).encode())
 
     def _read(self) -> dict[str, list[int]]:
         try:
             noted = json.loads(self._path.read_bytes())
-            return dict(noted["files"]) if noted["boot"] == _BOOT.read_text() else {}
+            known = (noted["boot"], noted["mirror"]) == (_BOOT.read_text(), self._mirror)
+            return dict(noted["files"]) if known else {}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return {}
 

@@ -1,13 +1,16 @@
 """The file of words beside a mirrored array: what the array is, and of each chunk whether it is there.
 
-NAME.sums begins with a header of eight 64-bit words; then one a chunk: 0 while it is not there, a claim (claims.py)
-while somebody brings it, else its crc32c with a bit above it.
+NAME.sums begins with a header of eight 64-bit words: the layout of the array, a hash of the file's full_name, and a
+checksum. Then comes one word a chunk: 0 while it is not there, a claim (claims.py) while somebody brings it, else its
+crc32c with a bit above it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import logging
 import mmap
 import os
 from collections.abc import Iterator
@@ -17,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.caches import Place
-from zloader.caching.drafts import draft_of
+from zloader.caching.drafts import draft_of, full_name
 from zloader.decode import checksum
 from zloader.layout import ArrayLayout
 
+log = logging.getLogger("zloader")
+
 PRESENT = 1 << 32  # set in every word of a chunk that is there, so that a checksum of 0 is told from absence
-_MAGIC = int.from_bytes(b"zloader2", "little")
+_MAGIC = int.from_bytes(b"zloader3", "little")
 _HEADER = 8  # words
 
 
@@ -46,15 +51,20 @@ def mapped(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMAL)
     return memory
 
 
-def _header(layout: ArrayLayout) -> NDArray[np.uint64]:
-    """What a file of words begins with: for which array, in which version of the format, and a checksum of that."""
+def _header(path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
+    """What a file of words begins with: of which version, array and mirror it is, and a checksum of that."""
     dtype = int.from_bytes(layout.dtype.str.encode()[:8], "little")
     words = np.array([_MAGIC, layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, dtype, 0, 0, 0], "<u8")
+    words[5:7] = _name_words(path)
     words[-1] = checksum(words[:-1])
     return words
 
 
-def parse_sums(stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
+def _name_words(path: Path) -> NDArray[np.uint64]:
+    return np.frombuffer(hashlib.sha256(full_name(path)).digest(), "<u8", 2)
+
+
+def parse_sums(path: Path, stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
     """What a whole .sums file says: bytes of the array, of a chunk, and each chunk's crc32c, -1 where it is not there.
 
     The words of the chunks are the last that the file holds. Raises ValueError, which says why nothing in it counts.
@@ -64,6 +74,8 @@ def parse_sums(stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
         raise ValueError("is not of this version of zloader")
     if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
         raise ValueError("differs from its checksum")
+    if (header[5:7] != _name_words(path)).any():
+        raise ValueError("is of another array or mirror")
     n_elements, chunk_elements, itemsize = (int(word) for word in header[1:4])
     n_chunks = -(-n_elements // chunk_elements)
     if len(stored) != 8 * (_HEADER + n_chunks):
@@ -75,11 +87,13 @@ def parse_sums(stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
 
 def mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
     """The words of all chunks, shared with all who map them; a file for another array counts for nothing."""
-    header = _header(layout)
+    header = _header(path, layout)
     size = 8 * (_HEADER + layout.n_chunks)
     if _read_header(path, size) != header.tobytes():
         with _one_at_a_time(place.directory):
             if _read_header(path, size) != header.tobytes():  # nobody was first
+                if path.exists():
+                    log.warning("%s is damaged, or of another array: nothing of %s counts as there", path, layout.path)
                 _write_words(place, path, header, size)
     file_number = opened(path)
     try:

@@ -222,9 +222,11 @@ def clear(
 
     Nothing that zloader did not make is deleted.
     """
+    from zloader.access.location import Location
     from zloader.caching.caches import unmark
 
-    entries = [entry for entry in _mirrors(directory) if url in (None, entry.url)]
+    asked = url and {url, Location(url=url).address}  # of several stores, a mirror has all their URLs
+    entries = [entry for entry in _mirrors(directory) if not asked or entry.url in asked]
     if url is not None and not entries:
         raise CacheError(
             f"there is no mirror of {url} in {directory}: 'zloader cache ls' shows of which stores there are"
