@@ -81,10 +81,8 @@ class Location:
 
     @property
     def address(self) -> str:
-        """The same for every way to write a place: an absolute path, or a URL that does not end in a slash."""
-        if self.scheme == "file":
-            return self.path
-        return self.url.rstrip("/") if self.is_web else f"{self.scheme}://{self.path}"
+        """The same for every way to write a place: an absolute path, or a URL in plain text that ends in no slash."""
+        return self.path if self.scheme == "file" or self.is_web else f"{self.scheme}://{self.path}"
 
     @property
     def origin(self) -> str:
@@ -92,7 +90,9 @@ class Location:
 
         Tags in S3 and GCS do: they are made of the content, or of the moment of writing.
         """
-        return os.path.realpath(self.path) if self.scheme == "file" else self.path if self.is_web else ""
+        if self.scheme == "file":
+            return os.path.realpath(self.path)
+        return self.path if self.is_web else ""
 
     @property
     def is_web(self) -> bool:
@@ -155,7 +155,7 @@ class Location:
         with self._translated("list"):
             try:
                 found = self._found()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 found = {}
         if not found:
             raise StoreNotFoundError(f"nothing is stored at {self.url}: check the bucket, the key and the endpoint")

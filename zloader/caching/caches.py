@@ -82,9 +82,10 @@ class Place:
 
     def _describe(self, fingerprint: str, url: str) -> None:
         description = self.directory / "mirror.json"
+        was_there = description.exists()  # asked first: another process may be about to write it
         described = _described(self.directory)
         if described is None:
-            if description.exists():
+            if was_there:
                 log.warning("%s is damaged: it is written anew", description)
             made = datetime.now(UTC).isoformat(timespec="seconds")
             write_whole(description, json.dumps({"url": url, "fingerprint": fingerprint, "made": made}).encode())
