@@ -73,7 +73,8 @@ def append(
 
     Two appends to one store at once spoil it. A Dataset that is open meanwhile must be opened again.
     Raises StoreNotFoundError, AccessDeniedError, SourceError, OptionError or StoreError when something does not fit,
-    before a byte is written; and StoreError when writing fails, which leaves the old store.
+    before a byte is written; and StoreError when writing fails, which leaves the old store. So does Ctrl-C, unless the
+    root's metadata were on their way. When this raises, nothing is being written any more.
     """
     location = Location(url=os.fspath(url), storage_options=dict(storage_options or {}))
     return append_to(
@@ -151,7 +152,7 @@ class _Addition:
         """The second pass. Raises SourceError when a source has changed, StoreError."""
         for path, new in self._growth.obs(self._content):
             _extend_array(self._root[path], new)
-        with threads() as pool:
+        with threads(destination.location.url) as pool:
             target = Target(
                 root=self._root,
                 location=destination.location,

@@ -65,18 +65,19 @@ class ByteBudget:
                 go.set_result(None)
 
 
+def fulfil(future: concurrent.futures.Future[Result], function: Callable[..., Result], *args: Any) -> None:
+    """Runs a function and gives a future its result, or the exception that it raises."""
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+        future.set_exception(error)
+
+
 async def aside(function: Callable[..., Result], *args: Any) -> Result:
     """Runs a function in a thread that nobody waits for any more, the loop included, once this is cancelled."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # noqa: BLE001 - raised again where this is awaited
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="zloader-aside").start()
+    threading.Thread(target=fulfil, args=(future, function, *args), daemon=True, name="zloader-aside").start()
     return await asyncio.wrap_future(future)
 
 

@@ -88,7 +88,8 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
 
     A store that is there is replaced only with `overwrite`, and not before all sources have been read once; what an
     interrupted conversion left is replaced without, or with `resume` gone on with, after the last shard that is whole.
-    `progress` is shown on stderr if that is a terminal.
+    `progress` is shown on stderr if that is a terminal. When this raises, Ctrl-C included, nothing is being written any
+    more.
     Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError, StoreError.
     """
     location = Location(url=os.fspath(dest), storage_options=dict(storage_options or {}))
@@ -189,10 +190,17 @@ def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype
 
 @contextlib.contextmanager
 def library_settings() -> Iterator[None]:
-    """zarr stores chunks of zeros too, so that a missing one is an error; anndata writes what it can read."""
+    """zarr stores chunks of zeros too, so that a missing one is an error; anndata writes what it can read.
+
+    zarr's own pipeline is used, whichever the caller prefers: others write in threads that PendingStore knows not of.
+    """
+    settings = {
+        "array.write_empty_chunks": True,
+        "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
+    }
     with (
         warnings.catch_warnings(),
-        zarr.config.set({"array.write_empty_chunks": True}),
+        zarr.config.set(settings),
         ad.settings.override(allow_write_nullable_strings=True, auto_shard_zarr_v3=False),
     ):
         # That consolidated metadata, fixed-length strings, dates and records are not in the Zarr v3 specification yet:
@@ -263,7 +271,7 @@ class _Conversion:
             writer.write_group(name)
         for path, element in self._content.elements():
             writer.write(path, element)
-        with threads() as pool:
+        with threads(destination.location.url) as pool:
             target = Target(
                 root=root,
                 location=destination.location,

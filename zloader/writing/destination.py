@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -22,6 +23,7 @@ from zarr.storage import WrapperStore
 
 from zloader.access.location import Location
 from zloader.errors import AccessDeniedError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
+from zloader.writing.ending import Writes, in_full
 from zloader.writing.objects import PARTIAL, ObjectWriter, create_object, translated
 
 MARKER = "zloader.partial"
@@ -70,12 +72,13 @@ class Destination:
     def claimed(self) -> Iterator[None]:
         """Marks the place as being written. What is there stays; an error in the context leaves it as it was."""
         marked = MARKER in self.objects()
-        self._mark(None)
         try:
+            self._in_full(self._mark, None)
             yield
         except BaseException:
             if not marked:
-                self._unmark()
+                with contextlib.suppress(StoreError):  # a marker that stays does no harm, and the first error says more
+                    self._in_full(self._unmark)
             raise
 
     @contextlib.contextmanager
@@ -84,14 +87,14 @@ class Destination:
 
         When `resuming` nothing is deleted but what was being written when the one before was interrupted.
         """
-        self._drop_unfinished()
+        self._in_full(self._drop_unfinished)
         if not resuming:
-            self._clear()
-            self._mark(journal)
+            self._in_full(self._clear)
+            self._in_full(self._mark, journal)
         store = PendingStore(self.zarr_store(), self.location.url)
         with _committed(store):
             yield store
-        self._unmark()
+        self._in_full(self._unmark)
 
     def opened(self) -> PendingStore:
         """The store that is there, all its metadata in memory as its root has them. Nothing is written."""
@@ -103,7 +106,7 @@ class Destination:
     @contextlib.contextmanager
     def extended(self, store: PendingStore) -> Iterator[None]:
         """Lets more be written to a store that was `opened`, which others see if there was no error."""
-        self._drop_unfinished()
+        self._in_full(self._drop_unfinished)
         with _committed(store):
             yield
 
@@ -122,6 +125,9 @@ class Destination:
         except StoreNotFoundError:
             return {}  # a bucket that is not there shows in `claimed`
 
+    def _in_full(self, write: Callable[..., None], *args: Any) -> None:
+        in_full(partial(write, *args), self.location.url)
+
     def _mark(self, journal: Mapping[str, Any] | None) -> None:
         marker = json.dumps({"note": _NOTE, "journal": journal}).encode()
         path = f"{self.location.path}/{MARKER}"
@@ -133,8 +139,12 @@ class Destination:
                 self.location.filesystem().pipe_file(path, marker)
             return
         writer = create_object(self.location, MARKER)  # a journal is there whole or not at all
-        writer.write(marker)
-        writer.commit()
+        try:
+            writer.write(marker)
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
 
     def _unmark(self) -> None:
         with translated("delete from", self.location.url):
@@ -182,7 +192,7 @@ class PendingStore(WrapperStore[Store]):
         super().__init__(store)
         self._url = url
         self._held: dict[str, Buffer] = {}
-        self._abandoned = False
+        self._writes = Writes(url)
 
     def hold(self, root: Mapping[str, Any]) -> None:
         """Takes all metadata from the root's: those of single nodes may be ahead, after a `commit` that was cut off."""
@@ -199,8 +209,12 @@ class PendingStore(WrapperStore[Store]):
         sync(self._commit())
 
     def abandon(self) -> None:
-        """Refuses all further objects: after Ctrl-C zarr's own thread goes on with what it was told to write."""
-        self._abandoned = True
+        """Refuses all further objects and waits for those that are being written.
+
+        zarr's own thread goes on with what it was told to write, after Ctrl-C and when one of many objects fails.
+        Raises StoreError when that takes too long.
+        """
+        self._writes.end()
 
     async def _commit(self) -> None:
         try:
@@ -213,10 +227,8 @@ class PendingStore(WrapperStore[Store]):
         await self._put(_ROOT, self._held[_ROOT])
 
     async def _put(self, key: str, value: Buffer) -> None:
-        if self._abandoned:
-            raise StoreError(f"writing to {self._url} was interrupted: run it again (a conversion: with --resume)")
         with translated(f"write {key} to", self._url):
-            await self._store.set(key, value)
+            await self._writes.run(self._store.set(key, value))
 
     async def set(self, key: str, value: Buffer) -> None:
         if _is_metadata(key):
@@ -248,7 +260,10 @@ class PendingStore(WrapperStore[Store]):
         if _is_metadata(key):
             self._held.pop(key, None)
         else:
-            await self._store.delete(key)
+            await self._writes.run(self._store.delete(key))
+
+    async def delete_dir(self, prefix: str) -> None:
+        await self._writes.run(self._store.delete_dir(prefix))
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """The names of the groups and arrays below a prefix."""

@@ -151,6 +151,8 @@ class Target:
             shard, layout = job
             try:
                 for elements in read_shard(self.location, layout, shard, self.existing[layout.shard_key(shard)]):
+                    if self.threads.ended.is_set():
+                        return False
                     advance(len(elements))
             except (ReadError, FormatError):
                 return False

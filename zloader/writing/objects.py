@@ -85,7 +85,8 @@ class _File(ObjectWriter):
         self._partial.replace(self._path)
 
     def abort(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk does not take what is still in memory
+            self._file.close()
         self._partial.unlink(missing_ok=True)
 
 

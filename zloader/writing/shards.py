@@ -6,12 +6,14 @@ shard is ever held whole.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,11 +23,12 @@ from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.decode import Decoder
-from zloader.errors import CorruptChunkError, TruncatedObjectError
+from zloader.errors import CorruptChunkError, StoreError, TruncatedObjectError
 from zloader.layout import ABSENT, ArrayLayout
 from zloader.metadata import layout_of
 from zloader.terms import MiB
 from zloader.writing.encode import ChunkEncoder, shard_index
+from zloader.writing.ending import in_full
 from zloader.writing.objects import ObjectWriter, translated
 
 _MAX_ENCODING = 16
@@ -35,24 +38,31 @@ _READ_BYTES = 8 * MiB  # at once, when a shard is read back
 
 @dataclass(frozen=True, kw_only=True)
 class Threads:
-    """The threads of one conversion. Indices, data and indptr may be stored at once."""
+    """The threads of one conversion. Indices, data and indptr may be stored at once.
+
+    `ended` tells a job that takes long that nobody wants its result any more.
+    """
 
     encoding: ThreadPoolExecutor
     storing: ThreadPoolExecutor
+    ended: threading.Event
 
 
-@contextmanager
-def threads() -> Iterator[Threads]:
-    """As many threads as one that reads keeps busy, gone when the context ends; what they had not begun is dropped."""
-    with (
-        ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_ENCODING), thread_name_prefix="zloader-encode") as encoding,
-        ThreadPoolExecutor(3, thread_name_prefix="zloader-store") as storing,
-    ):
-        try:
-            yield Threads(encoding=encoding, storing=storing)
-        finally:
-            encoding.shutdown(cancel_futures=True)
-            storing.shutdown(cancel_futures=True)
+@contextlib.contextmanager
+def threads(at: str) -> Iterator[Threads]:
+    """As many threads as one that reads keeps busy, gone when the context ends; what they had not begun is dropped.
+
+    `at` names the destination in errors.
+    """
+    encoding = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_ENCODING), thread_name_prefix="zloader-encode")
+    storing = ThreadPoolExecutor(3, thread_name_prefix="zloader-store")
+    ended = threading.Event()
+    try:
+        yield Threads(encoding=encoding, storing=storing, ended=ended)
+    finally:
+        ended.set()
+        for pool in (encoding, storing):
+            in_full(partial(pool.shutdown, cancel_futures=True), at)
 
 
 class ShardWriter:
@@ -81,6 +91,8 @@ class ShardWriter:
         self._shard = first_shard
         self._object: ObjectWriter | None = None
         self._sizes: list[int] = []  # of the chunks in it
+        self._turn = threading.Lock()  # of what stores the object and what drops it
+        self._dropped = False
         self.n_elements = min(first_shard * self._chunks_per_shard * self._chunk, math.prod(array.shape))
 
     def __enter__(self) -> Self:
@@ -93,12 +105,7 @@ class ShardWriter:
             if error is None:
                 self._close()
         finally:
-            if self._storing is not None:
-                self._storing.cancel()
-                if not self._storing.cancelled():
-                    self._storing.exception()  # it has ended
-            if self._object is not None:
-                self._object.abort()
+            in_full(self._drop, self._array.path)
 
     def append(self, elements: NDArray[Any]) -> None:
         """Takes the next elements, a flat array, which must not be changed afterwards."""
@@ -139,8 +146,23 @@ class ShardWriter:
             self._storing.result()
         self._storing = self._threads.storing.submit(self._store, chunks, last)
 
+    def _drop(self) -> None:
+        """Has nothing stored after the chunk that is being stored, and drops a shard that is not whole."""
+        self._dropped = True
+        with self._turn, contextlib.suppress(StoreError):  # the error that ends the shard says more
+            if self._object is not None:
+                self._object.abort()
+
     def _store(self, chunks: list[bytes], last: bool) -> None:
+        with self._turn:
+            self._store_chunks(chunks)
+            if last and self._object is not None and not self._dropped:
+                self._finish_shard(self._object)
+
+    def _store_chunks(self, chunks: list[bytes]) -> None:
         for chunk in chunks:
+            if self._dropped:
+                return
             if self._object is None:
                 coordinates = (self._shard, *[0] * (self._array.ndim - 1))
                 key = f"{self._array.path}/{self._array.metadata.encode_chunk_key(coordinates)}"
@@ -149,8 +171,6 @@ class ShardWriter:
             self._sizes.append(len(chunk))
             if len(self._sizes) == self._chunks_per_shard:
                 self._finish_shard(self._object)
-        if last and self._object is not None:
-            self._finish_shard(self._object)
 
     def _finish_shard(self, shard: ObjectWriter) -> None:
         shard.write(shard_index(self._sizes, self._chunks_per_shard))
