@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from forked import Interpreter
 from helpers import NEVER_S, PATIENCE_S
 
 from zloader.testing import SeaweedFS, Sim
@@ -74,6 +75,13 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
     """One real S3 server for the session."""
     with SeaweedFS(tmp_path_factory.mktemp("seaweed"), start_deadline_s=PATIENCE_S) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """What begins processes in milliseconds."""
+    with Interpreter() as running:
+        yield running
 
 
 @pytest.fixture

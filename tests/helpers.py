@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse
-import torch
+import torch.utils.data
 
 import zloader as zl
 from zloader.writing.encode import ConvertOptions
@@ -88,6 +89,21 @@ def assert_threads_end(prefix: str = "zloader") -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     assert [thread.name for thread in threads if thread.is_alive()] == []
+
+
+class InTurn(torch.utils.data.IterableDataset):
+    """Loaders one after the other, by name, for the same workers, which may take seconds to begin."""
+
+    def __init__(self, loaders: dict[str, Any]) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders.values()))
+
+    def __iter__(self) -> Iterator[tuple[str, zl.Minibatch]]:
+        for name, loader in self.loaders.items():
+            for minibatch in loader:
+                yield name, minibatch
 
 
 def digest(loader: Any) -> str:

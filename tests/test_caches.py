@@ -147,16 +147,15 @@ sys.stdin.read()
 """
 
 
-def test_claims_of_a_killed_process_count_for_nothing(tmp_path):
+def test_claims_of_a_killed_process_count_for_nothing(interpreter, tmp_path):
     layout = repr({name: getattr(LAYOUT, name) for name in LAYOUT.__dataclass_fields__})
-    command = [sys.executable, "-c", _CLAIMS, str(tmp_path), layout]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with interpreter.running(_CLAIMS, tmp_path, layout) as process:
         assert process.stdout.readline() == "claimed\n"
         mirror, claims = MirrorArray(_place(tmp_path), LAYOUT), Claims(_place(tmp_path).directory)
         mine, others = mirror.claim(SOME, claims)
         assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
         process.kill()
-        process.wait(timeout=PATIENCE_S)
+        process.wait()
         mine, others = mirror.claim(SOME, claims)
         assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
 
@@ -181,38 +180,25 @@ print(json.dumps([rows, statistics.bytes_read, statistics.gets]), flush=True)
 """
 
 
-def _run_at_once(requests):
+def _run_at_once(interpreter, requests):
     """What processes say that run `_FILLS` at the same time, one for each request."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _FILLS, json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for request in requests
-    ]
-    try:
+    with contextlib.ExitStack() as running:
+        processes = [running.enter_context(interpreter.running(_FILLS, json.dumps(request))) for request in requests]
         for process in processes:
             assert process.stdout.readline() == "ready\n"
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
         return [json.loads(process.stdout.readline()) for process in processes]
-    finally:
-        for process in processes:
-            process.stdin.close()
-            process.wait(timeout=PATIENCE_S)
-            process.stdout.close()
 
 
 @pytest.mark.parametrize("as_ranks", [True, False], ids=["ranks", "jobs of their own"])
-def test_four_processes_on_one_cold_mirror_read_every_chunk_about_once(store, sim, tmp_path, as_ranks):
+def test_four_processes_on_one_cold_mirror_read_every_chunk_about_once(interpreter, store, sim, tmp_path, as_ranks):
     server = sim(root=store.parent.parent, ttfb_ms=10)
     url = f"s3://{store.parent.name}/{store.name}"
     cache = str(tmp_path / "cache")
     shares = [(rank, 4, 0) if as_ranks else (0, 1, rank) for rank in range(4)]
-    said = _run_at_once([(url, cache, _options(server), *share) for share in shares])
+    said = _run_at_once(interpreter, [(url, cache, _options(server), *share) for share in shares])
     assert sum(rows for rows, _, _ in said) == (ROWS if as_ranks else 4 * ROWS)
     assert sum(n_bytes for _, n_bytes, _ in said) < 1.1 * _stored(store)
     assert _epoch(_loader(store, None)).bytes_read  # the store is as it was
@@ -236,13 +222,14 @@ for minibatch in loader:
 
 
 @pytest.mark.parametrize("minibatches", [0, 3, 20, 60])
-def test_loaders_killed_while_they_fill_leave_nothing_wrong_and_nobody_waiting(store, sim, tmp_path, minibatches):
+def test_loaders_killed_while_they_fill_leave_nothing_wrong_and_nobody_waiting(
+    interpreter, store, sim, tmp_path, minibatches
+):
     server = sim(root=store.parent.parent, ttfb_ms=20)
     url, cache = f"s3://{store.parent.name}/{store.name}", str(tmp_path / "cache")
     request = [url, cache, _options(server), minibatches]
-    command = [sys.executable, "-c", _FILLS_AND_TELLS, json.dumps(request)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as process:
-        assert all(process.stdout.read(1) == b"." for _ in range(minibatches))
+    with interpreter.running(_FILLS_AND_TELLS, json.dumps(request)) as process:
+        assert all(process.stdout.read(1) == "." for _ in range(minibatches))
         if not minibatches:
             while server.stats().get("requests", 0) < 8:  # it reads its first fetch
                 assert process.poll() is None

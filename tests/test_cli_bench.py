@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE_S, counts, write_store
+from forked import CLI
+from helpers import counts, write_store
 from rich.console import Console
 from test_cli import params, zloader
 
@@ -209,22 +207,12 @@ def test_while_it_runs_a_terminal_shows_the_figures_that_there_are():
     assert "in flight now" not in ended.getvalue()
 
 
-@contextlib.contextmanager
-def running(*arguments):
-    command = [sys.executable, "-c", "from zloader.cli import app; app()", "bench", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_with_what_was_measured(store, number):
-    with running(store, *FLAGS, "--epochs", 1000, "--step-ms", 3) as process:
+def test_a_signal_ends_it_with_what_was_measured(interpreter, store, number):
+    with interpreter.running(CLI, "bench", store, *FLAGS, "--epochs", 1000, "--step-ms", 3) as process:
         lines = [process.stdout.readline() for _ in range(3)]
         process.send_signal(number)
-        rest, complaints = process.communicate(timeout=PATIENCE_S)
+        rest, complaints = process.communicate()
     assert [line.split(":")[0] for line in lines[1:]] == ["epoch 0, cold", "epoch 1, cold"]
     assert process.returncode == 128 + number
     assert complaints == ("interrupted\n" if number == signal.SIGINT else "")
@@ -232,19 +220,19 @@ def test_a_signal_ends_it_with_what_was_measured(store, number):
     assert re.search(r"^GETs +[1-9]", rest, re.MULTILINE)
 
 
-def test_ctrl_c_while_the_server_stalls(bucket, sim, monkeypatch):
+def test_ctrl_c_while_the_server_stalls(interpreter, bucket, sim, monkeypatch):
     """In --json: what was measured is one document even then."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     server = sim(root=bucket)
     flags = ("--endpoint-url", server.url, "--region", "us-east-1", "--json", "--epochs", 1000, *FLAGS)
-    with running("s3://atlas/counts.zarr", *flags) as process:
+    with interpreter.running(CLI, "bench", "s3://atlas/counts.zarr", *flags) as process:
         lines = [process.stderr.readline() for _ in range(2)]
         server.faults = [{"match": "X/(indices|data)/c/", "kind": "stall", "after": 10}]
         while "fault_stall" not in server.stats():
             assert process.poll() is None, "it ended by itself"
         process.send_signal(signal.SIGINT)
-        found, complaints = process.communicate(timeout=zl.FetchOptions.deadline_s / 2)  # which it does not wait for
+        found, complaints = process.communicate(zl.FetchOptions.deadline_s / 2)  # which it does not wait for
     assert lines[1].startswith("epoch 0, cold")
     assert complaints.endswith("interrupted\n")
     seen = json.loads(found)

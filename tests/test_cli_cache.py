@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -14,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import CLI
 from helpers import PATIENCE_S, counts, write_store
 from test_cli import params, zloader
 
@@ -141,32 +141,19 @@ def test_warm_over_s3(s3, tmp_path, monkeypatch):
     assert s3.storage_options["secret"] not in listed
 
 
-COMMAND = [sys.executable, "-c", "from zloader.cli import app; app()"]
-
-
-@contextlib.contextmanager
-def running(*arguments, **options):
-    command = [*COMMAND, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_warm_ends_on_a_signal_and_goes_on_when_run_again(bucket, sim, tmp_path, monkeypatch, number):
+def test_warm_ends_on_a_signal_and_goes_on_when_run_again(interpreter, bucket, sim, tmp_path, monkeypatch, number):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     server = sim(root=bucket)
     server.faults = [{"match": "X/data/c/", "kind": "stall", "after": 10}]
     flags = ("s3://atlas/counts.zarr", "--cache", tmp_path / "cache", "--json")
     flags = (*flags, "--endpoint-url", server.url, "--region", "us-east-1")
-    with running("warm", *flags) as process:
+    with interpreter.running(CLI, "warm", *flags) as process:
         while not any(array.chunks_held == array.chunks for array in arrays_in(tmp_path / "cache")):
             assert process.poll() is None, process.stderr.read()
         process.send_signal(number)
-        found, said = process.communicate(timeout=zl.FetchOptions.deadline_s / 2)  # which it does not wait for
+        found, said = process.communicate(zl.FetchOptions.deadline_s / 2)  # which it does not wait for
     assert process.returncode == 128 + number
     assert "what was brought stays: the same command goes on from there" in said
     if found:  # else the first window has not been told of
@@ -352,18 +339,18 @@ def test_clear_does_not_delete_unasked(cache):
 
 
 @pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 3), ("", 1, 3), ("y", 0, 0)])
-def test_clear_asks_on_a_terminal(cache, answer, status, left):
+def test_clear_asks_on_a_terminal(interpreter, cache, answer, status, left):
     """Meanwhile one of the mirrors is dropped by somebody else."""
     asked, terminal = pty.openpty()
     try:
-        with running("cache", "clear", cache, stdin=terminal) as process:
+        with interpreter.running(CLI, "cache", "clear", cache, stdin=terminal) as process:
             said = ""
             while not said.endswith("?"):
                 assert process.poll() is None, said
                 said += process.stderr.read(1)
             assert drop(mirrors(cache)[1].directory)
             os.write(asked, answer.encode() + b"\n")
-            found, _ = process.communicate(timeout=PATIENCE_S)
+            found, _ = process.communicate()
     finally:
         os.close(asked)
         os.close(terminal)

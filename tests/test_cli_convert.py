@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import anndata as ad
 import numpy as np
 import pytest
 import zarr
-from helpers import PATIENCE_S, counts
+from forked import Interpreter
+from helpers import counts
 from test_cli import zloader
 
 
@@ -70,8 +69,7 @@ app(["wait"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_in_a_destructor_is_not_lost(number: int) -> None:
-    command = [sys.executable, "-c", _DROPPED, str(int(number))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+def test_a_signal_that_comes_in_a_destructor_is_not_lost(interpreter: Interpreter, number: int) -> None:
+    done = interpreter.run(_DROPPED, int(number))
     assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr

@@ -7,14 +7,12 @@ import dataclasses
 import json
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
 import pytest
-from helpers import PATIENCE_S
+from forked import Interpreter
 from sources import (
     LAYOUTS,
     SMALL,
@@ -187,33 +185,29 @@ print(kills)
 """
 
 
-def killed_at_random(source: Path, dest: str, storage_options: Any, options: zl.ConvertOptions, rounds: int) -> int:
+def killed_at_random(
+    interpreter: Interpreter, source: Path, dest: str, storage_options: Any, options: zl.ConvertOptions, rounds: int
+) -> int:
     """Converts to `dest`, and to `dest`0, `dest`1... with up to two kills each; gives how many there were."""
     task = [str(source), dest, storage_options, dataclasses.asdict(options), rounds]
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLS, json.dumps(task)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    done = interpreter.run(_KILLS, json.dumps(task))
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 
 @pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
-def test_kill_at_random_moments(tmp_path: Path, options: zl.ConvertOptions) -> None:
+def test_kill_at_random_moments(interpreter: Interpreter, tmp_path: Path, options: zl.ConvertOptions) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), layers={"csc": counts(600, 1000, seed=1).tocsc()})
     options = dataclasses.replace(options, shard_size="8KiB", window_bytes=40_000)
-    assert killed_at_random(source, str(tmp_path / "a.zarr"), None, options, rounds=5) >= 3
+    assert killed_at_random(interpreter, source, str(tmp_path / "a.zarr"), None, options, rounds=5) >= 3
     for number in range(5):
         assert files(tmp_path / f"a.zarr{number}") == files(tmp_path / "a.zarr")
 
 
-def test_kill_at_random_moments_on_s3(tmp_path: Path, s3: Any) -> None:
+def test_kill_at_random_moments_on_s3(interpreter: Interpreter, tmp_path: Path, s3: Any) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), obs=frame(600, "c").assign(n=range(600)))
     options = dataclasses.replace(SMALL, shard_size="16KiB", window_bytes=40_000)
-    assert killed_at_random(source, s3.url("a.zarr"), s3.storage_options, options, rounds=3) >= 2
+    assert killed_at_random(interpreter, source, s3.url("a.zarr"), s3.storage_options, options, rounds=3) >= 2
 
     def objects(name: str) -> dict[str, bytes]:
         location = Location(url=s3.url(name), storage_options=s3.storage_options)

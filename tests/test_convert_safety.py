@@ -7,8 +7,6 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 import scipy.sparse as sp
 import zarr
 import zarr.buffer
+from forked import Interpreter
 from sources import (
     LAYOUTS,
     SMALL,
@@ -93,23 +92,19 @@ def test_ctrl_c_leaves_nothing_that_opens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("survives", [6, 20], ids=["among shards", "among metadata"])
-def test_kill_leaves_nothing_that_opens(tmp_path: Path, survives: int) -> None:
+def test_kill_leaves_nothing_that_opens(interpreter: Interpreter, tmp_path: Path, survives: int) -> None:
     source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
     script = (
-        "import os, signal\n"
-        "from test_convert_safety import *\n"
+        "import os, signal, sys\n"
+        "sys.path.insert(0, sys.argv[4])\n"
+        "from sources import *\n"
+        "from zloader.convert import convert_to\n"
         "def kill(): os.kill(os.getpid(), signal.SIGKILL)\n"
         "destination = FailingDestination(Location(url=sys.argv[2]), survives=int(sys.argv[3]), fail=kill)\n"
         "convert_to(destination, sys.argv[1], options=SMALL)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    killed = subprocess.run(
-        [sys.executable, "-c", script, str(source), str(dest), str(survives)],
-        env=environment,
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = interpreter.run(script, source, dest, survives, Path(__file__).parent)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert any(key.startswith("X/data/c/") for key in files(dest))
     assert_not_a_store(dest)
     convert(source, dest)

@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 import scipy.sparse
 import torch
+from forked import CLI
 from helpers import PATIENCE_S, write_store
 
 import zloader as zl
@@ -28,7 +29,6 @@ from zloader.commands.report import DemoRun, EpochFigures
 from zloader.commands.workplace import Workplace, workplace, write_access
 from zloader.errors import MissingColumnError, OptionError
 
-COMMAND = [sys.executable, "-c", "from zloader.cli import app; app()", "demo", "--json"]
 # Number and sum of the counts, and a hash of every count, label and name, taken from the source of the bundled cells.
 BUNDLED_VALUES = (4_015_200, 12_261_492)
 BUNDLED_DIGEST = "1f614964c37e8b0e3e6dddd5df73791c5ddc1bc1c45c414cdfde0526c58c37fd"
@@ -90,7 +90,7 @@ def cells(n_rows: int, n_genes: int = 120, *, seed: int = 0) -> ad.AnnData:
 def test_end_to_end(tmp_path):
     page = tmp_path / "page.html"
     done = subprocess.run(
-        [*COMMAND, "--report", str(page)],
+        [sys.executable, "-c", CLI, "demo", "--json", "--report", str(page)],
         env=environment(tmp_path / "tmp"),
         capture_output=True,
         text=True,
@@ -129,21 +129,15 @@ def test_end_to_end(tmp_path):
         ("report", signal.SIGINT, ["--epochs", "1", "--keep"]),
     ],
 )
-def test_whatever_ends_it_leaves_nothing(tmp_path, after, number, flags):
+def test_whatever_ends_it_leaves_nothing(interpreter, tmp_path, after, number, flags):
     """In the midst of it: more epochs than there is time for."""
-    tmp = tmp_path / "tmp"
-    with subprocess.Popen(
-        [*COMMAND, "--report", str(tmp_path / "page.html"), *flags],
-        env=environment(tmp),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as demo:
+    tmp, words = tmp_path / "tmp", ["demo", "--json", "--report", tmp_path / "page.html", *flags]
+    with interpreter.running(CLI, *words, **environment(tmp)) as demo:
         for line in demo.stderr:
             if line.startswith("Ctrl-C" if after == "report" else after):
                 break
         demo.send_signal(number)
-        out, err = demo.communicate(timeout=PATIENCE_S)
+        out, err = demo.communicate()
     assert "Traceback" not in err
     assert processes_that_name(tmp) == []
     if after == "report":  # with --keep this is how it ends

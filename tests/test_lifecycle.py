@@ -8,9 +8,7 @@ import json
 import logging
 import pickle
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import NEVER_S, PATIENCE_S, assert_threads_end, check_minibatch, counts, digest, write_store
+from forked import Interpreter
+from helpers import NEVER_S, assert_threads_end, check_minibatch, counts, digest, write_store
 
 import zloader as zl
 from zloader.testing import Sim
@@ -210,10 +209,10 @@ def test_leaving_while_the_server_stalls(stalling, leave):
 
 # ---- the end of the process
 
-# Each way ends in a process of its own, forked after the imports, which take seconds. Prints for each its status and
-# what it said on stderr. No stall ends, and no deadline comes: a process that waited for one would not end.
+# Each way ends in a process of its own. Prints for each its status and what it said on stderr. No stall ends, and no
+# deadline comes: a process that waited for one would not end.
 _EXITS = """
-import gc, json, os, signal, sys, tempfile, threading, time, urllib.request
+import json, os, signal, sys, tempfile, threading, time, urllib.request
 import s3fs
 import zloader as zl
 from zloader.loader import Loader
@@ -270,7 +269,6 @@ def interrupt():
     for _ in [begun()]:
         os.kill(os.getpid(), signal.SIGINT)
 
-gc.freeze()  # else every child spends seconds on taking down what was imported
 for place in json.loads(sys.argv[1]):
     for way in place["ways"]:
         said = tempfile.TemporaryFile("w+")
@@ -301,16 +299,15 @@ _ENDS = {
 _UNTAGGED = {"kind": "etag", "match": ELEMENTS, "value": '"another"'}
 
 
-def run_script(script: str, *arguments: Any) -> list[Any]:
+def run_script(interpreter: Interpreter, script: str, *arguments: Any) -> list[Any]:
     """What a script printed: one JSON document a line."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(json.dumps, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = interpreter.run(script, *map(json.dumps, arguments))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def ends(bucket) -> dict[tuple[str, str], Any]:
+def ends(bucket, interpreter) -> dict[tuple[str, str], Any]:
     """How each way of ending a process went, over each place."""
     with Sim(root=bucket) as server:
         faults = {
@@ -330,7 +327,7 @@ def ends(bucket) -> dict[tuple[str, str], Any]:
             }
             for name, ways in _ENDS.items()
         ]
-        return {(place, way): end for place, way, *end in run_script(_EXITS, places)}
+        return {(place, way): end for place, way, *end in run_script(interpreter, _EXITS, places)}
 
 
 def check_end(ends, place, way):
@@ -358,65 +355,84 @@ def test_the_process_ends_while_an_object_is_looked_at_again(ends):
 # Prints, for each check, what was got: "right" (every row once, by value), "ForkError" or what else went wrong, an
 # epoch each.
 _WORKERS = """
-import gc, json, multiprocessing, sys, warnings
+import json, multiprocessing, sys, warnings
 import numpy as np
 from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.loader import Loader
 sys.path.insert(0, json.loads(sys.argv[1]))
-from helpers import check_minibatch, counts
+from helpers import InTurn, check_minibatch, counts
 
-gc.freeze()  # else every forked child spends seconds on taking down what was imported
 warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
 context, places, adata = json.loads(sys.argv[2]), json.loads(sys.argv[3]), counts(503, 97)
 if context == "forkserver":
     multiprocessing.set_forkserver_preload(["zloader.loader"])  # once instead of in every worker
 
-def loader(place, cache=None):
+def loader(name, mirrored=False):
+    place, cache = places[name]
     sizes = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(8)}
-    return Loader(zl.open_dataset(**place, cache=cache), obs=["cell_type", "donor", "lane"], **sizes)
+    dataset = zl.open_dataset(**place, cache=cache if mirrored else None)
+    return Loader(dataset, obs=["cell_type", "donor", "lane"], **sizes)
 
-def through(loader, n, persistent=False):
+def through(loaders, n, persistent=False):
     how = {"multiprocessing_context": context, "persistent_workers": persistent} if n else {}
-    return DataLoader(loader, batch_size=None, num_workers=n, **how)
+    return DataLoader(InTurn(loaders), batch_size=None, num_workers=n, **how)
 
-def epoch(minibatches):
+def epoch(minibatches, n_minibatches):
+    # What was got of each loader, and in what order.
+    rows = {name: [] for name in n_minibatches}
     try:
-        rows = [check_minibatch(minibatch, adata) for minibatch in minibatches]
+        for name, minibatch in minibatches:
+            rows[name].append(check_minibatch(minibatch, adata))
     except RuntimeError as error:
-        return "ForkError" if "ForkError" in str(error) and "spawn" in str(error) else repr(error), []
-    whole = len(rows) == len(minibatches) and sorted(np.concatenate(rows)) == list(range(503))
-    return "right" if whole else "wrong rows", np.concatenate(rows).tolist() if rows else []
+        refused = "ForkError" in str(error) and "spawn" in str(error)
+        return {name: ("ForkError" if refused else repr(error), []) for name in rows}
+    seen = {}
+    for name, parts in rows.items():
+        order = np.concatenate(parts).tolist() if parts else []
+        whole = len(parts) == n_minibatches[name] and sorted(order) == list(range(503))
+        seen[name] = "right" if whole else "wrong rows", order
+    return seen
 
-def check(name, place, minibatches, n_epochs=1):
-    seen = [epoch(minibatches) for _ in range(n_epochs)]
-    found = [what for what, _ in seen]
-    if n_epochs > 1 and seen[0][1] and seen[0][1] == seen[1][1]:
-        found.append("the same order twice")
-    print(json.dumps([place, name, found]), flush=True)
+def check(what, loaders, minibatches, n_epochs=1):
+    n_minibatches = {name: len(each) for name, each in loaders.items()}
+    seen = [epoch(minibatches, n_minibatches) for _ in range(n_epochs)]
+    for name in loaders:
+        found = [got[name][0] for got in seen]
+        if n_epochs > 1 and seen[0][name][1] and seen[0][name][1] == seen[1][name][1]:
+            found.append("the same order twice")
+        print(json.dumps([name, what, found]), flush=True)
 
-quick = context == "fork"  # other workers take seconds to begin and to end
-for name, (place, cache) in places.items():
-    check("unread, 2 persistent", name, through(loader(place), 2, persistent=True), 2)
-    if quick:
-        check("unread, 2, mirror", name, through(loader(place, cache), 2))
-        left = through(loader(place), 1)
-        next(iter(left))
-        check("unread, 1, after a break", name, left)
-for name, (place, cache) in places.items():
-    used = loader(place)
-    check("0", name, through(used, 0), 2)
-    check("read, 1", name, through(used, 1))
-    under_way = iter(used)
+def check_workers(what, loaders, n, persistent=False, n_epochs=1):
+    check(what, loaders, through(loaders, n, persistent), n_epochs)
+
+# Forks begin at once, and one that fails shall not end the check of another place.
+forked = context == "fork"
+together = [[name] for name in places] if forked else [[*places]]
+for names in together:
+    check_workers("unread, 2 persistent", {name: loader(name) for name in names}, 2, True, 2)
+if forked:
+    for name in places:
+        check_workers("unread, 2, mirror", {name: loader(name, True)}, 2)
+        left = {name: loader(name)}
+        broken = through(left, 1)
+        next(iter(broken))
+        check("unread, 1, after a break", left, broken)
+used = {name: loader(name) for name in places}
+check_workers("0", used, 0, n_epochs=2)
+for names in together:
+    check_workers("read, 1", {name: used[name] for name in names}, 1)
+for name in places:
+    under_way = iter(used[name])
     first = next(under_way)
-    if quick:
-        check("read, 2, full mirror", name, through(loader(place, cache), 2))
-        check("under way, 2", name, through(loader(place), 2))
-    check("the one under way", name, [first, *under_way])
-if context == "fork":
-    changing = loader(places["disk"][0], places["disk"][1])
-    check("first 1, then 2", "disk", through(changing, 1))
-    check("first 1, then 2", "disk", through(changing, 2))
+    if forked:
+        check_workers("read, 2, full mirror", {name: loader(name, True)}, 2)
+        check_workers("under way, 2", {name: loader(name)}, 2)
+    check("the one under way", {name: used[name]}, [(name, minibatch) for minibatch in [first, *under_way]])
+if forked:
+    changing = {"disk": loader("disk", True)}
+    check_workers("first 1, then 2", changing, 1)
+    check_workers("first 1, then 2", changing, 2)
 """
 _CHECKS = {
     "unread, 2 persistent": 2,
@@ -432,7 +448,7 @@ _FORKED_ONLY = {"unread, 2, mirror", "unread, 1, after a break", "read, 2, full 
 
 
 @pytest.fixture(scope="module")
-def workers(bucket, tmp_path_factory) -> Callable[[str], list[Any]]:
+def workers(bucket, tmp_path_factory, interpreter) -> Callable[[str], list[Any]]:
     """What the script for one way of starting processes printed."""
 
     @functools.cache
@@ -443,7 +459,7 @@ def workers(bucket, tmp_path_factory) -> Callable[[str], list[Any]]:
                 "disk": [{"url": str(bucket / "atlas" / "counts.zarr")}, str(caches / "disk")],
                 "S3": [over(server), str(caches / "S3")],
             }
-            return run_script(_WORKERS, str(Path(__file__).parent), context, places)
+            return run_script(interpreter, _WORKERS, str(Path(__file__).parent), context, places)
 
     return run
 

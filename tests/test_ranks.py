@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, counts, write_store
+from helpers import counts, write_store
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -293,11 +290,11 @@ def test_options_that_make_no_sense_are_refused(store, options, says):
 
 # ---- real processes
 
-# Each rank is a process of its own, forked after the imports, which take seconds. It tells its epochs as training in
-# lock step sees them: after each minibatch all ranks meet, so that one with a minibatch more would wait until the
-# deadline, and fail. Then the second half of an epoch, from the state of rank 0.
+# Each rank is a process of its own. It tells its epochs as training in lock step sees them: after each minibatch all
+# ranks meet, so that one with a minibatch more would wait until the deadline, and fail. Then the second half of an
+# epoch, from the state of rank 0.
 _RANKS = """
-import datetime, gc, json, multiprocessing, os, sys, traceback
+import datetime, json, multiprocessing, os, sys, traceback
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
 import zloader as zl
@@ -338,7 +335,6 @@ def rank(number, world_size, meeting, n_workers, options):
     dist.destroy_process_group()
     return told
 
-gc.freeze()
 multiprocessing.set_forkserver_preload(["zloader.loader"])  # once instead of in every worker
 for name, (world_size, n_workers, options) in json.loads(sys.argv[2]).items():
     folder, children = json.loads(sys.argv[3]) + "/" + name, []
@@ -364,12 +360,10 @@ _RUNS = {
 
 
 @pytest.fixture(scope="module")
-def processes(store, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+def processes(interpreter, store, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """What each rank of each run told."""
     folder = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-c", _RANKS, *map(json.dumps, (str(store), _RUNS, str(folder)))]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
+    done = interpreter.run(_RANKS, *map(json.dumps, (str(store), _RUNS, str(folder))), GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     return {
         name: [json.loads((folder / name / f"{rank}").read_text()) for rank in range(world_size)]

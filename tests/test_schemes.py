@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import http.server
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -479,7 +478,7 @@ print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE))))
 """
 
 
-def test_the_default_credentials_of_google(root, static, tmp_path):
+def test_the_default_credentials_of_google(interpreter, root, static, tmp_path):
     """In a process of its own: TensorStore looks for credentials once, and has no other way to set an endpoint."""
     pytest.importorskip("gcsfs")
     from cryptography.hazmat.primitives.asymmetric import rsa
@@ -491,10 +490,7 @@ def test_the_default_credentials_of_google(root, static, tmp_path):
     (tmp_path / "key.json").write_text(json.dumps(key | {"project_id": "p", "token_uri": f"{address}/token"}))
     variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"), "STORAGE_EMULATOR_HOST": address}
     variables |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
-    command = [sys.executable, "-c", READ, str(Path(__file__).parent)]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = interpreter.run(READ, Path(__file__).parent, **variables)
     assert done.stdout.strip() == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr"))), (
         done.stderr
     )

@@ -676,14 +676,14 @@ with SeaweedFS(sys.argv[1], start_deadline_s=float(sys.argv[2])) as server:
 
 
 @pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda cause: cause.name)
-def test_seaweed_ends_with_its_owner(tmp_path, cause):
-    command = [sys.executable, "-c", OWNER, tmp_path, str(PATIENCE_S)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+def test_seaweed_ends_with_its_owner(interpreter, tmp_path, cause):
+    with interpreter.running(OWNER, tmp_path, PATIENCE_S) as owner:
         group = int(owner.stdout.readline())
         assert os.getsid(group) != os.getsid(0)  # the terminal's Ctrl-C does not reach it
         ending = Ending(processes_of_group(group))
         assert len(ending.handles) == 2
         owner.send_signal(cause)
+        owner.wait()
     assert ending.comes()
     assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
 
