@@ -19,12 +19,16 @@ from helpers import PATIENCE_S
 
 CLI = "from zloader.cli import app; app()"
 _IMPORTED = [
-    "zloader.loader",
+    "zloader.append",
     "zloader.cli",
     "zloader.commands.demo",
+    "zloader.loader",
+    "zloader.testing",
+    "zloader.verify",
+    "zloader.warm",
+    "matplotlib.figure",
     "s3fs",
     "torch.multiprocessing",
-    "matplotlib.figure",
 ]
 # It has opened nothing and started no thread, so that whatever it forks is as good as new.
 _PARENT = """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import anndata as ad
 import numpy as np
 import pytest
 import typer.main
-from helpers import PATIENCE_S, counts, write_store
+from forked import CLI
+from helpers import counts, write_store
 from sources import layers_of
 from typer.testing import CliRunner
 
@@ -215,10 +215,9 @@ def test_the_demo_says_what_to_install(monkeypatch):
     assert 'pip install "zloader[demo]"' in zloader("demo", status=1).stderr
 
 
-def test_a_traceback_only_for_those_who_ask(monkeypatch):
-    command = [sys.executable, "-c", "from zloader.cli import app; app()", "info", "/nowhere.zarr"]
-    plain = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    full = subprocess.run([*command, "--debug"], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+def test_a_traceback_only_for_those_who_ask(interpreter):
+    plain = interpreter.run(CLI, "info", "/nowhere.zarr")
+    full = interpreter.run(CLI, "info", "/nowhere.zarr", "--debug")
     assert (plain.returncode, full.returncode) == (1, 1)
     assert "Traceback" not in plain.stderr
     assert "Traceback" in full.stderr
