@@ -178,7 +178,7 @@ def test_a_store_of_our_own(tmp_path: Path) -> None:
 def test_a_store_of_our_own_without_one_of_its_objects(tmp_path: Path) -> None:
     path = converted(tmp_path)
     (path / "X/data/c/1").unlink()
-    with pytest.raises(errors.SourceError, match=r"X/data/c/1 is not there"):
+    with pytest.raises(errors.MissingObjectError, match=r"X/data/c/1 is not there"):
         open_inputs(path)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
 
 from zloader.decode import Decoder
-from zloader.errors import CorruptChunkError, FormatError
+from zloader.errors import CorruptChunkError, FormatError, TruncatedObjectError
 from zloader.layout import (
     ABSENT,
     ArrayLayout,
@@ -506,9 +506,15 @@ def test_where_the_index_lies():
 
 
 def test_an_object_smaller_than_its_index_is_noticed():
-    LAYOUT.index_span(1, 68)
-    with pytest.raises(CorruptChunkError, match="X/data/c/1 has 67 bytes"):
-        LAYOUT.index_span(1, 67)
+    LAYOUT.find_index(1, 68, "a.zarr")
+    with pytest.raises(TruncatedObjectError, match=r"a\.zarr: X/data/c/1 has 67 bytes, but must have at least 68"):
+        LAYOUT.find_index(1, 67, "a.zarr")
+
+
+def test_an_empty_object_without_an_index_is_noticed():
+    plain = dataclasses.replace(LAYOUT, sharded=False, chunks_per_shard=1)
+    with pytest.raises(TruncatedObjectError, match="X/data/c/1 has 0 bytes"):
+        plain.find_index(1, 0, "a.zarr")
 
 
 @given(st.lists(st.integers(-9, 9)))

@@ -236,7 +236,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "embedding": ("obsm/X_pca/c/0/0", flip, "its crc32c differs"),
     "nested": ("uns/nested/array/c/0/0", flip, "its crc32c differs"),
     "cut short": ("X/data/c/0", cut, "does not match its checksum"),
-    "nothing left": ("X/data/c/2", lambda path: path.write_bytes(b""), "has 0 bytes, fewer than its index"),
+    "nothing left": ("X/data/c/2", lambda path: path.write_bytes(b""), "has 0 bytes, but must have at least"),
     "shard gone": ("X/data/c/2", Path.unlink, "is not there: the store is incomplete"),
     "strings gone": ("obs/string/c/0", Path.unlink, "is not there: the store is incomplete"),
     "scalar gone": ("uns/number/c", Path.unlink, "is not there: the store is incomplete"),

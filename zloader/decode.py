@@ -6,6 +6,7 @@ those that `convert` writes, are decoded many at a time.
 
 from __future__ import annotations
 
+import lzma
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -92,14 +93,14 @@ class Decoder:
         whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
         try:
             self._decompress(stored, whole)
-        except (RuntimeError, ValueError, EOFError, OSError, MemoryError, zlib.error) as error:
+        except (RuntimeError, ValueError, EOFError, OSError, MemoryError, zlib.error, lzma.LZMAError) as error:
             raise CorruptChunkError(f"it does not decode: {error}") from error
         if whole is not out:
             out[:] = whole[: len(out)]
 
 
-def _uint32(stored: Bytes, at: int) -> int:
-    value: int = _UINT32.unpack_from(stored.data, at)[0]
+def _uint32(stored: Bytes | bytes, at: int) -> int:
+    value: int = _UINT32.unpack_from(stored, at)[0]
     return value
 
 
@@ -110,9 +111,16 @@ def _copy(stored: Bytes, out: NDArray[Any]) -> None:
     target[:] = stored
 
 
+def is_whole_blosc(stored: Bytes | bytes) -> bool:
+    """Whether a blosc chunk is as long as its header says: blosc itself trusts that, and would read past a short one.
+
+    Bytes 4-7 of the header are the size decoded, bytes 12-15 the size stored.
+    """
+    return len(stored) >= 16 and _uint32(stored, 12) == len(stored)
+
+
 def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
-    # Blosc trusts its header (bytes 4-7: decoded size, 12-15: stored size) and would read past a short chunk.
-    if len(stored) < 16 or _uint32(stored, 4) != out.nbytes or _uint32(stored, 12) != len(stored):
+    if not is_whole_blosc(stored) or _uint32(stored, 4) != out.nbytes:
         raise ValueError(f"its blosc header does not announce {out.nbytes} bytes in {len(stored)} stored")
     numcodecs.blosc.decompress(stored, out)
 
@@ -136,6 +144,8 @@ def _decompressor(codecs: Sequence[Mapping[str, Any]], path: str) -> Callable[[B
     def through_bytes(stored: Bytes, out: NDArray[Any]) -> None:
         plain: Any = stored
         for coder in coders:
+            if isinstance(coder, numcodecs.Blosc) and not is_whole_blosc(plain):
+                raise ValueError(f"its blosc header does not announce the {len(plain)} bytes stored")
             plain = coder.decode(plain)
         _copy(np.ascontiguousarray(np.frombuffer(plain, np.uint8)), out)
 

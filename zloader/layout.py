@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.errors import CorruptChunkError, MissingObjectError
+from zloader.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.terms import Rows, Span
 
 ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that was never written
@@ -91,7 +91,8 @@ class ArrayLayout:
     def find_index(self, shard: int, object_size: int | None, url: str) -> Span | NDArray[np.uint64]:
         """Where the index of a shard is read, or the index itself where there is none to read.
 
-        An object that does not exist (`object_size` None) stands for fill values, or raises MissingObjectError.
+        An object that does not exist (`object_size` None) stands for fill values, or raises MissingObjectError; one
+        that is smaller than its index, or empty, raises TruncatedObjectError.
         """
         if object_size is None:
             if not self.absent_is_fill:
@@ -99,16 +100,12 @@ class ArrayLayout:
                     f"{url}: {self.shard_key(shard)} is not there: the store is incomplete. Convert it again"
                 )
             return np.full((self.chunks_per_shard, 2), ABSENT, np.uint64)
+        require_bytes(url, self.shard_key(shard), object_size, self.index_bytes)
         return self.index_span(shard, object_size) if self.sharded else np.array([[0, object_size]], np.uint64)
 
     def index_span(self, shard: int, object_size: int) -> Span:
         """Where the index of a shard lies in its object of `object_size` bytes."""
         start = object_size - self.index_bytes if self.index_at_end else 0
-        if start < 0:
-            raise CorruptChunkError(
-                f"{self.shard_key(shard)} has {object_size} bytes, fewer than its index of {self.index_bytes}: "
-                "the object was cut short. Restore or convert the store again"
-            )
         return Span(key=self.shard_key(shard), start=start, stop=start + self.index_bytes)
 
     def parse_index(self, stored: bytes, *, shard: int, object_size: int) -> NDArray[np.uint64]:
@@ -147,6 +144,15 @@ class MatrixLayout:
         if indptr is None:
             return rows * self.n_genes, (rows + 1) * self.n_genes
         return indptr[rows].astype(np.int64, copy=False), indptr[rows + 1].astype(np.int64, copy=False)
+
+
+def require_bytes(url: str, key: str, size: int, needed: int = 1) -> None:
+    """Raises TruncatedObjectError for an object of `size` bytes that must have `needed`, and one at least."""
+    if size < max(1, needed):
+        raise TruncatedObjectError(
+            f"{url}: {key} has {size} bytes, but must have at least {max(1, needed)}: it was cut short when it was "
+            "written or copied. Restore it, or convert the store again"
+        )
 
 
 def expand(starts: Rows, lengths: Rows) -> Rows:

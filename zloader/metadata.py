@@ -131,6 +131,31 @@ def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
     return dtype
 
 
+def last_codecs(key: str, document: Any) -> dict[str, str]:
+    """The codec last applied to the objects of each array that a metadata object describes, by the array's path.
+
+    `document` is what is stored at the key: a `zarr.json` or `.zmetadata`, consolidated or not, a `.zarray`, or others,
+    which describe no array.
+    """
+    above, _, name = key.rpartition("/")
+    nodes = {above: document} if name in ("zarr.json", ".zarray") else {}
+    if name == "zarr.json":
+        consolidated = (document.get("consolidated_metadata") or {}).get("metadata", {})
+        nodes |= {f"{above}/{path}".lstrip("/"): node for path, node in consolidated.items()}
+    elif name == ".zmetadata":
+        consolidated = {key.rpartition("/"): node for key, node in document.get("metadata", {}).items()}
+        nodes = {f"{above}/{path}".lstrip("/"): node for (path, _, of), node in consolidated.items() if of == ".zarray"}
+    codecs = {path: _codec_names(node) for path, node in nodes.items()}
+    return {path: names[-1].removeprefix("numcodecs.") for path, names in codecs.items() if names}
+
+
+def _codec_names(node: Mapping[str, Any]) -> list[str]:
+    """The codecs of an array, v2 or v3, in the order of encoding; none of a group."""
+    if node.get("zarr_format") == 3:
+        return [codec if isinstance(codec, str) else codec["name"] for codec in node.get("codecs", [])]
+    return [coder["id"] for coder in [*(node.get("filters") or []), node.get("compressor")] if coder is not None]
+
+
 class IndptrCheck:
     """Raises FormatError for an indptr, given in windows, that falls or leaves the `n_elements` there are."""
 

@@ -22,14 +22,15 @@ import zarr.errors
 from numpy.typing import NDArray
 
 from zloader.access.files import FileSource
+from zloader.access.implied import UNDECODABLE, undecodable_key
+from zloader.access.listed import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored import StoredObject, fingerprint, mirror_fingerprint
 from zloader.access.unconverted import refuse_unconverted
-from zloader.access.web import stored_keys
 from zloader.caching.kept import load_column, save_column
 from zloader.caching.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
 from zloader.columns import as_names
-from zloader.errors import CacheError, FormatError, MissingObjectError, OptionError, ZloaderError
+from zloader.errors import CacheError, FormatError, OptionError, ZloaderError
 from zloader.layout import ArrayLayout, MatrixLayout
 from zloader.metadata import IndptrCheck, layout_of, stored_length
 from zloader.mirror import Mirror, open_mirror, open_place
@@ -60,6 +61,7 @@ class OpenedStore:
         self.location = location
         self.objects = objects
         self.offline = offline
+        self._sizes = {key: entry.size for key, entry in objects.items()}
         self.fingerprint = fingerprint(objects)
         self.mirror_fingerprint = None if cache is None else _mirror_fingerprint(location, origin, objects)
         self.place = None
@@ -98,16 +100,19 @@ class OpenedStore:
             why = "its conversion did not end" if "zloader.partial" in self.objects else "there is no zarr.json in it"
             raise FormatError(f"{self.location.url} is not a complete AnnData Zarr store: {why}")
         known: Literal[2, 3] = 3 if "zarr.json" in self.objects else 2  # else zarr would look for the objects of both
+        store = self._zarr_store()
         try:
-            return zarr.open_group(self._zarr_store(), mode="r", zarr_format=known)
+            group = zarr.open_group(store, mode="r", zarr_format=known)
         except ZloaderError:
             raise
         except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{self.location.url} is not a Zarr group: {error}") from error
+        store.complete = "zloader" in group.attrs  # `convert` writes all objects, others leave out those of fill values
+        return group
 
-    def _zarr_store(self) -> zarr.abc.store.Store:
+    def _zarr_store(self) -> ListedStore:
         if self.place is None:
-            return self.location.zarr_store(read_only=True)
+            return ListedStore(self.location.zarr_store(read_only=True), self.location.url, self.object_sizes())
         return KeptStore(self.location, self.objects, self.place, offline=self.offline)
 
     @cached_property
@@ -140,27 +145,20 @@ class OpenedStore:
         return [str(column) for column in self.root["obs"].attrs["column-order"]]
 
     def element(self, path: str) -> Any:
-        """An element read whole by anndata, after checking that its objects are there: zarr would read zeros."""
-        node = self._whole(path)
+        """An element read whole by anndata."""
+        node = self.root[path]
         try:
             # The parts of a sparse matrix carry no encoding of their own: plain arrays.
             return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
         except ZloaderError:
             raise
-        except (ValueError, OSError, RuntimeError) as error:
-            raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
+        except (*UNDECODABLE, OSError) as error:
+            raise self._unreadable(path, error, undecodable_key(node)) from error
 
-    def _whole(self, path: str) -> Any:
-        """What stands at a path, whose objects are all there. Raises MissingObjectError."""
-        node = self.root[path]
-        arrays = [node] if isinstance(node, zarr.Array) else [array for _, array in arrays_below(node)]
-        keys = (key for array in arrays for key in stored_keys(array)) if self._written_by_us else ()
-        for key in keys:
-            if key not in self.objects:
-                raise MissingObjectError(
-                    f"{self.location.url}: {key} is not there: the store is incomplete. Convert it again"
-                )
-        return node
+    def _unreadable(self, path: str, error: Exception, key: str | None) -> FormatError:
+        """What to raise for an element that zarr or anndata cannot read; `key` is that of its damaged object."""
+        damaged = f", whose object {key} ({self.objects[key].size} bytes) is damaged" if key in self.objects else ""
+        return FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}")
 
     def column(self, path: str, check: Check | None = None, dtype: str | None = None) -> NDArray[Any]:
         """A whole array of numbers, in its own dtype or another; mapped from the mirror where there is one.
@@ -172,7 +170,7 @@ class OpenedStore:
         column = None if self.place is None else load_column(self.place, path, shape=node.shape, dtype=kind)
         if column is not None:
             return column
-        windows = self._windows(path, self._whole(path), check)
+        windows = self._windows(path, node, check)
         if self.place is not None:
             column = save_column(self.place, path, windows, shape=node.shape, dtype=kind)
         if column is None:
@@ -191,19 +189,14 @@ class OpenedStore:
                 window = np.asarray(node[first : first + step])
             except ZloaderError:
                 raise
-            except (ValueError, OSError, RuntimeError) as error:
-                raise FormatError(f"cannot read {path} of {self.location.url}: {error}") from error
+            except (*UNDECODABLE, OSError) as error:
+                raise self._unreadable(path, error, undecodable_key(node, first, first + step)) from error
             if check is not None:
                 check(first, window)
             yield window
 
-    @property
-    def _written_by_us(self) -> bool:
-        """Whether every object must be there: `convert` writes all, other writers leave out those of fill values."""
-        return "zloader" in self.root.attrs
-
     def _array_layout(self, path: str) -> ArrayLayout:
-        return layout_of(self.root[path], absent_is_fill=not self._written_by_us)
+        return layout_of(self.root[path], absent_is_fill="zloader" not in self.root.attrs)
 
     @property
     def matrix_names(self) -> list[str]:
@@ -264,7 +257,7 @@ class OpenedStore:
 
     def object_sizes(self) -> dict[str, int]:
         """Bytes of each stored object by key."""
-        return {key: entry.size for key, entry in self.objects.items()}
+        return self._sizes
 
     def source(self, options: FetchOptions) -> Source:
         """What reads the store's objects."""
@@ -332,7 +325,3 @@ def _mirror_fingerprint(location: Location, origin: str, objects: dict[str, Stor
         untold,
     )
     return None
-
-
-def arrays_below(group: zarr.Group) -> list[tuple[str, zarr.Array[Any]]]:
-    return [(name, node) for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)]

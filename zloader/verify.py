@@ -18,7 +18,7 @@ from zloader.checking.hierarchy import Hierarchy
 from zloader.checking.scan import ChunkScan
 from zloader.convert import library_settings
 from zloader.dataset import Dataset, open_dataset
-from zloader.errors import FormatError
+from zloader.errors import FormatError, TruncatedObjectError
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.terms import MiB
@@ -118,7 +118,7 @@ def _opened(location: Location, findings: Findings) -> Dataset | None:
     """The store, unless it is so damaged that nothing else can be said."""
     try:
         dataset = open_dataset(location.url, storage_options=location.storage_options)
-    except FormatError as error:
+    except (FormatError, TruncatedObjectError) as error:
         there = location.listing()
         if MARKER in there and "zarr.json" not in there:
             findings.add(MARKER, "its conversion did not end: convert --resume, or convert again")

@@ -17,15 +17,16 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
 
 import aiohttp
-import numpy as np
 import yarl
 import zarr
 import zarr.errors
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
+from zloader.access.implied import implied_keys
+from zloader.access.listed import ListedStore
 from zloader.access.stored import TRUSTED_SINCE, StoredObject
-from zloader.errors import AccessDeniedError, FormatError, OptionError, StoreError, StoreNotFoundError
+from zloader.errors import AccessDeniedError, FormatError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 
 Answer = TypeVar("Answer")
 
@@ -100,7 +101,10 @@ def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, StoredObje
     if not roots.keys() & {"zarr.json", ".zgroup"}:
         raise StoreNotFoundError(f"there is no zarr.json or .zgroup at {root}: check the address")
     try:
-        group = zarr.open_group(store, mode="r")
+        sizes = {key: entry.size for key, entry in roots.items()}
+        group = zarr.open_group(ListedStore(store, root, sizes), mode="r")
+    except ZloaderError:
+        raise
     except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{root} is not a Zarr group: {error}") from error
     if group.metadata.consolidated_metadata is None:
@@ -108,22 +112,7 @@ def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, StoredObje
             f"the metadata of {root} are not consolidated, and a web server cannot be listed: run "
             "zarr.consolidate_metadata on the store where it can be written, or 'zloader convert' on it"
         )
-    return roots | find(filesystem, root, _keys(group.members(max_depth=None)))
-
-
-def stored_keys(array: Any) -> Iterator[str]:
-    """The keys of the objects that hold a zarr array, relative to the store."""
-    sizes = array.shards or array.chunks
-    for cell in np.ndindex(*(-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))):
-        yield f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
-
-
-def _keys(nodes: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    for path, node in nodes:
-        if node.metadata.zarr_format == 3:
-            yield f"{path}/zarr.json"
-        if isinstance(node, zarr.Array):
-            yield from stored_keys(node)
+    return roots | find(filesystem, root, implied_keys(group.members(max_depth=None)))
 
 
 async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[str, StoredObject]:
@@ -174,16 +163,22 @@ def _stored_object(response: aiohttp.ClientResponse, path: str) -> StoredObject 
         return None
     if response.status not in (200, 206, 416):
         _refuse(response, path)
-    whole = re.fullmatch(r"bytes (?:0-0|\*)/(\d+)", response.headers.get("Content-Range", ""))
+    if response.status == 416 or (response.status == 200 and response.content_length == 0):
+        return _as_stored(response, 0)  # there is no first byte
+    whole = re.fullmatch(r"bytes 0-0/(\d+)", response.headers.get("Content-Range", ""))
     if response.status == 200 or not whole:
         response.close()  # or all of it would be read
         raise StoreError(
             f"the server of {path} does not serve byte ranges (it answered status {response.status} when asked for "
             "the first byte), and shards are read in parts: use a server that does, or copy the store"
         )
+    return _as_stored(response, int(whole[1]))
+
+
+def _as_stored(response: aiohttp.ClientResponse, size: int) -> StoredObject:
     modified = response.headers.get("Last-Modified", "")
     tag = (response.headers.get("ETag") or modified).strip('"')
-    return StoredObject(size=int(whole[1]), tag=tag, stamp=tag if _is_trusted(modified) else "")
+    return StoredObject(size=size, tag=tag, stamp=tag if _is_trusted(modified) else "")
 
 
 def _is_trusted(modified: str) -> bool:

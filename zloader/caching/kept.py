@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from zloader.caching.caches import Place
 from zloader.caching.drafts import draft_of, file_of, full_name
+from zloader.errors import ZloaderError
 
 log = logging.getLogger("zloader")
 
@@ -109,6 +110,8 @@ def _keep(place: Place, path: Path, n_bytes: int, write: Callable[[BinaryIO], No
                 file.write(_checksum(draft, file.tell(), full_name(path)).to_bytes(4, "little"))
             draft.replace(path)
         place.proof.note([path])
+    except ZloaderError:
+        raise  # of a window that cannot be read
     except OSError as error:
         log.warning("cannot keep %s in the mirror (%s)", path, error)
         return False

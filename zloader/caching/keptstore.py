@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.storage import MemoryStore, WrapperStore
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.storage import MemoryStore
 
+from zloader.access.listed import ListedStore, is_metadata
 from zloader.access.location import Location
 from zloader.access.stored import StoredObject
 from zloader.caching.caches import Place, mirrors
@@ -31,21 +32,21 @@ _MOST = 64 << 20  # bytes of an object that is read and kept whole
 _KEPT_OTHERWISE = re.compile(r"(^|/)indptr/|^obsm/")  # as columns
 
 
-class KeptStore(WrapperStore[Store]):
-    """A zarr store, read through a mirror; `place` None keeps nothing."""
+class KeptStore(ListedStore):
+    """A zarr store, read through a mirror."""
 
     def __init__(self, location: Location, objects: Mapping[str, StoredObject], place: Place, *, offline: bool) -> None:
-        super().__init__(MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True))
-        self._location = location
-        self._objects = objects
-        self._place = place
-        self._offline = offline
+        store = MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True)
+        super().__init__(store, location.url, {key: entry.size for key, entry in objects.items()})
+        self._location, self._place, self._offline = location, place, offline
 
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """The bytes of an object, or a range of them; None where there is none."""
-        if key not in self._objects:
-            return None if self._offline or not self._location.is_web else await super().get(key, prototype, byte_range)
-        size = self._objects[key].size
+    async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
+        """As it is kept, else from the store; of what is not listed, only a web server is asked. Raises CacheError."""
+        if key not in self.sizes:
+            if self._offline or not self._location.is_web:
+                return None
+            return await super().read(key, prototype, byte_range)
+        size = self.sizes[key]
         content = load_object(self._place, key, size)
         if content is None and self._offline:
             raise CacheError(
@@ -53,9 +54,9 @@ class KeptStore(WrapperStore[Store]):
                 "or run 'zloader warm'"
             )
         if content is None:
-            if size > _MOST or _KEPT_OTHERWISE.search(key):
-                return await super().get(key, prototype, byte_range)
-            whole = await super().get(key, prototype)
+            if size > _MOST or (_KEPT_OTHERWISE.search(key) and not is_metadata(key)):
+                return await super().read(key, prototype, byte_range)
+            whole = await super().read(key, prototype, None)
             if whole is None:
                 return None
             content = whole.to_bytes()
@@ -65,7 +66,13 @@ class KeptStore(WrapperStore[Store]):
 
     async def exists(self, key: str) -> bool:
         """Whether there is such an object."""
-        return key in self._objects or (self._location.is_web and not self._offline and await super().exists(key))
+        return key in self.sizes or (self._location.is_web and not self._offline and await super().exists(key))
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """The names directly below a group, as they were listed."""
+        above = f"{prefix.rstrip('/')}/" if prefix else ""
+        for name in dict.fromkeys(key[len(above) :].partition("/")[0] for key in self.sizes if key.startswith(above)):
+            yield name
 
 
 def _slice(byte_range: ByteRequest | None, size: int) -> slice:

@@ -12,7 +12,8 @@ import zarr
 import zarr.errors
 from zarr.storage import StorePath
 
-from zloader.access.web import stored_keys
+from zloader.access.implied import stored_keys
+from zloader.access.listed import ListedStore
 from zloader.checking.findings import Findings
 from zloader.dataset import Dataset
 from zloader.errors import FormatError
@@ -28,7 +29,7 @@ _PARTS = {
     "nullable-boolean": ("values", "mask"),
     "nullable-string-array": ("values", "mask"),
 }
-_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, zarr.errors.BaseZarrError)
+_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, zarr.errors.BaseZarrError)
 
 
 class Hierarchy:
@@ -59,7 +60,7 @@ class Hierarchy:
             try:
                 nodes[key.removesuffix(_METADATA).rstrip("/")] = dict(json.loads(stored))
             except (ValueError, TypeError) as error:
-                self._findings.add(key, f"is not the metadata of a group or array: {error}")
+                self._findings.add(key, f"({len(stored)} bytes) is not the metadata of a group or array: {error}")
         consolidated = nodes.get("", {}).get("consolidated_metadata")
         return nodes if consolidated is None else self._consolidated(consolidated["metadata"], nodes)
 
@@ -78,11 +79,13 @@ class Hierarchy:
         return {**nodes, **copies}  # readers believe the root
 
     def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
-        store = self.location.zarr_store(read_only=True)
+        store = ListedStore(self.location.zarr_store(read_only=True), self.location.url, self.sizes)
+        store.complete = self.written_by_us
         for path, node in sorted(self._nodes.items()):
             if node.get("node_type") != "array":
                 continue
             try:
+                store.learn(f"{path}/{_METADATA}", node)
                 yield path, zarr.Array.from_dict(StorePath(store, path), dict(node))
             except _UNREADABLE as error:
                 self._findings.add(f"{path}/{_METADATA}", f"does not describe an array: {error}")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import zarr
-import zarr.errors
 from numpy.typing import NDArray
 
+from zloader.access.implied import UNDECODABLE
 from zloader.checking.hierarchy import Hierarchy
 from zloader.decode import Decoder
 from zloader.errors import CorruptChunkError, FormatError, ZloaderError
@@ -23,8 +23,6 @@ from zloader.writing.objects import translated
 from zloader.writing.shards import scan_shard
 
 _BATCH_BYTES = 8 * MiB  # decoded ahead of whoever takes elements
-# What zarr and numcodecs raise for bytes that do not decode, when no checksum was there to notice it first.
-_UNDECODABLE = (ValueError, RuntimeError, TypeError, KeyError, IndexError, EOFError, zarr.errors.BaseZarrError)
 
 Chunk = NDArray[Any] | CorruptChunkError
 
@@ -87,7 +85,7 @@ class StoredArray:
                     yield np.asarray(self._array[block])
             except ZloaderError:
                 raise
-            except _UNDECODABLE as error:
+            except UNDECODABLE as error:
                 at = f" at {', '.join(map(str, corner))}" if corner else ""
                 yield CorruptChunkError(f"{self._location.url}: {self.key(piece)} does not decode{at}: {error}")
 

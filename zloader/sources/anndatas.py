@@ -16,6 +16,7 @@ import anndata.abc
 import h5py
 import pandas as pd
 
+from zloader.access.implied import undecodable_key
 from zloader.errors import SourceError, ZloaderError
 from zloader.metadata import stored_length
 from zloader.sources.places import Objects
@@ -188,7 +189,9 @@ class StoredInput(Input):
         except ZloaderError:
             raise
         except Exception as error:
-            raise SourceError(f"{self.name}: anndata cannot read {path}: {error}") from error
+            key = undecodable_key(node)
+            damaged = "" if key is None else f", whose object {key} is damaged"
+            raise SourceError(f"{self.name}: anndata cannot read {path}{damaged}: {error}") from error
 
 
 class MemoryInput(Input):

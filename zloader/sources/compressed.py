@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.access.implied import UNDECODABLE, undecodable_key
 from zloader.errors import SourceError, ZloaderError
 from zloader.sources.hdf5 import in_threads
 from zloader.terms import Rows
@@ -47,10 +48,12 @@ class SourceArray:
             items = self.stored[start:stop]
         except ZloaderError:
             raise  # a remote source that cannot be reached is not damaged
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (*UNDECODABLE, OSError) as error:
+            key = undecodable_key(self.stored, start, stop)
+            where = "" if key is None else f", in {key}"
             raise SourceError(
-                f"{self.at} cannot be read at {start} to {stop} ({error}): the file is damaged, or compressed with a "
-                "filter that needs a plugin (pip install hdf5plugin)"
+                f"{self.at} cannot be read at {start} to {stop}{where} ({error}): the file is damaged, or compressed "
+                "with a filter that needs a plugin (pip install hdf5plugin)"
             ) from error
         return np.asarray(items, self.dtype)
 

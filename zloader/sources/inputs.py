@@ -10,13 +10,14 @@ from typing import Any, TypeAlias, cast
 
 import anndata as ad
 import h5py
-import numpy as np
 import zarr
 import zarr.errors
 
+from zloader.access.implied import arrays_below, require_objects, stored_keys
+from zloader.access.listed import ListedStore
 from zloader.errors import OptionError, SourceError, ZloaderError
 from zloader.sources.anndatas import Input, MemoryInput, StoredInput
-from zloader.sources.places import BlockCache, Objects, Place, places
+from zloader.sources.places import BlockCache, Place, places
 from zloader.sources.tenx import MATRIX_FILES, is_10x, read_10x
 
 __all__ = ["Input", "Source", "open_inputs"]
@@ -101,8 +102,15 @@ def _open_hdf5(place: Place, cache: BlockCache) -> Input:
 
 
 def _open_zarr(place: Place) -> Iterator[Input]:
+    objects = place.objects()
+    sizes = {key: size for key, size, _ in objects} if place.can_be_listed else {}
+    store = ListedStore(place.zarr_store(), place.name, sizes)
     try:
-        root = zarr.open_group(place.zarr_store(), mode="r")
+        root = zarr.open_group(store, mode="r")
+        store.complete = "zloader" in root.attrs
+        if place.can_be_listed and (store.complete or 0 in sizes.values()):
+            keys = (key for array in arrays_below(root) for key in stored_keys(array))
+            require_objects(keys, sizes, place.name, absent_is_fill=not store.complete)
     except ZloaderError:
         raise
     except (zarr.errors.BaseZarrError, ValueError, KeyError, FileNotFoundError) as error:
@@ -112,9 +120,6 @@ def _open_zarr(place: Place) -> Iterator[Input]:
             f"the metadata of {place.name} is not consolidated, and a web server does not list what there is: "
             "zarr.consolidate_metadata it"
         )
-    objects = place.objects()
-    if "zloader" in root.attrs and place.can_be_listed:
-        _refuse_incomplete(root, place, objects)
     if root.attrs.get("encoding-type") != _COLLECTION:
         yield StoredInput(root, place.name, place.label, objects=objects)
         return
@@ -124,16 +129,3 @@ def _open_zarr(place: Place) -> Iterator[Input]:
     for dataset in datasets:
         own = [stored for stored in objects if stored[0].startswith(f"{dataset}/")] or objects
         yield StoredInput(root[dataset], f"{place.name}/{dataset}", f"{place.label}/{dataset}", objects=own)
-
-
-def _refuse_incomplete(root: zarr.Group, place: Place, objects: Objects) -> None:
-    """Raises SourceError when an object is missing of a store of ours, where all must be: zarr would read zeros."""
-    there = {key for key, _, _ in objects}
-    for _, array in root.members(max_depth=None):
-        if isinstance(array, zarr.Array):
-            sizes = array.shards or array.chunks
-            cells = (-(-whole // size) for whole, size in zip(array.shape, sizes, strict=True))
-            for cell in np.ndindex(*cells):
-                key = f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
-                if key not in there:
-                    raise SourceError(f"{place.name}: {key} is not there: the store is incomplete. Convert it again")

@@ -11,7 +11,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,9 @@ class Place:
                 found = {self.path: entry}
             else:
                 found = self.filesystem.find(self.path, detail=True)
-        above = len(self.path) + 1
-        return sorted((key[above:], int(entry["size"]), _tag(entry)) for key, entry in found.items())
+        return sorted(
+            (key.removeprefix(self.path).lstrip("/"), int(entry["size"]), _tag(entry)) for key, entry in found.items()
+        )
 
     def zarr_store(self) -> Store:
         """A zarr store rooted here, for reading; its reads raise as the methods here do."""
@@ -198,7 +199,7 @@ class _RemoteStore(WrapperStore[Store]):
         self._place = place
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        with _translated(self._place):
+        with _translated(replace(self._place, name=f"{self._place.name}/{key}")):
             return await self._store.get(key, prototype, byte_range)
 
 

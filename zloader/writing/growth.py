@@ -12,13 +12,12 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.web import stored_keys
+from zloader.access.implied import implied_keys, require_objects
 from zloader.dataset import Dataset
-from zloader.errors import FormatError, MissingObjectError, SourceError, StoreError
+from zloader.errors import FormatError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
 from zloader.joining.genes import GeneRule
 from zloader.joining.problems import Problems, listed
-from zloader.opened import arrays_below
 from zloader.sources.inputs import Input
 from zloader.sources.join import JoinedMatrix
 from zloader.sources.windows import SourceMatrix
@@ -44,18 +43,10 @@ class Growth:
         self._parts = {part: sorted(self._root[part]) for part in ("layers", "obsm", "obsp") if part in self._root}
         self._names = [*dataset.matrix_names, *(f"obsm/{name}" for name in self._parts.get("obsm", []))]
         self._columns = dataset.obs_columns
-        self._refuse_incomplete()
+        # Where an object is missing or empty, zarr would write zeros in the place of what was there.
+        require_objects(implied_keys(self._root.members(max_depth=None)), dataset.object_sizes(), self._url)
         self._refuse_fixed()
         self.codec = self._common_codec()
-
-    def _refuse_incomplete(self) -> None:
-        """Where an object is missing, zarr would write zeros in the place of what was there."""
-        for _, array in arrays_below(self._root):
-            for key in stored_keys(array):
-                if key not in self.dataset.objects:
-                    raise MissingObjectError(
-                        f"{self._url}: {key} is not there: the store is incomplete. Convert it again"
-                    )
 
     def _refuse_fixed(self) -> None:
         """Raises StoreError for what lies along the rows and cannot grow."""
