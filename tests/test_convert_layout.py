@@ -28,7 +28,7 @@ from sources import (
 )
 
 import zloader as zl
-from zloader.writing.destination import MARKER
+from zloader.writing.belongings import MARKER
 from zloader.writing.encode import ChunkEncoder, chunk_elements, grid, shard_index
 
 

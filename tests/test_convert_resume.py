@@ -31,7 +31,7 @@ import zloader as zl
 from zloader import errors
 from zloader.access.location import Location
 from zloader.convert import convert_to
-from zloader.writing.destination import MARKER
+from zloader.writing.belongings import MARKER
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=3)
 

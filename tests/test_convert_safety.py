@@ -39,7 +39,8 @@ from sources import (
 from zloader import errors
 from zloader.access.location import Location
 from zloader.convert import convert_to
-from zloader.writing.destination import MARKER, PendingStore
+from zloader.writing.belongings import MARKER
+from zloader.writing.destination import PendingStore
 
 # ---- interruption
 

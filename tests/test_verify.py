@@ -31,7 +31,7 @@ from zloader.checking.differences import Sparse, bits_differ, column_difference,
 from zloader.checking.findings import Findings
 from zloader.convert import convert_to
 from zloader.verify import Verification, verify
-from zloader.writing.destination import MARKER
+from zloader.writing.belongings import MARKER
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=7)
 

@@ -100,8 +100,7 @@ def append_to(
     growth = Growth(Dataset([destination.location], None))
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
-        for source in inputs:
-            refuse_overlap(source.name, destination.location)
+        refuse_overlap(inputs, destination.location)
         content = growth.content(inputs)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))

@@ -88,8 +88,14 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
 
     A store that is there is replaced only with `overwrite`, and not before all sources have been read once; what an
     interrupted conversion left is replaced without, or with `resume` gone on with, after the last shard that is whole.
+<<<<<<< HEAD
     `progress` is shown on stderr if that is a terminal. When this raises, Ctrl-C included, nothing is being written any
     more.
+=======
+    Nothing else is ever deleted: a destination is refused that holds objects which belong to no AnnData store, or that
+    lies inside a Zarr hierarchy.
+    `progress` is shown on stderr if that is a terminal.
+>>>>>>> 68f4247 (A conversion replaces only what belongs to an AnnData store: nothing inside a Zarr hierarchy, no files of others, no other Zarr)
     Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError, StoreError.
     """
     location = Location(url=os.fspath(dest), storage_options=dict(storage_options or {}))
@@ -121,15 +127,13 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     keep_freed_memory()
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
-        for source in inputs:
-            refuse_overlap(source.name, destination.location)
+        refuse_overlap(inputs, destination.location)
         content = arranged(Content(inputs, select), options)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
         conversion = _Conversion(inputs, content, select, options, bars)
         journal = conversion.journal_to_resume(destination) if resume else None
-        if journal is None:
-            destination.check(overwrite=overwrite)
+        destination.check(overwrite=overwrite or journal is not None)
         matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
         if not matrices or matrices[0].name != "X":
             there = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
@@ -168,14 +172,21 @@ def arranged(content: Content, options: ConvertOptions) -> Content | ShuffledCon
     return ShuffledContent(content, options.shuffle_seed, bucket_bytes=options.window)
 
 
-def refuse_overlap(source: str, location: Location) -> None:
+def refuse_overlap(inputs: Sequence[Input], location: Location) -> None:
+    """Raises OptionError where a source and the destination are the same, or one of them lies in the other."""
+    for source in inputs:
+        if source.identity() and not _is_apart(source.name, location):  # an AnnData in memory lies nowhere
+            raise OptionError(
+                f"cannot convert {source.name} to {location.url}: one lies within the other. Choose another place"
+            )
+
+
+def _is_apart(source: str, location: Location) -> bool:
     if "://" in source or location.scheme != "file":
-        apart = f"{source.rstrip('/')}/" not in f"{location.url.rstrip('/')}/"
-    else:
-        path, destination = Path(source).resolve(), Path(location.path).resolve()
-        apart = path != destination and path not in destination.parents and destination not in path.parents
-    if not apart:
-        raise OptionError(f"cannot convert {source} to {location.url}: one lies within the other. Choose another place")
+        one, other = (f"{url.rstrip('/')}/" for url in (source, location.url))
+        return one not in other and other not in one  # also in a chain of URLs, such as zip://...::s3://...
+    path, destination = Path(source).resolve(), Path(location.path).resolve()
+    return path != destination and path not in destination.parents and destination not in path.parents
 
 
 def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype[Any], np.dtype[Any]]]:

@@ -22,7 +22,7 @@ from zloader.errors import FormatError, TruncatedObjectError
 from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.terms import MiB
-from zloader.writing.destination import MARKER
+from zloader.writing.belongings import MARKER
 from zloader.writing.encode import working_bytes
 
 _THREADS = 8  # enough for the latency of S3; on few cores they cost nothing

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -31,6 +31,7 @@ _WRITABLE = ("file", "s3")
 _WEB = ("http", "https")
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5")
 _REFUSALS = (PermissionError, NoCredentialsError, PartialCredentialsError)
+_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _ADVICE = {
     "s3": "the key and secret in storage_options or the AWS_* variables",
     "gs": 'GOOGLE_APPLICATION_CREDENTIALS, or give {"token": "anon"} for a public bucket',
@@ -165,7 +166,40 @@ class Location:
         if self.scheme == "file":
             return disk.listing(self.path)
         found = self.filesystem().find(self.path, detail=True)
-        return {key[len(self.path) + 1 :]: _stored_object(entry) for key, entry in found.items()}
+        # An empty object whose key ends in a slash stands for a folder in consoles of S3.
+        return {key[len(self.path) + 1 :]: _stored_object(entry) for key, entry in found.items() if key[-1] != "/"}
+
+    def names(self) -> set[str]:
+        """The first part of every key of `listing`, without going through all that lies there; none for nothing.
+
+        Of a location that is an object itself, the whole path.
+        """
+        filesystem = self.filesystem()
+        with self._translated("list"):
+            try:
+                found = filesystem.ls(self.path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                found = []
+        return {path.removeprefix(f"{self.path.rstrip('/')}/").rstrip("/") for path in found} - {""}
+
+    def enclosing(self, names: Sequence[str]) -> str | None:
+        """The path of an object with one of these names in a directory that this location lies in; None without one.
+
+        Those that the credentials do not allow to look at count as absent.
+        """
+        filesystem, own = self.filesystem(), PurePosixPath(self.path)
+        # Of a symbolic link, the directories that it leads to as well.
+        led_to = Path(self.path).resolve().parents if self.scheme == "file" else ()
+        above = {PurePosixPath(parent) for parent in (*own.parents, *led_to)} - {PurePosixPath()}
+        paths = [str(parent / name) for parent in sorted(above) for name in names]
+        with self._translated("look above"):
+            found = filesystem.cat_ranges(paths, [0] * len(paths), [1] * len(paths), on_error="return")
+            for path, first_byte in zip(paths, found, strict=True):
+                if isinstance(first_byte, bytes):
+                    return path
+                if not isinstance(first_byte, _NOT_THERE):
+                    raise first_byte
+        return None
 
     def _hdf5_file(self, filesystem: web.WebFiles) -> dict[str, StoredObject]:
         """The one object that is at an address named as HDF5 files are, if there is one."""

@@ -17,7 +17,7 @@ from zloader.access.listed import ListedStore
 from zloader.checking.findings import Findings
 from zloader.dataset import Dataset
 from zloader.errors import FormatError
-from zloader.writing.destination import MARKER
+from zloader.writing.belongings import MARKER
 from zloader.writing.objects import translated
 
 _METADATA = "zarr.json"

@@ -22,13 +22,25 @@ from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
 from zloader.access.location import Location
+<<<<<<< HEAD
 from zloader.errors import AccessDeniedError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
 from zloader.writing.ending import Writes, in_full
 from zloader.writing.objects import PARTIAL, ObjectWriter, create_object, translated
+=======
+from zloader.errors import (
+    AccessDeniedError,
+    FormatError,
+    OptionError,
+    StoreError,
+    StoreExistsError,
+    StoreNotFoundError,
+)
+from zloader.joining.problems import listed
+from zloader.writing.belongings import MARKER, METADATA, is_litter, is_under_way, may_belong, strangers
+from zloader.writing.objects import ObjectWriter, create_object, delete_objects, translated
+>>>>>>> 68f4247 (A conversion replaces only what belongs to an AnnData store: nothing inside a Zarr hierarchy, no files of others, no other Zarr)
 
-MARKER = "zloader.partial"
 _ROOT = "zarr.json"
-_METADATA = (_ROOT, ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 _NOTE = "A zloader conversion that has not ended: convert again, or go on with --resume."
 
 
@@ -42,23 +54,43 @@ class Destination:
         self.location = location
 
     def check(self, *, overwrite: bool) -> None:
-        """Raises StoreExistsError unless there is nothing, an unfinished conversion, or a store to overwrite."""
-        there, url = self.objects(), self.location.url
-        whole = there.keys() & _METADATA  # a marker beside it was left by a conversion that replaced nothing yet
-        if not there or (MARKER in there and not whole):
-            return
-        if not whole:
-            raise StoreExistsError(
-                f"{url} holds something that is no Zarr store: it is never overwritten. Move it away"
+        """Raises StoreExistsError unless there is nothing, an unfinished conversion, or an AnnData store to overwrite.
+
+        Also where something else lies among its objects, and OptionError for a place inside a Zarr hierarchy.
+        """
+        url, around = self.location.url, self.location.enclosing((_ROOT, ".zgroup", ".zarray", MARKER))
+        if around is not None:
+            raise OptionError(
+                f"{url} lies inside another store ({around} is there), which it would damage: choose another place"
             )
-        if not overwrite:
+        there = {name for name in self.location.names() if not is_litter(name)}
+        whole = there.intersection(METADATA)  # a marker beside it was left by a conversion that replaced nothing yet
+        if there and not whole and MARKER not in there:
+            raise StoreExistsError(
+                f"{url} holds something that is no AnnData store ({listed(sorted(there), 3)}): it is never "
+                "overwritten. Move it away"
+            )
+        if whole and not overwrite:
             raise StoreExistsError(
                 f"there is already a store at {url}: pass overwrite=True (--overwrite) to replace it"
             )
+        if there:
+            self._replaceable()
+
+    def _replaceable(self) -> list[str]:
+        """What may be deleted to make room for a new store. Raises StoreExistsError where anything else is there."""
+        keys = [key for key in self.objects() if key != MARKER and not is_litter(key)]
+        others = strangers(self.location, keys)
+        if others:
+            raise StoreExistsError(
+                f"{len(others)} of the objects at {self.location.url} do not belong to the store there, and are never "
+                f"deleted: {listed(others)}. Move them away, or choose another place"
+            )
+        return keys
 
     def journal(self) -> dict[str, Any] | None:
         """The journal of an interrupted conversion; None where there is none, or it had replaced nothing yet."""
-        if MARKER not in self.objects():
+        if self.location.find_object(MARKER) is None:
             return None
         with translated(f"read {MARKER} from", self.location.url):
             marker = self.location.filesystem().cat_file(f"{self.location.path}/{MARKER}")
@@ -151,17 +183,13 @@ class Destination:
             self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
 
     def _clear(self) -> None:
-        """Deletes everything but the marker, the root's metadata first."""
-        filesystem, path = self.location.filesystem(), self.location.path
-        names = {key.split("/")[0] for key in self.objects()} - {MARKER}
-        roots = [f"{path}/{name}" for name in _METADATA if name in names]
-        others = [f"{path}/{name}" for name in sorted(names.difference(_METADATA))]
-        with translated("delete what is in", self.location.url):
-            for batch in (roots, others):
-                if batch:
-                    filesystem.rm(batch, recursive=True)
-        left = self.objects().keys() - {MARKER}
-        if left:  # s3fs says nothing when it may write but not delete
+        """Deletes the store that is there but for the marker, the root's metadata first."""
+        keys = self._replaceable()
+        roots, others = [[key for key in keys if (key in METADATA) is is_root] for is_root in (True, False)]
+        delete_objects(self.location, roots)
+        delete_objects(self.location, others)
+        left = self.objects().keys() & set(keys)
+        if left:  # S3 answers with what it did not delete, which is no error
             raise AccessDeniedError(f"not allowed to delete {min(left)} from {self.location.url}: check the rights")
 
     def _drop_unfinished(self) -> None:
@@ -169,16 +197,18 @@ class Destination:
         filesystem, path = self.location.filesystem(), self.location.path
         with translated("delete from", self.location.url):
             for key in self.objects():
-                if key.endswith(PARTIAL) and key != MARKER:
+                if is_under_way(key):
                     filesystem.rm_file(f"{path}/{key}")
         if self.location.scheme != "s3":
             return
-        bucket, prefix, _ = filesystem.split_path(path)
+        bucket, key, _ = filesystem.split_path(path)
+        prefix = f"{key}/" if key else ""
         with contextlib.suppress(OSError, BotoCoreError, ClientError):  # not every key may do this, and it is only tidy
-            found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
-                which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
+                if may_belong(upload["Key"].removeprefix(prefix)):
+                    which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
 
 
 class PendingStore(WrapperStore[Store]):
@@ -284,4 +314,4 @@ def _committed(store: PendingStore) -> Iterator[None]:
 
 
 def _is_metadata(key: str) -> bool:
-    return key.rsplit("/", 1)[-1] in _METADATA
+    return key.rsplit("/", 1)[-1] in METADATA

@@ -10,9 +10,9 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
@@ -23,6 +23,7 @@ from zloader.terms import MiB
 
 PARTIAL = ".partial"  # ends the name of a local file that is being written, by zarr as well
 _PART_BYTES = 16 * MiB  # S3 takes 5 MiB to 5 GiB, and at most 10 000 parts
+_DELETED_AT_ONCE = 1000  # as many as S3 takes in one request
 _UPLOADS = 2  # parts of one object under way at once; two objects (indices and data) are written at a time
 
 
@@ -167,3 +168,28 @@ class _Translated(ObjectWriter):
 def create_object(location: Location, key: str) -> ObjectWriter:
     """Begins to write the object `key` below a location."""
     return _Translated(location, key)
+
+
+def delete_objects(location: Location, keys: Sequence[str]) -> None:
+    """Deletes exactly these objects below a location, and on a disk the directories that are then empty.
+
+    What S3 does not let be deleted stays without an error. `rm` of s3fs is not exact: it takes * ? [ for patterns.
+    """
+    with translated("delete from", location.url):
+        if location.scheme == "file":
+            _delete_files(Path(location.path), keys)
+            return
+        filesystem = location.filesystem()
+        bucket, prefix, _ = filesystem.split_path(location.path)
+        for first in range(0, len(keys), _DELETED_AT_ONCE):
+            objects = [{"Key": f"{prefix}/{key}".lstrip("/")} for key in keys[first : first + _DELETED_AT_ONCE]]
+            filesystem.call_s3("delete_objects", Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+
+
+def _delete_files(root: Path, keys: Sequence[str]) -> None:
+    for key in keys:
+        (root / key).unlink(missing_ok=True)
+    above = {directory for key in keys for directory in PurePath(key).parents[:-1]}
+    for directory in sorted(above, key=lambda path: len(path.parts), reverse=True):
+        with contextlib.suppress(OSError):  # it holds something else
+            (root / directory).rmdir()
