@@ -15,6 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
+from zloader.sources.nodes import Node
 from zloader.sources.source import open_matrix
 from zloader.sources.windows import SourceMatrix, Window
 
@@ -38,7 +39,7 @@ def any_csr(draw: st.DrawFn) -> sp.csr_matrix:
 
 def opened(x: Any, window_bytes: int) -> SourceMatrix:
     shape = x.shape if hasattr(x, "shape") else tuple(x.attrs["shape"].tolist())
-    return open_matrix(x, "X", source="memory", shape=shape, window_bytes=window_bytes)
+    return open_matrix(Node(x, "memory", "X"), "X", shape=shape, window_bytes=window_bytes)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.sources.compressed import CompressedArrays
+from zloader.sources.nodes import Node
 
 
 @given(
@@ -21,7 +22,7 @@ def test_windows_hold_every_line_once_in_order(lengths: list[int], max_elements:
     indices = np.concatenate([np.sort(rng.choice(40, n, replace=False)) for n in lengths] or [np.zeros(0)]).astype(int)
     indptr = np.concatenate([[0], np.cumsum(lengths, dtype=int)])
     x = sp.csr_matrix((np.arange(len(indices)), indices, indptr), shape=(len(lengths), 40))
-    arrays = CompressedArrays(x, at="x", axes=("row", "gene"), major=len(lengths), minor=40)
+    arrays = CompressedArrays(Node(x, "x"), axes=("row", "gene"), major=len(lengths), minor=40)
     found = []
     for line, relative, minor, values in arrays.windows(max_elements, first, whole=whole):
         assert relative[0] == 0

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
+from zloader.sources.nodes import Node
 from zloader.sources.source import open_matrix
 from zloader.writing.matrices import _row_at
 
@@ -27,7 +28,7 @@ def test_rows_behind_two_billion_values_are_read(tmp_path: Path, compression: st
             array[BIG - 9 :] = np.arange(9) + (1 if name == "data" else 0)
     with (
         h5py.File(tmp_path / "a.h5") as file,
-        open_matrix(file["X"], "X", source="a.h5", shape=(4, BIG), window_bytes=64) as matrix,
+        open_matrix(Node(file["X"], "a.h5", "X"), "X", shape=(4, BIG), window_bytes=64) as matrix,
     ):
         assert matrix.n_stored == BIG
         windows = list(matrix.windows(first_row=1))

@@ -16,13 +16,14 @@ from sources import LAYOUTS, counts, dense
 
 from zloader.errors import SourceError
 from zloader.sources.join import JoinedMatrix
+from zloader.sources.nodes import Node
 from zloader.sources.source import open_matrix
 
 DTYPES = ("bool", "int8", "uint8", "int32", "uint64", "float32", "float64")
 
 
 def opened(x, window_bytes=4096):
-    return open_matrix(x, "X", source="memory", shape=x.shape, window_bytes=window_bytes)
+    return open_matrix(Node(x, "memory", "X"), "X", shape=x.shape, window_bytes=window_bytes)
 
 
 def joined(parts, n_genes, window_bytes=4096):
@@ -134,12 +135,12 @@ def test_a_gene_no_part_has_and_a_part_without_any_gene_of_the_result(layout):
     assert_joined([(x, nowhere)], 5)
 
 
-class Compressed:
+class Compressed(dict[str, np.ndarray]):
     """A CSR or CSC matrix in float16, as it stands in a file."""
 
     def __init__(self, x):
+        super().__init__(indptr=x.indptr, indices=x.indices, data=x.data.astype(np.float16))
         self.shape, self.attrs = x.shape, {"encoding-type": f"{x.format}_matrix"}
-        self.indptr, self.indices, self.data = x.indptr, x.indices, x.data.astype(np.float16)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -90,6 +90,7 @@ MAY_NAME = {
         "zloader.convert",
         "zloader.sources.inputs",
         "zloader.sources.anndatas",
+        "zloader.sources.nodes",
         "zloader.sources.tenx",
         "zloader.joining.content",
         "zloader.joining.genes",

@@ -31,6 +31,7 @@ import zarr.errors
 from zloader.access.location import Location
 from zloader.errors import OptionError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
+from zloader.joining.problems import listed
 from zloader.joining.shuffled import ShuffledContent
 from zloader.malloc import keep_freed_memory
 from zloader.progress import Bars, progress_bars
@@ -88,14 +89,10 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
 
     A store that is there is replaced only with `overwrite`, and not before all sources have been read once; what an
     interrupted conversion left is replaced without, or with `resume` gone on with, after the last shard that is whole.
-<<<<<<< HEAD
-    `progress` is shown on stderr if that is a terminal. When this raises, Ctrl-C included, nothing is being written any
-    more.
-=======
     Nothing else is ever deleted: a destination is refused that holds objects which belong to no AnnData store, or that
     lies inside a Zarr hierarchy.
-    `progress` is shown on stderr if that is a terminal.
->>>>>>> 68f4247 (A conversion replaces only what belongs to an AnnData store: nothing inside a Zarr hierarchy, no files of others, no other Zarr)
+    `progress` is shown on stderr if that is a terminal. When this raises, Ctrl-C included, nothing is being written any
+    more.
     Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError, StoreError.
     """
     location = Location(url=os.fspath(dest), storage_options=dict(storage_options or {}))
@@ -276,7 +273,7 @@ class _Conversion:
         """The second pass, and all the rest."""
         existing = destination.objects()
         root = zarr.create_group(store, zarr_format=3, attributes=self._root_attributes())
-        writer = ElementWriter(root, self._options)
+        writer = ElementWriter(root, self._options, of=listed((source.name for source in self._inputs), 3))
         self._write_frames(writer)
         for name in ("layers", "obsm", "varm", "obsp", "varp"):
             writer.write_group(name)

@@ -100,7 +100,7 @@ class Decoder:
 
 
 def _uint32(stored: Bytes | bytes, at: int) -> int:
-    value: int = _UINT32.unpack_from(stored, at)[0]
+    value: int = _UINT32.unpack_from(memoryview(stored), at)[0]
     return value
 
 

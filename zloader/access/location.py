@@ -216,7 +216,7 @@ class Location:
                 if self.scheme == "file":
                     return disk.find(self.path, key)
                 return _stored_object(self.filesystem().info(f"{self.path}/{key}"))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
 
     @contextlib.contextmanager

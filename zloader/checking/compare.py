@@ -199,7 +199,7 @@ class Comparison:
 def _as_stored(element: Any, options: ConvertOptions) -> Any:
     """What comes back of an element that is written: lists as arrays, and the like."""
     root = zarr.create_group(MemoryStore(), zarr_format=3)
-    ElementWriter(root, options).write("element", element)
+    ElementWriter(root, options, of="the sources").write("element", element)
     return ad.io.read_elem(root["element"])
 
 

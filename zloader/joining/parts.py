@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import pandas as pd
 
 from zloader.errors import OptionError, SourceError
 from zloader.joining.genes import GeneAxis
@@ -15,7 +11,8 @@ from zloader.joining.problems import Problems, by_source, listed, refuse_unknown
 from zloader.joining.selection import Selection
 from zloader.sources.inputs import Input
 from zloader.sources.join import JoinedMatrix
-from zloader.sources.source import encoding_of, open_matrix, shape_of
+from zloader.sources.nodes import Node
+from zloader.sources.source import open_matrix
 from zloader.sources.windows import SourceMatrix
 from zloader.terms import Rows
 
@@ -52,10 +49,7 @@ class Stack:
     def open_part(self, source: Input, number: int, window_bytes: int) -> SourceMatrix:
         """What source `number` has of it. Raises SourceError."""
         shape = (source.n_rows, self.widths[number])
-        node = source.node(self.path)
-        matrix = open_matrix(node, self.path, source=source.name, shape=shape, window_bytes=window_bytes)
-        matrix.name = self.name
-        return matrix
+        return open_matrix(source.node(self.path), self.name, shape=shape, window_bytes=window_bytes)
 
 
 def keys_of(sources: Sequence[Input], part: str) -> list[str]:
@@ -123,7 +117,7 @@ def row_parts(sources: Sequence[Input], select: Selection) -> RowParts:
     for path in (f"obsp/{name}" for name in keys_of(sources, "obsp")):
         if len(sources) > 1:
             parts.dropped.append(path)
-        elif encoding_of(sources[0].node(path)) == "csr":
+        elif sources[0].node(path).encoding == "csr":
             parts.stacks.append(Stack.of_columns(path, sources[0].n_rows, 1))
         else:
             parts.elements.append(path)
@@ -139,18 +133,15 @@ def _common_width(sources: Sequence[Input], path: str) -> int | None:
         raise SourceError(f"{path} cannot be joined, it is {by_source(kinds)}: {_CHOOSE.format('obsm')}")
     if not found <= {"dense", "sparse", "array"}:
         return None
-    shapes = {name: shape_of(node, f"{name}: {path}")[1:] for name, node in nodes.items()}
+    shapes = {name: node.shape[1:] for name, node in nodes.items()}
     if len(set(shapes.values())) > 1:
         widths = {name: f"{' x '.join(map(str, shape))} wide" for name, shape in shapes.items()}
         raise SourceError(f"{path} cannot be joined, it is {by_source(widths)}: {_CHOOSE.format('obsm')}")
     return next(iter(shapes.values()))[0] if found == {"dense"} else None
 
 
-def _kind_by_rows(node: Any) -> str:
-    if isinstance(node, pd.DataFrame):
-        return "dataframe"
-    encoding = encoding_of(node)
-    if encoding != "dense":
-        return "sparse" if encoding in ("csr", "csc") else encoding
-    dtype = np.dtype(node.dtype)
-    return "dense" if dtype.kind in "biuf" and dtype.itemsize <= 8 and len(node.shape) == 2 else "array"
+def _kind_by_rows(node: Node) -> str:
+    if node.encoding != "dense":
+        return "sparse" if node.encoding in ("csr", "csc") else node.encoding
+    is_numbers = node.dtype.kind in "biuf" and node.dtype.itemsize <= 8
+    return "dense" if is_numbers and len(node.shape) == 2 else "array"

@@ -37,7 +37,7 @@ _BY_OBJECTS = {
 
 def stored_kind(node: Any) -> str | None:
     """The kind of a column in an .h5ad file or AnnData Zarr, from its metadata; None where they do not say."""
-    encoding = node.attrs.get("encoding-type")
+    encoding = str(node.attrs.get("encoding-type"))
     if encoding == "categorical":
         return stored_kind(node["categories"]) if node["categories"].shape != (0,) else NOTHING
     if encoding == "array" and "categories" not in node.attrs:

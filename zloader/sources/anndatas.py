@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,9 +15,8 @@ import anndata.abc
 import h5py
 import pandas as pd
 
-from zloader.access.implied import undecodable_key
-from zloader.errors import SourceError, ZloaderError
-from zloader.metadata import stored_length
+from zloader.errors import SourceError
+from zloader.sources.nodes import Node, reading
 from zloader.sources.places import Objects
 
 _PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")
@@ -74,8 +72,8 @@ class Input(ABC):
     def __contains__(self, path: str) -> bool: ...
 
     @abstractmethod
-    def node(self, path: str) -> Any:
-        """An element not yet read: a group, dataset or array; as it is in memory."""
+    def node(self, path: str) -> Node:
+        """An element not yet read."""
 
     @abstractmethod
     def element(self, path: str) -> Any:
@@ -106,11 +104,13 @@ class StoredInput(Input):
         self, root: Any, name: str, label: str, *, objects: Objects, close: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(name, label, objects)
-        self._root = root
+        self._root = Node(root, name)
         self._check()
+        self._index = {frame: str(self._root[frame].attrs["_index"]) for frame in ("obs", "var")}
         self.n_rows, self.n_genes = self._length("obs"), self._length("var")
-        self.has_raw = "raw" in root and not hasattr(root["raw"], "dtype")  # an array says that there is none
-        self.obs_columns = [str(column) for column in root["obs"].attrs["column-order"]]
+        self.has_raw = "raw" in self._root and not self._root["raw"].is_array  # an array says that there is none
+        with reading(f"{name}: column-order of obs"):
+            self.obs_columns = [str(column) for column in self._root["obs"].attrs["column-order"]]
         # Also at the interpreter's end: HDF5 crashes there when a file that Python reads for it is still open.
         self._close = weakref.finalize(self, close)
 
@@ -120,43 +120,57 @@ class StoredInput(Input):
     def _check(self) -> None:
         missing = [name for name in ("obs", "var", "X") if name not in self._root]
         if {"obs", "var"} & set(missing):  # without X, a layer can still be taken as X
-            there = ", ".join(sorted(self._root)) or "nothing"
+            there = ", ".join(self._root.names()) or "nothing"
             raise SourceError(
                 f"{self.name} has no {' and no '.join(missing)}: not an AnnData to train on. It holds: {there}"
             )
-        if hasattr(self._root["obs"], "dtype") or "raw.X" in self._root:
+        if self._root["obs"].is_array or "raw.X" in self._root:
             raise SourceError(
                 f"{self.name} was written by anndata before 0.7: read_h5ad and write_h5ad it with a newer one"
             )
         for frame in ("obs", "var"):
             attributes = self._root[frame].attrs
-            if attributes.get("encoding-type") != "dataframe" or not {"_index", "column-order"} <= set(attributes):
+            if str(attributes.get("encoding-type")) != "dataframe" or not {"_index", "column-order"} <= set(attributes):
                 raise self._no_frame(frame)
 
     def _no_frame(self, path: str) -> SourceError:
         return SourceError(f"{self.name}: {path} is not a data frame, so this is no AnnData")
 
     def _length(self, frame: str) -> int:
-        length = stored_length(self.node(f"{frame}/{self._root[frame].attrs['_index']}"))
-        if length is None:
+        index = self.node(f"{frame}/{self._index[frame]}")
+        for part in ("values", "codes"):  # of strings that may be missing, and of a categorical
+            index = index[part] if not index.is_array and part in index else index
+        if not index.is_array or len(index.shape) != 1:
             raise self._no_frame(frame)
-        return length
+        return index.shape[0]
 
     def obs_names(self) -> pd.Index:
         if self._old_obs is not None:
             return self._old_obs.index
-        column = str(self._root["obs"].attrs["_index"])
-        return pd.Index(self.element(f"obs/{column}"), name=None if column == "_index" else column)
+        column = self._index["obs"]
+        return pd.Index(self._column(column), name=None if column == "_index" else column)
 
     def obs_column(self, name: str) -> pd.Series:
         if self._old_obs is not None:
             return self._old_obs[name].reset_index(drop=True)
-        return pd.Series(self.element(f"obs/{name}"), name=name)
+        return pd.Series(self._column(name), name=name)
+
+    def _column(self, name: str) -> Any:
+        """The values of a column of obs."""
+        column = self.element(f"obs/{name}")
+        self._require_shape(f"obs/{name}", getattr(column, "shape", ()), (self.n_rows,))
+        return column
 
     @cached_property
     def _old_obs(self) -> pd.DataFrame | None:
         """All of an obs that anndata 0.7 wrote: its columns do not say of themselves that they are categorical."""
-        return self._frame("obs") if self._root["obs"].attrs.get("encoding-version") == "0.1.0" else None
+        if str(self._root["obs"].attrs.get("encoding-version")) != "0.1.0":
+            return None
+        frame = self._frame("obs")
+        missing = [name for name in self.obs_columns if name not in frame]
+        if missing:
+            raise self._none_at(f"obs/{missing[0]}", list(frame.columns))
+        return frame
 
     def var(self, raw: bool = False) -> pd.DataFrame:
         return self._frame("raw/var" if raw else "var")
@@ -165,33 +179,37 @@ class StoredInput(Input):
         frame = self.element(path)
         if not isinstance(frame, pd.DataFrame):
             raise self._no_frame(path)
+        if path in ("obs", "var"):
+            self._require_shape(path, frame.shape[:1], (self.n_rows if path == "obs" else self.n_genes,))
         return frame
 
+    def _require_shape(self, path: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            raise SourceError(f"{self.name}: {path} has shape {found}, not {wanted}: the file is damaged")
+
     def keys(self, part: str) -> list[str]:
-        group = self._root.get(part, ())
-        return [] if hasattr(group, "dtype") else sorted(group)
+        if part not in self._root or self._root[part].is_array:
+            return []
+        return self._root[part].names()
 
     def __contains__(self, path: str) -> bool:
-        return path in self._root and not (path == "X" and self._root["X"].attrs.get("encoding-type") == "null")
+        return path in self._root and not (path == "X" and self._root["X"].encoding == "null")
 
-    def node(self, path: str) -> Any:
+    def node(self, path: str) -> Node:
         if path not in self:
             above = path.rpartition("/")[0]
-            raise self._none_at(path, self.keys(above) if above else sorted(self._root))
+            raise self._none_at(path, self.keys(above) if above else self._root.names())
         return self._root[path]
 
     def element(self, path: str) -> Any:
-        node = self.node(path)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ad.OldFormatWarning)  # what is written is in the new one
-                return ad.io.read_elem(node)
-        except ZloaderError:
-            raise
-        except Exception as error:
-            key = undecodable_key(node)
-            damaged = "" if key is None else f", whose object {key} is damaged"
-            raise SourceError(f"{self.name}: anndata cannot read {path}{damaged}: {error}") from error
+        element = self.node(path).element()
+        length = {"obsm": self.n_rows, "obsp": self.n_rows, "varm": self.n_genes, "varp": self.n_genes}
+        part, _, name = path.partition("/")
+        if name and part in length:
+            with reading(f"{self.name}: {path}", "has no length"):
+                shape = element.shape if hasattr(element, "shape") else (len(element),)
+            self._require_shape(path, shape[:1], (length[part],))
+        return element
 
 
 class MemoryInput(Input):
@@ -233,21 +251,23 @@ class MemoryInput(Input):
 
     def _find(self, path: str) -> Any:
         holder, part, key = self._split(path)
-        found = self._x if path == "X" else getattr(holder, part, None)
-        return found.get(key) if key and found is not None else found
+        with reading(f"{self.name}: {path}"):  # from a file, where the AnnData is backed
+            found = self._x if path == "X" else getattr(holder, part, None)
+            return found.get(key) if key and found is not None else found
 
     def __contains__(self, path: str) -> bool:
         holder, part, key = self._split(path)
         return key in getattr(holder, part, ()) if key else self._find(path) is not None
 
-    def node(self, path: str) -> Any:
+    def node(self, path: str) -> Node:
         if path not in self:
             above = path.rpartition("/")[0]
             there = self.keys(above) if above else ["obs", "var", *(part for part in _PARTS if self.keys(part))]
             raise self._none_at(path, there)
         found = self._find(path)
-        return found.group if isinstance(found, anndata.abc.CSRDataset | anndata.abc.CSCDataset) else found
+        is_backed = isinstance(found, anndata.abc.CSRDataset | anndata.abc.CSCDataset)
+        return Node(found.group if is_backed else found, self.name, path)
 
     def element(self, path: str) -> Any:
-        found = self.node(path)
-        return ad.io.read_elem(found) if isinstance(found, h5py.Dataset | h5py.Group) else found
+        node = self.node(path)
+        return node.element() if isinstance(node.native, h5py.Dataset | h5py.Group) else node.native

@@ -11,12 +11,12 @@ from typing import Any, TypeAlias, cast
 import anndata as ad
 import h5py
 import zarr
-import zarr.errors
 
 from zloader.access.implied import arrays_below, require_objects, stored_keys
 from zloader.access.listed import ListedStore
 from zloader.errors import OptionError, SourceError, ZloaderError
 from zloader.sources.anndatas import Input, MemoryInput, StoredInput
+from zloader.sources.nodes import Node, reading
 from zloader.sources.places import BlockCache, Place, places
 from zloader.sources.tenx import MATRIX_FILES, is_10x, read_10x
 
@@ -84,48 +84,51 @@ def _in_memory(place: Place, reader: str) -> Input:
 def _open_hdf5(place: Place, cache: BlockCache) -> Input:
     with contextlib.suppress(ImportError):
         importlib.import_module("hdf5plugin")  # makes blosc and other filters known to HDF5
-    try:
-        file = h5py.File(place.file(cache), "r")
-    except ZloaderError:
-        raise
-    except OSError as error:
-        if "signature not found" in str(error):
-            raise SourceError(f"{place.name} is not an HDF5 file, so not an .h5ad either") from error
-        raise SourceError(f"{place.name} cannot be opened ({error}): was it cut short while it was copied?") from error
+    with reading(place.name, "cannot be opened"):
+        try:
+            file = h5py.File(place.file(cache), "r")
+        except OSError as error:
+            if isinstance(error, ZloaderError):
+                raise
+            if "signature not found" in str(error):
+                raise SourceError(f"{place.name} is not an HDF5 file, so not an .h5ad either") from error
+            raise SourceError(
+                f"{place.name} cannot be opened ({error}): was it cut short while it was copied?"
+            ) from error
     with contextlib.ExitStack() as opened:
         opened.enter_context(file)
-        if is_10x(file):
+        if is_10x(Node(file, place.name)):
             return _in_memory(place, "read_10x_h5")
         found = StoredInput(file, place.name, place.label, objects=place.objects(), close=file.close)
         opened.pop_all()
     return found
 
 
-def _open_zarr(place: Place) -> Iterator[Input]:
+def _open_zarr(place: Place) -> list[Input]:
     objects = place.objects()
     sizes = {key: size for key, size, _ in objects} if place.can_be_listed else {}
     store = ListedStore(place.zarr_store(), place.name, sizes)
-    try:
+    with reading(place.name, "is not a Zarr group"):
         root = zarr.open_group(store, mode="r")
-        store.complete = "zloader" in root.attrs
+        attributes = dict(root.attrs)
+        store.complete = "zloader" in attributes
         if place.can_be_listed and (store.complete or 0 in sizes.values()):
             keys = (key for array in arrays_below(root) for key in stored_keys(array))
             require_objects(keys, sizes, place.name, absent_is_fill=not store.complete)
-    except ZloaderError:
-        raise
-    except (zarr.errors.BaseZarrError, ValueError, KeyError, FileNotFoundError) as error:
-        raise SourceError(f"{place.name} is not a Zarr group: {error}") from error
     if not place.can_be_listed and root.metadata.consolidated_metadata is None:
         raise SourceError(
             f"the metadata of {place.name} is not consolidated, and a web server does not list what there is: "
             "zarr.consolidate_metadata it"
         )
-    if root.attrs.get("encoding-type") != _COLLECTION:
-        yield StoredInput(root, place.name, place.label, objects=objects)
-        return
-    datasets = sorted((name for name in root if name.startswith("dataset_")), key=lambda name: (len(name), name))
+    if attributes.get("encoding-type") != _COLLECTION:
+        return [StoredInput(root, place.name, place.label, objects=objects)]
+    datasets = [name for name in Node(root, place.name).names() if name.startswith("dataset_")]
     if not datasets:
         raise SourceError(f"{place.name} is an annbatch collection without a dataset_0")
-    for dataset in datasets:
+    inputs: list[Input] = []
+    for dataset in sorted(datasets, key=lambda name: (len(name), name)):
         own = [stored for stored in objects if stored[0].startswith(f"{dataset}/")] or objects
-        yield StoredInput(root[dataset], f"{place.name}/{dataset}", f"{place.label}/{dataset}", objects=own)
+        with reading(f"{place.name}/{dataset}", "is not a Zarr group"):
+            group = root[dataset]
+        inputs.append(StoredInput(group, f"{place.name}/{dataset}", f"{place.label}/{dataset}", objects=own))
+    return inputs

@@ -6,17 +6,17 @@ import importlib
 import warnings
 from typing import Any
 
-import h5py
-
 from zloader.errors import SourceError
+from zloader.sources.nodes import Node, reading
 from zloader.sources.places import Place
 
 MATRIX_FILES = ("matrix.mtx", "matrix.mtx.gz")
 
 
-def is_10x(file: h5py.File) -> bool:
+def is_10x(file: Node) -> bool:
     """Whether an HDF5 file is one of Cell Ranger's: of version 3 and later, or older with a group a genome."""
-    return any(isinstance(group, h5py.Group) and {"barcodes", "indptr"} <= set(group) for group in file.values())
+    groups = (file[name] for name in file.names())
+    return any(not group.is_array and "barcodes" in group and "indptr" in group for group in groups)
 
 
 def read_10x(place: Place, reader: str) -> Any:
@@ -29,12 +29,9 @@ def read_10x(place: Place, reader: str) -> Any:
         raise SourceError(f"{place.name} holds a 10x matrix, which is read from a local disk only: download it")
     scanpy = _scanpy(place)
     keep_all = {"gex_only": False} if reader == "read_10x_h5" else {"gex_only": False, "make_unique": False}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that names come twice is for whoever joins to say
-            return getattr(scanpy, reader)(place.path, **keep_all)
-    except Exception as error:
-        raise SourceError(f"{place.name}: scanpy cannot read it as a 10x matrix: {error}") from error
+    with reading(place.name, "cannot be read by scanpy as a 10x matrix"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that names come twice is for whoever joins to say
+        return getattr(scanpy, reader)(place.path, **keep_all)
 
 
 def _scanpy(place: Place) -> Any:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from zloader.compiled import compiled
 from zloader.gather import indptr_of
 from zloader.sources.compressed import CompressedArrays, split_rows
+from zloader.sources.nodes import Node
 from zloader.sources.spill import Spill, behind, rows_a_bucket, smallest_index
 from zloader.sources.windows import Advance, SourceMatrix, Window, canonical, skip_rows
 from zloader.terms import Rows
@@ -32,11 +33,11 @@ class CscMatrix(SourceMatrix):
 
     encoding = "csc"
 
-    def __init__(self, group: Any, name: str, *, at: str, shape: tuple[int, int], window_bytes: int) -> None:
+    def __init__(self, node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> None:
         super().__init__(name, n_rows=shape[0], n_genes=shape[1])
-        self._stored = CompressedArrays(group, at=at, axes=("gene", "row"), major=shape[1], minor=shape[0])
+        self._stored = CompressedArrays(node, axes=("gene", "row"), major=shape[1], minor=shape[0])
         self.n_stored, self.dtype = self._stored.n_values, self._stored.dtype
-        self.genes_dtype, self.indptr_dtype = self._stored.indices.dtype, self._stored.indptr.dtype
+        self.genes_dtype, self.indptr_dtype = self._stored.genes_dtype, self._stored.indptr_dtype
         self._bits = np.dtype(f"u{self.dtype.itemsize}")  # values are only moved, and numba has no float16
         self._genes = smallest_index(self.n_genes)
         element_bytes = self.dtype.itemsize + self._genes.itemsize

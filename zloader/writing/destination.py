@@ -22,11 +22,6 @@ from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
 from zloader.access.location import Location
-<<<<<<< HEAD
-from zloader.errors import AccessDeniedError, FormatError, StoreError, StoreExistsError, StoreNotFoundError
-from zloader.writing.ending import Writes, in_full
-from zloader.writing.objects import PARTIAL, ObjectWriter, create_object, translated
-=======
 from zloader.errors import (
     AccessDeniedError,
     FormatError,
@@ -37,8 +32,8 @@ from zloader.errors import (
 )
 from zloader.joining.problems import listed
 from zloader.writing.belongings import MARKER, METADATA, is_litter, is_under_way, may_belong, strangers
+from zloader.writing.ending import Writes, in_full
 from zloader.writing.objects import ObjectWriter, create_object, delete_objects, translated
->>>>>>> 68f4247 (A conversion replaces only what belongs to an AnnData store: nothing inside a Zarr hierarchy, no files of others, no other Zarr)
 
 _ROOT = "zarr.json"
 _NOTE = "A zloader conversion that has not ended: convert again, or go on with --resume."
@@ -58,6 +53,7 @@ class Destination:
 
         Also where something else lies among its objects, and OptionError for a place inside a Zarr hierarchy.
         """
+        self.location.require_writable()
         url, around = self.location.url, self.location.enclosing((_ROOT, ".zgroup", ".zarray", MARKER))
         if around is not None:
             raise OptionError(

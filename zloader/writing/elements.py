@@ -21,8 +21,9 @@ _CHUNK_BYTES = MiB  # such arrays are read whole: few chunks, but enough to deco
 class ElementWriter:
     """Writes elements below a group, with checksums, and never a chunk left out. Raises SourceError or StoreError."""
 
-    def __init__(self, root: zarr.Group, options: ConvertOptions) -> None:
-        self._root, self._options = root, options
+    def __init__(self, root: zarr.Group, options: ConvertOptions, *, of: str) -> None:
+        """`of` names the sources in messages."""
+        self._root, self._options, self._of = root, options, of
 
     def write(self, path: str, element: Any) -> None:
         """Stores what anndata can store at a path; its parent groups are there."""
@@ -38,7 +39,7 @@ class ElementWriter:
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
         except Exception as error:
-            raise SourceError(f"{path} cannot be written as Zarr: {error}") from error
+            raise SourceError(f"{path} of {self._of} cannot be written as Zarr: {error}") from error
 
     def write_group(self, path: str, kind: str = "dict", version: str = "0.1.0", **attributes: Any) -> None:
         """Makes an empty element of this encoding."""
