@@ -87,7 +87,8 @@ class _Channel(Generic[Item]):
     def __init__(self, ready_bytes: int) -> None:
         self.ready_bytes = ready_bytes
         self.taken: queue.SimpleQueue[tuple[Sequence[Item], int] | BaseException | None] = queue.SimpleQueue()
-        self.lock = threading.Lock()
+        # Reentrant, since garbage may be collected at any moment: also a dropped Bridge by a thread that holds its lock.
+        self.lock = threading.RLock()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.task: asyncio.Task[None] | None = None
         self.budget: ByteBudget | None = None
@@ -160,6 +161,7 @@ def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.T
 class Bridge(Generic[Item], Iterator[Item]):
     """Iterates over the items that the coroutine `produce(put)` puts, on the thread that calls `next`.
 
+    Any thread may call it, but only one at a time; `close` may be called meanwhile, and ends that call.
     An exception in `next`, KeyboardInterrupt included, ends the iteration, as it ends a generator.
     Raises ForkError in a forked child, where nothing would ever come.
     """

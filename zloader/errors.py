@@ -6,6 +6,7 @@ Each message says what went wrong, with which value, and what to do.
     ├── OptionError (ValueError)              an option or argument that makes no sense
     ├── MissingColumnError (KeyError)         an obs column that is not there; the message lists those that are
     ├── ForkError (RuntimeError)              object storage used after fork()
+    ├── ConcurrentUseError (RuntimeError)     an iterator used by two threads at once
     ├── SourceError (ValueError)              a file given to convert that cannot be converted
     ├── CacheError (ValueError)               a directory that is no cache, or no mirror to open offline
     └── StoreError
@@ -41,6 +42,10 @@ class MissingColumnError(ZloaderError, KeyError):
 
 class ForkError(ZloaderError, RuntimeError):
     """Object storage was used by the parent before this process was forked."""
+
+
+class ConcurrentUseError(ZloaderError, RuntimeError):
+    """An iterator was asked for a minibatch while another thread was waiting for one."""
 
 
 class SourceError(ZloaderError, ValueError):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch.utils.data
 
 from zloader.bridge import Bridge
 from zloader.dataset import Dataset
 from zloader.epochs import EpochCount
-from zloader.errors import OptionError
+from zloader.errors import ConcurrentUseError, OptionError
 from zloader.fetch import FetchScheduler, Recipe
 from zloader.genes import ChosenGenes, Genes
 from zloader.malloc import keep_freed_memory
@@ -50,6 +51,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     `local_world_size` (or LOCAL_WORLD_SIZE) each, share out the same contiguous part of the rows in every epoch: its
     mirror holds that part alone, for which minibatches mix the rows of one part only. Where the rows are no multiple
     of the machines, fewer rows than there are machines are left out, others each epoch: two epochs have all.
+
+    Any thread may take the next minibatch of an iterator or close it, but two that take one at the same time raise
+    ConcurrentUseError. Iterators that exist side by side do not disturb one another: each is an epoch of its own, and
+    `state_dict` and `statistics`, which any thread may call, speak of the one that began last.
 
     Raises OptionError, MissingColumnError or FormatError when made; any ReadError in the loop.
     """
@@ -104,7 +109,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._sent_from: Place | None = None  # of the process that pickled this loader
         self._own: Position | None = None  # of this worker, one of several, in the epoch that begins next
         self._current: _Record | None = None  # of the epoch that state_dict speaks of
-        self._record = _Record(epoch=0, counters=Counters())
+        self._record = _Record(epoch=0)
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
 
@@ -150,12 +155,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
                 "DataLoader workers iterate, and this process does not know what they have yielded: use num_workers=0, "
                 "or torchdata's StatefulDataLoader"
             )
-        if self._current is None:
+        current = self._current  # read once: another thread may begin an epoch
+        if current is None:
             position = self._own or self._epochs.next()
-        elif self._current.finished and worker is None:
-            position = Position(epoch=self._current.epoch + 1)
+        elif current.finished and worker is None:
+            position = Position(epoch=current.epoch + 1)
         else:
-            position = self._current.position
+            position = current.position
         return as_state(position, self._identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,6 +218,11 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
         skip = position.worker_minibatches
+        if n_workers > 1:
+            position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
+        # Before all that takes time: another thread may ask for the state meanwhile.
+        record = _Record(epoch=plan.epoch, begun_at=position, world_size=plan.world_size)
+        self._record = self._current = record
         fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
         recipe = Recipe(
@@ -228,6 +239,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if self.options.tune_malloc:
             keep_freed_memory()
         scheduler = FetchScheduler(recipe, self.options, self._buffers)
+        record.counters = scheduler.counters
 
         log.debug(
             "epoch %d of %s begins: rank %d of %d, worker %d of %d",
@@ -238,14 +250,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             worker_id,
             n_workers,
         )
-        if n_workers > 1:
-            position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
-        self._record = self._current = _Record(
-            epoch=plan.epoch, counters=scheduler.counters, begun_at=position, world_size=plan.world_size
-        )
         bridge = scheduler.start(fetches, name="zloader-fetch")
         convert = functools.partial(as_minibatch, self.dataset, self.layout, var)
-        return _Epoch(bridge, self._record, convert, self._epochs)
+        return _Epoch(bridge, record, convert, self._epochs)
 
 
 @dataclass
@@ -253,7 +260,7 @@ class _Record:
     """What is known of an epoch while it lasts and after; holds no thread, so that a dropped epoch can end."""
 
     epoch: int
-    counters: Counters
+    counters: Counters = field(default_factory=Counters)
     begun_at: Position = field(default_factory=lambda: Position(epoch=0))
     world_size: int = 1
     finished: bool = False
@@ -289,26 +296,37 @@ class _Epoch(Iterator[Minibatch]):
         self._convert = convert
         self._epochs = epochs
         self._closed = False
+        self._in_use = threading.Lock()
 
     def __next__(self) -> Minibatch:
+        if not self._in_use.acquire(blocking=False):
+            raise ConcurrentUseError(
+                "another thread is waiting for this iterator's next minibatch: only one thread at a time may call "
+                "next(). Hold a lock around it, or have one thread hand the minibatches to the others"
+            )
+        try:
+            return self._next()
+        finally:
+            self._in_use.release()
+
+    def _next(self) -> Minibatch:
         if self._closed:
             raise StopIteration
         try:
-            arrays = next(self._bridge)
+            minibatch: Minibatch = self._convert(next(self._bridge))
         except StopIteration:
             self._record.finished = not self._closed
             log.debug("epoch ends: %r", self._record.statistics())
             raise
         except BaseException as error:
-            self._closed = True  # what comes after an error is no end of the epoch
+            self.close()  # what comes after an error is no end of the epoch
             log.debug("epoch ends with %r: %r", error, self._record.statistics())
             raise
         finally:
             self._record.wait_s = self._bridge.wait_s
             self._record.elapsed_s = time.perf_counter() - self._record.started
-        self._record.rows += len(arrays.index)
+        self._record.rows += len(minibatch)
         self._record.minibatches += 1
-        minibatch: Minibatch = self._convert(arrays)
         return minibatch
 
     def close(self) -> None:
@@ -328,3 +346,9 @@ class _Epoch(Iterator[Minibatch]):
         if state["finished"] and torch.utils.data.get_worker_info() is None:
             self.close()
             self._epochs.restart(self._record.begun_at)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "the iterator of a Loader cannot be copied or pickled, since threads belong to it: pickle the Loader, or "
+            "save its state_dict()"
+        )
