@@ -307,7 +307,11 @@ BAD = {
     "no shape": (edited(lambda f: f["X"].attrs.__delitem__("shape")), errors.SourceError, "X has no shape"),
     "X of text": (edited(replace("X", np.array([b"a"]))), errors.SourceError, "X has shape"),
     "X 1-d": (edited(replace("X", np.ones(60))), errors.SourceError, r"X has shape \(60,\)"),
-    "data of text": (edited(replace("X/data", np.array([b"a"] * counts().nnz))), errors.SourceError, "not numbers"),
+    "data of text": (
+        edited(replace("X/data", np.array([b"a"] * counts().nnz))),
+        errors.SourceError,
+        "not real numbers",
+    ),
     "float indices": (edited(replace("X/indices", np.ones(counts().nnz))), errors.SourceError, "whole numbers"),
     "other shape": (edited(lambda f: f["X"].attrs.__setitem__("shape", [59, 300])), errors.SourceError, "shape"),
     "unknown X": (edited(lambda f: f["X"].attrs.__setitem__("encoding-type", "awk")), errors.SourceError, "is a awk"),

@@ -38,6 +38,7 @@ LAYERS = {
     "zloader.genes": 1,
     "zloader.blosc": 1,
     "zloader.decode": 1,
+    "zloader.limits": 1,
     "zloader.gather": 1,
     "zloader.access": 2,
     "zloader.caching": 2,

@@ -215,8 +215,7 @@ def test_state_and_statistics_while_another_thread_iterates(loader):
             states.append((loader.state_dict(), loader.statistics().minibatches))
 
     threads = started(ask)
-    for _ in minibatches:
-        known.append(loader.state_dict())
+    known.extend(loader.state_dict() for _ in minibatches)
     known.append(loader.state_dict())
     done.set()
     joined(threads)

@@ -16,8 +16,8 @@ from zloader.access.stored import joint_fingerprint
 from zloader.caching.caches import Place
 from zloader.caching.kept import load_column, save_column
 from zloader.caching.keptobs import load_obs, save_obs
-from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike, unfit_obsm
-from zloader.errors import MissingColumnError, OptionError, ZloaderError
+from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require_alike, require_exact, unfit_obsm
+from zloader.errors import FormatError, MissingColumnError, OptionError, ZloaderError
 from zloader.mirror import open_place
 from zloader.opened import OpenedStore
 from zloader.terms import Cache
@@ -64,8 +64,8 @@ class Annotated:
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The obs frame, or only some columns of it, with the obs names as its index."""
         names = self.obs_columns if columns is None else list(columns)
-        index = pd.Index(concatenated([store.names("obs").array for store in self.stores]))
-        return pd.DataFrame({name: concatenated(self._obs_elements(name)) for name in names}, index=index)
+        index = pd.Index(concatenated("index", [store.names("obs").array for store in self.stores]))
+        return pd.DataFrame({name: concatenated(name, self._obs_elements(name)) for name in names}, index=index)
 
     def categories(self, column: str) -> pd.Index:
         """Labels of an obs column: code c of a minibatch stands for `categories(column)[c]`, code -1 for none.
@@ -85,7 +85,7 @@ class Annotated:
         if column not in self._columns:
             kept = None if self.place is None else load_obs(self.place, column, self.n_obs)
             if kept is None:
-                kept = joined([as_numbers(column, values) for values in self._obs_elements(column)])
+                kept = joined(column, [as_numbers(column, values) for values in self._obs_elements(column)])
                 kept = kept if self.place is None else save_obs(self.place, column, kept)
             self._columns[column] = kept
         return self._columns[column]
@@ -118,7 +118,7 @@ class Annotated:
     @cached_property
     def obsm_names(self) -> list[str]:
         """Names of what every store has in obsm."""
-        first, *others = (set(store.root.get("obsm", {})) for store in self.stores)
+        first, *others = (set(store.keys("obsm")) for store in self.stores)
         return sorted(first.intersection(*others))
 
     def obsm_array(self, name: str) -> NDArray[Any]:
@@ -136,6 +136,8 @@ class Annotated:
         """The arrays of all stores as one, mapped where there is a cache."""
         shape, dtype = (sum(map(len, arrays)), *arrays[0].shape[1:]), np.result_type(*arrays)
         kept = None if self.place is None else load_column(self.place, name, shape=shape, dtype=dtype)
+        if kept is None:
+            require_exact(name, arrays)
         if kept is None and self.place is not None:
             kept = save_column(self.place, name, arrays, shape=shape, dtype=dtype)
         return np.concatenate(arrays) if kept is None else kept
@@ -153,14 +155,17 @@ class Annotated:
         """Raises what `obsm_array` would raise for the first name that minibatches cannot have, without reading it."""
         for name in names:
             for store in self.stores:
-                if name not in store.root.get("obsm", {}):
+                if name not in store.keys("obsm"):
                     known = ", ".join(map(repr, self.obsm_names)) or "none"
                     raise MissingColumnError(f"there is no obsm {name!r} in {store.location.url}; there are: {known}")
             if (unfit := self._unfit_obsm(name)) is not None:
                 raise unfit
 
     def _unfit_obsm(self, name: str) -> ZloaderError | None:
-        nodes = [store.root["obsm"][name] for store in self.stores]
+        try:
+            nodes = [store.node(f"obsm/{name}") for store in self.stores]
+        except FormatError as error:
+            return error
         return unfit_obsm(name, nodes, [store.n_obs for store in self.stores], self._urls)
 
 

@@ -87,7 +87,7 @@ class _Channel(Generic[Item]):
     def __init__(self, ready_bytes: int) -> None:
         self.ready_bytes = ready_bytes
         self.taken: queue.SimpleQueue[tuple[Sequence[Item], int] | BaseException | None] = queue.SimpleQueue()
-        # Reentrant, since garbage may be collected at any moment: also a dropped Bridge by a thread that holds its lock.
+        # Reentrant, since garbage is collected at any moment: also a dropped Bridge by a thread that holds its lock.
         self.lock = threading.RLock()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.task: asyncio.Task[None] | None = None

@@ -44,7 +44,7 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
         return ObsColumn(values=np.asarray(column.codes), categories=as_labels(column.categories))
     values = np.asarray(column)
     if isinstance(column, pd.api.extensions.ExtensionArray) and pd.api.types.is_numeric_dtype(column.dtype):
-        return ObsColumn(values=_nullable(column), categories=None)
+        return ObsColumn(values=_nullable(name, column), categories=None)
     if values.dtype.kind in "biuf":
         return ObsColumn(values=native(values), categories=None)
     if values.dtype.kind in "OUST":
@@ -70,18 +70,45 @@ def native(values: NDArray[Any]) -> NDArray[Any]:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-def _nullable(column: Any) -> NDArray[Any]:
+def _nullable(name: str, column: Any) -> NDArray[Any]:
     """A pandas nullable column as plain numbers; floats with NaN where there is a missing value."""
-    if column.isna().any():
-        return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan))
-    return np.asarray(column.to_numpy(dtype=column.dtype.numpy_dtype))
+    dtype, missing = column.dtype.numpy_dtype, np.asarray(column.isna())
+    if not missing.any():
+        return np.asarray(column.to_numpy(dtype=dtype))
+    large = _beyond_float64(column[~missing].to_numpy(dtype=dtype))
+    if large is not None:
+        raise OptionError(
+            f"obs column {name!r} holds {large} and missing values: no dtype of a tensor holds both. Fill in what is "
+            "missing, or leave the column out"
+        )
+    return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan))
 
 
-def joined(columns: Sequence[ObsColumn]) -> ObsColumn:
+def _beyond_float64(values: NDArray[Any]) -> np.integer | None:
+    """One of the integers up to which float64 does not hold all; None where there is none."""
+    if values.dtype.kind not in "iu" or values.size == 0:
+        return None
+    most = 2 ** np.finfo(np.float64).nmant * 2
+    return next((value for value in (values.min(), values.max()) if not -most <= int(value) <= most), None)
+
+
+def require_exact(name: str, arrays: Sequence[NDArray[Any]]) -> None:
+    """Raises FormatError where the dtype that the arrays of all stores promote to rounds one of their numbers."""
+    common = np.result_type(*arrays)
+    for array in arrays if common.kind == "f" else ():
+        if (large := _beyond_float64(array)) is not None:
+            dtypes = ", ".join(sorted({str(each.dtype) for each in arrays}))
+            raise FormatError(
+                f"{name} holds {large} in one of the stores, which are of {dtypes}: together they would be {common}, "
+                "which does not hold it. Leave it out, or write these stores again with it alike in all"
+            )
+
+
+def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
     """The same column of several stores as one column over all their rows.
 
     Codes are over all categories of all stores, in order of first appearance; over sorted labels where all were
-    strings. Numbers have the dtype that all promote to.
+    strings. Numbers have the dtype that all promote to. Raises FormatError where that rounds one.
     """
     if len(columns) == 1:
         return columns[0]
@@ -90,7 +117,7 @@ def joined(columns: Sequence[ObsColumn]) -> ObsColumn:
     if from_strings:
         labels.sort()
     if columns[0].categories is None:
-        return ObsColumn(values=np.concatenate([column.values for column in columns]), categories=None)
+        return ObsColumn(values=_end_to_end(name, [column.values for column in columns]), categories=None)
     code_of = {label: code for code, label in enumerate(labels)}
     dtype = np.min_scalar_type(-max(1, len(labels)))
     recoded = []
@@ -100,20 +127,26 @@ def joined(columns: Sequence[ObsColumn]) -> ObsColumn:
     return ObsColumn(values=np.concatenate(recoded), categories=as_labels(pd.Index(labels)), from_strings=from_strings)
 
 
+def _end_to_end(name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    require_exact(f"obs column {name!r}", arrays)
+    return np.concatenate(arrays)
+
+
 def _labels(column: ObsColumn) -> Sequence[Any]:
     return [] if column.categories is None else column.categories.tolist()
 
 
-def concatenated(columns: Sequence[Any]) -> Any:
+def concatenated(name: str, columns: Sequence[Any]) -> Any:
     """The same column of several stores, as anndata reads it, over all their rows; categories as `joined` has them."""
     if len(columns) == 1:
         return columns[0]
     if any(isinstance(column, pd.Categorical) for column in columns):
-        one = joined([as_numbers("", column) for column in columns])
+        one = joined(name, [as_numbers(name, column) for column in columns])
         ordered = all(getattr(column, "ordered", False) and column.dtype == columns[0].dtype for column in columns)
         return pd.Categorical.from_codes(one.values, _labels(one), ordered=ordered)
     if all(isinstance(column, np.ndarray) for column in columns):
-        return np.concatenate(columns)
+        numeric = all(column.dtype.kind in "biuf" for column in columns)
+        return _end_to_end(name, columns) if numeric else np.concatenate(columns)
     filled = [pd.Series(column) for column in columns if len(column)]  # pandas is about to change what no rows weigh
     return pd.concat(filled).array if filled else columns[0]
 

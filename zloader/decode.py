@@ -7,7 +7,6 @@ those that `convert` writes, are decoded many at a time.
 from __future__ import annotations
 
 import lzma
-import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from zloader.errors import CorruptChunkError, FormatError
 from zloader.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
-_UINT32 = struct.Struct("<I")
 
 
 def checksum(stored: NDArray[Any]) -> int:
@@ -100,7 +98,7 @@ class Decoder:
 
 
 def _uint32(stored: Bytes | bytes, at: int) -> int:
-    value: int = _UINT32.unpack_from(memoryview(stored), at)[0]
+    value: int = int.from_bytes(bytes(stored[at : at + 4]), "little")
     return value
 
 

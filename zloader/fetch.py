@@ -22,6 +22,7 @@ from zloader import gather
 from zloader.bridge import Bridge, ByteBudget, Put, aside
 from zloader.caching import pages
 from zloader.columns import ObsColumn
+from zloader.errors import OptionError
 from zloader.genes import ChosenGenes
 from zloader.parts import Part, opened_readers
 from zloader.plan import Fetch
@@ -287,7 +288,17 @@ class FetchScheduler:
         if self._recipe.genes is not None:
             parts = [gather.choose(part, self._recipe.genes, ascending=not self._recipe.dense) for part in parts]
         gathered = gather.dense_rows if self._recipe.dense else gather.csr_rows
-        return gathered(parts, len(rows), n_genes=self._recipe.n_genes, dtype=self._recipe.dtype)
+        try:
+            return gathered(parts, len(rows), n_genes=self._recipe.n_genes, dtype=self._recipe.dtype)
+        except gather.UnfitValue as unfit:
+            raise self._explained(unfit, int(rows[unfit.row])) from None
+
+    def _explained(self, unfit: gather.UnfitValue, row: int) -> OptionError:
+        part = self._recipe.parts[int(np.searchsorted(self._ends, row, side="right"))]
+        return OptionError(
+            f"{part.matrix.path} of {part.url} holds {unfit.value!s} in row {row} of the dataset, which "
+            f"{self._recipe.dtype} cannot hold: choose another dtype, such as 'float64'"
+        )
 
 
 def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:

@@ -3,7 +3,9 @@
 The sources are flat read-only arrays (a mirror's file mapped into memory, or the buffer of one fetch), one or two for
 each store; a row is the elements `[start, start + length)`. Every kernel runs without the GIL and loops over local
 slice views, which LLVM vectorises: twice as fast as slice assignment. The values are converted to the wanted dtype on
-the way. Chosen genes are first packed, in the dtypes they are stored in, and then gathered as any other rows.
+the way; where it does not hold all that the stored dtype does, they are compared with the limits (limits.py) in the
+same loop, since a loop of its own would read memory twice. Chosen genes are first packed, in the dtypes they are stored
+in, and then gathered as any other rows.
 """
 
 from __future__ import annotations
@@ -17,32 +19,70 @@ from numpy.typing import NDArray
 
 from zloader.compiled import compiled
 from zloader.genes import ChosenGenes
+from zloader.limits import Limits, limits_of
 from zloader.terms import CsrArrays, MinibatchArrays, Rows
 
 _MOST_INT32 = np.iinfo(np.int32).max
 
 
 @compiled
-def copy_rows(source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any]) -> None:
+def _fits(value: Any, limits: Limits | None) -> Any:
+    """Whether a value is within limits; without any, it is no code at all."""
+    if limits is None:
+        return True
+    least, most, whole = limits
+    within = (value >= least) & (value <= most)
+    if whole:
+        return within & (np.floor(value) == value)
+    return within | (value - value != 0)  # NaN and infinities stay as they are
+
+
+@compiled
+def _all_fit(values: NDArray[Any], limits: Limits | None) -> bool:
+    fit = True
+    for i in range(len(values)):
+        fit &= _fits(values[i], limits)
+    return fit
+
+
+@compiled
+def copy_rows(
+    source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
+) -> int:
+    """Copies rows, up to the first that has a value beyond the limits; gives that row, or -1 where all fit."""
     for row in range(len(starts)):
         n = lengths[row]
         taken = source[starts[row] : starts[row] + n]
         given = out[at[row] : at[row] + n]
+        fit = True
         for i in range(n):
+            fit &= _fits(taken[i], limits)
             given[i] = taken[i]
+        if not fit:
+            return row
+    return -1
 
 
 @compiled
 def _scatter_rows(
-    genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, at: Rows, out: NDArray[Any]
-) -> None:
+    genes: NDArray[Any],
+    values: NDArray[Any],
+    starts: tuple[Rows, Rows],
+    lengths: Rows,
+    at: Rows,
+    out: NDArray[Any],
+    limits: Limits | None,
+) -> int:
     for row in range(len(lengths)):
         n = lengths[row]
         columns = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
+        if not _all_fit(taken, limits):
+            return row
         given = out[at[row]]
         for i in range(n):
-            given[columns[i]] += taken[i]
+            given[columns[i]] += given.dtype.type(taken[i])
+    return -1
 
 
 @compiled
@@ -63,15 +103,19 @@ def _compress_rows(
     at: Rows,
     out_indices: NDArray[Any],
     out_values: NDArray[Any],
-) -> None:
+    limits: Limits | None,
+) -> int:
     for row in range(len(starts)):
         taken = source[starts[row] : starts[row] + lengths[row]]
+        if not _all_fit(taken, limits):
+            return row
         to = at[row]
         for i in range(len(taken)):
             if taken[i] != 0:
                 out_indices[to] = i
                 out_values[to] = taken[i]
                 to += 1
+    return -1
 
 
 @compiled
@@ -178,35 +222,70 @@ class StoreRows:
         return found
 
 
+def _bits(values: NDArray[Any]) -> NDArray[Any]:
+    """The values as the compiled loops can move them: float16, of which numba knows nothing, as its bits."""
+    return values.view(np.uint16) if values.dtype == np.float16 else values
+
+
 def choose(rows: StoreRows, genes: ChosenGenes, *, ascending: bool) -> StoreRows:
     """The same rows with the chosen genes alone, packed.
 
     With `ascending`, rows whose genes are chosen in another order than the store's are sorted by column.
     """
     n_rows, n_columns = len(rows.lengths), len(genes)
+    stored, dtype = _bits(rows.values), rows.values.dtype
     if rows.genes is None:
-        dense = np.empty((n_rows, n_columns), rows.values.dtype)
-        _select_columns(rows.values, rows.starts[1], genes.positions, dense)
+        dense = np.empty((n_rows, n_columns), stored.dtype)
+        _select_columns(stored, rows.starts[1], genes.positions, dense)
         starts = np.arange(n_rows) * n_columns
         lengths = np.full(n_rows, n_columns)
-        return replace(rows, values=dense.reshape(-1), starts=(starts, starts), lengths=lengths)
+        return replace(rows, values=dense.reshape(-1).view(dtype), starts=(starts, starts), lengths=lengths)
     n_stored = int(rows.lengths.sum())
-    columns, values = np.empty(n_stored, genes.column_of.dtype), np.empty(n_stored, rows.values.dtype)
+    columns, values = np.empty(n_stored, genes.column_of.dtype), np.empty(n_stored, stored.dtype)
     lengths = np.empty_like(rows.lengths)
     out = (columns, values, lengths)
-    _select_values(rows.genes, rows.values, rows.starts, rows.lengths, genes.column_of, n_columns, out)
+    _select_values(rows.genes, stored, rows.starts, rows.lengths, genes.column_of, n_columns, out)
     starts = indptr_of(lengths)
     columns, values = columns[: starts[-1]], values[: starts[-1]]
     if ascending and not genes.ascending:
         _sort_rows(columns, values, lengths, n_columns)
-    return replace(rows, genes=columns, values=values, starts=(starts[:-1], starts[:-1]), lengths=lengths)
+    return replace(rows, genes=columns, values=values.view(dtype), starts=(starts[:-1], starts[:-1]), lengths=lengths)
+
+
+def widened(rows: StoreRows) -> StoreRows:
+    """The same rows; those of float16, packed, as float32."""
+    if rows.values.dtype != np.float16:
+        return rows
+    starts = indptr_of(rows.lengths)
+    packed = np.empty(starts[-1], np.uint16)
+    copy_rows(_bits(rows.values), rows.starts[1], rows.lengths, starts[:-1], packed)
+    return replace(rows, values=packed.view(np.float16).astype(np.float32), starts=(rows.starts[0], starts[:-1]))
+
+
+class UnfitValue(Exception):
+    """A stored value that the wanted dtype does not hold, in a row of the minibatch."""
+
+    def __init__(self, row: int, value: Any) -> None:
+        super().__init__(row, value)
+        self.row, self.value = row, value
+
+
+def _require_fit(part: StoreRows, limits: Limits | None, beyond: int, n_rows: int) -> None:
+    """Raises UnfitValue where `beyond` is a row of the part, as the gathers give it, and not -1."""
+    if beyond >= 0:
+        first = part.starts[1][beyond]
+        values = part.values[first : first + part.lengths[beyond]]
+        value = next(value for value in values if not _fits(value, limits))
+        raise UnfitValue(int(np.arange(n_rows)[part.at][beyond]), value)
 
 
 def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> CsrArrays:
     """A minibatch of `n_rows` rows in CSR form; `parts` together are all of its rows.
 
     indptr and indices are int32, as scipy and torch's own kernels have them; int64 where there are 2**31 values.
+    Raises UnfitValue.
     """
+    parts = [widened(part) for part in parts]
     lengths = np.empty(n_rows, np.int64)
     for part in parts:
         lengths[part.at] = part.n_values()
@@ -214,25 +293,32 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
     index_dtype = np.int32 if indptr[-1] <= _MOST_INT32 else np.int64
     indices, values = np.empty(indptr[-1], index_dtype), np.empty(indptr[-1], dtype)
     for part in parts:
-        to = indptr[:-1][part.at]
+        to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, values.dtype)
         if part.genes is None:
-            _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values)
+            beyond = _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
         else:
             copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
-            copy_rows(part.values, part.starts[1], part.lengths, to, values)
+            beyond = copy_rows(part.values, part.starts[1], part.lengths, to, values, limits)
+        _require_fit(part, limits, beyond, n_rows)
     return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 
 
 def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> NDArray[Any]:
-    """A dense minibatch (`n_rows` x genes); values of a gene that stands twice in a CSR row are summed."""
+    """A dense minibatch (`n_rows` x genes); values of a gene that stands twice in a CSR row are summed.
+
+    Raises UnfitValue.
+    """
+    parts = [widened(part) for part in parts]
     sparse = any(part.genes is not None for part in parts)
     out = (np.zeros if sparse else np.empty)((n_rows, n_genes), dtype)
     for part in parts:
-        to = np.arange(n_rows)[part.at]
+        to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, out.dtype)
         if part.genes is None:
-            copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, out.reshape(-1))
+            flat = out.reshape(-1)
+            beyond = copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, flat, limits)
         else:
-            _scatter_rows(part.genes, part.values, part.starts, part.lengths, to, out)
+            beyond = _scatter_rows(part.genes, part.values, part.starts, part.lengths, to, out, limits)
+        _require_fit(part, limits, beyond, n_rows)
     return out
 
 

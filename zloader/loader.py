@@ -42,7 +42,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     `"layers/NAME"`, `"raw/X"` or None; `obs` lists columns and `obsm` arrays. `genes` chooses the columns of x and
     their order: a list of names or positions, or a mask over all; None takes all. `layout` is `"csr"`
     (torch.sparse_csr), `"dense"`, `"scipy"` or `"anndata"`, `dtype` that of x: `"float32"`, `"float64"`, `"int32"` or
-    `"int64"`. `sampling` is BlockShuffling in blocks of 64 rows and 64 strata unless given. `seed` decides every order.
+    `"int64"`. Values are rounded to the nearest float, but one that `dtype` cannot hold is refused: a fraction, NaN or
+    a number out of range as an integer, and 1e300 as float32, which would be infinite. `sampling` is BlockShuffling in
+    blocks of 64 rows and 64 strata unless given. `seed` decides every order.
 
     `rank` and `world_size` come from torch.distributed where it is initialised, else from RANK and WORLD_SIZE. Every
     rank yields as many minibatches, and no row is lost for that (of minibatches of one row, fewer than `world_size`).
@@ -56,7 +58,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     ConcurrentUseError. Iterators that exist side by side do not disturb one another: each is an epoch of its own, and
     `state_dict` and `statistics`, which any thread may call, speak of the one that began last.
 
-    Raises OptionError, MissingColumnError or FormatError when made; any ReadError in the loop.
+    Raises OptionError, MissingColumnError or FormatError when made; in the loop any ReadError, and OptionError for a
+    value that `dtype` cannot hold.
     """
 
     dataset: Dataset

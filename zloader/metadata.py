@@ -126,8 +126,11 @@ def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(data_type).newbyteorder("<")
     except TypeError:
         dtype = np.dtype(object)
-    if dtype.kind not in "biuf":
-        raise FormatError(f"{path} holds {data_type!r}, not numbers. Run 'zloader convert' on what it was made from")
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise FormatError(
+            f"{path} holds {data_type!r}, not real numbers of at most 64 bits: write it again as such, float32 for "
+            "example"
+        )
     return dtype
 
 

@@ -6,6 +6,7 @@ nothing of TensorStore is opened here before rows are taken.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -102,13 +103,46 @@ class OpenedStore:
         known: Literal[2, 3] = 3 if "zarr.json" in self.objects else 2  # else zarr would look for the objects of both
         store = self._zarr_store()
         try:
-            group = zarr.open_group(store, mode="r", zarr_format=known)
+            try:
+                group = zarr.open_group(store, mode="r", zarr_format=known)
+            except (ValueError, TypeError):  # one array that zarr cannot read spoils the consolidated metadata of all
+                group = zarr.open_group(store, mode="r", zarr_format=known, use_consolidated=False)
         except ZloaderError:
             raise
         except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{self.location.url} is not a Zarr group: {error}") from error
         store.complete = "zloader" in group.attrs  # `convert` writes all objects, others leave out those of fill values
         return group
+
+    @contextlib.contextmanager
+    def _reading(self, path: str, node: Any, start: int = 0, stop: int | None = None) -> Iterator[None]:
+        """Raises FormatError for an element that zarr or anndata cannot read, and names the object that is damaged."""
+        try:
+            yield
+        except ZloaderError:
+            raise
+        except (*UNDECODABLE, OSError) as error:
+            key = undecodable_key(node, start, stop)
+            damaged = f", whose object {key} ({self.objects[key].size} bytes) is damaged" if key in self.objects else ""
+            raise FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}") from error
+
+    def node(self, path: str) -> Any:
+        """The zarr group or array at a path. Raises FormatError where zarr cannot read its metadata."""
+        try:
+            return self.root[path]
+        except (ValueError, TypeError) as error:
+            raise FormatError(
+                f"cannot read {path} of {self.location.url}: {error}. Write it again with a data type that zarr-python "
+                "has, such as float32"
+            ) from error
+
+    def keys(self, group: str) -> list[str]:
+        """Names of what stands in a group such as `"layers"`, in order; nothing where there is no such group."""
+        try:
+            return sorted(self.root.get(group, {}))
+        except (ValueError, TypeError):  # zarr cannot read one of them, and so lists none
+            inside = (key.split("/") for key in self.objects if key.startswith(f"{group}/"))
+            return sorted({parts[1] for parts in inside if len(parts) > 2})
 
     def _zarr_store(self) -> ListedStore:
         if self.place is None:
@@ -146,19 +180,10 @@ class OpenedStore:
 
     def element(self, path: str) -> Any:
         """An element read whole by anndata."""
-        node = self.root[path]
-        try:
+        node = self.node(path)
+        with self._reading(path, node):
             # The parts of a sparse matrix carry no encoding of their own: plain arrays.
             return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
-        except ZloaderError:
-            raise
-        except (*UNDECODABLE, OSError) as error:
-            raise self._unreadable(path, error, undecodable_key(node)) from error
-
-    def _unreadable(self, path: str, error: Exception, key: str | None) -> FormatError:
-        """What to raise for an element that zarr or anndata cannot read; `key` is that of its damaged object."""
-        damaged = f", whose object {key} ({self.objects[key].size} bytes) is damaged" if key in self.objects else ""
-        return FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}")
 
     def column(self, path: str, check: Check | None = None, dtype: str | None = None) -> NDArray[Any]:
         """A whole array of numbers, in its own dtype or another; mapped from the mirror where there is one.
@@ -185,32 +210,34 @@ class OpenedStore:
         stored = (node.shards or node.chunks)[0]
         step = max(1, _WINDOW_BYTES // max(1, stored * node.dtype.itemsize * int(np.prod(node.shape[1:])))) * stored
         for first in range(0, node.shape[0], step):
-            try:
+            with self._reading(path, node, first, first + step):
                 window = np.asarray(node[first : first + step])
-            except ZloaderError:
-                raise
-            except (*UNDECODABLE, OSError) as error:
-                raise self._unreadable(path, error, undecodable_key(node, first, first + step)) from error
             if check is not None:
                 check(first, window)
             yield window
 
     def _array_layout(self, path: str) -> ArrayLayout:
-        return layout_of(self.root[path], absent_is_fill="zloader" not in self.root.attrs)
+        return layout_of(self.node(path), absent_is_fill="zloader" not in self.root.attrs)
 
     @property
     def matrix_names(self) -> list[str]:
         """What `x` may name: X, raw/X and the layers that are there."""
-        layers = [f"layers/{layer}" for layer in sorted(self.root.get("layers", {}))]
-        return [name for name in ("X", "raw/X") if name in self.root] + layers
+        layers = [f"layers/{layer}" for layer in self.keys("layers")]
+        return [name for name in ("X", "raw/X") if name in self] + layers
+
+    def __contains__(self, path: str) -> bool:
+        try:
+            return path in self.root
+        except (ValueError, TypeError):  # it is there, and zarr cannot read it
+            return True
 
     def matrix(self, name: str) -> MatrixLayout:
         """How the matrix `"X"`, `"layers/NAME"` or `"raw/X"` is stored; raises FormatError when it cannot be read."""
-        if name not in self.root:
+        if name not in self:
             raise FormatError(
                 f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
             )
-        node = self.root[name]
+        node = self.node(name)
         if isinstance(node, zarr.Array):
             n_rows, n_genes = (int(size) for size in node.shape)
             return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self._array_layout(name), genes=None)
@@ -221,13 +248,12 @@ class OpenedStore:
                 "or a dense array. Run 'zloader convert' on it"
             )
         n_rows, n_genes = (int(size) for size in node.attrs["shape"])
-        return MatrixLayout(
-            path=name,
-            n_rows=n_rows,
-            n_genes=n_genes,
-            values=self._array_layout(f"{name}/data"),
-            genes=replace(self._array_layout(f"{name}/indices"), below=n_genes),
-        )
+        genes = replace(self._array_layout(f"{name}/indices"), below=n_genes)
+        for path, dtype in ((genes.path, genes.dtype), (f"{name}/indptr", self.node(f"{name}/indptr").dtype)):
+            if dtype.kind not in "iu":
+                raise FormatError(f"{path} of {self.location.url} holds {dtype}, not integers: the store is damaged")
+        values = self._array_layout(f"{name}/data")
+        return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
         """First element of every row of a CSR matrix (rows + 1, int64), kept in the mirror; None for a dense one."""
@@ -235,7 +261,7 @@ class OpenedStore:
             return None
         path = f"{matrix.path}/indptr"
         if path not in self._indptrs:
-            where, n_entries = f"{path} of {self.location.url}", int(self.root[path].shape[0])
+            where, n_entries = f"{path} of {self.location.url}", int(self.node(path).shape[0])
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
             check = IndptrCheck(where, min(array.n_elements for array in matrix.arrays))

@@ -92,9 +92,7 @@ def summarize(dataset: Dataset) -> StoreSummary:
         stored_bytes=sum(entry.size for entry in objects),
         obs=[_column(name, [store.root[f"obs/{name}"] for store in stores]) for name in dataset.obs_columns],
         matrices=[_matrix(stores, name) for name in dataset.matrix_names],
-        others=[
-            f"{group}/{key}" for group in _OTHERS for key in _in_all([store.root.get(group, {}) for store in stores])
-        ],
+        others=[f"{group}/{key}" for group in _OTHERS for key in _in_all([store.keys(group) for store in stores])],
     )
 
 
@@ -124,11 +122,16 @@ def _all(names: Iterable[str]) -> str:
 
 
 def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
-    nodes = [store.root[name] for store in stores]
+    try:
+        nodes = [store.node(name) for store in stores]
+        values = sum(_values(store, name).size for store in stores)
+    except FormatError as error:
+        return MatrixSummary(
+            name=name, encoding="unknown", rows=0, genes=0, values=0, density=0.0, arrays=[], problem=str(error)
+        )
     encodings = ["dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type")) for node in nodes]
     shapes = [node.shape if isinstance(node, zarr.Array) else node.attrs["shape"] for node in nodes]
     rows, genes = sum(int(shape[0]) for shape in shapes), int(shapes[0][1])
-    values = sum(node.size if isinstance(node, zarr.Array) else int(node["data"].shape[0]) for node in nodes)
     arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
     problem = None
     try:
@@ -147,6 +150,12 @@ def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
         arrays=[] if problem else [_array(name, alike) for alike in arrays.values()],
         problem=problem,
     )
+
+
+def _values(store: OpenedStore, matrix: str) -> Any:
+    """The array of a matrix' values."""
+    node = store.node(matrix)
+    return node if isinstance(node, zarr.Array) else store.node(f"{matrix}/data")
 
 
 def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> ArraySummary:

@@ -198,18 +198,20 @@ class Table(Annotated):
         return rows
 
     def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
-        """The values of some rows in the dtype they were converted from; by the same way as minibatches.
+        """The values of some rows in the dtype they were converted from, float16 as float32; the way minibatches go.
 
         Dense where all stores are, else CSR.
         """
         options = options or FetchOptions()
         parts = self.parts(x, options)
         dtypes = [store.original_dtype(part.matrix) for store, part in zip(self.stores, parts, strict=True)]
+        # SciPy's sparse matrices compute with float16 as little as the compiled loops do.
+        dtype = "float32" if np.result_type(*dtypes) == np.float16 else np.result_type(*dtypes).name
         recipe = Recipe(
             parts=parts,
             columns=dict,
             dense=all(part.matrix.genes is None for part in parts),
-            dtype=np.result_type(*dtypes).name,
+            dtype=dtype,
         )
         scheduler = FetchScheduler(recipe, options, BufferPool())
         fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))

@@ -112,6 +112,8 @@ def _open_zarr(place: Place) -> list[Input]:
         root = zarr.open_group(store, mode="r")
         attributes = dict(root.attrs)
         store.complete = "zloader" in attributes
+        if place.can_be_listed:
+            list(root.members(max_depth=None))  # what zarr cannot read is found here, not in the middle of a conversion
         if place.can_be_listed and (store.complete or 0 in sizes.values()):
             keys = (key for array in arrays_below(root) for key in stored_keys(array))
             require_objects(keys, sizes, place.name, absent_is_fill=not store.complete)

@@ -116,7 +116,9 @@ class Node:
         """The dtype in native byte order. Raises SourceError when it is not bool, integer or float."""
         dtype = self.dtype
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
-            raise SourceError(f"{self.at} holds {dtype}, not numbers")
+            raise SourceError(
+                f"{self.at} holds {dtype}, not real numbers of at most 64 bits: store it as such, float32 for example"
+            )
         native: np.dtype[Any] = dtype.newbyteorder("=")
         return native
 
