@@ -266,12 +266,13 @@ REQUESTS = {
 def test_ctrl_c_is_raised_when_a_request_has_ended(s3: Any, sim: Any, slow: str) -> None:
     """s3fs has them sent by another thread, which goes on after Ctrl-C."""
     direct = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
-    before = {"zarr.json": b"{}", "X/zarr.json": b"old"}
-    direct.filesystem().pipe({f"{direct.path}/{key}": content for key, content in before.items()})
+    root = zarr.create_group(direct.zarr_store(read_only=False), attributes={"encoding-type": "anndata"})
+    root.create_group("X")
 
     def objects() -> dict[str, bytes]:
         return {key: direct.filesystem().cat_file(f"{direct.path}/{key}") for key in direct.listing()}
 
+    before = objects()
     server = sim(upstream=s3.endpoint_url)
     server.faults = [{"kind": "delay", "count": 1, **REQUESTS[slow]}]
     through = {**s3.storage_options, "client_kwargs": {"endpoint_url": server.url, "region_name": "us-east-1"}}
