@@ -1,0 +1,293 @@
+"""One round of the fuzz test: a random AnnData is converted, read in many ways and damaged, and never silently wrong.
+
+    python tests/fuzzing.py FIRST_SEED ROUNDS [DIRECTORY]
+
+runs rounds until one fails, and prints its seed. Everything follows from the seed. The oracle is the AnnData itself: a
+row is known by its obs name, whatever order the store has it in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scipy.sparse as sp
+from helpers import dense
+from sources import FailingDestination, disk_full
+
+import zloader as zl
+from zloader.access.location import Location
+from zloader.convert import convert_to
+from zloader.errors import ZloaderError
+
+DTYPES = ("float32", "float64", "int32", "uint16", "int8")
+
+
+def random_anndata(rng: np.random.Generator, prefix: str = "cell", *, like: ad.AnnData | None = None) -> ad.AnnData:
+    """Any rows and genes, of any layout and dtype; or more rows of what `like` has."""
+    n_rows, n_genes = int(rng.integers(1, 300)), int(rng.integers(1, 60)) if like is None else like.n_vars
+    dtype = np.dtype(rng.choice(DTYPES)) if like is None else like.X.dtype
+    x = sp.random(n_rows, n_genes, rng.choice([0.0, 0.05, 0.5, 1.0]), "csr", np.float64, random_state=rng)
+    x.data[:] = rng.integers(1, 120, x.nnz)
+    whole = dtype.kind in "iu" or rng.random() < 0.5
+    layout = rng.choice(["csr", "csc", "dense"]) if like is None else like.uns["layout"]
+    x = (x if whole or like is not None else x * 0.37).astype(dtype)
+    obs = pd.DataFrame(
+        {
+            "label": pd.Categorical.from_codes(rng.integers(-1, 3, n_rows), ["a", "b", "never ä"]),
+            "text": rng.choice(["x", "y", "zz"], n_rows).astype(object),
+            "number": rng.random(n_rows).astype(np.float32),
+            "maybe": pd.array([int(i) if i % 3 else None for i in rng.integers(0, 9, n_rows)], dtype="Int32"),
+        },
+        index=[f"{prefix}{row}" for row in range(n_rows)],
+    )
+    return ad.AnnData(
+        {"csr": x, "csc": x.tocsc(), "dense": x.toarray()}[str(layout)],
+        obs=obs,
+        var=pd.DataFrame(index=[f"gene{gene}" for gene in range(n_genes)]),
+        layers={"twice": (x * 2).astype(np.float64)},
+        obsm={"X_pca": rng.random((n_rows, 3), np.float32)},
+        uns={"layout": str(layout)},
+    )
+
+
+class Round:
+    """A store and its oracle. `log` tells the actions, for whoever looks into a failure."""
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.directory, self.store, self.cache = directory, directory / "store.zarr", directory / "cache"
+        self.log: list[str] = []
+        self.oracle = random_anndata(self.rng)
+
+    def run(self) -> None:
+        """Converts, perhaps appends, then some actions in any order; raises AssertionError for a wrong value."""
+        self.convert()
+        if self.rng.random() < 0.3:
+            self.append()
+        actions = [self.read, self.read, self.take, self.damage_store, self.damage_mirror, self.killed_reader]
+        for action in self.rng.choice(np.array(actions, object), 6, p=[0.3, 0.2, 0.1, 0.2, 0.15, 0.05]):
+            action()
+
+    def note(self, **facts: Any) -> None:
+        self.log.append(", ".join(f"{name}={value!r}" for name, value in facts.items()))
+
+    # --- Writing
+
+    def convert(self) -> None:
+        """A conversion; some fail or are killed at some object, and are then resumed or done again."""
+        rng = self.rng
+        source: Any = self.oracle
+        kind = str(rng.choice(["memory", "h5ad", "zarr"]))
+        if kind != "memory":
+            source = self.directory / f"source.{kind}"
+            write = source_writer(self.oracle, kind)
+            write(source, convert_strings_to_categoricals=False)
+        options = zl.ConvertOptions(
+            chunk_rows=int(rng.integers(1, 9)),
+            shard_size=int(rng.choice([512, 4096, 65536])),
+            codec=str(rng.choice(["lz4", "zstd", "none"])),
+            preserve_dtype=bool(rng.random() < 0.3),
+            shuffle_seed=int(rng.integers(9)) if rng.random() < 0.4 else None,
+            window_bytes=int(rng.choice([1000, 4096, 100_000])),
+        )
+        self.note(source=kind, options=options, shape=self.oracle.shape, dtype=self.oracle.X.dtype)
+        resume = False
+        if rng.random() < 0.4:
+            survives = int(rng.integers(0, 60))
+            with contextlib.suppress(ZloaderError):
+                destination = FailingDestination(Location(url=str(self.store)), survives=survives, fail=disk_full)
+                convert_to(destination, source, options=options)
+            resume = kind != "memory" and bool(rng.random() < 0.5)
+            self.note(failed_after=survives, resume=resume)
+        zl.convert(source, self.store, options=options, overwrite=True, resume=resume, progress=False)
+        found = zl.open_dataset(self.store).obs().index
+        assert sorted(found) == sorted(self.oracle.obs_names), "rows were lost or invented"
+
+    def append(self) -> None:
+        """More rows; refused where the store is shuffled, or where its dtypes do not hold them."""
+        more = random_anndata(self.rng, "more", like=self.oracle)
+        try:
+            report = zl.append(self.store, more, progress=False)
+        except ZloaderError as error:
+            self.note(append=str(error))
+            return
+        self.note(appended=report.rows - report.rows_before)
+        self.oracle = ad.concat([self.oracle, more], join="outer", uns_merge="same")
+        self.oracle.uns["layout"] = more.uns["layout"]
+
+    # --- Reading
+
+    def open(self) -> zl.Dataset:
+        """The dataset, with a cache (perhaps a small one) or without."""
+        most = [None, 400_000][int(self.rng.random() < 0.3)]
+        cache = zl.Cache(self.cache, max_bytes=most) if self.rng.random() < 0.7 else None
+        self.note(cache=most if cache else "none")
+        return zl.open_dataset(self.store, cache=cache)
+
+    def read(self) -> None:
+        """An epoch or two of a Loader with random options, perhaps of a view, perhaps interrupted and resumed."""
+        rng, dataset = self.rng, self.open()
+        if rng.random() < 0.3 and dataset.n_obs > 2:
+            dataset = dataset.where(np.sort(rng.choice(dataset.n_obs, dataset.n_obs // 2, replace=False)))
+        genes = rng.permutation(dataset.n_vars)[: rng.integers(1, dataset.n_vars + 1)] if rng.random() < 0.3 else None
+        batch_size, fetch_factor = int(rng.integers(1, 70)), int(rng.integers(1, 9))
+        blocks = zl.BlockShuffling(int(rng.integers(1, batch_size * fetch_factor + 1)))
+        samplings = [None, zl.Streaming(), blocks, zl.MixtureOfScanners(3)]
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "fetch_factor": fetch_factor,
+            "sampling": samplings[int(rng.integers(4))],
+            "x": str(rng.choice(["X", "layers/twice"])),
+            "obs": ["label", "text", "number", "maybe"],
+            "obsm": ["X_pca"],
+            "genes": genes,
+            "layout": str(rng.choice(["csr", "dense", "scipy", "anndata"])),
+            "dtype": str(rng.choice(["float32", "float64"])),
+            "seed": int(rng.integers(99)),
+            "rank": 0,
+            "world_size": 1,
+        }
+        self.note(**options, rows=dataset.n_obs)
+        fetching = {"threads": int(rng.integers(1, 4)), "prefetch": int(rng.integers(1, 4))}
+        options["options"] = zl.FetchOptions(memory="16MiB", **fetching)
+        loader = zl.Loader(dataset, **options)
+        stop = int(rng.integers(0, len(loader))) if rng.random() < 0.3 else len(loader)
+        seen = [self.check(dataset, minibatch, options) for minibatch in itertools.islice(loader, stop)]
+        if stop < len(loader):
+            self.note(resumed_at=stop)
+            resumed = zl.Loader(dataset, **options)
+            resumed.load_state_dict(loader.state_dict())
+            seen += [self.check(dataset, minibatch, options) for minibatch in resumed]
+        rows = np.sort(np.concatenate(seen))
+        wanted = dataset.row_numbers if isinstance(dataset, zl.View) else np.arange(dataset.n_obs)
+        np.testing.assert_array_equal(rows, np.sort(wanted))
+
+    def check(self, dataset: zl.Dataset, minibatch: zl.Minibatch, options: dict[str, Any]) -> np.ndarray:
+        """Holds a minibatch against the oracle by value; gives its row numbers."""
+        rows = np.asarray(minibatch.index)
+        names = dataset.whole.stores[0].names("obs")[rows]
+        wanted = self.oracle[names]
+        x = wanted.X if options["x"] == "X" else wanted.layers["twice"]
+        x = dense(x) if options["genes"] is None else dense(x)[:, options["genes"]]
+        x = x.astype(options["dtype"])
+        np.testing.assert_array_equal(dense(minibatch.x), x)
+        np.testing.assert_array_equal(np.asarray(minibatch.obsm["X_pca"]), wanted.obsm["X_pca"])
+        np.testing.assert_array_equal(np.asarray(minibatch.obs["number"]), wanted.obs["number"])
+        np.testing.assert_array_equal(
+            np.asarray(minibatch.obs["maybe"], float), wanted.obs["maybe"].to_numpy(float, na_value=np.nan)
+        )
+        for column in ("label", "text"):
+            labels = dataset.categories(column)
+            codes = np.asarray(minibatch.obs[column])
+            got = [None if code < 0 else labels[code] for code in codes]
+            assert got == wanted.obs[column].astype(object).where(wanted.obs[column].notna(), None).tolist()
+        return rows
+
+    def take(self) -> None:
+        """Some rows as an AnnData, in any order, some twice."""
+        dataset = self.open()
+        rows = self.rng.integers(0, dataset.n_obs, int(self.rng.integers(1, 20)))
+        self.note(take=rows.tolist())
+        taken = dataset.take(rows)
+        wanted = self.oracle[dataset.obs().index[rows]]
+        np.testing.assert_array_equal(dense(taken), dense(wanted))
+        assert taken.obs["text"].astype(str).tolist() == wanted.obs["text"].astype(str).tolist()
+
+    # --- Damage
+
+    def damage_store(self) -> None:
+        """An object of the store changes, is cut short, emptied or lost: an error or the right values, never others."""
+        objects = [path for path in sorted(self.store.rglob("*")) if path.is_file() and path.name != "zarr.json"]
+        path = objects[int(self.rng.integers(len(objects)))]
+        before, stat = path.read_bytes(), path.stat()
+        self.harm(path)
+        shutil.rmtree(self.cache, ignore_errors=True)  # a mirror may hold what the object had
+        for action in (self.read, self.take):
+            try:
+                action()
+            except ZloaderError as error:
+                self.note(refused=str(error))
+        path.write_bytes(before)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+        shutil.rmtree(self.cache, ignore_errors=True)
+
+    def damage_mirror(self) -> None:
+        """A file of a mirror changes, is cut short, emptied or lost: the values are right all the same."""
+        files = [path for path in sorted(self.cache.rglob("*")) if path.is_file()]
+        for _ in range(min(len(files), int(self.rng.integers(1, 4)))):
+            path = files[int(self.rng.integers(len(files)))]
+            if path.exists():
+                self.harm(path)
+        self.read()
+
+    def harm(self, path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        how = str(self.rng.choice(["flip", "truncate", "empty", "delete"]))
+        self.note(harmed=str(path.relative_to(self.directory)), how=how)
+        if how == "delete":
+            path.unlink()
+            return
+        if how == "flip" and content:
+            content[int(self.rng.integers(len(content)))] ^= 1 << int(self.rng.integers(8))
+        path.write_bytes(content if how == "flip" else content[: len(content) // 2] if how == "truncate" else b"")
+
+    def killed_reader(self) -> None:
+        """A process that fills the mirror is killed in the midst of it."""
+        after = int(self.rng.integers(1, 4))
+        self.note(killed_after=after)
+        subprocess.run([sys.executable, "-c", _KILLED, str(self.store), str(self.cache), str(after)], check=False)
+        self.read()
+
+
+_KILLED = """
+import os, signal, sys
+import zloader as zl
+dataset = zl.open_dataset(sys.argv[1], cache=sys.argv[2])
+for number, minibatch in enumerate(zl.Loader(dataset, batch_size=16, fetch_factor=1)):
+    if number == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def source_writer(adata: ad.AnnData, kind: str) -> Any:
+    return adata.write_h5ad if kind == "h5ad" else adata.write_zarr
+
+
+def run_round(seed: int, directory: Path) -> None:
+    """One round; raises with the seed and what was done."""
+    logging.getLogger("zloader").setLevel(logging.CRITICAL)  # damage is told in warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one = Round(seed, directory)
+        try:
+            one.run()
+        except Exception as error:
+            story = "\n  ".join(one.log)
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\n  {story}") from error
+
+
+def main() -> None:
+    """Rounds from a seed on."""
+    first, rounds = int(sys.argv[1]), int(sys.argv[2])
+    for seed in range(first, first + rounds):
+        with tempfile.TemporaryDirectory(dir=sys.argv[3] if len(sys.argv) > 3 else None) as directory:
+            run_round(seed, Path(directory))
+        print(f"seed {seed} held", flush=True)
+
+
+if __name__ == "__main__":
+    main()
