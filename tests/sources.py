@@ -25,6 +25,9 @@ from zloader.writing.objects import ObjectWriter, translated
 
 # Chunks of 1 024 elements, shards of two of them or fewer, windows of a few rows.
 SMALL = zl.ConvertOptions(chunk_rows=1, shard_size="4KiB", window_bytes=4096)
+# From pandas 3 on text has a dtype of its own, which anndata stores with a mask: where the strings of a column are.
+HAS_TEXT_DTYPE = isinstance(pd.Series(["a"]).dtype, pd.StringDtype)
+STRINGS = "values" if HAS_TEXT_DTYPE else ""
 LAYOUTS: dict[str, Callable[[sp.csr_matrix], Any]] = {
     "csr": lambda x: x,
     "csc": lambda x: x.tocsc(),
@@ -131,7 +134,11 @@ def full_anndata() -> ad.AnnData:
         obs=obs,
         var=var,
         layers={"csr": counts(seed=1), "csc": counts(seed=2).tocsc(), "dense": rng.random((n_rows, n_genes))},
-        obsm={"X_pca": rng.random((n_rows, 5), np.float32), "frame": obs[["float"]], "sparse": counts(n_rows, 4)},
+        obsm={
+            "X_pca": rng.random((n_rows, 5), np.float32),
+            "frame": obs[["float"]].copy(),
+            "sparse": counts(n_rows, 4),
+        },
         varm={"PCs": rng.random((n_genes, 5))},
         obsp={"graph": sp.random(n_rows, n_rows, 0.1, "csr", random_state=0)},
         varp={"pairs": rng.random((n_genes, n_genes)).astype(np.float32)},

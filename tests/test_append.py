@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import anndata as ad
@@ -18,8 +18,10 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import (
+    HAS_TEXT_DTYPE,
     LAYOUTS,
     SMALL,
+    STRINGS,
     FailingDestination,
     assert_same,
     convert,
@@ -541,7 +543,11 @@ def _fine_pca(adata: ad.AnnData) -> None:
         ),
         (_with_obs("kind", lambda n: pd.Categorical(["a"] * n, ordered=True)), r"'kind' .* a \(ordered\)"),
         (_with_obs("numbered", lambda n: np.arange(n) + 0.5), r"'numbered' .* 0.5 \(float64\), .* none of the int64"),
-        (_with_obs("text", lambda n: pd.array([None] * n, dtype="string")), "'text' .* 20 values are missing"),
+        pytest.param(
+            _with_obs("text", lambda n: pd.array([None] * n, dtype="string")),
+            "'text' .* 20 values are missing",
+            marks=pytest.mark.skipif(HAS_TEXT_DTYPE, reason="pandas' dtype for text may have missing values"),
+        ),
         (_with_obs("text", lambda n: np.arange(n)), "'text' .* it holds numbers, and the store's text"),
         (_with_obs("flag", lambda n: np.arange(n)), "'flag' .* it holds numbers, and the store's true or false"),
         (_with_obs("flag", lambda n: pd.array([None] * n, dtype="boolean")), "'flag' .* 20 values are missing"),
@@ -592,7 +598,10 @@ def test_a_store_does_not_grow_by_itself(start: Path) -> None:
     assert_refused(start, "one lies within the other", start, error=errors.OptionError)
 
 
-@pytest.mark.parametrize("path", ["X/data", "X/indptr", "obsm/X_pca", "obs/float", "obs/text", "obs/kind/categories"])
+TEXT = str(PurePosixPath("obs/text", STRINGS))
+
+
+@pytest.mark.parametrize("path", ["X/data", "X/indptr", "obsm/X_pca", "obs/float", TEXT, "obs/kind/categories"])
 def test_a_damaged_store_is_no_ground_to_build_on(start: Path, path: str) -> None:
     add(start, cells(60, 7, seed=1))  # so that last objects are not full
     before, more = files(start), cells(67, 20, seed=2)

@@ -8,7 +8,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,18 @@ import zarr
 from conftest import S3
 from hypothesis import given
 from hypothesis import strategies as st
-from sources import LAYOUTS, SMALL, FailingDestination, convert, counts, disk_full, frame, full_anndata, write_h5ad
+from sources import (
+    LAYOUTS,
+    SMALL,
+    STRINGS,
+    FailingDestination,
+    convert,
+    counts,
+    disk_full,
+    frame,
+    full_anndata,
+    write_h5ad,
+)
 
 import zloader as zl
 from zloader import errors
@@ -224,6 +235,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(document))
 
 
+TEXT = str(PurePosixPath("obs/string", STRINGS, "c/0"))
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "chunk": ("X/data/c/1", flip, "chunk 0 of X/data/c/1: its crc32c differs"),
     "index": ("X/indices/c/0", lambda path: flip(path, -9), "shard index of X/indices/c/0 does not match"),
@@ -231,14 +243,14 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "raw": ("raw/X/data/c/0", flip, "its crc32c differs"),
     "indptr": ("X/indptr/c/0", flip, "its crc32c differs"),
     "codes": ("obs/kind/codes/c/0", flip, "its crc32c differs"),
-    "strings": ("obs/string/c/0", flip, "does not decode"),
+    "strings": (TEXT, flip, "does not decode"),
     "records": ("uns/records/c/0", flip, "does not decode"),
     "embedding": ("obsm/X_pca/c/0/0", flip, "its crc32c differs"),
     "nested": ("uns/nested/array/c/0/0", flip, "its crc32c differs"),
     "cut short": ("X/data/c/0", cut, "does not match its checksum"),
     "nothing left": ("X/data/c/2", lambda path: path.write_bytes(b""), "has 0 bytes, but must have at least"),
     "shard gone": ("X/data/c/2", Path.unlink, "is not there: the store is incomplete"),
-    "strings gone": ("obs/string/c/0", Path.unlink, "is not there: the store is incomplete"),
+    "strings gone": (TEXT, Path.unlink, "is not there: the store is incomplete"),
     "scalar gone": ("uns/number/c", Path.unlink, "is not there: the store is incomplete"),
     "not ours": ("X/data/c/99", Path.touch, "belongs to no array"),
     "left over": ("X/data/c/1.partial", Path.touch, "belongs to no array"),
@@ -681,9 +693,9 @@ def test_on_s3(s3: S3, tmp_path: Path) -> None:
     content = bytearray(filesystem.cat_file(f"{bucket}/X/data/c/1"))
     content[20] ^= 1
     filesystem.pipe_file(f"{bucket}/X/data/c/1", bytes(content))
-    filesystem.rm_file(f"{bucket}/obs/string/c/0")
+    filesystem.rm_file(f"{bucket}/{TEXT}")
     filesystem.pipe_file(f"{bucket}/X/data/c/77", b"")
-    wanted = {"X/data/c/1": "crc32c", "obs/string/c/0": "is not there", "X/data/c/77": "belongs to no array"}
+    wanted = {"X/data/c/1": "crc32c", TEXT: "is not there", "X/data/c/77": "belongs to no array"}
     assert_named(found(url, storage_options=options), wanted)
     with pytest.raises(errors.StoreNotFoundError):
         check(s3.url("none.zarr"), storage_options=options)

@@ -71,7 +71,7 @@ class ElementWriter:
             name,
             shape=times.shape,
             dtype=times.dtype,
-            fill_value=times.dtype.type("NaT"),
+            fill_value=np.array("NaT", times.dtype)[()],
             attributes={"encoding-type": "array", "encoding-version": "0.2.0"},
             **self._storage(times),
         )
