@@ -38,7 +38,7 @@ from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.sources.windows import SourceMatrix
 from zloader.writing.destination import Destination, PendingStore
-from zloader.writing.elements import ElementWriter
+from zloader.writing.elements import ElementWriter, Nowhere
 from zloader.writing.encode import ConvertOptions
 from zloader.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.writing.shards import threads
@@ -138,6 +138,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
                 f"{inputs[0].name} has no X: not an AnnData to train on. It holds: {there}. Choose one as X (--x)"
             )
         if journal is None:
+            conversion.check_elements()
             with destination.claimed():
                 scans = [conversion.scan(matrix) for matrix in matrices]
         else:
@@ -273,12 +274,7 @@ class _Conversion:
         """The second pass, and all the rest."""
         existing = destination.objects()
         root = zarr.create_group(store, zarr_format=3, attributes=self._root_attributes())
-        writer = ElementWriter(root, self._options, of=listed((source.name for source in self._inputs), 3))
-        self._write_frames(writer)
-        for name in ("layers", "obsm", "varm", "obsp", "varp"):
-            writer.write_group(name)
-        for path, element in self._content.elements():
-            writer.write(path, element)
+        self._write_elements(root)
         with threads(destination.location.url) as pool:
             target = Target(
                 root=root,
@@ -304,8 +300,15 @@ class _Conversion:
         }
         return {"encoding-type": "anndata", "encoding-version": "0.1.0", "zloader": provenance}
 
-    def _write_frames(self, writer: ElementWriter) -> None:
-        content = self._content
+    def check_elements(self) -> None:
+        """Writes everything but the matrices to nowhere. Raises SourceError for what cannot be stored."""
+        store = Nowhere()
+        self._write_elements(zarr.create_group(store, zarr_format=3))
+        zarr.consolidate_metadata(store)
+
+    def _write_elements(self, root: zarr.Group) -> None:
+        content, names = self._content, listed((source.name for source in self._inputs), 3)
+        writer = ElementWriter(root, self._options, of=names)
         columns = ((name, content.obs_column(name)) for name in content.obs_columns)  # one at a time
         writer.write_frame("obs", content.obs_names(), columns, content.obs_columns)
         writer.write("var", content.var)
@@ -313,6 +316,10 @@ class _Conversion:
             writer.write_group("raw", "raw")
             writer.write("raw/var", content.raw_var)
             writer.write_group("raw/varm")
+        for name in ("layers", "obsm", "varm", "obsp", "varp"):
+            writer.write_group(name)
+        for path, element in content.elements():
+            writer.write(path, element)
 
 
 def _difference(before: Any, now: Any) -> str:

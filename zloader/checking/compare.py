@@ -58,7 +58,7 @@ class Comparison:
             self._content = arranged(Content(inputs, self._selection()), options)
             self._store = StoredInput(self._dataset.root, self._dataset.location.url, "", objects=[])
             self._compare_obs()
-            self._compare_var()
+            self._compare_var(options)
             there = [*self._compare_matrices(options), *self._compare_elements(options)]
             for path in self._stored_paths():
                 if path not in there:
@@ -120,12 +120,14 @@ class Comparison:
             what = column_difference(self._content.obs_column(name), self._store.obs_column(name), "row")
             self._add_all([(path, what)] if what else [])
 
-    def _compare_var(self) -> None:
+    def _compare_var(self, options: ConvertOptions) -> None:
         with self._noting("var"):
-            self._add_all(frame_differences("var", self._content.var, self._store.var(), "gene"))
+            wanted = _as_stored(self._content.var, options)
+            self._add_all(frame_differences("var", wanted, self._store.var(), "gene"))
         if self._content.raw_var is not None and self._store.has_raw:
             with self._noting("raw/var"):
-                self._add_all(frame_differences("raw/var", self._content.raw_var, self._store.var(raw=True), "gene"))
+                wanted = _as_stored(self._content.raw_var, options)
+                self._add_all(frame_differences("raw/var", wanted, self._store.var(raw=True), "gene"))
 
     def _add_all(self, differences: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> None:
         for where, what in differences:

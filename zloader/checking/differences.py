@@ -181,6 +181,7 @@ class _Column:
         if isinstance(column.dtype, pd.StringDtype):
             return cls(kind="text", values=column.to_numpy(dtype=object, na_value=""), missing=missing)
         values = np.asarray(column)
+        values = values.astype(values.dtype.newbyteorder("="), copy=False)
         if values.dtype.kind in _TEXT:
             values = values.astype(object)
             values[missing] = ""

@@ -170,6 +170,10 @@ class Content:
                 element = self._one.element(path)
                 yield path, element.set_axis(self.raw_var.index) if isinstance(element, pd.DataFrame) else element
 
+    def _drop(self, paths: list[str]) -> None:
+        """Notes what cannot be shared, once, however often `elements` is gone through."""
+        self.dropped += [path for path in paths if path not in self.dropped]
+
     def _gene_elements(self, part: str) -> Iterator[tuple[str, Any]]:
         within = f"raw/{part}" if self._rule.raw else part
         for name in keys_of(self._sources, within):
@@ -179,7 +183,7 @@ class Content:
             in_all = all(name in source.keys(within) for source in self._sources)
             merged = self._merged(part, f"{within}/{name}") if in_all else None
             if merged is None:
-                self.dropped.append(f"{part}/{name}")
+                self._drop([f"{part}/{name}"])
             else:
                 yield f"{part}/{name}", merged
 
@@ -207,7 +211,7 @@ class Content:
 
         with _quiet():
             shared = reduce(same, self._sources[1:], of(self._sources[0]))
-        self.dropped += [f"uns/{key}" for key in keys_of(self._sources, "uns") if key not in shared]
+        self._drop([f"uns/{key}" for key in keys_of(self._sources, "uns") if key not in shared])
         return dict(shared)
 
     def _stacked(self, path: str) -> Any:

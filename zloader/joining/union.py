@@ -58,7 +58,7 @@ def kind_of(column: pd.Series | pd.Index) -> str:
         return _BY_OBJECTS[inferred][0] if inferred in _BY_OBJECTS else f"objects ({inferred})"
     if isinstance(dtype, pd.StringDtype):
         return _TEXT
-    letter = dtype.kind if isinstance(dtype, np.dtype) or types.is_numeric_dtype(dtype) else ""
+    letter = dtype.kind if isinstance(dtype, np.dtype) or hasattr(dtype, "numpy_dtype") else ""
     return _BY_LETTER.get(letter, str(dtype))
 
 
@@ -110,8 +110,12 @@ def storable(column: pd.Series) -> pd.Series:
 
     Text stays as it is unless values are missing. Raises SourceError for objects of several kinds, or of none known.
     """
-    if types.is_float_dtype(column.dtype) and types.is_extension_array_dtype(column.dtype):
+    if types.is_float_dtype(column.dtype) and hasattr(column.dtype, "numpy_dtype"):
         return pd.Series(column.to_numpy(column.dtype.numpy_dtype, na_value=np.nan), name=column.name)
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        categories = column.cat.categories
+        found = categories.infer_objects()
+        return column if found.dtype == categories.dtype else column.cat.rename_categories(found)
     if not types.is_object_dtype(column.dtype):
         return column
     found = column.infer_objects()

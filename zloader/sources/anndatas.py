@@ -16,6 +16,7 @@ import h5py
 import pandas as pd
 
 from zloader.errors import SourceError
+from zloader.sources.names import require_names, require_text
 from zloader.sources.nodes import Node, reading
 from zloader.sources.places import Objects
 
@@ -217,10 +218,18 @@ class MemoryInput(Input):
 
     def __init__(self, adata: ad.AnnData, name: str, label: str, *, objects: Objects | None = None) -> None:
         super().__init__(name, label, objects or [])
+        frames = {"obs": adata.obs, "var": adata.var, "raw/var": getattr(adata.raw, "var", adata.var)}
+        for path, frame in frames.items():
+            if not isinstance(frame, pd.DataFrame):
+                raise SourceError(
+                    f"{path} of {name} is a {type(frame).__name__}, no data frame: if it is read lazily, give its path "
+                    "or URL instead, or adata.to_memory()"
+                )
         self._adata = adata
         self.n_rows, self.n_genes = adata.shape
         self.has_raw = adata.raw is not None
         self.obs_columns = list(adata.obs.columns)
+        require_text(f"obs of {name}", self.obs_columns)
 
     @cached_property
     def _x(self) -> Any:
@@ -240,8 +249,11 @@ class MemoryInput(Input):
 
     def keys(self, part: str) -> list[str]:
         holder, attribute, _ = self._split(part)
-        names = getattr(holder, attribute, ()) if attribute in _PARTS else ()
-        return sorted((name for name in names if name is not None), key=str)  # anndata 0.13 has X as layer None
+        names = list(getattr(holder, attribute, ())) if attribute in _PARTS else []
+        if attribute == "layers":
+            names = [name for name in names if name is not None]  # anndata 0.13 has X as layer None
+        require_names(f"{part} of {self.name}", names)
+        return sorted(names)
 
     def _split(self, path: str) -> tuple[Any, str, str]:
         """The object that holds an element, the attribute of it, and the key in that."""
@@ -270,4 +282,10 @@ class MemoryInput(Input):
 
     def element(self, path: str) -> Any:
         node = self.node(path)
-        return node.element() if isinstance(node.native, h5py.Dataset | h5py.Group) else node.native
+        found = node.native
+        if isinstance(found, h5py.Dataset | h5py.Group):
+            return node.element()
+        with reading(node.at, "cannot be computed"):
+            if hasattr(found, "compute"):  # a dask array
+                return found.compute()
+            return found.to_memory() if hasattr(found, "to_memory") else found  # a data frame that xarray holds

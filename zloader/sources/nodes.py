@@ -87,11 +87,15 @@ class Node:
 
     @property
     def encoding(self) -> str:
-        """`csr`, `csc` or `dense`; of what is no matrix, its encoding-type."""
+        """`csr`, `csc` or `dense`; of what is no matrix, its encoding-type or, in memory, a name of its type."""
         if scipy.sparse.issparse(self.native):
             return str(self.native.format)
         if isinstance(self.native, pd.DataFrame):
             return "dataframe"
+        if isinstance(self.native, np.ndarray):
+            return "masked array" if np.ma.is_masked(self.native) else "dense"
+        if not hasattr(self.native, "attrs"):
+            return f"{type(self.native).__module__.partition('.')[0]} {type(self.native).__name__}"  # "dask Array"
         encoding = str(self.attrs.get("encoding-type", "array" if self.is_array else "unknown"))
         return _ENCODINGS.get(encoding, encoding)
 

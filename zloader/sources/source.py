@@ -24,7 +24,9 @@ def open_matrix(node: Node, name: str, *, shape: tuple[int, int], window_bytes: 
     SourceError.
     """
     if node.encoding not in _KINDS:
-        raise SourceError(f"{node.at} is a {node.encoding}, not one of csr_matrix, csc_matrix, array")
+        raise SourceError(
+            f"{node.at} is a {node.encoding}, and is stored only as csr_matrix, csc_matrix or array: make it one"
+        )
     if node.shape != shape:
         raise SourceError(f"{node.at} has shape {node.shape}, but its obs and var ask for {shape}")
     return _KINDS[node.encoding](node, name, shape=shape, window_bytes=window_bytes)

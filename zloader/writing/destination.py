@@ -12,6 +12,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -100,6 +101,8 @@ class Destination:
     def claimed(self) -> Iterator[None]:
         """Marks the place as being written. What is there stays; an error in the context leaves it as it was."""
         marked = MARKER in self.objects()
+        directory = Path(self.location.path) if self.location.scheme == "file" else None
+        is_new = directory is not None and not directory.exists()
         try:
             self._in_full(self._mark, None)
             yield
@@ -107,6 +110,9 @@ class Destination:
             if not marked:
                 with contextlib.suppress(StoreError):  # a marker that stays does no harm, and the first error says more
                     self._in_full(self._unmark)
+            if directory is not None and is_new:
+                with contextlib.suppress(OSError):  # something else was put there meanwhile
+                    directory.rmdir()
             raise
 
     @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""The small elements of a store (frames, embeddings, uns): written whole by anndata, one at a time."""
+"""The small elements of a store (frames, embeddings, uns): written whole by anndata, one at a time.
+
+anndata turns into text what it cannot store in another way, and drops masks. Such elements are refused here, or get a
+form that reads back equal, as columns of objects do.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,16 @@ import numpy as np
 import pandas as pd
 import scipy.sparse
 import zarr
+from zarr.core.buffer import Buffer
+from zarr.storage import MemoryStore
 
 from zloader.errors import SourceError, StoreError, ZloaderError
+from zloader.joining.union import is_storable, kind_of, storable
+from zloader.sources.names import require_names
 from zloader.terms import MiB
 from zloader.writing.encode import ConvertOptions, grid, zarr_codecs
 
+_HELD_AS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # objects that become arrays of these kinds
 _CHUNK_BYTES = MiB  # such arrays are read whole: few chunks, but enough to decode in several threads
 
 
@@ -27,19 +36,37 @@ class ElementWriter:
 
     def write(self, path: str, element: Any) -> None:
         """Stores what anndata can store at a path; its parent groups are there."""
+        if isinstance(element, dict):
+            require_names(path, element)
+            self.write_group(path)
+            for name, value in element.items():
+                self.write(f"{path}/{name}", value)
+        elif isinstance(element, pd.DataFrame):
+            columns = ((name, _storable(path, column)) for name, column in element.items())
+            self.write_frame(path, element.index, columns, list(element.columns))
+        else:
+            self._write_leaf(path, element)
+
+    def _write_leaf(self, path: str, element: Any) -> None:
         above, _, name = path.rpartition("/")
         group: Any = self._root[above] if above else self._root
-        if isinstance(element, np.ndarray) and element.dtype.kind in "mM":
-            self._write_times(group, name, element)
-            return
         try:
+            if isinstance(element, np.ndarray) and element.dtype.kind in "mM":
+                self._write_times(group, name, element)
+                return
             anndata.experimental.write_dispatched(group, name, element, callback=self._write)
+        except SourceError as error:
+            raise SourceError(f"{path} of {self._of} cannot be stored: {error}") from error
         except ZloaderError:
             raise
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
         except Exception as error:
-            raise SourceError(f"{path} of {self._of} cannot be written as Zarr: {error}") from error
+            why = str(error).partition("\n")[0]
+            raise SourceError(
+                f"{path} of {self._of} cannot be stored, it is of type {type(element).__name__} ({why}): change or "
+                "remove it"
+            ) from error
 
     def write_group(self, path: str, kind: str = "dict", version: str = "0.1.0", **attributes: Any) -> None:
         """Makes an empty element of this encoding."""
@@ -51,13 +78,23 @@ class ElementWriter:
     ) -> None:
         """Stores a data frame column by column, as anndata stores it whole; `names` are those of `columns`."""
         name = "_index" if index.name is None else str(index.name)
+        require_names(path, names)
+        if "_index" in names:
+            raise SourceError(f"{path} has a column '_index', which AnnData keeps for the index: rename it")
+        if name not in names:
+            require_names(f"the index of {path}", [name])
         self.write_group(path, "dataframe", "0.2.0", **{"_index": name, "column-order": names})
         if name not in names:
-            self.write(f"{path}/{name}", _values(_plain_names(index)))
+            self._write_leaf(f"{path}/{name}", _values(_plain_names(index)))
         for column, series in columns:
-            self.write(f"{path}/{column}", _values(series))
+            if column == name and not _objects(series).equals(_objects(index)):
+                raise SourceError(
+                    f"{path} has a column {name!r} with other values than the index of that name: rename one"
+                )
+            self._write_leaf(f"{path}/{column}", _values(series))
 
     def _write(self, function: Any, into: zarr.Group, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
+        _refuse_lossy(leaf)
         if isinstance(leaf, pd.DataFrame) and leaf.index.name not in leaf.columns:  # anndata compares those two
             leaf = leaf.set_axis(_plain_names(leaf.index))
         function(into, key, leaf, dataset_kwargs={**dataset_kwargs, **self._storage(leaf)})
@@ -67,6 +104,8 @@ class ElementWriter:
 
     def _write_times(self, group: zarr.Group, name: str, times: np.ndarray[Any, Any]) -> None:
         """anndata reads dates but does not write them."""
+        if np.datetime_data(times.dtype)[0] == "generic":
+            raise SourceError("it holds dates or durations without a unit: give it one, such as datetime64[ns]")
         array = group.create_array(
             name,
             shape=times.shape,
@@ -108,3 +147,40 @@ def _plain_names(index: pd.Index) -> pd.Index:
 def _values(column: pd.Series | pd.Index) -> Any:
     """What anndata writes of a column: an ndarray, or the extension array of nullable, categorical and such types."""
     return column.to_numpy() if isinstance(column.dtype, np.dtype) else column.array
+
+
+def _storable(path: str, column: pd.Series) -> pd.Series:
+    try:
+        return storable(column)
+    except SourceError as error:
+        raise SourceError(f"{path}/{column.name} cannot be stored: {error}") from error
+
+
+def _objects(values: pd.Series | pd.Index) -> pd.Series:
+    """In a form in which values can be compared whatever dtype holds them."""
+    return pd.Series(values.to_numpy(object))
+
+
+def _refuse_lossy(leaf: Any) -> None:
+    """Raises SourceError for what anndata would store, but as something else."""
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise SourceError("it has masked values, and masks are not stored: fill them (.filled)")
+    if isinstance(leaf, pd.Categorical) and not is_storable(kind_of(leaf.categories)):
+        raise SourceError(f"its categories are {kind_of(leaf.categories)}, neither text nor numbers nor dates")
+    array = np.array(leaf) if isinstance(leaf, list) else leaf
+    if not isinstance(array, np.ndarray):
+        return
+    for field in array.dtype.names or ():
+        _refuse_lossy(array[field])
+    if array.dtype == object or (array is not leaf and array.dtype.kind in _HELD_AS):
+        kind = pd.api.types.infer_dtype(np.asarray(leaf, object).ravel(), skipna=False)
+        if kind not in _HELD_AS[array.dtype.kind]:
+            raise SourceError(f"it holds objects ({kind}), and of objects only text is stored: give it a dtype")
+
+
+class Nowhere(MemoryStore):
+    """A store that keeps metadata alone: whatever can be written to it can be stored."""
+
+    async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
+        if key.endswith("zarr.json"):
+            await super().set(key, value, byte_range)
