@@ -338,7 +338,7 @@ def test_names_that_zarr_cannot_have(place, name, existing, tmp_path):
         pytest.skip("newer versions of anndata have X there")
     part[name] = np.ones(shape)
     before = files(existing)
-    with pytest.raises(SourceError, match=f"^{place} .*the name {name!r}"):
+    with pytest.raises(SourceError, match=f"^{place} .*the name ({name!r}|nan)"):  # pandas 3 makes NaN of None
         zl.convert(adata, existing, overwrite=True, progress=False)
     assert files(existing) == before
 
