@@ -631,7 +631,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "index is a group": (make(lambda f: f["obs"].move("_index", "a/b") or f["obs"].move("a", "_index")), "obs is not"),
     "var is an array": (make(lambda f: f.__delitem__("var") or f.__setitem__("var", [1])), "var is not a data frame"),
     "zarr array": (zarr_array, "is not a Zarr group"),
-    "damaged zarr.json": (no_json, "is not a Zarr group"),
+    "damaged zarr.json": (no_json, "is not the metadata of a group"),
 }
 
 

@@ -19,7 +19,7 @@ import scipy.sparse
 from numpy.typing import NDArray
 
 from zloader.access.implied import undecodable_key
-from zloader.errors import SourceError, ZloaderError
+from zloader.errors import FormatError, SourceError, ZloaderError
 from zloader.sources.hdf5 import in_threads
 
 _ENCODINGS = {"csr_matrix": "csr", "csc_matrix": "csc", "array": "dense"}
@@ -33,6 +33,8 @@ def reading(at: str, doing: str = "cannot be read", damaged: Callable[[], str | 
     """
     try:
         yield
+    except FormatError as error:
+        raise SourceError(str(error)) from error
     except ZloaderError:
         raise  # a remote source that cannot be reached is not damaged
     except Exception as error:
