@@ -81,7 +81,7 @@ def test_every_dtype(dtype: str) -> None:
 def test_every_dtype_of_row_numbers(dtype: str) -> None:
     x = counts().tocsc()
     parts = SimpleNamespace(data=x.data, indices=x.indices.astype(dtype), indptr=x.indptr)
-    with CscMatrix(Node(parts, "X"), "X", shape=x.shape, window_bytes=4096) as matrix:
+    with CscMatrix(Node(vars(parts), "X"), "X", shape=x.shape, window_bytes=4096) as matrix:
         assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), canonical(x))
 
 
@@ -119,7 +119,7 @@ def test_the_source_is_read_once() -> None:
     x = counts().tocsc()
     parts = counted(x)
     done: list[int] = []
-    with CscMatrix(Node(parts, "X"), "X", shape=x.shape, window_bytes=4096) as matrix:
+    with CscMatrix(Node(vars(parts), "X"), "X", shape=x.shape, window_bytes=4096) as matrix:
         consumed(matrix.first_pass(done.append))
         for _ in range(2):
             consumed(matrix.windows())
