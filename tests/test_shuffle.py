@@ -156,7 +156,7 @@ def test_a_first_pass_that_was_not_finished_does_not_count() -> None:
 def test_the_source_is_read_once_and_what_it_holds_freed() -> None:
     x = counts().tocsc()
     parts = counted(x)
-    inner = CscMatrix(Node(vars(parts), "X"), "X", shape=x.shape, window_bytes=4096)
+    inner = CscMatrix(Node(parts, "X"), "X", shape=x.shape, window_bytes=4096)
     done: list[int] = []
     with ShuffledMatrix(inner, lambda rows: permute(rows, 60, 0), window_bytes=4096) as matrix:
         files_open = [open_spills() for _ in matrix.first_pass(done.append)]

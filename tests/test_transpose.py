@@ -119,7 +119,7 @@ def test_the_source_is_read_once() -> None:
     x = counts().tocsc()
     parts = counted(x)
     done: list[int] = []
-    with CscMatrix(Node(vars(parts), "X"), "X", shape=x.shape, window_bytes=4096) as matrix:
+    with CscMatrix(Node(parts, "X"), "X", shape=x.shape, window_bytes=4096) as matrix:
         consumed(matrix.first_pass(done.append))
         for _ in range(2):
             consumed(matrix.windows())
