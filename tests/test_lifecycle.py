@@ -480,6 +480,28 @@ def test_a_loader_may_be_used_with_another_number_of_workers(workers):
     assert [found for _, name, found in workers("fork") if name == "first 1, then 2"] == [["right"], ["right"]]
 
 
+_FORK = """
+import asyncio, gc, json, multiprocessing, sys
+import zloader as zl
+place = json.loads(sys.argv[1])
+
+async def collect():
+    gc.collect()
+    await asyncio.sleep(0.1)
+
+for _ in range(3):
+    print(zl.open_dataset(**place).n_obs, flush=True)
+    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(collect()))
+    child.start()
+    child.join()
+"""
+
+
+def test_a_fork_leaves_the_connections_of_its_parent_open(server, interpreter):
+    """Both have one epoll: a child that closed its copy of an idle connection would leave the parent to wait."""
+    assert run_script(interpreter, _FORK, over(server)) == [503, 503, 503]
+
+
 # ---- pickles and logs
 
 

@@ -32,6 +32,7 @@ _WEB = ("http", "https")
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5")
 _REFUSALS = (PermissionError, NoCredentialsError, PartialCredentialsError)
 _NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_FILESYSTEMS: dict[int, Any] = {}
 _ADVICE = {
     "s3": "the key and secret in storage_options or the AWS_* variables",
     "gs": 'GOOGLE_APPLICATION_CREDENTIALS, or give {"token": "anon"} for a public bucket',
@@ -122,13 +123,13 @@ class Location:
         """The fsspec file system that holds `path`, with nothing cached of its listings."""
         with self._translated("open"):
             if self.is_web:
-                return web.web_files(self.storage_options, asynchronous=asynchronous)
+                return _never_closed(web.web_files(self.storage_options, asynchronous=asynchronous))
             if self.scheme == "gs":
-                return google_files(self.storage_options, asynchronous=asynchronous)
+                return _never_closed(google_files(self.storage_options, asynchronous=asynchronous))
             if self.scheme == "file":
                 return fsspec.filesystem("file")
             options = {"use_listings_cache": False, **s3_access(self.storage_options).options}
-            return fsspec.filesystem("s3", asynchronous=asynchronous, **options)
+            return _never_closed(fsspec.filesystem("s3", asynchronous=asynchronous, **options))
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """A zarr store rooted at this URL, for metadata and small arrays."""
@@ -236,6 +237,16 @@ class Location:
             ) from error
         except (TypeError, ValueError) as error:
             raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
+
+
+def _never_closed(filesystem: Any) -> Any:
+    """The same file system, kept alive for as long as the process.
+
+    In a forked process fsspec drops its file systems. One that nobody else holds then closes its connections, and as
+    both processes share one epoll, the parent waits for answers on them that it never sees.
+    """
+    _FILESYSTEMS[id(filesystem)] = filesystem
+    return filesystem
 
 
 def _shape(scheme: str) -> str:
