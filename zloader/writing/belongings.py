@@ -7,9 +7,11 @@ left has no metadata yet, or not all of them; its objects are known by their nam
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 
 import zarr
+import zarr.errors
 
 from zloader.access.location import Location
 from zloader.errors import StoreExistsError
@@ -51,7 +53,8 @@ def strangers(location: Location, keys: Iterable[str]) -> list[str]:
 
 def _nodes(location: Location) -> dict[str, bool]:
     """The paths of all groups and arrays of the AnnData store at a location, and which of them are arrays."""
-    with translated("read the metadata of", location.url):
+    with translated("read the metadata of", location.url), warnings.catch_warnings():
+        warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)  # of the objects that are no part of it
         try:
             root = zarr.open_group(location.zarr_store(read_only=True), mode="r")
             encoding = root.attrs.get("encoding-type")
