@@ -144,8 +144,9 @@ class Round:
             dataset = dataset.where(np.sort(rng.choice(dataset.n_obs, dataset.n_obs // 2, replace=False)))
         genes = rng.permutation(dataset.n_vars)[: rng.integers(1, dataset.n_vars + 1)] if rng.random() < 0.3 else None
         batch_size, fetch_factor = int(rng.integers(1, 70)), int(rng.integers(1, 9))
-        blocks = zl.BlockShuffling(int(rng.integers(1, batch_size * fetch_factor + 1)))
-        samplings = [None, zl.Streaming(), blocks, zl.MixtureOfScanners(3)]
+        block_size = int(rng.integers(1, batch_size * fetch_factor + 1))
+        shuffled = [zl.BlockShuffling(block_size), zl.MixtureOfScanners(3, block_size=block_size)]
+        samplings = [None, zl.Streaming(), *shuffled]
         options: dict[str, Any] = {
             "batch_size": batch_size,
             "fetch_factor": fetch_factor,
