@@ -38,7 +38,7 @@ from zloader.progress import Bars, progress_bars
 from zloader.sources.inputs import Input, Source, open_inputs
 from zloader.sources.windows import SourceMatrix
 from zloader.writing.destination import Destination, PendingStore
-from zloader.writing.elements import ElementWriter, Nowhere
+from zloader.writing.elements import ElementWriter, Rehearsal
 from zloader.writing.encode import ConvertOptions
 from zloader.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.writing.shards import threads
@@ -274,7 +274,7 @@ class _Conversion:
         """The second pass, and all the rest."""
         existing = destination.objects()
         root = zarr.create_group(store, zarr_format=3, attributes=self._root_attributes())
-        self._write_elements(root)
+        self._write_elements(ElementWriter(root, self._options, of=self._names()))
         with threads(destination.location.url) as pool:
             target = Target(
                 root=root,
@@ -301,14 +301,14 @@ class _Conversion:
         return {"encoding-type": "anndata", "encoding-version": "0.1.0", "zloader": provenance}
 
     def check_elements(self) -> None:
-        """Writes everything but the matrices to nowhere. Raises SourceError for what cannot be stored."""
-        store = Nowhere()
-        self._write_elements(zarr.create_group(store, zarr_format=3))
-        zarr.consolidate_metadata(store)
+        """Raises SourceError for anything but the matrices that cannot be stored."""
+        self._write_elements(Rehearsal(self._options, of=self._names()))
 
-    def _write_elements(self, root: zarr.Group) -> None:
-        content, names = self._content, listed((source.name for source in self._inputs), 3)
-        writer = ElementWriter(root, self._options, of=names)
+    def _names(self) -> str:
+        return listed((source.name for source in self._inputs), 3)
+
+    def _write_elements(self, writer: ElementWriter) -> None:
+        content = self._content
         columns = ((name, content.obs_column(name)) for name in content.obs_columns)  # one at a time
         writer.write_frame("obs", content.obs_names(), columns, content.obs_columns)
         writer.write("var", content.var)

@@ -32,7 +32,8 @@ class ElementWriter:
 
     def __init__(self, root: zarr.Group, options: ConvertOptions, *, of: str) -> None:
         """`of` names the sources in messages."""
-        self._root, self._options, self._of = root, options, of
+        self._options, self._of = options, of
+        self._groups = {"": root}  # by their paths
 
     def write(self, path: str, element: Any) -> None:
         """Stores what anndata can store at a path; its parent groups are there."""
@@ -49,7 +50,7 @@ class ElementWriter:
 
     def _write_leaf(self, path: str, element: Any) -> None:
         above, _, name = path.rpartition("/")
-        group: Any = self._root[above] if above else self._root
+        group = self._groups[above]
         try:
             if isinstance(element, np.ndarray) and element.dtype.kind in "mM":
                 self._write_times(group, name, element)
@@ -71,7 +72,7 @@ class ElementWriter:
     def write_group(self, path: str, kind: str = "dict", version: str = "0.1.0", **attributes: Any) -> None:
         """Makes an empty element of this encoding."""
         encoding = {"encoding-type": kind, "encoding-version": version}
-        self._root.create_group(path, attributes=encoding | attributes)
+        self._groups[path] = self._groups[""].create_group(path, attributes=encoding | attributes)
 
     def write_frame(
         self, path: str, index: pd.Index, columns: Iterable[tuple[str, pd.Series]], names: list[str]
@@ -178,8 +179,34 @@ def _refuse_lossy(leaf: Any) -> None:
             raise SourceError(f"it holds objects ({kind}), and of objects only text is stored: give it a dtype")
 
 
-class Nowhere(MemoryStore):
-    """A store that keeps metadata alone: whatever can be written to it can be stored."""
+class Rehearsal(ElementWriter):
+    """Writes nothing, and raises as an ElementWriter would. What anndata is known to store is not even tried."""
+
+    def __init__(self, options: ConvertOptions, *, of: str) -> None:
+        """`of` names the sources in messages."""
+        super().__init__(zarr.create_group(_Nowhere(), zarr_format=3), options, of=of)
+
+    def _write_leaf(self, path: str, element: Any) -> None:
+        if not _is_plain(element):
+            super()._write_leaf(path, element)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is an array of numbers or of nothing but text."""
+    if isinstance(leaf, pd.Categorical):
+        return _is_plain(leaf.categories.to_numpy())
+    if type(leaf) is not np.ndarray or not leaf.ndim:
+        return False
+    if leaf.dtype == object:
+        try:
+            return all(type(text) is str and text.encode() is not None for text in leaf.flat)
+        except UnicodeEncodeError:
+            return False
+    return bool(leaf.dtype.kind in "biuf" and leaf.itemsize <= 8)  # Zarr has no long double
+
+
+class _Nowhere(MemoryStore):
+    """A store that keeps metadata alone."""
 
     async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
         if key.endswith("zarr.json"):
