@@ -20,7 +20,8 @@ def stored_length(node: Any) -> int | None:
     """
     for part in ("values", "codes"):
         node = node if hasattr(node, "shape") else node.get(part, node)
-    return int(node.shape[0]) if getattr(node, "shape", ()) else None
+    shape: tuple[int, ...] = getattr(node, "shape", ())
+    return int(shape[0]) if len(shape) == 1 else None
 
 
 def layout_of(array: Any, *, absent_is_fill: bool) -> ArrayLayout:

@@ -64,14 +64,13 @@ class OpenedStore:
         self.offline = offline
         self._sizes = {key: entry.size for key, entry in objects.items()}
         self.fingerprint = fingerprint(objects)
-        self.mirror_fingerprint = None if cache is None else _mirror_fingerprint(location, origin, objects)
+        self.mirror_fingerprint = None if cache is None else mirror_fingerprint(location.url, origin, objects)
         self.place = None
         if cache is not None and self.mirror_fingerprint is not None:
             self.place = open_place(cache, self.mirror_fingerprint, location.address)
         if offline and self.place is None:
             raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
         self._opened = (os.getpid(), self._open_group())
-        self._inherited: list[Any] = [] if offline else [location.filesystem()]
         if self.place is not None:
             keep_listing(self.place, origin, objects)
         self._mirrors: dict[str, Mirror | None] = {}
@@ -81,7 +80,6 @@ class OpenedStore:
     def root(self) -> Any:
         """The root zarr group; opened anew in a forked process, where the parent's connections do not live on."""
         if self._opened[0] != os.getpid():
-            self._inherited.append(self._opened)  # dropping them here would make aiohttp complain about the parent's
             self._opened = (os.getpid(), self._open_group())
         return self._opened[1]
 
@@ -146,7 +144,8 @@ class OpenedStore:
 
     def _zarr_store(self) -> ListedStore:
         if self.place is None:
-            return ListedStore(self.location.zarr_store(read_only=True), self.location.url, self.object_sizes())
+            store, location = self.location.zarr_store(read_only=True), self.location
+            return ListedStore(store, location.url, self.object_sizes(), all_listed=not location.is_web)
         return KeptStore(self.location, self.objects, self.place, offline=self.offline)
 
     @cached_property
@@ -337,17 +336,3 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
         stores.append(OpenedStore(child, children[number], origin=below, cache=cache, offline=offline))
         stores[-1].require_anndata()
     return stores
-
-
-def _mirror_fingerprint(location: Location, origin: str, objects: dict[str, StoredObject]) -> str | None:
-    """None, with a warning, where nothing would tell that an object is not the one that it was."""
-    untold = next((key for key, entry in objects.items() if not entry.stamp), None)
-    if untold is None:
-        return mirror_fingerprint(origin, objects)
-    log.warning(
-        "cannot keep a mirror of %s: nothing would tell a change of %s (it has neither an ETag nor a time of its last "
-        "change, or one before 2016, which was made up): every epoch will read from the store",
-        location.url,
-        untold,
-    )
-    return None

@@ -22,27 +22,28 @@ if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
     from zarr.core.buffer import Buffer, BufferPrototype
 
-_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
+METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 _RESTORE = "Restore it, or convert the store again"
 
 
 def is_metadata(key: str) -> bool:
     """Whether this is the key of a metadata object, else it is that of a chunk or shard."""
-    return key.rpartition("/")[2] in _METADATA
+    return key.rpartition("/")[2] in METADATA
 
 
 class ListedStore(Store):
     """Another zarr store, to be read only; every read passes through `get`.
 
-    `sizes` has the bytes of the objects that are listed. Others are asked for, and may be absent, but not empty; in a
-    store that is `complete`, of whose chunks none was left out, they may not.
+    `sizes` has the bytes of the objects that are listed. Where they are `all_listed` no other is asked for; else, as of
+    a web server, others may be there. An object may be absent, but not empty; in a store that is `complete`, of whose
+    chunks none was left out, no chunk may be absent.
     """
 
     complete = False
 
-    def __init__(self, store: Store, url: str, sizes: Mapping[str, int]) -> None:
+    def __init__(self, store: Store, url: str, sizes: Mapping[str, int], *, all_listed: bool) -> None:
         super().__init__(read_only=True)
-        self._store, self._url, self.sizes = store, url, sizes
+        self._store, self._url, self.sizes, self._all_listed = store, url, sizes, all_listed
         self._codecs: dict[str, str] = {}  # the last codec of each array known, by its path
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
@@ -54,7 +55,7 @@ class ListedStore(Store):
         size = self.sizes.get(key)
         if size is not None:
             require_bytes(self._url, key, size, _end(byte_range))
-        content = await self.read(key, prototype, byte_range)
+        content = None if self._is_absent(key) else await self.read(key, prototype, byte_range)
         if content is None:
             if size is not None:
                 raise MissingObjectError(
@@ -76,6 +77,9 @@ class ListedStore(Store):
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         """As `get`, but nothing is checked."""
         return await self._store.get(key, prototype, byte_range)
+
+    def _is_absent(self, key: str) -> bool:
+        return self._all_listed and key not in self.sizes
 
     def _check_length(self, key: str, length: int, wanted: int | None) -> None:
         if wanted is not None and length > wanted:
@@ -124,7 +128,7 @@ class ListedStore(Store):
 
     async def exists(self, key: str) -> bool:
         """Whether there is such an object."""
-        return key in self.sizes or await self._store.exists(key)
+        return key in self.sizes or (not self._all_listed and await self._store.exists(key))
 
     @property
     def supports_listing(self) -> bool:
@@ -139,9 +143,15 @@ class ListedStore(Store):
         """All keys that begin so."""
         return self._store.list_prefix(prefix)
 
-    def list_dir(self, prefix: str) -> AsyncIterator[str]:
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """The names directly below a group."""
-        return self._store.list_dir(prefix)
+        if not self._all_listed:
+            async for name in self._store.list_dir(prefix):
+                yield name
+            return
+        above = f"{prefix.rstrip('/')}/" if prefix else ""
+        for name in dict.fromkeys(key[len(above) :].partition("/")[0] for key in self.sizes if key.startswith(above)):
+            yield name
 
     supports_writes = False
     supports_deletes = False

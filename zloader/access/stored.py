@@ -8,8 +8,11 @@ values: it must differ between any two stores that are not the same, bytes inclu
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+log = logging.getLogger("zloader")
 
 TRUSTED_SINCE = 1451606400  # 2016-01-01; Zarr is younger, so that an earlier time was set to make copies alike
 
@@ -33,8 +36,20 @@ def fingerprint(objects: Mapping[str, StoredObject]) -> str:
     return _digest(sorted((key, entry.size, entry.tag) for key, entry in objects.items()))
 
 
-def mirror_fingerprint(origin: str, objects: Mapping[str, StoredObject]) -> str:
-    """A hash of what tells a store from all others: its objects' stamps, and Location.origin."""
+def mirror_fingerprint(url: str, origin: str, objects: Mapping[str, StoredObject]) -> str | None:
+    """A hash of what tells a store from all others: its objects' stamps, and Location.origin.
+
+    None, with a warning, where nothing would tell that an object is not the one that it was.
+    """
+    untold = next((key for key, entry in objects.items() if not entry.stamp), None)
+    if untold is not None:
+        log.warning(
+            "cannot keep a mirror of %s: nothing would tell a change of %s (it has neither an ETag nor a time of its "
+            "last change, or one before 2016, which was made up): every epoch will read from the store",
+            url,
+            untold,
+        )
+        return None
     return _digest([origin, *sorted((key, entry.size, entry.tag, entry.stamp) for key, entry in objects.items())])
 
 

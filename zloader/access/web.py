@@ -102,7 +102,7 @@ def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, StoredObje
         raise StoreNotFoundError(f"there is no zarr.json or .zgroup at {root}: check the address")
     try:
         sizes = {key: entry.size for key, entry in roots.items()}
-        group = zarr.open_group(ListedStore(store, root, sizes), mode="r")
+        group = zarr.open_group(ListedStore(store, root, sizes, all_listed=False), mode="r")
     except ZloaderError:
         raise
     except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:

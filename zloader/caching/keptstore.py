@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +37,13 @@ class KeptStore(ListedStore):
 
     def __init__(self, location: Location, objects: Mapping[str, StoredObject], place: Place, *, offline: bool) -> None:
         store = MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True)
-        super().__init__(store, location.url, {key: entry.size for key, entry in objects.items()})
+        sizes = {key: entry.size for key, entry in objects.items()}
+        super().__init__(store, location.url, sizes, all_listed=offline or not location.is_web)
         self._location, self._place, self._offline = location, place, offline
 
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
-        """As it is kept, else from the store; of what is not listed, only a web server is asked. Raises CacheError."""
+        """As it is kept, else from the store. Raises CacheError."""
         if key not in self.sizes:
-            if self._offline or not self._location.is_web:
-                return None
             return await super().read(key, prototype, byte_range)
         size = self.sizes[key]
         content = load_object(self._place, key, size)
@@ -63,16 +62,6 @@ class KeptStore(ListedStore):
             if len(content) == size:
                 save_object(self._place, key, content)
         return prototype.buffer.from_bytes(content[_slice(byte_range, len(content))])
-
-    async def exists(self, key: str) -> bool:
-        """Whether there is such an object."""
-        return key in self.sizes or (self._location.is_web and not self._offline and await super().exists(key))
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """The names directly below a group, as they were listed."""
-        above = f"{prefix.rstrip('/')}/" if prefix else ""
-        for name in dict.fromkeys(key[len(above) :].partition("/")[0] for key in self.sizes if key.startswith(above)):
-            yield name
 
 
 def _slice(byte_range: ByteRequest | None, size: int) -> slice:

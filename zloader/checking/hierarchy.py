@@ -79,7 +79,8 @@ class Hierarchy:
         return {**nodes, **copies}  # readers believe the root
 
     def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
-        store = ListedStore(self.location.zarr_store(read_only=True), self.location.url, self.sizes)
+        inner, all_listed = self.location.zarr_store(read_only=True), not self.location.is_web
+        store = ListedStore(inner, self.location.url, self.sizes, all_listed=all_listed)
         store.complete = self.written_by_us
         for path, node in sorted(self._nodes.items()):
             if node.get("node_type") != "array":

@@ -16,6 +16,7 @@ import h5py
 import pandas as pd
 
 from zloader.errors import SourceError
+from zloader.metadata import stored_length
 from zloader.sources.names import require_names, require_text
 from zloader.sources.nodes import Node, reading
 from zloader.sources.places import Objects
@@ -139,11 +140,11 @@ class StoredInput(Input):
 
     def _length(self, frame: str) -> int:
         index = self.node(f"{frame}/{self._index[frame]}")
-        for part in ("values", "codes"):  # of strings that may be missing, and of a categorical
-            index = index[part] if not index.is_array and part in index else index
-        if not index.is_array or len(index.shape) != 1:
+        with reading(index.at):
+            length = stored_length(index.native)
+        if length is None:
             raise self._no_frame(frame)
-        return index.shape[0]
+        return length
 
     def obs_names(self) -> pd.Index:
         if self._old_obs is not None:

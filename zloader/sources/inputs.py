@@ -107,16 +107,16 @@ def _open_hdf5(place: Place, cache: BlockCache) -> Input:
 def _open_zarr(place: Place) -> list[Input]:
     objects = place.objects()
     sizes = {key: size for key, size, _ in objects} if place.can_be_listed else {}
-    store = ListedStore(place.zarr_store(), place.name, sizes)
+    store = ListedStore(place.zarr_store(), place.name, sizes, all_listed=place.can_be_listed)
     with reading(place.name, "is not a Zarr group"):
         root = zarr.open_group(store, mode="r")
         attributes = dict(root.attrs)
         store.complete = "zloader" in attributes
         if place.can_be_listed:
-            list(root.members(max_depth=None))  # what zarr cannot read is found here, not in the middle of a conversion
-        if place.can_be_listed and (store.complete or 0 in sizes.values()):
-            keys = (key for array in arrays_below(root) for key in stored_keys(array))
-            require_objects(keys, sizes, place.name, absent_is_fill=not store.complete)
+            arrays = arrays_below(root)  # what zarr cannot read is found here, not in the middle of a conversion
+            if store.complete or 0 in sizes.values():
+                keys = (key for array in arrays for key in stored_keys(array))
+                require_objects(keys, sizes, place.name, absent_is_fill=not store.complete)
     if not place.can_be_listed and root.metadata.consolidated_metadata is None:
         raise SourceError(
             f"the metadata of {place.name} is not consolidated, and a web server does not list what there is: "

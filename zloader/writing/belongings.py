@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 import zarr
 import zarr.errors
 
+from zloader.access.listed import METADATA
 from zloader.access.location import Location
 from zloader.errors import StoreExistsError
 from zloader.writing.objects import PARTIAL, translated
 
 MARKER = "zloader.partial"
-METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
 _ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns")
 _CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*|c")  # c/0/1 of Zarr v3, c of its scalars, 0.1 or 0/1 of v2
 _UNDER_WAY = re.compile(rf"(.+?)(\.[0-9a-f]{{32}})?{re.escape(PARTIAL)}")  # zarr puts a UUID before it

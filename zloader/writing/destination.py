@@ -22,6 +22,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
+from zloader.access.listed import METADATA, is_metadata
 from zloader.access.location import Location
 from zloader.errors import (
     AccessDeniedError,
@@ -32,7 +33,7 @@ from zloader.errors import (
     StoreNotFoundError,
 )
 from zloader.joining.problems import listed
-from zloader.writing.belongings import MARKER, METADATA, is_litter, is_under_way, may_belong, strangers
+from zloader.writing.belongings import MARKER, is_litter, is_under_way, may_belong, strangers
 from zloader.writing.ending import Writes, in_full
 from zloader.writing.objects import ObjectWriter, create_object, delete_objects, translated
 
@@ -263,19 +264,19 @@ class PendingStore(WrapperStore[Store]):
             await self._writes.run(self._store.set(key, value))
 
     async def set(self, key: str, value: Buffer) -> None:
-        if _is_metadata(key):
+        if is_metadata(key):
             self._held[key] = value
         else:
             await self._put(key, value)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        if _is_metadata(key):
+        if is_metadata(key):
             return self._held.get(key)
         with translated(f"read {key} from", self._url):
             return await self._store.get(key, prototype, byte_range)
 
     async def exists(self, key: str) -> bool:
-        if _is_metadata(key):
+        if is_metadata(key):
             return key in self._held
         with translated(f"look for {key} in", self._url):
             return await self._store.exists(key)
@@ -289,7 +290,7 @@ class PendingStore(WrapperStore[Store]):
             await self.set(key, value)
 
     async def delete(self, key: str) -> None:
-        if _is_metadata(key):
+        if is_metadata(key):
             self._held.pop(key, None)
         else:
             await self._writes.run(self._store.delete(key))
@@ -313,7 +314,3 @@ def _committed(store: PendingStore) -> Iterator[None]:
     except BaseException:
         store.abandon()
         raise
-
-
-def _is_metadata(key: str) -> bool:
-    return key.rsplit("/", 1)[-1] in METADATA
