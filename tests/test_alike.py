@@ -30,6 +30,8 @@ from zloader.errors import CacheError, OptionError
 from zloader.warm import warm
 from zloader.writing.encode import ConvertOptions
 
+pytestmark = pytest.mark.any_version
+
 ROWS = 200
 ONE = counts(ROWS, 60, seed=1)
 ONE.obsm["X_pca"] = np.random.default_rng(0).integers(0, 99, (ROWS, 3)).astype(np.float32)

@@ -24,6 +24,8 @@ import zloader.bridge
 from zloader.bridge import Bridge, ByteBudget
 from zloader.errors import CorruptChunkError, ReadError
 
+pytestmark = pytest.mark.any_version
+
 
 @pytest.fixture
 def name(request):

@@ -29,6 +29,8 @@ from zloader.terms import Cache
 from zloader.warm import warm
 from zloader.writing.encode import ConvertOptions
 
+pytestmark = pytest.mark.any_version
+
 ROWS = 3000
 ADATA = counts(ROWS, 400, density=0.5, seed=3)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)

@@ -185,10 +185,10 @@ def test_info_as_text(tmp_path):
 
 def test_info_of_a_matrix_that_is_not_there_still_shows_the_store(tmp_path):
     write_store(counts(30, 20), tmp_path / "cells.zarr", tmp_path)
-    done = zloader("info", tmp_path / "cells.zarr", "--x", "layers/none")
+    done = zloader("info", tmp_path / "cells.zarr", "--x", "layers/none", status=1)
     assert "30 x 20" in done.stdout
     assert "no epoch can be read: there is no matrix 'layers/none'" in done.stdout
-    shown = json.loads(zloader("info", tmp_path / "cells.zarr", "--x", "layers/none", "--json").stdout)
+    shown = json.loads(zloader("info", tmp_path / "cells.zarr", "--x", "layers/none", "--json", status=1).stdout)
     assert "there is no matrix" in shown["epoch"]["problem"]
 
 

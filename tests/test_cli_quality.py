@@ -20,6 +20,8 @@ from zloader.cost import epoch_costs
 from zloader.plan import Plan
 from zloader.sampling import DEFAULT_BLOCK_SIZE, stratified
 
+pytestmark = pytest.mark.any_version
+
 ROWS = 1400
 FLAGS = ("--label", "plate", "--batch-size", 16, "--block-sizes", "2,8,64", "--fetch-factors", "1,4")
 AWKWARD = ("$\\alph$", "細胞")

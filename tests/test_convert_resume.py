@@ -33,6 +33,8 @@ from zloader.access.location import Location
 from zloader.convert import convert_to
 from zloader.writing.belongings import MARKER
 
+pytestmark = pytest.mark.any_version
+
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=3)
 
 

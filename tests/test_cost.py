@@ -18,6 +18,8 @@ from zloader.cost import EpochCost, epoch_costs
 from zloader.errors import FormatError, MissingObjectError
 from zloader.summary import summarize
 
+pytestmark = pytest.mark.any_version
+
 NARROW = zl.FetchOptions(gap_bytes=100, max_read_bytes=4096)  # so that few chunks share a read
 LOADERS = {
     "blocks": {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(block_size=8), "options": NARROW},

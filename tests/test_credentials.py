@@ -28,6 +28,8 @@ from zloader.access.location import Location
 from zloader.errors import AccessDeniedError, StoreError
 from zloader.testing import Sim
 
+pytestmark = pytest.mark.any_version
+
 ADATA = counts(120, 31, seed=5)
 
 

@@ -29,6 +29,8 @@ from zloader.commands.report import DemoRun, EpochFigures
 from zloader.commands.workplace import Workplace, workplace, write_access
 from zloader.errors import MissingColumnError, OptionError
 
+pytestmark = pytest.mark.any_version
+
 # Number and sum of the counts, and a hash of every count, label and name, taken from the source of the bundled cells.
 BUNDLED_VALUES = (4_015_200, 12_261_492)
 BUNDLED_DIGEST = "1f614964c37e8b0e3e6dddd5df73791c5ddc1bc1c45c414cdfde0526c58c37fd"

@@ -21,6 +21,8 @@ import zloader as zl
 from zloader.terms import Cache
 from zloader.testing import Sim
 
+pytestmark = pytest.mark.any_version
+
 ADATA = counts(700, 90, density=0.5, seed=4)
 SAMPLINGS = {
     "streaming": zl.Streaming(shuffle=True),

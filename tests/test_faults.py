@@ -34,6 +34,8 @@ from zloader.errors import (
 )
 from zloader.testing import Sim
 
+pytestmark = pytest.mark.any_version
+
 ADATA = counts(200, 53, seed=4)
 ROWS = list(range(200))
 ELEMENTS = "X/(indices|data)/c/"  # the objects that TensorStore reads: each shard's index first, then its chunks

@@ -13,6 +13,8 @@ import pytest
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming
 from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
 
+pytestmark = pytest.mark.any_version
+
 N_ROWS = 1000
 ODD = np.arange(1, N_ROWS, 2)
 WEIGHTS = (np.arange(N_ROWS) % 7).astype(np.float32)

@@ -14,6 +14,8 @@ from zloader.errors import OptionError
 from zloader.plan import Plan
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming
 
+pytestmark = pytest.mark.any_version
+
 
 @st.composite
 def plans(draw, drop_last=None, sampling=None):

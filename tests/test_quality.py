@@ -20,6 +20,8 @@ from zloader.plan import Plan
 from zloader.sampling import BlockShuffling, bound, stratified
 from zloader.views import RowSet, Within
 
+pytestmark = pytest.mark.any_version
+
 ROWS = 1_400_000
 
 

@@ -25,6 +25,8 @@ from zloader.plan import Plan
 from zloader.resume import described, resumed
 from zloader.testing import assert_resumes_anywhere
 
+pytestmark = pytest.mark.any_version
+
 N_ROWS = 61
 ADATA = counts(N_ROWS, 20)
 SAMPLINGS = {

@@ -19,6 +19,8 @@ from zloader.permutation import key_of, mix, permute, shuffled
 from zloader.plan import Plan
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Streaming, bound, sized, stratified
 
+pytestmark = pytest.mark.any_version
+
 KEYS = st.integers(0, 2**64 - 1)
 N_ROWS = st.integers(1, 700)
 BLOCK_SIZES = st.integers(1, 90)

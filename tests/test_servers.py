@@ -32,6 +32,8 @@ from zloader.testing import SeaweedFS, Sim
 from zloader.testing.s3sim import HttpFault, Shaping
 from zloader.testing.seaweed import ServerStartError
 
+pytestmark = pytest.mark.any_version
+
 OBJECT = bytes(range(256)) * 1000  # every byte tells its place, nearly
 
 

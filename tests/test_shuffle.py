@@ -35,6 +35,8 @@ from zloader.sources.nodes import Node
 from zloader.sources.shuffle import ShuffledMatrix
 from zloader.sources.transpose import CscMatrix
 
+pytestmark = pytest.mark.any_version
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _spills_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

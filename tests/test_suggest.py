@@ -14,6 +14,8 @@ from zloader.layout import chunks_of
 from zloader.plan import Plan
 from zloader.suggest import sizes
 
+pytestmark = pytest.mark.any_version
+
 GiB = 1 << 30
 
 

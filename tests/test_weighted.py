@@ -22,6 +22,8 @@ from zloader.plan import Plan
 from zloader.sampling import bound
 from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
 
+pytestmark = pytest.mark.any_version
+
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.0, 2.5, 40.0]), min_size=1, max_size=120).filter(any)
 BLOCK_SIZES = st.integers(1, 20)
 SEEDS = st.integers(0, 2**63)

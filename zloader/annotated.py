@@ -20,7 +20,7 @@ from zloader.columns import ObsColumn, as_numbers, concatenated, joined, require
 from zloader.errors import FormatError, MissingColumnError, OptionError, ZloaderError
 from zloader.mirror import open_place
 from zloader.opened import OpenedStore
-from zloader.terms import Cache
+from zloader.terms import Cache, names_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ class Annotated:
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The obs frame, or only some columns of it, with the obs names as its index."""
-        names = self.obs_columns if columns is None else list(columns)
+        names = self.obs_columns if columns is None else names_of(columns=columns)
         index = pd.Index(concatenated("index", [store.names("obs").array for store in self.stores]))
         return pd.DataFrame({name: concatenated(name, self._obs_elements(name)) for name in names}, index=index)
 
@@ -82,6 +82,7 @@ class Annotated:
 
         Raises FormatError where it holds numbers in one store and labels in another.
         """
+        self.require_obs([column])
         if column not in self._columns:
             kept = None if self.place is None else load_obs(self.place, column, self.n_obs)
             if kept is None:
@@ -94,7 +95,7 @@ class Annotated:
         """Raises MissingColumnError, which lists the columns, for the first that is not there in a store."""
         for column in columns:
             for store in self.stores:
-                if column not in store.obs_columns:
+                if not isinstance(column, str) or column not in store.obs_columns:
                     known = ", ".join(map(repr, self.obs_columns)) or "none"
                     raise MissingColumnError(
                         f"there is no obs column {column!r} in {store.location.url}; there are: {known}"

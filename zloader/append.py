@@ -18,7 +18,7 @@ from typing import Any
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.location import Location
+from zloader.access.location import location_of
 from zloader.convert import library_settings, refuse_overlap
 from zloader.dataset import Dataset
 from zloader.errors import StoreError
@@ -76,7 +76,7 @@ def append(
     before a byte is written; and StoreError when writing fails, which leaves the old store. So does Ctrl-C, unless the
     root's metadata were on their way. When this raises, nothing is being written any more.
     """
-    location = Location(url=os.fspath(url), storage_options=dict(storage_options or {}))
+    location = location_of(url, storage_options)
     return append_to(
         Destination(location),
         sources,

@@ -85,13 +85,15 @@ def info(  # noqa: PLR0913 - one parameter a flag
     if as_json:
         epoch = {"x": x, **sizes, "problem": problem} | ({} if costs is None else dataclasses.asdict(costs))
         print_json(dataclasses.asdict(summary) | {"epoch": epoch})
-        return
-    console = terminal.console()
-    terminal.show_store(console, summary)
-    if costs is None:
-        console.print(f"no epoch can be read: {problem}", soft_wrap=True, markup=False)
     else:
-        terminal.show_costs(console, costs, x, sizes)
+        console = terminal.console()
+        terminal.show_store(console, summary)
+        if costs is None:
+            console.print(f"no epoch can be read: {problem}", soft_wrap=True, markup=False)
+        else:
+            terminal.show_costs(console, costs, x, sizes)
+    if costs is None and x != "X":  # somebody asked for it
+        raise typer.Exit(1)
 
 
 def _costs(dataset: Dataset, x: str, *, batch_size: int, fetch_factor: int, block_size: int) -> EpochCosts:

@@ -28,7 +28,7 @@ import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.access.location import Location
+from zloader.access.location import Location, location_of
 from zloader.errors import OptionError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
 from zloader.joining.problems import listed
@@ -95,7 +95,7 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
     more.
     Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError, StoreError.
     """
-    location = Location(url=os.fspath(dest), storage_options=dict(storage_options or {}))
+    location = location_of(dest, storage_options)
     return convert_to(
         Destination(location),
         sources,

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn, cast, overload
 
 import anndata as ad
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.access.location import Location
+from zloader.access.location import Location, location_of
 from zloader.annotated import each
 from zloader.columns import ObsColumn
 from zloader.errors import OptionError, StoreChangedError
@@ -46,20 +46,22 @@ def open_dataset(
     `offline` opens what the cache holds of it, without a request; a read of what it does not hold raises ReadError.
     Raises StoreNotFoundError, AccessDeniedError or FormatError; CacheError where there is no mirror to open offline.
     """
-    urls = [url] if isinstance(url, str) or not isinstance(url, Iterable) else url
+    urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
     if cache is not None and not isinstance(cache, Cache):
-        cache = Cache(directory=Path(cache))
-    options = dict(storage_options or {})
-    return Dataset([Location(url=_as_text(url), storage_options=options) for url in urls], cache, offline=offline)
+        cache = Cache(directory=cast("Path", cache))  # which looks at what it is
+    for each_url in urls:
+        if not isinstance(each_url, str | os.PathLike):
+            raise OptionError(
+                f"a store is opened by its path or URL, not by an object of type {type(each_url).__name__}. An AnnData "
+                "in memory becomes a store with zl.convert(adata, 'x.zarr')"
+            )
+    return Dataset([location_of(each_url, storage_options) for each_url in urls], cache, offline=offline)
 
 
-def _as_text(url: URL) -> str:
-    if not isinstance(url, str | os.PathLike):
-        raise OptionError(
-            f"a store is opened by its path or URL, not by an object of type {type(url).__name__}. An AnnData in "
-            "memory becomes a store with zl.convert(adata, 'x.zarr')"
-        )
-    return os.fspath(url)
+def require_dataset(dataset: Any) -> None:
+    """Raises OptionError for what `open_dataset` does not give."""
+    if not isinstance(dataset, Dataset):
+        raise OptionError(f"dataset must be what zl.open_dataset gives, not {dataset!r:.100}")
 
 
 def _reopen(

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch.utils.data
 
 from zloader.bridge import Bridge
-from zloader.dataset import Dataset
+from zloader.dataset import Dataset, require_dataset
 from zloader.epochs import EpochCount
 from zloader.errors import ConcurrentUseError, OptionError
 from zloader.fetch import FetchScheduler, Recipe
@@ -24,7 +24,7 @@ from zloader.plan import Plan
 from zloader.ranks import Locality, Place, place_of
 from zloader.resume import Position, as_state, described, position_of, resumed
 from zloader.sampling import Sampling, bound, default_block_size, require_sampling, sized, stratified
-from zloader.terms import FetchOptions, MinibatchArrays, Statistics, require_count
+from zloader.terms import FetchOptions, MinibatchArrays, Statistics, names_of, require_count, require_one_of
 from zloader.workshop import BufferPool, Counters
 
 __all__ = ["Loader", "Minibatch"]
@@ -83,18 +83,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     options: FetchOptions = field(default_factory=FetchOptions)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dataset, Dataset):
-            raise OptionError(f"dataset must be what zl.open_dataset gives, not {self.dataset!r:.100}")
+        require_dataset(self.dataset)
         if not isinstance(self.options, FetchOptions):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
-        if self.layout not in LAYOUTS:
-            raise OptionError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, not {self.layout!r}")
-        if self.dtype not in DTYPES:
-            raise OptionError(f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {self.dtype!r}")
-        for name, names in (("obs", self.obs), ("obsm", self.obsm)):
-            if isinstance(names, str) or names is None:
-                raise OptionError(f"{name} must be a list of names: write {name}={[names] if names else []!r}")
+        require_one_of(LAYOUTS, layout=self.layout)
+        require_one_of(DTYPES, dtype=self.dtype)
+        self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
             raise OptionError(f"{'genes' if self.genes is not None else repr(self.layout)} needs an x: it is None")
         silence_sparse_warnings()

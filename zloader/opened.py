@@ -232,7 +232,7 @@ class OpenedStore:
 
     def matrix(self, name: str) -> MatrixLayout:
         """How the matrix `"X"`, `"layers/NAME"` or `"raw/X"` is stored; raises FormatError when it cannot be read."""
-        if name not in self:
+        if not isinstance(name, str) or name not in self.matrix_names:
             raise FormatError(
                 f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
             )

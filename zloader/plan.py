@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from zloader.errors import OptionError
 from zloader.permutation import key_of, shuffled
 from zloader.sampling import Sampling, require_rows, require_sampling, sized
-from zloader.terms import Rows, require_count
+from zloader.terms import Rows, require_count, require_flag, require_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,8 @@ class Plan:
                 f"{self.fetch_factor} = {self.fetch_rows} rows, so nothing would be shuffled across blocks: "
                 "raise fetch_factor or lower block_size"
             )
-        if self.remainder not in ("drop", "pad"):
-            raise OptionError(f"remainder must be 'drop' or 'pad', not {self.remainder!r}")
+        require_one_of(["drop", "pad"], remainder=self.remainder)
+        require_flag(drop_last=self.drop_last)
         if self.pads and self.drop_last:
             raise OptionError("remainder='pad' leaves no smaller minibatch that drop_last could drop: give one of them")
         rest = isinstance(self.sampling, Unseen)  # of which a handful, too few to share out, is left out

@@ -12,7 +12,7 @@ from zloader.draws import Draws
 from zloader.errors import OptionError
 from zloader.permutation import key_of
 from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
-from zloader.terms import Rows, require_at_least, require_count
+from zloader.terms import Rows, require_count, require_one_of, require_whole
 
 Locality = Literal["global", "machine"]
 
@@ -85,16 +85,15 @@ class Part:
 
 def place_of(rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None) -> Place:
     """The rank from arguments, torch.distributed or the environment; with locality `"machine"` that on its machine."""
+    require_one_of(["global", "machine"], locality=locality)
     rank, world_size = _rank_and_world_size(rank, world_size)
     if locality == "global":
         return Place(rank=rank, world_size=world_size)
-    if locality != "machine":
-        raise OptionError(f"locality must be 'global' or 'machine', not {locality!r}")
     if local_world_size is None:
         local_world_size = _variable("LOCAL_WORLD_SIZE")
     local = 1 if local_world_size is None else local_world_size
     require_count(world_size=world_size, local_world_size=local)
-    require_at_least(0, rank=rank)
+    require_whole(0, rank=rank)
     if world_size % local:
         raise OptionError(
             f"locality='machine' needs as many ranks on every machine, but the world size {world_size} is no multiple "

@@ -103,7 +103,7 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
     """The position that a state holds. Raises OptionError, naming the difference, unless it is of the same run."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise OptionError(f"this is no state of a zloader.Loader: {state!r:.200}")
-    if state["version"] != VERSION:
+    if not _is_same(state["version"], VERSION):
         raise OptionError(
             f"the state is of version {state['version']!r}, but this zloader reads version {VERSION}: resume with the "
             "zloader that saved it, or begin the epoch anew with set_epoch"
@@ -111,20 +111,35 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
     missing = [name for name in (*_NUMBERS, *identity) if name not in state]
     if missing:
         raise OptionError(f"the state has no {missing[0]!r}: it is damaged")
-    differences = [f"{name} was {state[name]!r}, is {now!r}" for name, now in identity.items() if state[name] != now]
+    differences = [
+        f"{name} was {state[name]!r}, is {now!r}" for name, now in identity.items() if not _is_same(state[name], now)
+    ]
     if differences:
         raise OptionError(
             f"the state is of another run: {'; '.join(differences)}. Give the loader what it had, or begin the epoch "
             "anew with set_epoch"
         )
     try:
-        stretches = tuple((int(world_size), int(minibatches)) for world_size, minibatches in state["stretches"])
-        numbers = {name: int(state[name]) for name in _NUMBERS if name != "stretches"}
+        stretches = tuple((_whole(world_size), _whole(minibatches)) for world_size, minibatches in state["stretches"])
+        numbers = {name: _whole(state[name]) for name in _NUMBERS if name != "stretches"}
     except (TypeError, ValueError) as error:
         raise OptionError(f"the state is damaged: {error}") from error
-    if len(stretches) > MOST_STRETCHES or min([*numbers.values(), *(min(pair) for pair in stretches)]) < 0:
+    if len(stretches) > MOST_STRETCHES:
         raise OptionError(f"the state is damaged: {state!r:.300}")
     return Position(stretches=stretches, **numbers)
+
+
+def _whole(number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not 0 <= number < 1 << 62:
+        raise ValueError(f"{number!r} is no whole number that it can hold")
+    return int(number)
+
+
+def _is_same(then: Any, now: Any) -> bool:
+    try:
+        return bool(then == now)
+    except (TypeError, ValueError):  # an array, or what is missing to pandas
+        return False
 
 
 @reprlib.recursive_repr()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zloader.dataset import Dataset
+from zloader.dataset import Dataset, require_dataset
 from zloader.errors import FormatError
 from zloader.sampling import BlockShuffling, stratified
 from zloader.terms import FetchOptions, require_count
@@ -61,6 +61,7 @@ def suggest(dataset: Dataset, *, batch_size: int = 64, memory: int | str = 0, x:
     The rows of a view are taken to be spread evenly over the dataset, as those of a split are. Raises OptionError, or
     FormatError for a matrix that cannot be read or has no rows.
     """
+    require_dataset(dataset)
     matrices = [matrix for matrix in dataset.matrices(x) if matrix.n_rows]
     n_rows = sum(matrix.n_rows for matrix in matrices)
     if not n_rows or not dataset.n_obs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,12 +22,13 @@ from zloader.errors import OptionError
 MiB = 1 << 20
 LEAST_MEMORY = 16 * MiB  # that a loader can be told to do with
 Rows = NDArray[np.int64]
+_MOST = 1 << 62  # more than any count of bytes, rows or threads
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_size(size: int | str) -> int:
     """Bytes of a size such as 1000, "256MiB" or "64 MB". Raises OptionError."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b)?\s*", str(size), re.IGNORECASE)
+    parts = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=\s*[kmgt]))\s*(?:([kmgt]i?)?b)?\s*", str(size), re.IGNORECASE)
     if isinstance(size, bool) or parts is None:
         raise OptionError(f"{size!r} is not a size: give bytes, or a string such as '256MiB' or '64 MB'")
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
@@ -42,9 +43,42 @@ def require_at_least(least: float, **values: float) -> None:
 
 def require_count(**values: int) -> None:
     """Raises OptionError for the first of `values` that is not a whole number of at least 1."""
+    require_whole(1, **values)
+
+
+def require_whole(least: int, **values: int) -> None:
+    """Raises OptionError for the first of `values` that is not a whole number of at least `least`, below 2**62."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise OptionError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if value >= _MOST:
+            raise OptionError(f"{name} must be a whole number below 2**62, not {value!r}")
+
+
+def require_flag(**values: bool) -> None:
+    """Raises OptionError for the first of `values` that is neither True nor False."""
+    for name, value in values.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise OptionError(f"{name} must be True or False, not {value!r}")
+
+
+def require_one_of(known: Sequence[str], **values: str) -> None:
+    """Raises OptionError for the first of `values` that is not one of the `known` words."""
+    for name, value in values.items():
+        if not isinstance(value, str) or value not in known:
+            raise OptionError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
+
+
+def names_of(**values: Iterable[str]) -> list[str]:
+    """The names that an option lists. Raises OptionError where it is no list of strings."""
+    ((option, names),) = values.items()
+    if isinstance(names, str) or names is None:
+        raise OptionError(f"{option} must be a list of names: write {option}={[names] if names else []!r}")
+    found = list(names) if isinstance(names, Iterable) and not isinstance(names, bytes) else [names]
+    for name in found:
+        if not isinstance(name, str):
+            raise OptionError(f"{option} must be a list of names, which are strings, not {name!r:.100}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +156,9 @@ class FetchOptions:
 
     def __post_init__(self) -> None:
         require_count(max_read_bytes=self.max_read_bytes, prefetch=self.prefetch, threads=self.threads)
-        require_at_least(0, gap_bytes=self.gap_bytes, least_read_bytes=self.least_read_bytes, retries=self.retries)
+        require_whole(0, gap_bytes=self.gap_bytes, least_read_bytes=self.least_read_bytes, retries=self.retries)
         require_at_least(0.001, deadline_s=self.deadline_s)
+        require_flag(tune_malloc=self.tune_malloc)
         memory = parse_size(self.memory)
         if memory:
             require_at_least(LEAST_MEMORY, memory=memory)
@@ -135,9 +170,8 @@ class FetchOptions:
     def _derive(self, **values: int) -> None:
         """Sets what was left at 0."""
         for name, value in values.items():
-            if getattr(self, name) == 0:
-                object.__setattr__(self, name, value)
-            require_count(**{name: getattr(self, name)})
+            require_whole(0, **{name: getattr(self, name)})
+            object.__setattr__(self, name, getattr(self, name) or value)
 
 
 def _machine_bytes() -> int:
@@ -164,7 +198,10 @@ class Cache:
     min_free_bytes: int | str = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "directory", Path(self.directory).expanduser().absolute())
+        named = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None
+        if not named or not isinstance(named, str) or "\0" in named:
+            raise OptionError(f"a cache is a directory, given by its path (or a zl.Cache), not {self.directory!r:.100}")
+        object.__setattr__(self, "directory", Path(named).expanduser().absolute())
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", parse_size(self.max_bytes))
             require_count(max_bytes=self.most)
@@ -173,7 +210,7 @@ class Cache:
     @property
     def most(self) -> int:
         """`max_bytes` as a number; more than any disk has where there is no limit."""
-        return 1 << 62 if self.max_bytes is None else int(self.max_bytes)
+        return _MOST if self.max_bytes is None else int(self.max_bytes)
 
     @property
     def least_free(self) -> int:

@@ -11,7 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from zloader.access.location import Location
+from zloader.access.location import Location, location_of
 from zloader.checking.compare import Comparison
 from zloader.checking.findings import Findings, Problem
 from zloader.checking.hierarchy import Hierarchy
@@ -75,7 +75,7 @@ def verify(
     StoreError for reads that fail for other reasons than damage.
     """
     started = time.perf_counter()
-    location = Location(url=os.fspath(url), storage_options=dict(storage_options or {}))
+    location = location_of(url, storage_options)
     findings = Findings(location.url)
     with contextlib.ExitStack() as opened:
         opened.enter_context(library_settings())

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from zloader.bridge import Bridge, Put
-from zloader.dataset import Dataset
+from zloader.dataset import Dataset, require_dataset
 from zloader.errors import OptionError
 from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray, holding
 from zloader.parts import Part, opened_readers
 from zloader.reader import ArrayReader
-from zloader.terms import FetchOptions, Rows, Source, Span, require_count
+from zloader.terms import FetchOptions, Rows, Source, Span, names_of, require_count
 from zloader.workshop import Counters
 
 _WINDOW_BYTES = 16 << 20  # decoded, brought as one; several at once keep a link busy
@@ -60,6 +60,8 @@ def warm(
     and then, on the calling thread.
     Raises OptionError for a dataset without a cache or names that it does not have; any ReadError.
     """
+    require_dataset(dataset)
+    x = names_of(x=x)
     if dataset.cache is None:
         raise OptionError("there is no cache to fill: open the dataset with cache=")
     if bytes_per_s is not None:

@@ -52,6 +52,12 @@ class Location:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or not self.url or "\0" in self.url:
+            raise OptionError(f"a store is given by its path or URL, not by {self.url!r:.100}")
+        if not isinstance(self.storage_options, Mapping):
+            raise OptionError(
+                f'storage_options are a dict such as {{"key": ...}}, not of type {type(self.storage_options).__name__}'
+            )
         scheme, authority = self.scheme, self.url.partition("://")[2].partition("/")[0]
         shown = re.split("[?#]", self.url.replace(authority, authority.rpartition("@")[2]))[0]  # without secrets
         if scheme not in SCHEMES:
@@ -61,16 +67,28 @@ class Location:
             raise OptionError(f"cannot open {shown!r}: a URL reads {scheme}://{_shape(scheme)}")
         if scheme != "file" and "@" in authority:
             raise OptionError(f"cannot open {shown!r}: a URL cannot hold user and password. Use storage_options")
+        self._require_address(shown)
+        steps = self.path.split("/") if scheme != "file" else []
+        if not {".", ".."}.isdisjoint(steps) or (not self.is_web and "" in steps):
+            raise OptionError(f"cannot open {shown!r}: an object's key cannot have a part that is '.', '..' or empty")
         if scheme in _WEB and ("?" in self.url or "#" in self.url):
             raise OptionError(
                 f"cannot open {shown!r}: the address of a store cannot have a query or fragment. Give what it says as "
                 "headers in storage_options; write ? and # that belong to the path as %3F and %23"
             )
 
+    def _require_address(self, shown: str) -> None:
+        try:
+            port = urlsplit(self.url).port if self.is_web or self.url.startswith("file://") else None
+        except ValueError as error:
+            raise OptionError(f"cannot open {shown!r}: {error}") from error
+        if port == 0:
+            raise OptionError(f"cannot open {shown!r}: there is no port 0")
+
     @property
     def scheme(self) -> str:
         """`"file"`, `"s3"`, `"gs"`, `"http"` or `"https"`."""
-        return urlsplit(self.url).scheme if "://" in self.url else "file"
+        return self.url.partition("://")[0].lower() if "://" in self.url else "file"
 
     @property
     def path(self) -> str:
@@ -237,6 +255,12 @@ class Location:
             ) from error
         except (TypeError, ValueError) as error:
             raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
+
+
+def location_of(url: Any, storage_options: Mapping[str, Any] | None) -> Location:
+    """The location that whoever calls us gives: a string or a path, and options or none. Raises OptionError."""
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    return Location(url=text, storage_options={} if storage_options is None else storage_options)
 
 
 def _never_closed(filesystem: Any) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import anndata as ad
 import h5py
+import pandas as pd
 import zarr
 
 from zloader.access.implied import arrays_below, require_objects, stored_keys
@@ -25,6 +26,7 @@ __all__ = ["Input", "Source", "open_inputs"]
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData
 
 _COLLECTION = "annbatch-preshuffled"
+_NO_LISTS = (str, bytes, os.PathLike, Mapping, ad.AnnData, pd.DataFrame)
 
 
 def open_inputs(sources: Source | Sequence[Source], *, storage_options: Mapping[str, Any] | None = None) -> list[Input]:
@@ -35,9 +37,16 @@ def open_inputs(sources: Source | Sequence[Source], *, storage_options: Mapping[
     AccessDeniedError, SourceError, OptionError, ReadError.
     """
     alone = isinstance(sources, (str, os.PathLike, ad.AnnData))
-    given = cast("Sequence[Any]", [sources] if alone else sources)
+    given: list[Any] = [sources]
+    if isinstance(sources, Iterable) and not isinstance(sources, _NO_LISTS):
+        given = list(sources)
     if not given:
         raise OptionError("there is nothing to convert: the list of sources is empty")
+    for source in given:
+        if not isinstance(source, (str, os.PathLike, ad.AnnData)):
+            raise OptionError(
+                f"a source is a path, a URL or an AnnData in memory, or a list of these, not {type(source).__name__}"
+            )
     cache = BlockCache()
     with contextlib.ExitStack() as opened:
         inputs: list[Input] = []

@@ -23,7 +23,7 @@ from zarr.codecs import (
 
 from zloader.errors import OptionError
 from zloader.layout import ABSENT
-from zloader.terms import MiB, parse_size, require_at_least, require_count
+from zloader.terms import MiB, parse_size, require_count, require_flag, require_one_of, require_whole
 
 CODECS = ("lz4", "zstd", "none")
 _BLOSC_LEVEL = 5
@@ -69,11 +69,11 @@ class ConvertOptions:
         if self.window_bytes is not None:
             require_count(window_bytes=self.window_bytes)
         if self.shuffle_seed is not None:
-            require_at_least(0, shuffle_seed=self.shuffle_seed)
+            require_whole(0, shuffle_seed=self.shuffle_seed)
         if parse_size(self.memory) < _LEAST_MEMORY:
             raise OptionError(f"memory must be at least {_LEAST_MEMORY >> 20}MiB, not {self.memory!r}")
-        if self.codec not in CODECS:
-            raise OptionError(f"codec must be one of {', '.join(CODECS)}, not {self.codec!r}")
+        require_one_of([*CODECS], codec=self.codec)
+        require_flag(preserve_dtype=self.preserve_dtype)
 
     @property
     def shard_bytes(self) -> int:
