@@ -211,6 +211,7 @@ NO_SOURCES = {
     "number": 5,
     "none": None,
     "sparse": sp.csr_matrix((3, 3)),
+    "coordinates": sp.coo_matrix((3, 3)),
     "bytes": b"a.h5ad",
     "dict": {"a": counts(4, 3)},
     "class": ad.AnnData,

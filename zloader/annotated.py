@@ -105,6 +105,13 @@ class Annotated:
         """A column of every store, as anndata reads it."""
         self.require_obs([column])
         elements = self._elements(f"obs/{column}")
+        for store, element in zip(self.stores, elements, strict=True):
+            shape = getattr(element, "shape", None)
+            if shape != (store.n_obs,):
+                raise FormatError(
+                    f"obs column {column!r} of {store.location.url} has shape {shape}, but there are {store.n_obs} "
+                    "rows: the store is damaged"
+                )
         require_alike(column, elements, self._urls)
         return elements
 

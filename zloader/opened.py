@@ -91,7 +91,7 @@ class OpenedStore:
                 f"{self.location.url} is not an AnnData store: its root says encoding-type {encoding!r}, not 'anndata'"
             )
         for needed in ("obs", "var"):
-            if needed not in self.root:
+            if needed not in self:
                 raise FormatError(f"{self.location.url} has no {needed}: it is not a whole AnnData store")
 
     def _open_group(self) -> Any:
@@ -117,28 +117,35 @@ class OpenedStore:
         """Raises FormatError for an element that zarr or anndata cannot read, and names the object that is damaged."""
         try:
             yield
-        except ZloaderError:
+        except (ZloaderError, MemoryError):
             raise
-        except (*UNDECODABLE, OSError) as error:
+        except Exception as error:
             key = undecodable_key(node, start, stop)
             damaged = f", whose object {key} ({self.objects[key].size} bytes) is damaged" if key in self.objects else ""
             raise FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}") from error
 
     def node(self, path: str) -> Any:
-        """The zarr group or array at a path. Raises FormatError where zarr cannot read its metadata."""
+        """The zarr group or array at a path. Raises FormatError where there is none whose metadata zarr can read."""
         try:
             return self.root[path]
+        except ZloaderError:
+            raise
+        except (KeyError, AttributeError, IndexError, OverflowError) as error:
+            raise self._damaged(path, f"it is missing, or its metadata make no sense ({error})") from error
         except (ValueError, TypeError) as error:
             raise FormatError(
                 f"cannot read {path} of {self.location.url}: {error}. Write it again with a data type that zarr-python "
                 "has, such as float32"
             ) from error
 
+    def _damaged(self, path: str, why: str) -> FormatError:
+        return FormatError(f"{path} of {self.location.url} cannot be used: {why}: the store is damaged")
+
     def keys(self, group: str) -> list[str]:
         """Names of what stands in a group such as `"layers"`, in order; nothing where there is no such group."""
         try:
             return sorted(self.root.get(group, {}))
-        except (ValueError, TypeError):  # zarr cannot read one of them, and so lists none
+        except UNDECODABLE:  # zarr cannot read one of them, and so lists none
             inside = (key.split("/") for key in self.objects if key.startswith(f"{group}/"))
             return sorted({parts[1] for parts in inside if len(parts) > 2})
 
@@ -151,22 +158,28 @@ class OpenedStore:
     @cached_property
     def n_obs(self) -> int:
         """Rows."""
-        return self._length("obs")
+        return self.length("obs")
 
     @cached_property
     def n_vars(self) -> int:
         """Genes."""
-        return self._length("var")
+        return self.length("var")
 
-    def _length(self, frame: str) -> int:
+    def length(self, frame: str) -> int:
+        """Rows of a frame, such as `"raw/var"`, as its index has them."""
         path = self._index_path(frame)
-        length = stored_length(self.root[path])
+        node = self.node(path)
+        with self._reading(path, node):
+            length = stored_length(node)
         if length is None:
-            raise FormatError(f"{path} of {self.location.url} holds no names: the store is damaged. Convert it again")
+            raise self._damaged(path, "it holds no names")
         return length
 
     def _index_path(self, frame: str) -> str:
-        return f"{frame}/{self.root[frame].attrs['_index']}"
+        name = self.node(frame).attrs.get("_index")
+        if not _is_name(name):
+            raise self._damaged(frame, f"its index is said to be {name!r}")
+        return f"{frame}/{name}"
 
     def names(self, frame: str) -> pd.Index:
         """The index of `"obs"`, `"var"` or `"raw/var"`."""
@@ -175,7 +188,10 @@ class OpenedStore:
     @cached_property
     def obs_columns(self) -> list[str]:
         """Names of the obs columns."""
-        return [str(column) for column in self.root["obs"].attrs["column-order"]]
+        names = self.node("obs").attrs.get("column-order")
+        if not isinstance(names, list) or not all(map(_is_name, names)):
+            raise self._damaged("obs", f"its columns are said to be {names!r:.100}")
+        return names
 
     def element(self, path: str) -> Any:
         """An element read whole by anndata."""
@@ -189,7 +205,7 @@ class OpenedStore:
 
         It is read in windows, each of which is given to `check`, with the number of its first row, before it is kept.
         """
-        node = self.root[path]
+        node = self.node(path)
         kind = np.dtype(dtype or node.dtype).newbyteorder("=")
         column = None if self.place is None else load_column(self.place, path, shape=node.shape, dtype=kind)
         if column is not None:
@@ -227,7 +243,7 @@ class OpenedStore:
     def __contains__(self, path: str) -> bool:
         try:
             return path in self.root
-        except (ValueError, TypeError):  # it is there, and zarr cannot read it
+        except UNDECODABLE:  # it is there, and zarr cannot read it
             return True
 
     def matrix(self, name: str) -> MatrixLayout:
@@ -238,7 +254,7 @@ class OpenedStore:
             )
         node = self.node(name)
         if isinstance(node, zarr.Array):
-            n_rows, n_genes = (int(size) for size in node.shape)
+            n_rows, n_genes = self.shape(name)
             return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self._array_layout(name), genes=None)
         encoding = node.attrs.get("encoding-type")
         if encoding != "csr_matrix":
@@ -246,13 +262,22 @@ class OpenedStore:
                 f"{name} of {self.location.url} is a {encoding}: rows can only be read from a csr_matrix "
                 "or a dense array. Run 'zloader convert' on it"
             )
-        n_rows, n_genes = (int(size) for size in node.attrs["shape"])
+        n_rows, n_genes = self.shape(name)
         genes = replace(self._array_layout(f"{name}/indices"), below=n_genes)
         for path, dtype in ((genes.path, genes.dtype), (f"{name}/indptr", self.node(f"{name}/indptr").dtype)):
             if dtype.kind not in "iu":
                 raise FormatError(f"{path} of {self.location.url} holds {dtype}, not integers: the store is damaged")
         values = self._array_layout(f"{name}/data")
         return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Rows and genes of a matrix."""
+        node = self.node(name)
+        shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
+        is_list = isinstance(shape, list | tuple) and len(shape) == 2
+        if not is_list or not all(type(size) is int and size >= 0 for size in shape):
+            raise self._damaged(name, f"its shape is said to be {shape!r:.100}, not rows x genes")
+        return shape[0], shape[1]
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
         """First element of every row of a CSR matrix (rows + 1, int64), kept in the mirror; None for a dense one."""
@@ -277,8 +302,13 @@ class OpenedStore:
 
     def original_dtype(self, matrix: MatrixLayout) -> str:
         """The dtype that the matrix had before `convert` narrowed it, else the one stored."""
-        recorded = self.root[matrix.path].attrs.get("zloader", {}).get("dtype", {})
-        return str(recorded.get("data", np.dtype(matrix.values.dtype).name))
+        return str(self.recorded_dtypes(matrix.path).get("data", np.dtype(matrix.values.dtype).name))
+
+    def recorded_dtypes(self, path: str) -> dict[str, Any]:
+        """The dtypes that `data` and `indices` of a matrix had before `convert` narrowed them, as far as it did."""
+        recorded = self.node(path).attrs.get("zloader")
+        dtypes = recorded.get("dtype") if isinstance(recorded, dict) else None
+        return dtypes if isinstance(dtypes, dict) else {}
 
     def object_sizes(self) -> dict[str, int]:
         """Bytes of each stored object by key."""
@@ -336,3 +366,8 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
         stores.append(OpenedStore(child, children[number], origin=below, cache=cache, offline=offline))
         stores[-1].require_anndata()
     return stores
+
+
+def _is_name(name: Any) -> bool:
+    """Whether it leads to something below a group."""
+    return isinstance(name, str) and {"", ".", ".."}.isdisjoint(name.split("/"))

@@ -11,6 +11,7 @@ import zarr
 from zloader.dataset import Dataset
 from zloader.errors import FormatError
 from zloader.layout import ArrayLayout
+from zloader.metadata import stored_length
 from zloader.opened import OpenedStore
 
 _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
@@ -90,7 +91,7 @@ def summarize(dataset: Dataset) -> StoreSummary:
         genes=dataset.n_vars,
         objects=len(objects),
         stored_bytes=sum(entry.size for entry in objects),
-        obs=[_column(name, [store.root[f"obs/{name}"] for store in stores]) for name in dataset.obs_columns],
+        obs=[_column(stores, name) for name in dataset.obs_columns],
         matrices=[_matrix(stores, name) for name in dataset.matrix_names],
         others=[f"{group}/{key}" for group in _OTHERS for key in _in_all([store.keys(group) for store in stores])],
     )
@@ -100,9 +101,10 @@ def _in_all(groups: Sequence[Any]) -> list[str]:
     return sorted(set.intersection(*map(set, groups)))
 
 
-def _column(name: str, nodes: Sequence[Any]) -> ColumnSummary:
-    kinds = [_kind(node) for node in nodes]
-    n_categories = int(nodes[0]["categories"].shape[0]) if kinds == ["categorical"] else None
+def _column(stores: Sequence[OpenedStore], name: str) -> ColumnSummary:
+    kinds = [_kind(store.node(f"obs/{name}")) for store in stores]
+    labels = f"obs/{name}/categories"
+    n_categories = stored_length(stores[0].node(labels)) if kinds == ["categorical"] else None
     return ColumnSummary(name=name, kind=_all(kinds), categories=n_categories)
 
 
@@ -125,13 +127,13 @@ def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
     try:
         nodes = [store.node(name) for store in stores]
         values = sum(_values(store, name).size for store in stores)
+        shapes = [store.shape(name) for store in stores]
     except FormatError as error:
         return MatrixSummary(
             name=name, encoding="unknown", rows=0, genes=0, values=0, density=0.0, arrays=[], problem=str(error)
         )
     encodings = ["dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type")) for node in nodes]
-    shapes = [node.shape if isinstance(node, zarr.Array) else node.attrs["shape"] for node in nodes]
-    rows, genes = sum(int(shape[0]) for shape in shapes), int(shapes[0][1])
+    rows, genes = sum(n_rows for n_rows, _ in shapes), shapes[0][1]
     arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
     problem = None
     try:
@@ -162,7 +164,7 @@ def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> Ar
     arrays = [array for _, array in stored]
     path = arrays[0].path
     part = "indices" if path.endswith("/indices") else "data"
-    recorded = [store.root[matrix].attrs.get("zloader", {}).get("dtype", {}) for store, _ in stored]
+    recorded = [store.recorded_dtypes(matrix) for store, _ in stored]
     elements, chunk_elements = sum(array.n_elements for array in arrays), max(array.chunk_elements for array in arrays)
     rows = sum(store.n_obs for store, _ in stored)
     return ArraySummary(

@@ -143,10 +143,12 @@ class Table(Annotated):
         """How a matrix lies in each store. Raises FormatError when it cannot be read, or does not fit obs and var."""
         matrices = each(lambda store: store.matrix(name), self.stores)
         for store, matrix in zip(self.stores, matrices, strict=True):
-            if (matrix.n_rows, matrix.n_genes) != (store.n_obs, matrices[0].n_genes):
+            var = "raw/var" if name.startswith("raw/") else "var"
+            expected = store.n_obs, store.length(var)
+            if (matrix.n_rows, matrix.n_genes) != expected:
                 raise FormatError(
                     f"{name} of {store.location.url} has {matrix.n_rows} rows and {matrix.n_genes} genes, but "
-                    f"{store.n_obs} and {matrices[0].n_genes} are expected: the store is damaged. Convert it again"
+                    f"{expected[0]} and {expected[1]} are expected: the store is damaged. Convert it again"
                 )
         if name.startswith("raw/"):
             self._require_same_genes("raw/var")

@@ -6,6 +6,7 @@ Nodes are zarr's groups and arrays; keys are relative to the store.
 from __future__ import annotations
 
 import lzma
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,11 +15,14 @@ import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.errors import MissingObjectError, ZloaderError
+from zloader.errors import FormatError, MissingObjectError, ZloaderError
 from zloader.layout import require_bytes
 
-# What zarr and its codecs raise for bytes that do not decode.
+_MOST_OBJECTS = 10**9  # of one array
+# What zarr and its codecs raise for metadata that make no sense and bytes that do not decode.
 UNDECODABLE = (
+    AttributeError,
+    OverflowError,
     ValueError,
     RuntimeError,
     TypeError,
@@ -29,6 +33,20 @@ UNDECODABLE = (
     lzma.LZMAError,
     zarr.errors.BaseZarrError,
 )
+
+
+def members_of(group: zarr.Group, url: str) -> list[tuple[str, Any]]:
+    """All groups and arrays below a group, with their paths. Raises FormatError where zarr cannot read one of them."""
+    try:
+        nodes: list[tuple[str, Any]] = list(group.members(max_depth=None))
+        for _, node in nodes:
+            if isinstance(node, zarr.Array):
+                stored_keys(node)  # which it cannot have where its shape makes no sense
+    except ZloaderError:
+        raise
+    except UNDECODABLE as error:
+        raise FormatError(f"the metadata of {url} cannot be read ({error}): restore or convert it again") from error
+    return nodes
 
 
 def arrays_below(node: Any) -> list[zarr.Array[Any]]:
@@ -65,22 +83,28 @@ def undecodable_key(node: Any, start: int = 0, stop: int | None = None) -> str |
 
     The arrays are read object by object, each from `start` to `stop` along its first axis.
     """
-    for array in arrays_below(node):
-        for cell in _cells(array):
-            region = _region(array, cell, start, stop)
-            if all(part.start < part.stop for part in region):
-                try:
-                    array[region]
-                except ZloaderError:
-                    raise
-                except (*UNDECODABLE, OSError):  # a broken gzip header is an OSError
-                    return _key(array, cell)
+    try:
+        objects = [(array, cell) for array in arrays_below(node) for cell in _cells(array)]
+    except UNDECODABLE:  # it is the metadata
+        return None
+    for array, cell in objects:
+        region = _region(array, cell, start, stop)
+        if all(part.start < part.stop for part in region):
+            try:
+                array[region]
+            except ZloaderError:
+                raise
+            except (*UNDECODABLE, OSError):  # a broken gzip header is an OSError
+                return _key(array, cell)
     return None
 
 
 def _cells(array: Any) -> Iterator[tuple[int, ...]]:
-    """The place of each object in the grid of an array."""
-    return np.ndindex(*(-(-whole // size) for whole, size in zip(array.shape, _object_shape(array), strict=True)))
+    """The place of each object in the grid of an array. Raises OverflowError for more than any store has."""
+    grid = [-(-whole // size) for whole, size in zip(array.shape, _object_shape(array), strict=True)]
+    if math.prod(grid) > _MOST_OBJECTS:
+        raise OverflowError(f"the shape {array.shape} takes {math.prod(grid)} objects")
+    return np.ndindex(*grid)
 
 
 def _object_shape(array: Any) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import zarr.errors
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
-from zloader.access.implied import implied_keys
+from zloader.access.implied import UNDECODABLE, implied_keys, members_of
 from zloader.access.listed import ListedStore
 from zloader.access.stored import TRUSTED_SINCE, StoredObject
 from zloader.errors import AccessDeniedError, FormatError, OptionError, StoreError, StoreNotFoundError, ZloaderError
@@ -105,14 +105,14 @@ def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, StoredObje
         group = zarr.open_group(ListedStore(store, root, sizes, all_listed=False), mode="r")
     except ZloaderError:
         raise
-    except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
+    except UNDECODABLE as error:
         raise FormatError(f"{root} is not a Zarr group: {error}") from error
     if group.metadata.consolidated_metadata is None:
         raise FormatError(
             f"the metadata of {root} are not consolidated, and a web server cannot be listed: run "
             "zarr.consolidate_metadata on the store where it can be written, or 'zloader convert' on it"
         )
-    return roots | find(filesystem, root, implied_keys(group.members(max_depth=None)))
+    return roots | find(filesystem, root, implied_keys(members_of(group, root)))
 
 
 async def _find(filesystem: WebFiles, root: str, keys: Iterator[str]) -> dict[str, StoredObject]:

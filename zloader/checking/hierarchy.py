@@ -29,7 +29,7 @@ _PARTS = {
     "nullable-boolean": ("values", "mask"),
     "nullable-string-array": ("values", "mask"),
 }
-_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, zarr.errors.BaseZarrError)
+_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zarr.errors.BaseZarrError)
 
 
 class Hierarchy:
@@ -87,9 +87,12 @@ class Hierarchy:
                 continue
             try:
                 store.learn(f"{path}/{_METADATA}", node)
-                yield path, zarr.Array.from_dict(StorePath(store, path), dict(node))
+                array = zarr.Array.from_dict(StorePath(store, path), dict(node))
+                stored_keys(array)  # which it cannot have where its shape makes no sense
             except _UNREADABLE as error:
                 self._findings.add(f"{path}/{_METADATA}", f"does not describe an array: {error}")
+            else:
+                yield path, array
 
     def children(self, path: str) -> list[str]:
         """The paths directly below a group."""
@@ -99,7 +102,8 @@ class Hierarchy:
 
     def attributes(self, path: str) -> Mapping[str, Any]:
         """The attributes of a node; none where it is not."""
-        return dict(self._nodes.get(path, {}).get("attributes") or {})
+        attributes = self._nodes.get(path, {}).get("attributes")
+        return attributes if isinstance(attributes, dict) else {}
 
     def encoding(self, path: str) -> str:
         """The encoding-type of a node; empty where it is not."""
@@ -146,7 +150,8 @@ class Hierarchy:
         if path in self.arrays:
             return tuple(self.arrays[path].shape)
         if encoding in _COMPRESSED:
-            return tuple(int(size) for size in attributes.get("shape", ()))
+            shape = attributes.get("shape")
+            return tuple(size for size in shape if type(size) is int) if isinstance(shape, list) else ()
         if encoding == "dataframe":
             return self.shape(f"{path}/{attributes.get('_index')}")[:1]
         if encoding in _PARTS:

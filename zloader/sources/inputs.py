@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import anndata as ad
 import h5py
 import pandas as pd
+import scipy.sparse
 import zarr
 
 from zloader.access.implied import arrays_below, require_objects, stored_keys
@@ -26,7 +27,7 @@ __all__ = ["Input", "Source", "open_inputs"]
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData
 
 _COLLECTION = "annbatch-preshuffled"
-_NO_LISTS = (str, bytes, os.PathLike, Mapping, ad.AnnData, pd.DataFrame)
+_NO_LISTS = (str, bytes, os.PathLike, Mapping, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
 
 
 def open_inputs(sources: Source | Sequence[Source], *, storage_options: Mapping[str, Any] | None = None) -> list[Input]:

@@ -12,7 +12,7 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.implied import implied_keys, require_objects
+from zloader.access.implied import implied_keys, members_of, require_objects
 from zloader.dataset import Dataset
 from zloader.errors import FormatError, SourceError, StoreError
 from zloader.joining.content import Content, Selection
@@ -36,15 +36,17 @@ class Growth:
         self._root, self._url = dataset.root, dataset.location.url
         if "zloader" not in self._root.attrs:
             raise FormatError(f"{self._url} was not written by zloader: convert it first")
-        self._recorded = dict(self._root.attrs["zloader"])
-        self._select = dict(self._recorded.get("select", {}))
+        recorded = self._root.attrs["zloader"]
+        if not isinstance(recorded, dict) or not isinstance(recorded.get("select", {}), dict):
+            raise FormatError(f"what {self._url} says of its conversion cannot be read: convert it again")
+        self._recorded, self._select = dict(recorded), dict(recorded.get("select", {}))
         if self._recorded.get("shuffle_seed") is not None:
             raise StoreError(f"the rows of {self._url} are shuffled, and new ones would not be: {TOGETHER}")
         self._parts = {part: sorted(self._root[part]) for part in ("layers", "obsm", "obsp") if part in self._root}
         self._names = [*dataset.matrix_names, *(f"obsm/{name}" for name in self._parts.get("obsm", []))]
         self._columns = dataset.obs_columns
         # Where an object is missing or empty, zarr would write zeros in the place of what was there.
-        require_objects(implied_keys(self._root.members(max_depth=None)), dataset.object_sizes(), self._url)
+        require_objects(implied_keys(members_of(self._root, self._url)), dataset.object_sizes(), self._url)
         self._refuse_fixed()
         self.codec = self._common_codec()
 
