@@ -15,6 +15,8 @@ from helpers import counts
 import zloader as zl
 from zloader.errors import OptionError, StoreNotFoundError, ZloaderError
 
+pytestmark = pytest.mark.any_version
+
 SIZES = {"batch_size": 8, "fetch_factor": 2, "sampling": zl.BlockShuffling(4)}
 # What somebody may have in a variable by mistake.
 ODD: dict[str, Any] = {

@@ -103,11 +103,11 @@ class OpenedStore:
         try:
             try:
                 group = zarr.open_group(store, mode="r", zarr_format=known)
-            except (ValueError, TypeError):  # one array that zarr cannot read spoils the consolidated metadata of all
+            except UNDECODABLE:  # one array that zarr cannot read spoils the consolidated metadata of all
                 group = zarr.open_group(store, mode="r", zarr_format=known, use_consolidated=False)
         except ZloaderError:
             raise
-        except (zarr.errors.BaseZarrError, ValueError, KeyError, TypeError) as error:
+        except UNDECODABLE as error:
             raise FormatError(f"{self.location.url} is not a Zarr group: {error}") from error
         store.complete = "zloader" in group.attrs  # `convert` writes all objects, others leave out those of fill values
         return group
@@ -214,7 +214,8 @@ class OpenedStore:
         if self.place is not None:
             column = save_column(self.place, path, windows, shape=node.shape, dtype=kind)
         if column is None:
-            column = np.empty(node.shape, kind)
+            with self._reading(path, node):
+                column = np.empty(node.shape, kind)
             filled = 0
             for window in self._windows(path, node, check):
                 column[filled : filled + len(window)] = window
@@ -232,7 +233,11 @@ class OpenedStore:
             yield window
 
     def _array_layout(self, path: str) -> ArrayLayout:
-        return layout_of(self.node(path), absent_is_fill="zloader" not in self.root.attrs)
+        node = self.node(path)
+        try:
+            return layout_of(node, absent_is_fill="zloader" not in self.root.attrs)
+        except FormatError as error:
+            raise FormatError(f"{self.location.url}: {error}") from error
 
     @property
     def matrix_names(self) -> list[str]:

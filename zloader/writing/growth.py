@@ -33,10 +33,10 @@ class Growth:
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
-        self._root, self._url = dataset.root, dataset.location.url
+        self._root, self._url, self._node = dataset.root, dataset.location.url, dataset.stores[0].node
         if "zloader" not in self._root.attrs:
             raise FormatError(f"{self._url} was not written by zloader: convert it first")
-        recorded = self._root.attrs["zloader"]
+        nodes, recorded = members_of(self._root, self._url), self._root.attrs["zloader"]
         if not isinstance(recorded, dict) or not isinstance(recorded.get("select", {}), dict):
             raise FormatError(f"what {self._url} says of its conversion cannot be read: convert it again")
         self._recorded, self._select = dict(recorded), dict(recorded.get("select", {}))
@@ -46,7 +46,7 @@ class Growth:
         self._names = [*dataset.matrix_names, *(f"obsm/{name}" for name in self._parts.get("obsm", []))]
         self._columns = dataset.obs_columns
         # Where an object is missing or empty, zarr would write zeros in the place of what was there.
-        require_objects(implied_keys(members_of(self._root, self._url)), dataset.object_sizes(), self._url)
+        require_objects(implied_keys(nodes), dataset.object_sizes(), self._url)
         self._refuse_fixed()
         self.codec = self._common_codec()
 
@@ -54,21 +54,18 @@ class Growth:
         """Raises StoreError for what lies along the rows and cannot grow."""
         fixed = [f"obsp/{name}" for name in self._parts.get("obsp", [])]
         for name in self._parts.get("obsm", []):
-            node = self._root[f"obsm/{name}"]
+            node = self._node(f"obsm/{name}")
             if not (isinstance(node, zarr.Array) and node.ndim == 2 and node.dtype.kind in "biuf"):
                 fixed.append(f"obsm/{name}")
         if fixed:
             raise StoreError(f"rows cannot be added to {listed(fixed)} of {self._url}: {TOGETHER}, or without them")
 
     def _matrix_arrays(self) -> list[zarr.Array[Any]]:
-        nodes = [self._root[name] for name in self._names]
-        return [
-            array
-            for node in nodes
-            for array in (
-                [node] if isinstance(node, zarr.Array) else [node[part] for part in ("data", "indices", "indptr")]
-            )
-        ]
+        found = []
+        for name in self._names:
+            is_dense = isinstance(self._node(name), zarr.Array)
+            found += [name] if is_dense else [f"{name}/{part}" for part in ("data", "indices", "indptr")]
+        return [self._node(path) for path in found]
 
     def _common_codec(self) -> str:
         found = {_codec(array) for array in self._matrix_arrays()}
@@ -146,7 +143,7 @@ class Growth:
         if index in columns and not columns[index]().astype(object).equals(names):
             raise SourceError(f"obs column {index!r} names the rows of {self._url}, but not those of the sources")
         for name, values in ({index: lambda: names} | columns).items():
-            node = self._root[f"obs/{name}"]
+            node = self._node(f"obs/{name}")
             try:
                 parts = addition(node, values())
             except SourceError as error:
