@@ -86,7 +86,10 @@ def verify(
             inputs = [opened.enter_context(source) for source in open_inputs(against, storage_options=options)]
         seen = _Seen(objects=len(location.listing()))
         dataset = _opened(location, findings)
-        if dataset is not None:
+        if dataset is not None and dataset.root.metadata.zarr_format != 3:
+            findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
+            seen = dataclasses.replace(seen, rows=dataset.n_obs, genes=dataset.n_vars)
+        elif dataset is not None:
             with _threads(memory) as pool:
                 hierarchy = Hierarchy(dataset, pool, findings)
                 seen = _check(hierarchy, findings, pool, bars)
@@ -117,7 +120,7 @@ class _Seen:
 def _opened(location: Location, findings: Findings) -> Dataset | None:
     """The store, unless it is so damaged that nothing else can be said."""
     try:
-        dataset = open_dataset(location.url, storage_options=location.storage_options)
+        return open_dataset(location.url, storage_options=location.storage_options)
     except (FormatError, TruncatedObjectError) as error:
         there = location.listing()
         if MARKER in there and "zarr.json" not in there:
@@ -125,10 +128,6 @@ def _opened(location: Location, findings: Findings) -> Dataset | None:
         else:
             findings.add("zarr.json", error)
         return None
-    if dataset.root.metadata.zarr_format != 3:
-        findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
-        return None
-    return dataset
 
 
 @contextlib.contextmanager
