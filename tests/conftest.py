@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import uuid
@@ -38,6 +39,13 @@ class S3:
 
     def url(self, name: str = "") -> str:
         return f"s3://{self.bucket}/{self.prefix}/{name}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _garbage_is_found_fast() -> None:
+    """What all imports made stays: the collector, which some tests call, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

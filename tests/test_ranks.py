@@ -251,9 +251,9 @@ class Backwards:
 
 
 REFUSED = {
-    "remainder": ({"remainder": "keep"}, "'drop' or 'pad', not 'keep'"),
+    "remainder": ({"remainder": "keep"}, "remainder must be one of 'drop', 'pad', not 'keep'"),
     "both": ({"remainder": "pad", "drop_last": True}, "give one of them"),
-    "locality": ({"locality": "rack"}, "'global' or 'machine', not 'rack'"),
+    "locality": ({"locality": "rack"}, "locality must be one of 'global', 'machine', not 'rack'"),
     "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is no multiple of local_world_size 3"),
     "none": ({"locality": "machine", "local_world_size": 0}, "local_world_size must be .* not 0"),
     "text": ({"locality": "machine", "local_world_size": "2"}, "local_world_size must be .* not '2'"),
