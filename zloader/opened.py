@@ -280,9 +280,9 @@ class OpenedStore:
         node = self.node(name)
         shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
         is_list = isinstance(shape, list | tuple) and len(shape) == 2
-        if not is_list or not all(type(size) is int and size >= 0 for size in shape):
+        if not is_list or not all(type(size) in (int, float) and size >= 0 and size % 1 == 0 for size in shape):
             raise self._damaged(name, f"its shape is said to be {shape!r:.100}, not rows x genes")
-        return shape[0], shape[1]
+        return int(shape[0]), int(shape[1])
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
         """First element of every row of a CSR matrix (rows + 1, int64), kept in the mirror; None for a dense one."""
