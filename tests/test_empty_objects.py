@@ -37,17 +37,17 @@ def annotated() -> ad.AnnData:
         {
             "whole": numbers,
             "label": pd.Categorical.from_codes(numbers % 2 + 1, ["a", "b", "c"]),
-            "text": pd.array([f"text {number}" for number in numbers], dtype=object),
+            "text": [f"text {number}" for number in numbers],
             "maybe": pd.array([number if number % 3 else None for number in numbers], dtype="Int32"),
         },
         index=[f"cell {number}" for number in numbers],
-    )
-    symbols = pd.array([f"s{i}" for i in range(N_GENES)], dtype=object)
+    ).astype({"text": object})  # in every pandas: stored as one array
+    var = pd.DataFrame({"symbol": [f"s{i}" for i in range(N_GENES)]}, index=[f"g{i}" for i in range(N_GENES)])
     x = sp.csr_matrix(np.random.default_rng(0).integers(0, 5, (N_ROWS, N_GENES)).astype(np.float32))
     adata = ad.AnnData(
         X=x,
         obs=obs,
-        var=pd.DataFrame({"symbol": symbols}, index=[f"g{i}" for i in range(N_GENES)]),
+        var=var.astype({"symbol": object}),
         obsm={"e": np.stack([numbers, -numbers], axis=1).astype(np.float32)},
         varm={"loadings": np.ones((N_GENES, 2))},
         uns={"numbers": np.arange(1, 5), "word": "hello"},
@@ -116,6 +116,11 @@ def damaged(store: Path, key: str, cut: str) -> Iterator[int]:
         yield len(CUTS[cut](whole))
     finally:
         (store / key).write_bytes(whole)
+
+
+def stored_at(store: Path, key: str) -> str:
+    """Where a chunk of text is: the text of newer versions of pandas is stored as values and a mask."""
+    return key if (store / key).exists() else key.replace("/c/", "/values/c/")
 
 
 def chunk_keys(store: Path, *parts: str) -> list[str]:
@@ -356,7 +361,7 @@ SOURCES = {
 @pytest.mark.parametrize("writer", SOURCES)
 def test_sources_are_refused(written, tmp_path, writer, cut):
     source = Path(shutil.copytree(written(writer), tmp_path / "a.zarr"))
-    for key in SOURCES[writer]:
+    for key in [stored_at(source, key) for key in SOURCES[writer]]:
         with damaged(source, key, cut) as size:
             refused(lambda: convert(source, tmp_path / "b.zarr"), key, size)
             assert not (tmp_path / "b.zarr/zarr.json").exists()
@@ -385,6 +390,7 @@ def test_a_source_in_a_zip_file(written, tmp_path, path):
     "key", ["X/data/c/0", "X/indptr/c/1", "obs/text/c/1", "obs/label/codes/c/0", "obs/whole/zarr.json"]
 )
 def test_append(store, tmp_path, written, key):
+    key = stored_at(store, key)
     with damaged(store, key, "empty") as size:
         refused(lambda: zl.append(store, written("ours"), progress=False), key, size)
         if not is_metadata(key):
@@ -396,7 +402,7 @@ def test_append(store, tmp_path, written, key):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_verify_names_it(store, cut):
-    for key in [
+    for named in [
         "X/data/c/0",
         "X/indptr/c/1",
         "obs/text/c/0",
@@ -404,6 +410,7 @@ def test_verify_names_it(store, cut):
         "uns/word/c",
         "obs/whole/zarr.json",
     ]:
+        key = stored_at(store, named)
         with damaged(store, key, cut) as size:
             (problem,) = zl.verify(store, progress=False).problems
         assert problem.where == key
