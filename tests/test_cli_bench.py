@@ -23,6 +23,8 @@ from zloader.commands.terminal import bench_view, show_figures
 from zloader.errors import ZloaderError
 from zloader.sampling import DEFAULT_BLOCK_SIZE
 
+pytestmark = pytest.mark.any_version
+
 ADATA = counts(503, 97)
 SIZES = {"batch_size": 16, "fetch_factor": 4, "block_size": 8}
 FLAGS = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", value)]

@@ -21,6 +21,8 @@ import zloader as zl
 from zloader.caching.caches import cache_bytes, drop, mirrors
 from zloader.caching.held import held
 
+pytestmark = pytest.mark.any_version
+
 ROWS = 300
 OTHERS = "zloader did not make this"
 

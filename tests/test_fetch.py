@@ -26,6 +26,8 @@ from zloader.plan import Fetch, Plan
 from zloader.testing.source import FakeSource, Fault
 from zloader.workshop import BufferPool
 
+pytestmark = pytest.mark.any_version
+
 ADATA = counts(300, 61, seed=2)
 
 

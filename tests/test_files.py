@@ -16,6 +16,8 @@ from zloader.access.location import Location
 from zloader.errors import AccessDeniedError, MissingObjectError, ReadError, StoreChangedError, TruncatedObjectError
 from zloader.terms import FetchOptions, Span
 
+pytestmark = pytest.mark.any_version
+
 CONTENT = {"a/c/0": bytes(range(256)) * 4, "b": b"0123456789"}
 
 

@@ -18,6 +18,8 @@ from zloader import gather
 from zloader.errors import OptionError
 from zloader.genes import ChosenGenes, choose_genes
 
+pytestmark = pytest.mark.any_version
+
 N_ROWS, N_GENES = 150, 41
 UNSORTED = [7, 40, 0, 39, 12, 3, 20]
 ASCENDING = sorted(UNSORTED)

@@ -25,6 +25,8 @@ from zloader.caching.sums import parse_sums
 from zloader.mirror import MirrorArray
 from zloader.terms import Cache
 
+pytestmark = pytest.mark.any_version
+
 ROWS = 400
 ADATA = counts(ROWS, 150, seed=4)
 VALUES, GENES = "X%2Fdata", "X%2Findices"

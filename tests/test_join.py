@@ -19,6 +19,8 @@ from zloader.sources.join import JoinedMatrix
 from zloader.sources.nodes import Node
 from zloader.sources.source import open_matrix
 
+pytestmark = pytest.mark.any_version
+
 DTYPES = ("bool", "int8", "uint8", "int32", "uint64", "float32", "float64")
 
 

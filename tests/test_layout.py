@@ -32,6 +32,8 @@ from zloader.layout import (
 )
 from zloader.metadata import array_layout
 
+pytestmark = pytest.mark.any_version
+
 LAYOUT = ArrayLayout(
     path="X/data",
     dtype=np.dtype("<u2"),

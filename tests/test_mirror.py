@@ -33,6 +33,8 @@ from zloader.layout import ArrayLayout
 from zloader.mirror import MirrorArray, open_mirror, open_place
 from zloader.terms import Cache
 
+pytestmark = pytest.mark.any_version
+
 
 def _layout(path="X/data", *, n_elements=95, chunk_elements=10, dtype="<u2"):
     return ArrayLayout(

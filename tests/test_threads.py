@@ -18,6 +18,8 @@ from helpers import check_minibatch, counts, write_store
 import zloader as zl
 from zloader.errors import ConcurrentUseError
 
+pytestmark = pytest.mark.any_version
+
 ADATA = counts(503, 97)
 SIZES = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}
 GONE_WITHIN_S = 10.0

@@ -34,6 +34,8 @@ from zloader.sources.nodes import Node
 from zloader.sources.transpose import CscMatrix
 from zloader.sources.windows import SourceMatrix
 
+pytestmark = pytest.mark.any_version
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _spills_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
