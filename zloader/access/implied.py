@@ -84,10 +84,10 @@ def undecodable_key(node: Any, start: int = 0, stop: int | None = None) -> str |
     The arrays are read object by object, each from `start` to `stop` along its first axis.
     """
     try:
-        objects = [(array, cell) for array in arrays_below(node) for cell in _cells(array)]
+        grids = [(array, _cells(array)) for array in arrays_below(node)]
     except UNDECODABLE:  # it is the metadata
         return None
-    for array, cell in objects:
+    for array, cell in ((array, cell) for array, cells in grids for cell in cells):
         region = _region(array, cell, start, stop)
         if all(part.start < part.stop for part in region):
             try:
