@@ -24,6 +24,15 @@ def stored_length(node: Any) -> int | None:
     return int(shape[0]) if len(shape) == 1 else None
 
 
+def matrix_shape(stored: Any) -> tuple[int, int] | None:
+    """Rows and genes of the shape that an array has, or a sparse matrix says it has; None for no such shape."""
+    if not isinstance(stored, list | tuple) or len(stored) != 2:
+        return None
+    if not all(type(size) in (int, float) and size >= 0 and size % 1 == 0 for size in stored):
+        return None
+    return int(stored[0]), int(stored[1])
+
+
 def layout_of(array: Any, *, absent_is_fill: bool) -> ArrayLayout:
     """The layout of an opened zarr array. Raises FormatError as `array_layout`."""
     metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # which zarr leaves out for v2

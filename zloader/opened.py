@@ -33,7 +33,7 @@ from zloader.caching.keptstore import KeptStore, OfflineSource, keep_listing, ke
 from zloader.columns import as_names
 from zloader.errors import CacheError, FormatError, OptionError, ZloaderError
 from zloader.layout import ArrayLayout, MatrixLayout
-from zloader.metadata import IndptrCheck, layout_of, stored_length
+from zloader.metadata import IndptrCheck, layout_of, matrix_shape, stored_length
 from zloader.mirror import Mirror, open_mirror, open_place
 from zloader.parts import Part
 from zloader.store import ObjectSource
@@ -279,10 +279,10 @@ class OpenedStore:
         """Rows and genes of a matrix."""
         node = self.node(name)
         shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
-        is_list = isinstance(shape, list | tuple) and len(shape) == 2
-        if not is_list or not all(type(size) in (int, float) and size >= 0 and size % 1 == 0 for size in shape):
+        found = matrix_shape(shape)
+        if found is None:
             raise self._damaged(name, f"its shape is said to be {shape!r:.100}, not rows x genes")
-        return int(shape[0]), int(shape[1])
+        return found
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
         """First element of every row of a CSR matrix (rows + 1, int64), kept in the mirror; None for a dense one."""

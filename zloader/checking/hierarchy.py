@@ -17,6 +17,7 @@ from zloader.access.listed import ListedStore
 from zloader.checking.findings import Findings
 from zloader.dataset import Dataset
 from zloader.errors import FormatError
+from zloader.metadata import matrix_shape
 from zloader.writing.belongings import MARKER
 from zloader.writing.objects import translated
 
@@ -150,8 +151,7 @@ class Hierarchy:
         if path in self.arrays:
             return tuple(self.arrays[path].shape)
         if encoding in _COMPRESSED:
-            shape = attributes.get("shape")
-            return tuple(size for size in shape if type(size) is int) if isinstance(shape, list) else ()
+            return matrix_shape(attributes.get("shape")) or ()
         if encoding == "dataframe":
             return self.shape(f"{path}/{attributes.get('_index')}")[:1]
         if encoding in _PARTS:

@@ -72,7 +72,7 @@ class ConvertOptions:
             require_whole(0, shuffle_seed=self.shuffle_seed)
         if parse_size(self.memory) < _LEAST_MEMORY:
             raise OptionError(f"memory must be at least {_LEAST_MEMORY >> 20}MiB, not {self.memory!r}")
-        require_one_of([*CODECS], codec=self.codec)
+        require_one_of(CODECS, codec=self.codec)
         require_flag(preserve_dtype=self.preserve_dtype)
 
     @property
