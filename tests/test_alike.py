@@ -299,6 +299,7 @@ NOT_TELLING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tags", TELLING.values(), ids=TELLING)
 def test_two_stores_of_one_listing_on_a_web_server(pair, tmp_path, tags, caplog):
     cache = tmp_path / "cache"
@@ -312,6 +313,7 @@ def test_two_stores_of_one_listing_on_a_web_server(pair, tmp_path, tags, caplog)
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tags", NOT_TELLING.values(), ids=NOT_TELLING)
 def test_a_web_server_that_tells_no_change_gets_no_mirror(stores, tmp_path, tags, caplog):
     one, other = stores
@@ -426,6 +428,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("verified", [False, True])
 def test_files_of_one_mirror_in_another(stores, cache, names, verified):

@@ -63,6 +63,7 @@ def rows_are_right(store: Path, cache: Path | None = None) -> None:
         np.testing.assert_array_equal(np.sort(seen), np.arange(ADATA.n_obs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", V2.values(), ids=V2.keys())
 @pytest.mark.parametrize("separator", [".", "/"])
 @pytest.mark.parametrize("mirrored", [False, True])

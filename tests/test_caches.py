@@ -194,6 +194,7 @@ def _run_at_once(interpreter, requests):
         return [json.loads(process.stdout.readline()) for process in processes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_ranks", [True, False], ids=["ranks", "jobs of their own"])
 def test_four_processes_on_one_cold_mirror_read_every_chunk_about_once(interpreter, store, sim, tmp_path, as_ranks):
     server = sim(root=store.parent.parent, ttfb_ms=10)
@@ -223,6 +224,7 @@ for minibatch in loader:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minibatches", [0, 3, 20, 60])
 def test_loaders_killed_while_they_fill_leave_nothing_wrong_and_nobody_waiting(
     interpreter, store, sim, tmp_path, minibatches
@@ -277,6 +279,7 @@ def _bytes_of(cache: Path, store: Path) -> tuple[int, int]:
     return cache_bytes(cache), warmed.bytes_held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_a_mirror_fills_up_to_its_limit_and_is_then_read_through(store, tmp_path, share):
     whole, elements = _bytes_of(tmp_path / "whole", store)

@@ -129,6 +129,7 @@ NAMES = st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=5).filter(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     names=NAMES,
@@ -379,6 +380,7 @@ def test_strings_in_one_store_and_categories_in_another_are_labels_alike(tmp_pat
     assert dataset.obs()["donor"].tolist() == ["d2", "d9", "d1", "d2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", [[1, 2], [True, False], pd.array([1, None], "Int64")], ids=["int", "bool", "nullable"]
 )

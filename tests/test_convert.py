@@ -121,6 +121,7 @@ def any_csr(draw: st.DrawFn) -> sp.csr_matrix:
     return x
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     x=any_csr(),

@@ -225,6 +225,7 @@ def test_an_empty_directory_with_litter_is_empty(tmp_path: Path, source: Path) -
     assert ad.read_zarr(tmp_path / "b.zarr").shape == (60, 300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("consolidated", [True, False])
 @pytest.mark.filterwarnings("ignore")  # anndata and zarr say what is new in Zarr v3

@@ -167,6 +167,7 @@ def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert files(tmp_path / "1") == files(tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_bytes_and_another_one_another_order(tmp_path: Path) -> None:
     with ad.settings.override(allow_write_nullable_strings=True):
         full_anndata().write_h5ad(tmp_path / "a.h5ad")
@@ -193,6 +194,7 @@ def test_same_seed_gives_the_same_bytes_and_another_one_another_order(tmp_path: 
     assert list(orders["other seed"]) != list(orders["1"]) != list(range(60))
 
 
+@pytest.mark.slow
 def test_window_size_does_not_show_in_the_store(tmp_path: Path) -> None:
     for layout, form in LAYOUTS.items():
         source = write_h5ad(tmp_path / f"{layout}.h5ad", form(counts()))

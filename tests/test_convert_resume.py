@@ -57,6 +57,7 @@ def shards(keys: list[str]) -> set[str]:
     return {key for key in keys if key.startswith(("X/", "layers/")) and not key.endswith("zarr.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_goes_on_after_the_last_whole_shard(tmp_path: Path, layout: str, options: zl.ConvertOptions) -> None:
@@ -197,6 +198,7 @@ def killed_at_random(
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
 def test_kill_at_random_moments(interpreter: Interpreter, tmp_path: Path, options: zl.ConvertOptions) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), layers={"csc": counts(600, 1000, seed=1).tocsc()})
@@ -206,6 +208,7 @@ def test_kill_at_random_moments(interpreter: Interpreter, tmp_path: Path, option
         assert files(tmp_path / f"a.zarr{number}") == files(tmp_path / "a.zarr")
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments_on_s3(interpreter: Interpreter, tmp_path: Path, s3: Any) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), obs=frame(600, "c").assign(n=range(600)))
     options = dataclasses.replace(SMALL, shard_size="16KiB", window_bytes=40_000)

@@ -92,6 +92,7 @@ def test_ctrl_c_leaves_nothing_that_opens(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dense(ad.read_zarr(dest).X), counts().toarray())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survives", [6, 20], ids=["among shards", "among metadata"])
 def test_kill_leaves_nothing_that_opens(interpreter: Interpreter, tmp_path: Path, survives: int) -> None:
     source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
@@ -397,6 +398,7 @@ def test_no_room_to_transpose(tmp_path: Path) -> None:
 # ---- S3
 
 
+@pytest.mark.slow
 def test_straight_to_s3(tmp_path: Path, s3: Any) -> None:
     with ad.settings.override(allow_write_nullable_strings=True):
         full_anndata().write_h5ad(tmp_path / "a.h5ad")

@@ -223,6 +223,7 @@ def test_nobody_signs_for_a_public_bucket(server, monkeypatch):
     assert not any("authorization" in head for head in sent.listing + sent.reads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "variables", "expected"),
     [
@@ -407,6 +408,7 @@ def test_secrets_are_in_no_repr_and_no_pickle_that_needs_none(server, monkeypatc
     assert leaks(needed) == (list(SECRETS) if place in ("storage_options", "client_kwargs") else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_secrets_are_in_no_error(server, monkeypatch, tmp_path, place):
     options = hide(place, monkeypatch, tmp_path) | endpoint(server)
@@ -458,6 +460,7 @@ def files(found: dict[str, str]) -> set[tuple[str, str]]:
     return {(name, target) for name, target in found.items() if not target.startswith("socket:")}
 
 
+@pytest.mark.slow
 def test_credentials_in_memory_end_with_their_epoch(server):
     loader = open_loader("s3://atlas/counts.zarr", {**SECRETS, **endpoint(server)})
     digest(loader)

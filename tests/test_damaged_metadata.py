@@ -151,6 +151,7 @@ def damages(whole: Path, tmp_path: Path) -> Callable[..., Iterator[Path]]:
     return give
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("place", PLACES)

@@ -25,6 +25,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of anndata and scanpy, about what is damaged
 @pytest.mark.parametrize("case", OTHERS)
 def test_damaged_zarr_and_text(tmp_path: Path, case: str) -> None:
@@ -36,6 +37,7 @@ def test_damaged_zarr_and_text(tmp_path: Path, case: str) -> None:
     assert "refused" in outcomes
 
 
+@pytest.mark.slow
 def test_damaged_hdf5(tmp_path: Path) -> None:
     pytest.importorskip("scanpy")
     here = Path(__file__).parent

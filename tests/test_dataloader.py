@@ -23,6 +23,7 @@ def dataset(tmp_path_factory):
     return zl.open_dataset(folder / "counts.zarr")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

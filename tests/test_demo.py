@@ -122,6 +122,7 @@ def test_end_to_end(tmp_path):
     assert processes_that_name(tmp_path / "tmp") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "number", "flags"),
     [

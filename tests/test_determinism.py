@@ -70,6 +70,7 @@ def _cache(opened: Callable[[Cache], zl.Dataset], where: Path, mirror: str) -> C
     return cache
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(sorted(SAMPLINGS)),
@@ -107,6 +108,7 @@ print(json.dumps(digest(loader)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
 def test_another_process_gives_the_same_bytes(store, wanted, hash_seed, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", hash_seed)

@@ -82,6 +82,7 @@ def epoch_of(loader: zl.Loader) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------ matrices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("writer", ["anndata v2", "anndata v3", "convert", "convert, kept"])
 def test_a_matrix_of_any_dtype(tmp_path, dtype, writer):
@@ -101,6 +102,7 @@ def test_a_matrix_of_any_dtype(tmp_path, dtype, writer):
     assert taken.dtype == ("float32" if native == "float16" else native)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("x", ["X", "layers/dense"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
@@ -157,6 +159,7 @@ def fractions(tmp_path_factory) -> Path:
     return folder / "s.zarr"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("x", ["X", "layers/dense", "layers/csr", "raw/X"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])

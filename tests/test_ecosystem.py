@@ -91,6 +91,7 @@ GENERATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "x_type", "source"), GENERATED)
 def test_whatever_anndata_generates_is_converted_and_equal(
     tmp_path: Path, shape: tuple[int, int], x_type: str, source: str
@@ -103,6 +104,7 @@ def test_whatever_anndata_generates_is_converted_and_equal(
     assert_equal(taken.X, adata.X[::-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [object, "string", "inferred"], ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_text_of_every_dtype_keeps_its_values(tmp_path: Path, source: str, index: Any) -> None:

@@ -177,6 +177,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
 # ---- reading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_every_way_to_read_refuses_it_or_does_without(written, tmp_path, writer, cut):
@@ -288,6 +289,7 @@ def test_a_mirror_of_what_is_not_consolidated(written, tmp_path):
 REMOTE = ["zarr.json", "X/indptr/c/0", "obs/maybe/mask/c/0", "obsm/e/c/0/0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_on_servers(store, tmp_path, request, scheme, cut):
@@ -324,6 +326,7 @@ def convert(source: Any, dest: Path, **options: Any) -> None:
 GONE = {"nothing": {"status": 200, "body": ""}, "not found": {"status": 404, "code": "NoSuchKey"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", GONE.values(), ids=GONE)
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_a_server_that_answers_otherwise_than_it_lists(written, tmp_path, sim, scheme, fault):
@@ -357,6 +360,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("writer", SOURCES)
 def test_sources_are_refused(written, tmp_path, writer, cut):

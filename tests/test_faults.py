@@ -168,6 +168,7 @@ def start_fault(server: Sim, row: Row, *, count: int | None) -> None:
     server.faults = [{"match": "X/data/c/1$", "skip": 1, "count": count, **row.fault}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in FAULTS.items() if row.passing])
 def test_what_passes_leaves_the_epoch_right_and_the_mirror(bucket, sim, tmp_path, row, monkeypatch):
     monkeypatch.setattr(retry, "_LOOKS", PATIENCE_S / 0.4)  # what does not come shall soon be asked for again
@@ -180,6 +181,7 @@ def test_what_passes_leaves_the_epoch_right_and_the_mirror(bucket, sim, tmp_path
     assert epoch(loader) == ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in FAULTS.items() if row.error])
 def test_what_lasts_raises_in_time_and_leaves_nothing_behind(bucket, sim, tmp_path, row, caplog):
     caplog.set_level("DEBUG", "zloader")

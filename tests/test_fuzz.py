@@ -13,7 +13,7 @@ import pytest
 from fuzzing import run_round
 
 ROUNDS = int(os.environ.get("ZLOADER_FUZZ_ROUNDS", "0"))
-SEEDS = range(12)
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -122,6 +122,7 @@ def test_csr_from_csr(genes, values, dtype, draw):
         assert (np.diff(found.indices[found.indptr[row] : found.indptr[row + 1]]) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("genes", "values", "dtype"), CSR_DTYPES)
 @given(draw=st.data())
 def test_dense_from_csr(genes, values, dtype, draw):
@@ -172,6 +173,7 @@ def test_dense_from_dense(values, dtype, draw):
     assert found.flags.writeable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "dtype"), DENSE_DTYPES)
 @given(draw=st.data())
 def test_csr_from_dense(values, dtype, draw):
@@ -270,6 +272,7 @@ def _gathered(rows, gathered, n_genes, dtype):
     return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), (3, n_genes)).toarray()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stored", "dtype", "fit", "unfit"), LIMITS)
 @pytest.mark.parametrize(("kind", "gathered"), WAYS)
 def test_values_that_fit_come_and_others_are_refused(stored, dtype, fit, unfit, kind, gathered):

@@ -154,6 +154,7 @@ def test_layouts_of_x(tmp_path: Path, layout: str) -> None:
         np.testing.assert_array_equal(values(one, "X"), counts().toarray())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consolidated", [True, False], ids=["consolidated", "not"])
 @pytest.mark.parametrize("version", [2, 3])
 def test_zarr(tmp_path: Path, version: int, consolidated: bool) -> None:
@@ -368,6 +369,7 @@ def test_any_scheme_of_fsspec(tmp_path: Path, memory: Any) -> None:
         open_inputs("nonsense://a/b.h5ad")
 
 
+@pytest.mark.slow
 def test_s3(tmp_path: Path, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     filesystem = Location(url=s3.url(), storage_options=s3.storage_options).filesystem()
     below = f"{s3.bucket}/{s3.prefix}"

@@ -341,6 +341,7 @@ def check_end(ends, place, way):
         assert said == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "way"), [(p, way) for p in ("disk", "stalled S3") for way in _ENDS[p]])
 def test_the_process_ends_in_mid_epoch(ends, place, way):
     check_end(ends, place, way)
@@ -464,6 +465,7 @@ def workers(bucket, tmp_path_factory, interpreter) -> Callable[[str], list[Any]]
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["disk", "S3"])
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 def test_workers_yield_every_row_once_or_say_what_to_do(workers, context, place):

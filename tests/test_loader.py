@@ -295,6 +295,7 @@ def test_same_seed_same_bytes_whatever_the_means(store, s3_store, sim, tmp_path)
     assert digest(zl.Loader(plain, **(sizes | {"seed": 4}))) != wanted
 
 
+@pytest.mark.slow
 def test_one_worker_gives_the_same_bytes_as_none(store):
     dataset = zl.open_dataset(store)
     sizes = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS}

@@ -458,6 +458,7 @@ def nursery(tmp_path_factory):
         assert process.wait(timeout=PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_moment_leaves_nothing_wrong(nursery, tmp_path):
     chance = random.Random(5)
     n_missing = []

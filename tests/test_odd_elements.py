@@ -253,6 +253,7 @@ def check(place, make, existing, dest):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("place", SHAPES)
 def test_arrays(place, name, existing, tmp_path):
@@ -263,6 +264,7 @@ def test_arrays(place, name, existing, tmp_path):
         assert not stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("place", ["obs", "var"])
 def test_columns(place, name, existing, tmp_path):
@@ -297,6 +299,7 @@ REFUSED_COLUMNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANYTHING)
 def test_uns(name, existing, tmp_path):
     check("uns", ANYTHING[name], existing, tmp_path / "a.zarr")

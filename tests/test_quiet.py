@@ -203,6 +203,7 @@ PAIRS = {  # what is slow, and what fails
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_convert_fails_when_all_has_ended(tmp_path: Path, source: Path, pair: str) -> None:
     slow, fails = PAIRS[pair]
@@ -233,6 +234,7 @@ def test_whatever_pipeline_zarr_is_told_to_use(tmp_path: Path, source: Path) -> 
 # ---- Ctrl-C while a write is under way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["^obs/n/c/0", "^uns/large/c/1", "^X/data/c/1", "^obs/n/zarr.json"])
 def test_ctrl_c_is_raised_when_all_has_ended(tmp_path: Path, source: Path, slow: str) -> None:
     destination = BusyDestination(tmp_path / "a.zarr", slow=slow)
@@ -262,6 +264,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", REQUESTS)
 def test_ctrl_c_is_raised_when_a_request_has_ended(s3: Any, sim: Any, slow: str) -> None:
     """s3fs has them sent by another thread, which goes on after Ctrl-C."""

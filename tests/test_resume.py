@@ -437,6 +437,7 @@ def test_what_is_left_is_shared_out_to_workers(dataset, persistent):
     assert sorted(rows_of(through)) == list(range(N_ROWS))
 
 
+@pytest.mark.slow
 def test_workers_take_a_new_order_each_epoch(dataset):
     """Also those that begin anew each epoch, and those of a resumed one; processes are told by pickle."""
     loader = zl.Loader(dataset, x=None, **SIZES)
@@ -455,6 +456,7 @@ def test_workers_take_a_new_order_each_epoch(dataset):
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
 @pytest.mark.parametrize(
     ("name", "n_workers", "world_size"),
@@ -494,6 +496,7 @@ def test_workers_of_a_resumed_epoch_resume_and_refuse_other_ranks(dataset):
         next(iter(other))
 
 
+@pytest.mark.slow
 def test_a_view_resumes_and_is_not_taken_for_another(dataset):
     view = dataset.where(np.arange(N_ROWS) % 3 > 0)
     assert_resumes_anywhere(lambda: zl.Loader(view, x=None, **SIZES))

@@ -677,6 +677,7 @@ with SeaweedFS(sys.argv[1], start_deadline_s=float(sys.argv[2])) as server:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda cause: cause.name)
 def test_seaweed_ends_with_its_owner(interpreter, tmp_path, cause):
     with interpreter.running(OWNER, tmp_path, PATIENCE_S) as owner:

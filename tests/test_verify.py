@@ -265,6 +265,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "damage", "what"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_damage_is_named(store: Path, key: str, damage: Callable[[Path], None], what: str) -> None:
     damage(store / key)
@@ -578,6 +579,7 @@ DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "wanted"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
 def test_differences_are_named(sound: Path, changes: list[Change], wanted: dict[str, str]) -> None:
     adata = full_anndata()

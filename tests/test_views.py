@@ -466,6 +466,7 @@ def epoch(loader) -> np.ndarray:
     return np.concatenate(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
 def test_every_row_of_a_view_comes_once_with_its_values(dataset, sampling):
     view = dataset.where("lane != 2 and n_counts >= 300")
@@ -506,6 +507,7 @@ def test_layouts_of_a_view(dataset):
         np.testing.assert_array_equal(np.sort(epoch(loader)), view.row_numbers)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_spawned_yields_the_view(urls, tmp_path):
     view = zl.open_dataset(urls, cache=tmp_path / "cache").where("lane == 3")
     loader = zl.Loader(view, **SIZES)
