@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import botocore.loaders
 import hypothesis
 import pytest
 from forked import Interpreter
@@ -46,6 +48,15 @@ def _garbage_is_found_fast() -> None:
     """What all imports made stays: the collector, which some tests call, need not look at it each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _botocore_reads_its_files_once() -> Iterator[None]:
+    """A client for each server that a test starts would parse megabytes of JSON anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        load = functools.cache(botocore.loaders.JSONFileLoader().load_file)
+        patch.setattr(botocore.loaders.JSONFileLoader, "load_file", lambda _, path: load(path))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

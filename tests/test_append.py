@@ -190,6 +190,7 @@ def test_layouts(tmp_path: Path, layout: str, there: str) -> None:
     assert_reads(dest, joined(ad.read_h5ad(tmp_path / "a.h5ad"), ad.read_h5ad(source)))
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=2, max_size=5),
@@ -364,6 +365,7 @@ def test_genes_whose_names_repeat(tmp_path: Path) -> None:
     np.testing.assert_array_equal(out.X.toarray(), sp.vstack([counts(seed=0), counts(seed=1)]).toarray())
 
 
+@pytest.mark.slow
 def test_on_s3(s3: Any) -> None:
     url, options = s3.url("a.zarr"), s3.storage_options
     parts = [cells(0, 60, seed=0), cells(60, 50, seed=1)]

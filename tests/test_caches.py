@@ -149,6 +149,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_claims_of_a_killed_process_count_for_nothing(interpreter, tmp_path):
     layout = repr({name: getattr(LAYOUT, name) for name in LAYOUT.__dataclass_fields__})
     with interpreter.running(_CLAIMS, tmp_path, layout) as process:

@@ -160,6 +160,7 @@ def test_every_row_of_every_store_once(
     assert loader.statistics().gets == 0 or not cached
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=NAMES, draw=st.data())
 def test_take_gives_any_rows_in_any_order(pool, names, draw):

@@ -78,6 +78,7 @@ def test_goes_on_after_the_last_whole_shard(tmp_path: Path, layout: str, options
     assert kept > 10
 
 
+@pytest.mark.slow
 def test_everything_is_there_after_resuming(tmp_path: Path) -> None:
     with ad.settings.override(allow_write_nullable_strings=True):
         full_anndata().write_h5ad(tmp_path / "a.h5ad")
@@ -238,6 +239,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert files(tmp_path / "a.zarr") == files(tmp_path / "whole.zarr")
 
 
+@pytest.mark.slow
 def test_a_bucket_that_fails_half_way(tmp_path: Path, s3: Any, sim: Any) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts())
     server = sim(upstream=s3.endpoint_url)

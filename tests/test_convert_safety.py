@@ -57,6 +57,7 @@ def test_a_marker_beside_a_whole_store_does_not_give_it_up(tmp_path: Path) -> No
     assert files(tmp_path / "a.zarr") == whole
 
 
+@pytest.mark.slow
 def test_whatever_write_fails_nothing_opens_and_running_again_works(tmp_path: Path) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"dense": counts().toarray()})
     convert(source, tmp_path / "whole.zarr")

@@ -479,6 +479,7 @@ def test_credentials_in_memory_end_with_their_epoch(server):
 
 
 def test_credentials_in_memory_are_readable_by_nobody_else():
+    gc.collect()  # what other tests left
     credentials = Credentials()
     access = s3_access({**SECRETS, "endpoint_url": "http://127.0.0.1:9"})
     path = credentials.spec(access)["credentials_file"]

@@ -83,6 +83,7 @@ assert sum(len(minibatch) for minibatch in DataLoader(loader, batch_size=None)) 
 """
 
 
+@pytest.mark.slow
 def test_loaders_work_where_torch_has_no_such_table(dataset):
     assert zl.Minibatch in default_collate_fn_map
     command = [sys.executable, "-c", _WITHOUT_THE_TABLE, dataset.url]

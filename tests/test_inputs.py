@@ -183,6 +183,7 @@ def test_a_store_of_our_own_without_one_of_its_objects(tmp_path: Path) -> None:
         open_inputs(path)
 
 
+@pytest.mark.slow
 def test_annbatch_collection(tmp_path: Path) -> None:
     full = full_anndata()
     adata = ad.AnnData(full.X, obs=full.obs[["kind"]], var=full.var, layers={"dense": full.layers["dense"]})
@@ -409,6 +410,7 @@ def test_s3_says_no(s3: Any) -> None:
         open_inputs(s3.url("*.h5ad"), storage_options=s3.storage_options)
 
 
+@pytest.mark.slow
 def test_http(tmp_path: Path, sim: Callable[..., Any]) -> None:
     served = tmp_path / "bucket"
     served.mkdir()

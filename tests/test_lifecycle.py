@@ -347,6 +347,7 @@ def test_the_process_ends_in_mid_epoch(ends, place, way):
     check_end(ends, place, way)
 
 
+@pytest.mark.slow
 def test_the_process_ends_while_an_object_is_looked_at_again(ends):
     check_end(ends, "slow HEAD", "hold")
 
@@ -478,6 +479,7 @@ def test_workers_yield_every_row_once_or_say_what_to_do(workers, context, place)
         assert seen[name] == ["ForkError" if refused else "right"] * n_epochs, name
 
 
+@pytest.mark.slow
 def test_a_loader_may_be_used_with_another_number_of_workers(workers):
     assert [found for _, name, found in workers("fork") if name == "first 1, then 2"] == [["right"], ["right"]]
 

@@ -85,6 +85,7 @@ def test_take_carries_it(store):
         np.testing.assert_array_equal(taken.obsm[name], ADATA.obsm[name][rows])
 
 
+@pytest.mark.slow
 def test_ranks_and_a_worker_process(store):
     dataset = zl.open_dataset(store)
     options = {"obsm": ["X_pca"], "genes": ["gene 4", "gene 2"], "world_size": 2}

@@ -55,6 +55,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_size", "fetch_factor"), PUBLISHED, ids=str)
 def test_the_published_entropies_are_reproduced(block_size, fetch_factor):
     seen = measured(zl.BlockShuffling(block_size), fetch_factor)

@@ -95,6 +95,7 @@ print(len(zloader.open_dataset(sys.argv[1]).obs()))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_read_from_a_web_server_ends_quietly(root, sim):
     command = [sys.executable, "-c", OPEN, f"{sim(root=root).url}/bucket/two words/counts.zarr"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -482,6 +483,7 @@ print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE))))
 """
 
 
+@pytest.mark.slow
 def test_the_default_credentials_of_google(interpreter, root, static, tmp_path):
     """In a process of its own: TensorStore looks for credentials once, and has no other way to set an endpoint."""
     pytest.importorskip("gcsfs")

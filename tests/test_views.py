@@ -315,6 +315,7 @@ def test_conditions_that_make_no_sense_are_refused(condition, message):
         mask_of(condition, column(), 10)
 
 
+@pytest.mark.slow
 def test_many_rows_take_little_memory():
     """Arrays alone: a byte a row for each mask, and an eighth of that for what is kept."""
     n = 20_000_000
