@@ -501,6 +501,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_fork_leaves_the_connections_of_its_parent_open(server, interpreter):
     """Both have one epoll: a child that closed its copy of an idle connection would leave the parent to wait."""
     assert run_script(interpreter, _FORK, over(server)) == [503, 503, 503]

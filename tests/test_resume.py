@@ -95,6 +95,7 @@ def ranks(plan) -> list[Plan]:
     return [dataclasses.replace(plan, rank=rank) for rank in range(plan.world_size)]
 
 
+@pytest.mark.slow
 @given(plan=plans(), place=st.floats(0, 1), n_workers=st.integers(1, 3))
 def test_the_rest_of_a_plan_is_its_tail(plan, place, n_workers):
     done = round(place * plan.n_minibatches)
