@@ -239,7 +239,7 @@ def write_csc(source: Path, dest: Path) -> None:
 
 def parse_size(size: str) -> int:
     """As zloader reads it."""
-    from zloader.writing.encode import parse_size as parsed
+    from zloader.conversion.writing.encode import parse_size as parsed
 
     return parsed(size)
 

@@ -47,8 +47,8 @@ import torch
 from rivals import touch
 
 import zloader as zl
-from zloader.decode import Decoder
-from zloader.layout import ArrayLayout, chunk_spans, chunks_of
+from zloader.storage.decode import Decoder
+from zloader.storage.layout import ArrayLayout, chunk_spans, chunks_of
 
 _TOUCHED = 4 << 30  # before cold and filling epochs, which take most memory: see rivals.touch
 

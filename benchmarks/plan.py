@@ -25,9 +25,9 @@ import pandas as pd
 from rivals import table
 
 import zloader as zl
-from zloader.columns import ObsColumn
-from zloader.plan import Plan
-from zloader.sampling import Sampling, bound, stratified
+from zloader.order.plan import Plan
+from zloader.order.sampling import Sampling, bound, stratified
+from zloader.selecting.columns import ObsColumn
 
 Figures = dict[str, Any]
 MAKERS: dict[str, Callable[[Callable[[str], ObsColumn], Any], Sampling]] = {

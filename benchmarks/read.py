@@ -60,8 +60,8 @@ from epochs import CLOUD, chunk_bytes, decode_seconds, served
 from rivals import Figures, median, ratio, table
 
 import zloader as zl
-from zloader.cost import EpochCost, epoch_costs
-from zloader.layout import chunks_of
+from zloader.dataset.cost import EpochCost, epoch_costs
+from zloader.storage.layout import chunks_of
 
 SHAPES = "512x32,64x256,32x512"
 OWN_SHAPE = (64, 256)

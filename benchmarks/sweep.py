@@ -39,10 +39,10 @@ from epochs import chunk_bytes
 from rivals import table
 
 import zloader as zl
-from zloader.cost import epoch_costs
-from zloader.decode import Decoder
-from zloader.layout import ArrayLayout, chunks_of
-from zloader.summary import stored_bytes
+from zloader.dataset.cost import epoch_costs
+from zloader.dataset.summary import stored_bytes
+from zloader.storage.decode import Decoder
+from zloader.storage.layout import ArrayLayout, chunks_of
 
 CHUNK_ROWS = (8, 16, 32, 64, 128, 256)
 CODECS = ("lz4", "zstd", "none")

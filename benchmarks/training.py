@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from rivals import table
 
 import zloader as zl
-from zloader.sampling import Sampling
+from zloader.order.sampling import Sampling
 
 PLATES, DRUGS_A_PLATE, GENES = 14, 4, 300
 DRUGS = PLATES * DRUGS_A_PLATE

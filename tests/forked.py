@@ -17,15 +17,15 @@ from typing import IO, Any, Self
 
 from helpers import PATIENCE_S
 
-CLI = "from zloader.cli import app; app()"
+CLI = "from zloader.commands.cli import app; app()"
 _IMPORTED = [
-    "zloader.append",
-    "zloader.cli",
+    "zloader.conversion.append",
+    "zloader.commands.cli",
     "zloader.commands.demo",
-    "zloader.loader",
+    "zloader.training.loader",
     "zloader.testing",
-    "zloader.verify",
-    "zloader.warm",
+    "zloader.conversion.verify",
+    "zloader.dataset.warm",
     "matplotlib.figure",
     "s3fs",
     "torch.multiprocessing",

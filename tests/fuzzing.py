@@ -29,8 +29,8 @@ from sources import FailingDestination, disk_full
 
 import zloader as zl
 from zloader.access.location import Location
-from zloader.convert import convert_to
-from zloader.errors import ZloaderError
+from zloader.common.errors import ZloaderError
+from zloader.conversion.convert import convert_to
 
 DTYPES = ("float32", "float64", "int32", "uint16", "int8")
 

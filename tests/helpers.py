@@ -16,11 +16,12 @@ import scipy.sparse
 import torch.utils.data
 
 import zloader as zl
-from zloader.writing.encode import ConvertOptions
+from zloader.conversion.writing.encode import ConvertOptions
 
 # Chunks of about 1 024 values and shards of two: a few hundred rows cross many of both.
 SMALL = ConvertOptions(chunk_rows=1, shard_size=2048)
 # How long a test waits for what must happen before it calls it a hang. Far beyond what a busy machine needs.
+TESTS = Path(__file__).parent
 PATIENCE_S = 600.0
 # A deadline of ours in tests of what must not wait for it.
 NEVER_S = 3600.0

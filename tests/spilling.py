@@ -15,9 +15,9 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
-from zloader.sources.nodes import Node
-from zloader.sources.source import open_matrix
-from zloader.sources.windows import SourceMatrix, Window
+from zloader.conversion.sources.nodes import Node
+from zloader.conversion.sources.source import open_matrix
+from zloader.conversion.sources.windows import SourceMatrix, Window
 
 _TO_COMPARE = {"float16": "float32"}  # scipy does not have the former
 LENGTHS = st.lists(st.just(0) | st.integers(0, 30) | st.integers(0, 300), max_size=40)

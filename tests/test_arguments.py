@@ -13,7 +13,7 @@ import scipy.sparse as sp
 from helpers import counts
 
 import zloader as zl
-from zloader.errors import OptionError, StoreNotFoundError, ZloaderError
+from zloader.common.errors import OptionError, StoreNotFoundError, ZloaderError
 
 pytestmark = pytest.mark.any_version
 

@@ -1,4 +1,4 @@
-"""The public names of the package, whatever was imported first, and what is imported to show help."""
+"""The public names of the package, and what is imported to show help."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 
 import zloader as zl
-
-# Public functions that are named as the module that they are in.
-NAMESAKES = ("append", "convert", "quality", "suggest", "verify", "warm")
 
 
 def run(script, *arguments):
@@ -50,74 +47,18 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         from zloader import Lodaer  # noqa: F401
 
 
-ORDERS = {
-    "the package": "import zloader",
-    "a name": "from zloader import convert",
-    "the module": "import zloader.convert",
-    "the module under another name": "import zloader.convert as other; assert inspect.isfunction(other)",
-    "another name of the module": "from zloader.convert import ConversionReport",
-    "every module": "for name in NAMESAKES: importlib.import_module(f'zloader.{name}')",
-    "a module, then the name, then the module": (
-        "import zloader.quality; from zloader import quality; import zloader.quality, zloader.convert"
-    ),
-    "a function that is unpickled": "assert inspect.isfunction(pickle.loads(b'czloader.convert\\nconvert\\n.'))",
-    "a module that is loaded again": "import zloader.warm; importlib.reload(sys.modules['zloader.warm'])",
-    "the package loaded again": "import zloader.warm; importlib.reload(zloader)",
-    "threads": """
-import threading
-import zloader
-together = threading.Barrier(8)
-found = []
-def use(first):
-    together.wait()
-    for name in NAMESAKES[first:] + NAMESAKES[:first]:
-        found.append(inspect.isfunction(getattr(zloader, name)))
-        importlib.import_module(f"zloader.{name}")
-threads = [threading.Thread(target=use, args=(number % len(NAMESAKES),)) for number in range(8)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-assert found == [True] * 8 * len(NAMESAKES), found
-""",
-}
-
-_EACH_ANEW = """
-import importlib, inspect, json, pickle, sys, traceback
-orders, NAMESAKES = json.loads(sys.argv[1]), tuple(json.loads(sys.argv[2]))
-failed = {}
-for order, statements in orders.items():
-    for name in [name for name in sys.modules if name.split(".")[0] == "zloader"]:
-        del sys.modules[name]
-    try:
-        exec(statements, globals())
-        import zloader as zl
-        for name in NAMESAKES:
-            function = getattr(zl, name)
-            assert inspect.isfunction(function), (name, function)
-            assert function is getattr(importlib.import_module(f"zloader.{name}"), name)
-            assert getattr(zl, name) is function
-    except Exception:
-        failed[order] = traceback.format_exc()
-print(json.dumps(failed))
-"""
-
-
-@pytest.fixture(scope="module")
-def failed_orders():
-    """One process for all: it forgets zloader's modules before each."""
-    return run(_EACH_ANEW, json.dumps(ORDERS), json.dumps(NAMESAKES))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_functions_are_no_modules_whatever_is_imported_first(order, failed_orders):
-    assert order not in failed_orders, failed_orders[order]
+def test_no_public_name_is_a_folder_of_the_package():
+    """Importing a folder sets it as an attribute of the package, which would hide a function of its name."""
+    folders = {path.name for path in Path(zl.__file__).parent.iterdir() if path.is_dir()}
+    assert not folders & {*zl.__all__}
 
 
 _HELP = """
 import contextlib, io, json, sys
 before = set(sys.modules)
-import zloader.cli
+import zloader.commands.cli
 from typer.main import get_command
-command = get_command(zloader.cli.app)
+command = get_command(zloader.commands.cli.app)
 asked = [[], *([name] for name in command.commands), *(["cache", name] for name in command.commands["cache"].commands)]
 shown = io.StringIO()
 for names in asked:
@@ -144,7 +85,7 @@ def test_help_imports_nothing_large():
     assert seen["usages"] == seen["pages"]
     assert set(seen["roots"]) <= LIGHT
     own = {name for name in seen["zloader"] if not name.startswith("zloader.commands")}
-    assert own == {"zloader.cli", "zloader.errors"}
+    assert own == {"zloader.common", "zloader.common.errors"}
 
 
 def test_importing_the_package_imports_nothing_large():

@@ -1,8 +1,9 @@
-"""Imports point down the layers, and only some rooms may name the large libraries."""
+"""Imports point down the floors, and only some modules may name the large libraries."""
 
 from __future__ import annotations
 
 import ast
+import math
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -15,97 +16,54 @@ import zloader
 
 PACKAGE = Path(zloader.__file__).parent
 
-# A package's rooms have its layer. The package itself ("zloader") is its face: it may import every room below the top.
-TOP = 7
-LAYERS = {
-    "zloader.terms": 0,
-    "zloader.errors": 0,
-    "zloader.malloc": 0,
-    "zloader.compiled": 0,
-    "zloader.sharing": 0,
-    "zloader.layout": 1,
-    "zloader.metadata": 1,
-    "zloader.permutation": 1,
-    "zloader.sampling": 1,
-    "zloader.draws": 1,
-    "zloader.weighted": 1,
-    "zloader.plan": 1,
-    "zloader.resume": 1,
-    "zloader.columns": 1,
-    "zloader.expressions": 1,
-    "zloader.views": 1,
-    "zloader.splits": 1,
-    "zloader.genes": 1,
-    "zloader.blosc": 1,
-    "zloader.decode": 1,
-    "zloader.limits": 1,
-    "zloader.gather": 1,
-    "zloader.access": 2,
-    "zloader.caching": 2,
-    "zloader.store": 2,
-    "zloader.mirror": 2,
-    "zloader.bridge": 2,
-    "zloader.workshop": 2,
-    "zloader.reader": 2,
-    "zloader.parts": 2,
-    "zloader.fetch": 2,
-    "zloader.opened": 3,
-    "zloader.annotated": 3,
-    "zloader.table": 3,
-    "zloader.dataset": 3,
-    "zloader.suggest": 3,
-    "zloader.quality": 3,
-    "zloader.epochs": 3,
-    "zloader.ranks": 3,
-    "zloader.minibatch": 3,
-    "zloader.loader": 3,
-    "zloader.cost": 3,
-    "zloader.summary": 3,
-    "zloader.warm": 3,
-    "zloader.progress": 3,
-    "zloader.sources": 3,
-    "zloader.joining": 4,
-    "zloader.writing": 5,
-    "zloader.convert": 6,
-    "zloader.append": 6,
-    "zloader.checking": 6,
-    "zloader.verify": 6,
-    "zloader": 6,
-    "zloader.commands": TOP,
-    "zloader.cli": TOP,
+# Every folder is a stage of the pipeline. It may import from itself and from folders on lower floors.
+FLOORS = {
+    "commands": 8,
+    "conversion": 7,
+    "training": 7,
+    "dataset": 6,
+    "reading": 5,
+    "caching": 4,
+    "access": 3,
+    "order": 3,
+    "storage": 2,
+    "selecting": 2,
+    "testing": 2,
+    "common": 1,
 }
+# Within `conversion` the wings stand on one another.
+WINGS = ["sources", "joining", "writing", "checking"]
 MAY_NAME = {
-    "tensorstore": {"zloader.store"},
+    "tensorstore": {"zloader.reading.store"},
     "torch": {
-        "zloader.epochs",
-        "zloader.ranks",
-        "zloader.minibatch",
-        "zloader.loader",
+        "zloader.order.epochs",
+        "zloader.order.ranks",
+        "zloader.training.minibatch",
+        "zloader.training.loader",
         "zloader.transforms",
         "zloader.commands.demo",
     },
     "anndata": {
-        "zloader.opened",
-        "zloader.table",
-        "zloader.dataset",
-        "zloader.convert",
-        "zloader.sources.inputs",
-        "zloader.sources.anndatas",
-        "zloader.sources.nodes",
-        "zloader.sources.tenx",
-        "zloader.joining.content",
-        "zloader.joining.genes",
-        "zloader.joining.union",
-        "zloader.joining.parts",
-        "zloader.writing.elements",
-        "zloader.writing.growth",
-        "zloader.writing.fit",
-        "zloader.checking.compare",
+        "zloader.dataset.opened",
+        "zloader.dataset.table",
+        "zloader.dataset.dataset",
+        "zloader.conversion.convert",
+        "zloader.conversion.sources.inputs",
+        "zloader.conversion.sources.anndatas",
+        "zloader.conversion.sources.nodes",
+        "zloader.conversion.sources.tenx",
+        "zloader.conversion.joining.content",
+        "zloader.conversion.joining.genes",
+        "zloader.conversion.joining.union",
+        "zloader.conversion.joining.parts",
+        "zloader.conversion.writing.elements",
+        "zloader.conversion.writing.growth",
+        "zloader.conversion.writing.fit",
+        "zloader.conversion.checking.compare",
     },
 }
-# `zloader.testing` stands beside the layers: other people's tests use it, so it may need little.
+# Other people's tests use `zloader.testing`, so it may need little.
 TESTING_MAY_NAME = {*sys.stdlib_module_names, "s3fs", "botocore"}  # whose errors s3fs lets through
-TESTING_LAYER = 2
 
 
 def _module_name(file: Path) -> str:
@@ -114,13 +72,18 @@ def _module_name(file: Path) -> str:
 
 
 FILES = {_module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
-ROOMS = [name for name in FILES if not name.startswith("zloader.testing")]
 TESTING = [name for name in FILES if name.startswith("zloader.testing")]
 
 
-def _layer(name: str) -> int | None:
-    """The layer of a room, or of the package it is in."""
-    return LAYERS.get(name, LAYERS.get(name.rpartition(".")[0]) if name.count(".") > 1 else None)
+def _floor(name: str) -> float:
+    """The floor of a module's folder. The package itself ("zloader") is above all: it shows what every folder has."""
+    return FLOORS[name.split(".")[1]] if name != "zloader" else math.inf
+
+
+def _wing(name: str) -> int:
+    """The place of a module among the wings of `conversion`; what lies in no wing is above them."""
+    folder = name.split(".")[2]
+    return WINGS.index(folder) if folder in WINGS else len(WINGS)
 
 
 def _imports(name: str) -> set[str]:
@@ -131,7 +94,7 @@ def _imports(name: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}, line {node.lineno}: write imports in full"
-            # `from zloader import gather` names a room, `from zloader.terms import Span` something in one.
+            # `from zloader import gather` names a room, `from zloader.common.terms import Span` something in one.
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= inner & FILES.keys() or {str(node.module)}
     return found
@@ -156,16 +119,22 @@ def _all_below(name: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ROOMS)
+@pytest.mark.parametrize("name", FILES)
 def test_imports_point_down(name):
-    layer = _layer(name)
-    assert layer is not None, f"{name} has no layer: give it one in this file"
     for module in _own(name):
         assert module in FILES, f"{name} imports {module}, which does not exist"
-        if module.startswith("zloader.testing"):
-            assert layer == TOP, f"{name} imports {module}: only the top layer starts servers"
-        elif _layer(module) is not None:  # else its own test fails
-            assert _layer(module) <= layer, f"{name} imports {module}, which lies above it"
+        if module.split(".")[1:2] == name.split(".")[1:2]:
+            if module.startswith("zloader.conversion."):
+                assert _wing(module) <= _wing(name), f"{name} imports {module}, a wing above it"
+        else:
+            assert _floor(module) < _floor(name), f"{name} imports {module}, which is not below it"
+
+
+def test_every_folder_has_a_floor():
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders == FLOORS.keys()
+    assert {path.name for path in (PACKAGE / "conversion").iterdir() if (path / "__init__.py").exists()} == {*WINGS}
+    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
 
 
 def test_there_are_no_cycles():
@@ -186,19 +155,18 @@ def test_a_large_library_is_named_where_it_belongs(library):
 @pytest.mark.parametrize("name", TESTING)
 def test_the_servers_for_tests_need_little(name):
     assert _libraries(name) <= TESTING_MAY_NAME
-    for module in _own(name):
-        assert module.startswith("zloader.testing") or _layer(module) <= TESTING_LAYER
 
 
 def test_plan_to_minibatch_names_no_torch():
-    needed = _all_below("zloader.fetch")
-    assert {"zloader.plan", "zloader.gather", "zloader.reader", "zloader.mirror"} <= needed
-    assert not needed & {"zloader", "zloader.loader", "zloader.dataset"}
+    needed = _all_below("zloader.reading.fetch")
+    passed = ("zloader.order.plan", "zloader.reading.reader", "zloader.caching.mirror", "zloader.reading.gather")
+    assert {*passed} <= needed
+    assert not needed & {"zloader", "zloader.training.loader", "zloader.dataset.dataset"}
     assert "torch" not in set().union(*map(_libraries, needed))
 
 
-# `import zloader.fetch` would run the package's __init__, the face, which shows the Loader as well. So the package is
-# put in place empty: then exactly the rooms that fetch needs are run, and whatever they import with them.
+# `import zloader.reading.fetch` would run the package's __init__, which shows the Loader as well. So the package is put
+# in place empty: then exactly the modules that fetch needs are run, and whatever they import with them.
 _WITHOUT_TORCH = """
 import importlib.abc, sys, types
 
@@ -217,7 +185,7 @@ except ImportError:
     pass
 else:
     sys.exit("the block does not work")
-import zloader.fetch, zloader.store, zloader.plan
+import zloader.reading.fetch, zloader.reading.store, zloader.order.plan
 assert not any(name.split(".")[0] == "torch" for name in sys.modules)
 print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
 """
@@ -227,6 +195,6 @@ def test_plan_to_minibatch_runs_where_torch_is_not_installed():
     command = [sys.executable, "-c", _WITHOUT_TORCH, str(PACKAGE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    needed = _all_below("zloader.fetch") | _all_below("zloader.store")
-    packages = {name.rpartition(".")[0] for name in needed} - {"zloader"}
+    needed = _all_below("zloader.reading.fetch") | _all_below("zloader.reading.store")
+    packages = {name.rpartition(".")[0] for name in needed} - {"zloader", ""}
     assert set(done.stdout.split()) == needed | packages

@@ -5,27 +5,25 @@ for `zloader --help` needs none of it.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from zloader.errors import ZloaderError
+from zloader.common.errors import ZloaderError
 
 if TYPE_CHECKING:
-    from zloader.append import AppendReport, append
-    from zloader.convert import ConversionReport, convert
-    from zloader.dataset import Dataset, View, open_dataset
-    from zloader.joining.selection import Selection
-    from zloader.loader import Loader
-    from zloader.minibatch import Minibatch
-    from zloader.quality import Quality, quality
-    from zloader.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
-    from zloader.suggest import Suggestion, suggest
-    from zloader.terms import Cache, CacheStatistics, FetchOptions, Statistics
-    from zloader.verify import Verification, verify
-    from zloader.warm import Warmed, warm
-    from zloader.weighted import BlockWeightedSampling, ClassBalancedSampling
-    from zloader.writing.encode import ConvertOptions
+    from zloader.common.terms import Cache, CacheStatistics, FetchOptions, Statistics
+    from zloader.conversion.append import AppendReport, append
+    from zloader.conversion.convert import ConversionReport, convert
+    from zloader.conversion.joining.selection import Selection
+    from zloader.conversion.verify import Verification, verify
+    from zloader.conversion.writing.encode import ConvertOptions
+    from zloader.dataset.dataset import Dataset, View, open_dataset
+    from zloader.dataset.quality import Quality, quality
+    from zloader.dataset.suggest import Suggestion, suggest
+    from zloader.dataset.warm import Warmed, warm
+    from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
+    from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
+    from zloader.training.loader import Loader
+    from zloader.training.minibatch import Minibatch
 
 __version__ = "0.1.0"
 
@@ -64,35 +62,35 @@ __all__ = [
 
 # The module of each public name; a test compares it with the imports above, which are for type checkers and editors.
 _MODULES = {
-    "AppendReport": "zloader.append",
-    "BlockShuffling": "zloader.sampling",
-    "BlockWeightedSampling": "zloader.weighted",
-    "Cache": "zloader.terms",
-    "CacheStatistics": "zloader.terms",
-    "ClassBalancedSampling": "zloader.weighted",
-    "ConversionReport": "zloader.convert",
-    "ConvertOptions": "zloader.writing.encode",
-    "Dataset": "zloader.dataset",
-    "FetchOptions": "zloader.terms",
-    "Loader": "zloader.loader",
-    "Minibatch": "zloader.minibatch",
-    "MixtureOfScanners": "zloader.sampling",
-    "Quality": "zloader.quality",
-    "Sampling": "zloader.sampling",
-    "Selection": "zloader.joining.selection",
-    "Statistics": "zloader.terms",
-    "Streaming": "zloader.sampling",
-    "Suggestion": "zloader.suggest",
-    "Verification": "zloader.verify",
-    "View": "zloader.dataset",
-    "Warmed": "zloader.warm",
-    "append": "zloader.append",
-    "convert": "zloader.convert",
-    "open_dataset": "zloader.dataset",
-    "quality": "zloader.quality",
-    "suggest": "zloader.suggest",
-    "verify": "zloader.verify",
-    "warm": "zloader.warm",
+    "AppendReport": "zloader.conversion.append",
+    "BlockShuffling": "zloader.order.sampling",
+    "BlockWeightedSampling": "zloader.order.weighted",
+    "Cache": "zloader.common.terms",
+    "CacheStatistics": "zloader.common.terms",
+    "ClassBalancedSampling": "zloader.order.weighted",
+    "ConversionReport": "zloader.conversion.convert",
+    "ConvertOptions": "zloader.conversion.writing.encode",
+    "Dataset": "zloader.dataset.dataset",
+    "FetchOptions": "zloader.common.terms",
+    "Loader": "zloader.training.loader",
+    "Minibatch": "zloader.training.minibatch",
+    "MixtureOfScanners": "zloader.order.sampling",
+    "Quality": "zloader.dataset.quality",
+    "Sampling": "zloader.order.sampling",
+    "Selection": "zloader.conversion.joining.selection",
+    "Statistics": "zloader.common.terms",
+    "Streaming": "zloader.order.sampling",
+    "Suggestion": "zloader.dataset.suggest",
+    "Verification": "zloader.conversion.verify",
+    "View": "zloader.dataset.dataset",
+    "Warmed": "zloader.dataset.warm",
+    "append": "zloader.conversion.append",
+    "convert": "zloader.conversion.convert",
+    "open_dataset": "zloader.dataset.dataset",
+    "quality": "zloader.dataset.quality",
+    "suggest": "zloader.dataset.suggest",
+    "verify": "zloader.conversion.verify",
+    "warm": "zloader.dataset.warm",
 }
 
 if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
@@ -106,18 +104,3 @@ if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Face(ModuleType):
-    """The package, in which `convert` and the like are functions, whatever is imported in which order.
-
-    Importing the module zloader.convert sets it as the attribute `convert` of the package, which would hide the
-    function of that name. It is not set; an import statement finds the module in sys.modules.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _MODULES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Face

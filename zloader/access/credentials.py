@@ -16,7 +16,7 @@ import botocore.session
 from botocore.credentials import RefreshableCredentials
 from botocore.exceptions import BotoCoreError
 
-from zloader.errors import AccessDeniedError, OptionError
+from zloader.common.errors import AccessDeniedError, OptionError
 
 # What s3fs takes under several names: option, the same in client_kwargs, and another word for it.
 _NAMES = (

@@ -15,7 +15,7 @@ from itertools import groupby
 from zloader.access.disk import numbers_stay, stored_file
 from zloader.access.location import Location
 from zloader.access.stored import StoredObject
-from zloader.errors import (
+from zloader.common.errors import (
     AccessDeniedError,
     DeadlineError,
     MissingObjectError,
@@ -24,7 +24,7 @@ from zloader.errors import (
     StoreError,
     TruncatedObjectError,
 )
-from zloader.terms import FetchOptions, Span
+from zloader.common.terms import FetchOptions, Span
 
 
 class FileSource:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zloader.access.web import ReadOnly
-from zloader.errors import OptionError
+from zloader.common.errors import OptionError
 
 
 def google_token(storage_options: Mapping[str, Any]) -> str:

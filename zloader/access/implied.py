@@ -15,8 +15,8 @@ import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.errors import FormatError, MissingObjectError, ZloaderError
-from zloader.layout import require_bytes
+from zloader.common.errors import FormatError, MissingObjectError, ZloaderError
+from zloader.storage.layout import require_bytes
 
 _MOST_OBJECTS = 10**9  # of one array
 # What zarr and its codecs raise for metadata that make no sense and bytes that do not decode.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-from zloader.decode import is_whole_blosc
-from zloader.errors import FormatError, MissingObjectError, StoreChangedError, TruncatedObjectError
-from zloader.layout import require_bytes
-from zloader.metadata import last_codecs
+from zloader.common.errors import FormatError, MissingObjectError, StoreChangedError, TruncatedObjectError
+from zloader.storage.decode import is_whole_blosc
+from zloader.storage.layout import require_bytes
+from zloader.storage.metadata import last_codecs
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest

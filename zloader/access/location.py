@@ -24,7 +24,7 @@ from zloader.access import disk, web
 from zloader.access.credentials import s3_access
 from zloader.access.google import google_errors, google_files, is_refusal
 from zloader.access.stored import StoredObject
-from zloader.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
+from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _WRITABLE = ("file", "s3")

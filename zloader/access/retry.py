@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from zloader.access.setbacks import Setback
-from zloader.errors import DeadlineError, TruncatedObjectError
-from zloader.terms import FetchOptions, Span
+from zloader.common.errors import DeadlineError, TruncatedObjectError
+from zloader.common.terms import FetchOptions, Span
 
 _log = logging.getLogger("zloader")
 _SMALL_BYTES = 64 << 10  # reads up to this size take about as long as one another

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from zloader.errors import AccessDeniedError, MissingObjectError, ReadError, StoreError, TruncatedObjectError
+from zloader.common.errors import AccessDeniedError, MissingObjectError, ReadError, StoreError, TruncatedObjectError
 
 # TensorStore's words for answers that may pass: 5xx, 429, S3's SlowDown, RequestTimeout and such, and whatever befalls
 # a connection. ABORTED is what it makes of them when its own retries are spent, and it has none.

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from zloader.access.location import Location
-from zloader.errors import FormatError
+from zloader.common.errors import FormatError
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MATRIX_FILES = {"matrix.mtx", "matrix.mtx.gz"}  # of a 10x directory

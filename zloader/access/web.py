@@ -26,7 +26,14 @@ from fsspec.implementations.http import HTTPFileSystem
 from zloader.access.implied import UNDECODABLE, implied_keys, members_of
 from zloader.access.listed import ListedStore
 from zloader.access.stored import TRUSTED_SINCE, StoredObject
-from zloader.errors import AccessDeniedError, FormatError, OptionError, StoreError, StoreNotFoundError, ZloaderError
+from zloader.common.errors import (
+    AccessDeniedError,
+    FormatError,
+    OptionError,
+    StoreError,
+    StoreNotFoundError,
+    ZloaderError,
+)
 
 Answer = TypeVar("Answer")
 

@@ -33,8 +33,8 @@ from pathlib import Path
 from zloader.caching.drafts import write_whole
 from zloader.caching.private import require_private, require_safe
 from zloader.caching.proof import Proof
-from zloader.errors import CacheError
-from zloader.terms import Cache
+from zloader.common.errors import CacheError
+from zloader.common.terms import Cache
 
 log = logging.getLogger("zloader")
 

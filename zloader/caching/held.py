@@ -22,7 +22,7 @@ from zloader.caching.caches import MirrorEntry, is_of_this_version, misnamed
 from zloader.caching.kept import is_right
 from zloader.caching.proof import Proof
 from zloader.caching.sums import parse_sums
-from zloader.errors import CacheError
+from zloader.common.errors import CacheError
 
 _PIECE = 4 << 20  # bytes read at once
 _TASK = 16 << 20  # bytes that a thread compares before it says so

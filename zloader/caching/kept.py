@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zloader.caching.caches import Place
 from zloader.caching.drafts import draft_of, file_of, full_name
-from zloader.errors import ZloaderError
+from zloader.common.errors import ZloaderError
 
 log = logging.getLogger("zloader")
 

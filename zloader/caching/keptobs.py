@@ -9,7 +9,7 @@ import pandas as pd
 
 from zloader.caching.caches import Place
 from zloader.caching.kept import load_column, load_object, save_column, save_object
-from zloader.columns import ObsColumn
+from zloader.selecting.columns import ObsColumn
 
 
 def load_obs(place: Place, name: str, n_rows: int) -> ObsColumn | None:

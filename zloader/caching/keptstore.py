@@ -20,8 +20,8 @@ from zloader.access.location import Location
 from zloader.access.stored import StoredObject
 from zloader.caching.caches import Place, mirrors
 from zloader.caching.kept import load_object, read_object, save_object
-from zloader.errors import CacheError, ReadError
-from zloader.terms import Span
+from zloader.common.errors import CacheError, ReadError
+from zloader.common.terms import Span
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest

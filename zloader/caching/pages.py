@@ -19,8 +19,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from zloader.compiled import compiled
-from zloader.terms import Rows
+from zloader.common.compiled import compiled
+from zloader.common.terms import Rows
 
 _TRIED = 16  # ranges
 _advise: Any = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from zloader.caching.caches import Place
 from zloader.caching.drafts import draft_of, full_name
-from zloader.decode import checksum
-from zloader.layout import ArrayLayout
+from zloader.storage.decode import checksum
+from zloader.storage.layout import ArrayLayout
 
 log = logging.getLogger("zloader")
 

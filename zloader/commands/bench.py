@@ -30,11 +30,11 @@ from zloader.commands.command import (
     print_json,
     storage_options,
 )
-from zloader.errors import ZloaderError
+from zloader.common.errors import ZloaderError
 
 if TYPE_CHECKING:
-    from zloader.loader import Loader
-    from zloader.terms import Statistics
+    from zloader.common.terms import Statistics
+    from zloader.training.loader import Loader
 
 KINDS = ("cold", "mixed", "warm")
 _LOADER = "What the training loop asks for"
@@ -100,10 +100,10 @@ def bench(  # noqa: PLR0913 - one parameter a flag
 
     A cold epoch took all its chunks from the store, a warm one all from the mirror, a mixed one from both.
     """
-    from zloader.dataset import open_dataset
-    from zloader.loader import Loader
-    from zloader.sampling import Streaming, stratified
-    from zloader.terms import FetchOptions
+    from zloader.common.terms import FetchOptions
+    from zloader.dataset.dataset import open_dataset
+    from zloader.order.sampling import Streaming, stratified
+    from zloader.training.loader import Loader
 
     sizes = loader_sizes(batch_size, fetch_factor, block_size)
     block_size = sizes.pop("block_size")

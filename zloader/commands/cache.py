@@ -31,12 +31,12 @@ from zloader.commands.command import (
     storage_options,
 )
 from zloader.commands.report import size
-from zloader.errors import CacheError, OptionError
+from zloader.common.errors import CacheError, OptionError
 
 if TYPE_CHECKING:
     from zloader.caching.caches import MirrorEntry
     from zloader.caching.held import Held
-    from zloader.warm import Warmed
+    from zloader.dataset.warm import Warmed
 
 # ---- warm
 
@@ -69,10 +69,10 @@ def warm(  # noqa: PLR0913 - one parameter a flag
 
     What is there already is not read again: after Ctrl-C or a crash, the same command goes on.
     """
-    from zloader.dataset import open_dataset
-    from zloader.progress import byte_bar
-    from zloader.terms import Cache, parse_size, require_count
-    from zloader.warm import warm as warm_dataset
+    from zloader.common.progress import byte_bar
+    from zloader.common.terms import Cache, parse_size, require_count
+    from zloader.dataset.dataset import open_dataset
+    from zloader.dataset.warm import warm as warm_dataset
 
     bytes_per_s = None
     if limit is not None:
@@ -160,7 +160,7 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
     """
     from zloader.caching.held import held
     from zloader.caching.held import verify as verify_mirror
-    from zloader.progress import byte_bar
+    from zloader.common.progress import byte_bar
 
     entries = _mirrors(directory)
     in_all = sum(one.bytes_held + one.kept_bytes for one in map(held, entries))

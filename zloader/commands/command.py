@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from zloader.errors import ZloaderError
+from zloader.common.errors import ZloaderError
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -155,8 +155,8 @@ def storage_options(
 
 def loader_sizes(batch_size: int | None, fetch_factor: int | None, block_size: int | None) -> dict[str, int]:
     """The sizes that flags stand for, by name; those of the Loader where they are not given."""
-    from zloader.loader import Loader
-    from zloader.sampling import default_block_size
+    from zloader.order.sampling import default_block_size
+    from zloader.training.loader import Loader
 
     batch_size = Loader.batch_size if batch_size is None else batch_size
     fetch_factor = Loader.fetch_factor if fetch_factor is None else fetch_factor

@@ -22,7 +22,7 @@ from zloader.commands.command import (
     print_json,
     storage_options,
 )
-from zloader.errors import OptionError
+from zloader.common.errors import OptionError
 
 _CHOICE = "What goes in"
 _LAYOUT = "How it is stored"
@@ -114,9 +114,9 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     debug: Debug = False,
 ) -> None:
     """Write one or many AnnData as one sharded AnnData Zarr store."""
-    from zloader.convert import convert as convert_sources
-    from zloader.joining.content import Selection
-    from zloader.writing.encode import ConvertOptions
+    from zloader.conversion.convert import convert as convert_sources
+    from zloader.conversion.joining.content import Selection
+    from zloader.conversion.writing.encode import ConvertOptions
 
     given = {
         "chunk_rows": chunk_rows,
@@ -187,7 +187,7 @@ def append(  # noqa: PLR0913 - one parameter a flag
     debug: Debug = False,
 ) -> None:
     """Add the rows of other AnnData to a store that convert wrote."""
-    from zloader.append import append as append_sources
+    from zloader.conversion.append import append as append_sources
 
     access = storage_options(endpoint_url, region, profile, anon)
     done = append_sources(url, sources, storage_options=access, memory=memory)
@@ -213,7 +213,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     debug: Debug = False,
 ) -> None:
     """Read all of a store, check every checksum, row and shape, and name what is wrong. The status is 1 if any is."""
-    from zloader.verify import verify as verify_store
+    from zloader.conversion.verify import verify as verify_store
 
     access = storage_options(endpoint_url, region, profile, anon)
     seen = verify_store(url, against=against or None, storage_options=access, memory=memory)

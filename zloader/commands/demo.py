@@ -27,13 +27,13 @@ from torch.nn import functional
 
 from zloader.commands.report import DemoRun, EpochFigures, Step
 from zloader.commands.workplace import Workplace
-from zloader.convert import convert
-from zloader.dataset import Dataset, open_dataset
-from zloader.errors import MissingColumnError, OptionError
-from zloader.loader import Loader, Minibatch
-from zloader.permutation import key_of, shuffled
-from zloader.sampling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
-from zloader.terms import Rows, Statistics, require_count
+from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.terms import Rows, Statistics, require_count
+from zloader.conversion.convert import convert
+from zloader.dataset.dataset import Dataset, open_dataset
+from zloader.order.permutation import key_of, shuffled
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
+from zloader.training.loader import Loader, Minibatch
 
 BUNDLED = "pancreas_human.h5ad"
 BUNDLED_LABEL = "cell_type1"

@@ -36,11 +36,11 @@ from zloader.commands.command import (
     print_json,
     storage_options,
 )
-from zloader.errors import OptionError, ZloaderError
+from zloader.common.errors import OptionError, ZloaderError
 
 if TYPE_CHECKING:
-    from zloader.loader import Loader
-    from zloader.quality import Quality
+    from zloader.dataset.quality import Quality
+    from zloader.training.loader import Loader
 
 # Of counting the reads of short fetches, so many rows of them: a few seconds.
 _WALKED_ROWS = 1_000_000
@@ -110,9 +110,9 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     debug: Debug = False,
 ) -> None:
     """Show how well minibatches mix the labels of a column, and how fast they come, by block_size and fetch_factor."""
-    from zloader.dataset import open_dataset
-    from zloader.loader import Loader
-    from zloader.terms import parse_size, require_at_least
+    from zloader.common.terms import parse_size, require_at_least
+    from zloader.dataset.dataset import open_dataset
+    from zloader.training.loader import Loader
 
     sizes = [(block, factor) for block in _counts(block_sizes) for factor in _counts(fetch_factors)]
     _require_drawable(html, png)
@@ -165,9 +165,9 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
     Speed is what the link allows, or is measured if that is None. Raises OptionError for a column without labels, or
     where there is no cell.
     """
-    from zloader.cost import epoch_costs
-    from zloader.quality import quality
-    from zloader.sampling import BlockShuffling, Streaming, stratified
+    from zloader.dataset.cost import epoch_costs
+    from zloader.dataset.quality import quality
+    from zloader.order.sampling import BlockShuffling, Streaming, stratified
 
     dataset = loader.dataset
     codes = dataset.obs_column(label).values

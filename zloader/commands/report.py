@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from zloader.convert import ConversionReport
+    from zloader.conversion.convert import ConversionReport
 
 _MOST_BINS = 80  # of one epoch's throughput
 _MOST_POINTS = 500  # of one epoch's loss

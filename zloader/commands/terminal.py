@@ -16,13 +16,13 @@ from rich.text import Text
 from zloader.commands.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
 
 if TYPE_CHECKING:
-    from zloader.append import AppendReport
     from zloader.caching.caches import MirrorEntry
     from zloader.caching.held import Held
-    from zloader.convert import ConversionReport
-    from zloader.cost import EpochCosts
-    from zloader.summary import MatrixSummary, StoreSummary
-    from zloader.verify import Verification
+    from zloader.conversion.append import AppendReport
+    from zloader.conversion.convert import ConversionReport
+    from zloader.conversion.verify import Verification
+    from zloader.dataset.cost import EpochCosts
+    from zloader.dataset.summary import MatrixSummary, StoreSummary
 
 _WIDTH = 120  # of what does not go to a terminal
 _OTHER_LINES = 4  # header, status and what the cursor needs

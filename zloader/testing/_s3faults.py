@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zloader.errors import OptionError
+from zloader.common.errors import OptionError
 
 KINDS = (
     "status",

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, Unpack
 from urllib.parse import urlsplit
 
-from zloader.errors import OptionError
+from zloader.common.errors import OptionError
 from zloader.testing._s3faults import FaultScript, HttpFault, parse_fault
 from zloader.testing._s3files import Files
 from zloader.testing._s3proxy import Proxy

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from zloader.errors import ZloaderError
+from zloader.common.errors import ZloaderError
 from zloader.testing import _guard
 
 REGION = "us-east-1"

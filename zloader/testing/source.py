@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zloader.errors import ReadError
-from zloader.terms import Span
+from zloader.common.errors import ReadError
+from zloader.common.terms import Span
 
 
 @dataclass(kw_only=True)

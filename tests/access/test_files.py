@@ -1,0 +1,118 @@
+"""Spans of local files: what was written, or an error that says what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+from helpers import counts, digest, write_store
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.access.files import FileSource
+from zloader.access.location import Location
+from zloader.common.errors import (
+    AccessDeniedError,
+    MissingObjectError,
+    ReadError,
+    StoreChangedError,
+    TruncatedObjectError,
+)
+from zloader.common.terms import FetchOptions, Span
+
+pytestmark = pytest.mark.any_version
+
+CONTENT = {"a/c/0": bytes(range(256)) * 4, "b": b"0123456789"}
+
+
+@pytest.fixture
+def root(tmp_path):
+    for key, content in CONTENT.items():
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(content)
+    return tmp_path
+
+
+def source_of(root):
+    location = Location(url=str(root))
+    return FileSource(location, location.listing(), FetchOptions())
+
+
+def read(source, *spans):
+    return asyncio.run(source.read([Span(key=key, start=start, stop=stop) for key, start, stop in spans]))
+
+
+@given(draw=st.data())
+def test_spans_of_several_files_come_in_order(tmp_path_factory, draw):
+    root = tmp_path_factory.getbasetemp() / "files"
+    for key, content in CONTENT.items():
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        if not (root / key).exists():
+            (root / key).write_bytes(content)
+    spans = []
+    for key in draw.draw(st.lists(st.sampled_from(sorted(CONTENT)), min_size=1)):
+        start, stop = sorted(draw.draw(st.lists(st.integers(0, len(CONTENT[key])), min_size=2, max_size=2)))
+        spans.append((key, start, stop))
+    assert read(source_of(root), *spans) == [CONTENT[key][start:stop] for key, start, stop in spans]
+
+
+def test_what_became_of_a_file_is_said(root):
+    source = source_of(root)
+    with pytest.raises(TruncatedObjectError, match=r"reading b bytes 5-14 gave 5 of 10 bytes"):
+        read(source, ("b", 5, 15))
+    (root / "b").write_bytes(b"9876543210")
+    os.utime(root / "b", ns=(1, 1))
+    with pytest.raises(StoreChangedError, match=r"reading b bytes 0-3: the file is not the one"):
+        read(source, ("a/c/0", 0, 9), ("b", 0, 4))
+    (root / "b").unlink()
+    with pytest.raises(MissingObjectError, match=r"reading b bytes 0-3: there is no such file"):
+        read(source, ("b", 0, 4))
+    (root / "b").mkdir()
+    with pytest.raises(ReadError, match=r"reading b bytes 0-3 failed"):
+        read(source, ("b", 0, 4))
+    (root / "b").rmdir()
+    (root / "b").symlink_to("b")
+    with pytest.raises((ReadError, AccessDeniedError), match=r"reading b bytes 0-3"):
+        read(source, ("b", 0, 4))
+
+
+def pack(path, later_than=0):
+    """Gives a file a time as archives do, and returns when it was changed: in a later tick of the kernel's clock."""
+    os.utime(path, (1, 1))
+    while path.stat().st_ctime_ns <= later_than:
+        os.utime(path, (1, 1))
+    return path.stat().st_ctime_ns
+
+
+@pytest.mark.parametrize("numbered", [True, False], ids=["inode numbers stay", "they do not"])
+def test_a_file_replaced_with_size_and_time_kept(root, numbered, monkeypatch):
+    if not numbered:
+        monkeypatch.setattr("zloader.access.disk._NUMBERS_STAY", set())
+    packed = max(pack(root / key) for key in CONTENT)
+    source = source_of(root)
+    (root / "b").write_bytes(b"9876543210")
+    pack(root / "b", packed)
+    with pytest.raises(StoreChangedError, match=r"reading b bytes 0-3: the file is not the one"):
+        read(source, ("a/c/0", 0, 9), ("b", 0, 4))
+    (root / "new").write_bytes(CONTENT["a/c/0"][::-1])
+    pack(root / "new", packed)
+    (root / "new").rename(root / "a/c/0")
+    with pytest.raises(StoreChangedError, match=r"reading a/c/0 bytes 0-8: the file is not the one"):
+        read(source, ("a/c/0", 0, 9))
+    assert read(source_of(root), ("a/c/0", 0, 4), ("b", 0, 4)) == [CONTENT["a/c/0"][:-5:-1], b"9876"]
+
+
+def test_a_file_replaced_under_a_running_epoch(tmp_path):
+    write_store(counts(200, 50), tmp_path / "s.zarr", tmp_path)
+    options = zl.FetchOptions(prefetch=1, ready_bytes=2, buffer_bytes=1)
+    loader = zl.Loader(zl.open_dataset(tmp_path / "s.zarr"), batch_size=8, fetch_factor=1, options=options)
+    wanted = digest(loader)
+    minibatches = iter(loader)
+    next(minibatches)
+    for shard in (tmp_path / "s.zarr/X/data/c").iterdir():
+        shard.write_bytes(shard.read_bytes())  # the same bytes, written anew
+    with pytest.raises(StoreChangedError, match="X/data/c"):
+        list(minibatches)
+    assert digest(zl.Loader(zl.open_dataset(tmp_path / "s.zarr"), batch_size=8, fetch_factor=1)) == wanted

@@ -1,0 +1,502 @@
+"""The same store through every kind of URL gives the same minibatches; what cannot be read or written says so."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.parse
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import zarr
+from helpers import PATIENCE_S, TESTS, counts, digest, write_store
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.access import google
+from zloader.access.kvstore import Credentials, kvstore_spec
+from zloader.access.location import Location
+from zloader.common.errors import (
+    AccessDeniedError,
+    DeadlineError,
+    FormatError,
+    MissingObjectError,
+    OptionError,
+    ReadError,
+    StoreChangedError,
+    StoreError,
+    StoreNotFoundError,
+)
+
+ADATA = counts(160, 41, seed=8)
+ADATA.obs["odd & #name? 50%"] = np.arange(160, dtype=np.float32)
+OBS = ["cell_type", "donor", "n_counts", "passed", "odd & #name? 50%"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `bucket/two words/counts.zarr` below."""
+    folder = tmp_path_factory.mktemp("root")
+    write_store(ADATA, folder / "bucket" / "two words" / "counts.zarr", folder / "tmp")
+    return folder
+
+
+def open_web(server, path: str = "bucket/two words/counts.zarr", **options: Any) -> zl.Dataset:
+    return zl.open_dataset(f"{server.url}/{path}", **options)
+
+
+def loader(dataset: zl.Dataset, **options: Any) -> zl.Loader:
+    sampling = zl.BlockShuffling(4)
+    fetching = zl.FetchOptions(**options)
+    return zl.Loader(dataset, batch_size=16, fetch_factor=3, sampling=sampling, obs=OBS, options=fetching)
+
+
+def test_minibatches_are_the_same_from_everywhere(root, sim, s3, tmp_path):
+    path = root / "bucket" / "two words" / "counts.zarr"
+    location = Location(url=s3.url("two words/counts.zarr"), storage_options=s3.storage_options)
+    location.filesystem().put(f"{path}/", f"{location.path}/", recursive=True)
+    server = sim(root=root)
+    anonymous = {"anon": True, "endpoint_url": server.url}
+    datasets = {
+        "path": zl.open_dataset(path),
+        "file": zl.open_dataset("file://" + str(path).replace(" ", "%20")),
+        "s3": zl.open_dataset(location.url, storage_options=s3.storage_options),
+        "anonymous s3": zl.open_dataset("s3://bucket/two words/counts.zarr", storage_options=anonymous),
+        "http": open_web(server),
+        "http, encoded": open_web(server, "bucket/two%20words/counts.zarr/"),
+        "http, mirrored": open_web(server, cache=tmp_path / "cache"),
+    }
+    digests = {name: digest(loader(dataset)) for name, dataset in datasets.items()}
+    assert digests == dict.fromkeys(datasets, digests["path"])
+    np.testing.assert_array_equal(datasets["http"].take([7, 3]).X.toarray(), ADATA.X[[7, 3]].toarray())
+    mirrored = datasets["http, mirrored"]
+    server.faults = [{"kind": "status", "status": 500}]
+    assert digest(loader(mirrored)) == digests["path"]
+
+
+# ---- web servers: what is there
+
+
+OPEN = """
+import sys, zloader
+print(len(zloader.open_dataset(sys.argv[1]).obs()))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_read_from_a_web_server_ends_quietly(root, sim):
+    command = [sys.executable, "-c", OPEN, f"{sim(root=root).url}/bucket/two words/counts.zarr"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("160", "")
+
+
+def test_the_objects_of_a_web_store_are_those_of_its_listing(root, sim):
+    server = sim(root=root)
+    there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr").location.listing()
+    web = open_web(server).location
+    found = web.listing()
+    assert {key: entry.size for key, entry in found.items()} == {key: entry.size for key, entry in there.items()}
+    assert web.find_object("zarr.json") == found["zarr.json"]
+    assert web.find_object("X/data/c/99") is None
+
+
+def test_what_is_asked_for_at_once_is_bounded(root, sim):
+    server = sim(root=root, ttfb_ms=20)
+    location = open_web(server).location
+    server.tally.clear()
+    n_objects = len(location.listing())
+    assert server.tally.wait_idle(30)
+    assert n_objects < server.stats()["requests"] < n_objects + 10
+    assert server.stats()["peak_active"] <= 64
+    assert server.stats()["bytes_out"] < 100_000  # metadata alone
+
+
+@given(shape=st.lists(st.integers(0, 7), max_size=3), zarr_format=st.sampled_from([2, 3]), sharded=st.booleans())
+def test_the_keys_of_an_array_are_those_that_zarr_writes(shape, zarr_format, sharded):
+    from zloader.access.implied import stored_keys
+
+    store = zarr.storage.MemoryStore()
+    group = zarr.open_group(store, mode="w", zarr_format=zarr_format)
+    chunks = tuple(2 for _ in shape)
+    shards = tuple(4 for _ in shape) if sharded and zarr_format == 3 and shape else None
+    array = group.create_array("a", shape=tuple(shape), chunks=chunks, shards=shards, dtype="i4", fill_value=0)
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        array[...] = 1
+    metadata = {"zarr.json", "a/zarr.json", ".zgroup", ".zattrs", "a/.zarray", "a/.zattrs"}
+    assert set(stored_keys(array)) == set(store._store_dict) - metadata
+
+
+@pytest.mark.filterwarnings("ignore:Writing zarr v2")
+def test_a_zarr_v2_store_with_chunks_left_out(tmp_path, sim):
+    adata = counts(60, 9)
+    adata.X = adata.X.toarray()
+    adata.X[10:30] = 0
+    with warnings.catch_warnings(), ad.settings.override(zarr_write_format=2):
+        warnings.simplefilter("ignore")  # anndata 0.13 will not write this format for ever
+        adata.write_zarr(tmp_path / "bucket" / "v2.zarr", chunks=(10, 9))
+    zarr.consolidate_metadata(tmp_path / "bucket" / "v2.zarr", zarr_format=2)
+    for chunk in ("1.0", "2.0"):
+        (tmp_path / "bucket" / "v2.zarr" / "X" / chunk).unlink(missing_ok=True)
+    dataset = open_web(sim(), "bucket/v2.zarr")
+    assert not {"X/1.0", "X/2.0"} & dataset.location.listing().keys()
+    np.testing.assert_array_equal(dataset.take(range(60)).X, adata.X)
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_a_web_store_that_is_not_consolidated(root, sim, tmp_path):
+    store = tmp_path / "bucket" / "a.zarr"
+    shutil.copytree(root / "bucket" / "two words" / "counts.zarr", store)
+    metadata = json.loads((store / "zarr.json").read_text())
+    del metadata["consolidated_metadata"]
+    (store / "zarr.json").write_text(json.dumps(metadata))
+    server = sim()
+    with pytest.raises(FormatError, match=r"not consolidated.*consolidate_metadata"):
+        open_web(server, "bucket/a.zarr")
+    zarr.consolidate_metadata(store)
+    assert open_web(server, "bucket/a.zarr").n_obs == 160
+
+
+def test_nothing_at_an_address(root, sim):
+    server = sim(root=root)
+    with pytest.raises(StoreNotFoundError, match=r"no zarr\.json or \.zgroup at http://.*/bucket/nothing"):
+        open_web(server, "bucket/nothing")
+    server.stop()
+    with pytest.raises(StoreError, match=r"cannot read http://.*does its server run"):
+        open_web(server)
+
+
+def test_an_object_that_is_missing(root, sim, tmp_path):
+    shutil.copytree(root / "bucket", tmp_path / "bucket")
+    (tmp_path / "bucket" / "two words" / "counts.zarr" / "X" / "data" / "c" / "1").unlink()
+    dataset = open_web(sim())
+    with pytest.raises((MissingObjectError, FormatError), match="X/data/c/1"):
+        digest(loader(dataset))
+
+
+def test_an_object_that_changes(root, sim, tmp_path):
+    shutil.copytree(root / "bucket", tmp_path / "bucket")
+    epochs = loader(open_web(sim()))
+    digest(epochs)
+    path = tmp_path / "bucket" / "two words" / "counts.zarr" / "X" / "data" / "c" / "1"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(StoreChangedError, match="X/data/c/1"):
+        digest(epochs)
+
+
+# ---- web servers that do not do as they should
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None: ...
+
+
+class _Away(_Quiet):
+    """Redirects everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", f"https://elsewhere.example{self.path}?signature=hush")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+class _Barred(_Quiet):
+    """Wants a password; ranges work."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        stored = path.read_bytes() if path.is_file() else b""
+        first, _, last = self.headers.get("Range", f"bytes=0-{len(stored)}").removeprefix("bytes=").partition("-")
+        part = stored[int(first) : int(last) + 1]
+        allowed = self.headers.get("Authorization") == "Bearer open sesame"
+        self.send_response(401 if not allowed else 404 if not stored else 206 if "Range" in self.headers else 200)
+        self.send_header("Content-Length", str(len(part) if allowed else 0))
+        if "Range" in self.headers:
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(stored)}")
+        self.end_headers()
+        self.wfile.write(part if allowed else b"")
+
+
+@pytest.fixture
+def static(root) -> Iterator[Callable[..., str]]:
+    """Serves `root` by a handler of http.server's; gives the URL of the store or of another path."""
+    running: list[tuple[http.server.ThreadingHTTPServer, threading.Thread]] = []
+
+    def start(handler: type, path: str = "/bucket/two%20words/counts.zarr") -> str:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root)))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        running.append((server, thread))
+        return f"http://127.0.0.1:{server.server_address[1]}{path}"
+
+    yield start
+    for server, thread in running:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_without_ranges(static):
+    with pytest.raises(StoreError, match=r"does not serve byte ranges.*status 200.*use a server that does"):
+        zl.open_dataset(static(_Quiet))
+
+
+def test_a_server_that_redirects(static):
+    with pytest.raises(
+        StoreError, match=r"is redirected to https://elsewhere\.example/.*open the store there"
+    ) as caught:
+        zl.open_dataset(static(_Away))
+    assert "hush" not in str(caught.value)
+
+
+def test_a_server_that_wants_credentials(static):
+    url = static(_Barred)
+    with pytest.raises(AccessDeniedError, match=r"status 401.*headers"):
+        zl.open_dataset(url)
+    dataset = zl.open_dataset(url, storage_options={"headers": {"Authorization": "Bearer open sesame"}})
+    assert sum(len(minibatch.index) for minibatch in loader(dataset)) == 160
+    assert "sesame" not in repr(dataset) + repr(dataset.location) + repr(loader(dataset))
+
+
+LATER = {
+    "ranges ignored": ({"kind": "ignore_range"}, ReadError, "X/"),
+    "403": ({"kind": "status", "status": 403, "code": "AccessDenied"}, AccessDeniedError, "X/"),
+    "redirect": ({"kind": "status", "status": 302, "code": "Found"}, ReadError, "X/"),
+    "404": ({"kind": "status", "status": 404, "code": "NoSuchKey"}, MissingObjectError, "X/"),
+    "too few bytes": ({"kind": "short", "by": 1}, StoreError, "X/"),
+    "stall": ({"kind": "stall", "after": 10}, DeadlineError, r"X/.*deadline_s=1\.5"),
+}
+
+
+@pytest.mark.parametrize(("fault", "error", "says"), LATER.values(), ids=LATER)
+def test_a_server_that_goes_bad_after_opening(root, sim, fault, error, says):
+    server = sim(root=root)
+    dataset = open_web(server)
+    dataset.take([0])
+    server.faults = [{"match": "X/(indices|data)/c/", **fault}]
+    with pytest.raises(error, match=says):
+        digest(loader(dataset, **({"deadline_s": 1.5} if error is DeadlineError else {})))
+
+
+def test_a_server_that_is_busy_for_a_moment(root, sim):
+    server = sim(root=root)
+    server.faults = [{"kind": "status", "status": 503, "p": 0.3, "count": 30}]
+    assert open_web(server).n_obs == 160
+    server.faults = [{"kind": "status", "status": 503}]
+    with pytest.raises(StoreError, match="status 503"):
+        open_web(server)
+
+
+# ---- writing
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.zarr", "https://host/a.zarr", "gs://bucket/a.zarr"])
+def test_places_that_can_only_be_read(url):
+    with pytest.raises(OptionError, match="written to a local path or s3://"):
+        Location(url=url).require_writable()
+    with pytest.raises(OptionError, match="written to a local path or s3://"):
+        Location(url=url).zarr_store(read_only=False)
+
+
+def test_convert_and_append_to_a_web_server_are_refused(root, sim, tmp_path):
+    source = root / "tmp" / "source.h5ad"
+    server = sim(root=root)
+    with pytest.raises(OptionError, match="written to a local path or s3://"):
+        zl.convert(source, f"{server.url}/bucket/new.zarr", progress=False)
+    with pytest.raises(OptionError, match="written to a local path or s3://"):
+        zl.append(f"{server.url}/bucket/two words/counts.zarr", source, progress=False)
+    assert not {"PUT", "POST", "DELETE"} & server.stats().keys()
+
+
+def test_verify_reads_a_web_store(root, sim):
+    verified = zl.verify(f"{sim(root=root).url}/bucket/two words/counts.zarr", progress=False)
+    assert (verified.problems, verified.rows) == ((), 160)
+
+
+# ---- URLs and what TensorStore is told
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        pytest.param("ftp://host/a.zarr", "gs://, http://, https://", id="scheme"),
+        pytest.param("http://", "http://HOST/PATH", id="no host"),
+        pytest.param("gs://", "gs://BUCKET/KEY", id="no bucket"),
+        pytest.param("https://host/a.zarr?token=hush", "cannot have a query", id="query"),
+        pytest.param("https://host/a.zarr#hush", "cannot have a query", id="fragment"),
+        pytest.param("https://me:hush@host/a.zarr", "user and password", id="password"),
+        pytest.param("s3://me:hush@bucket/a.zarr", "user and password", id="password of s3"),
+    ],
+)
+def test_urls_that_make_no_sense(url, says):
+    with pytest.raises(OptionError, match=says) as caught:
+        zl.open_dataset(url)
+    assert "hush" not in str(caught.value)
+
+
+def test_options_that_make_no_sense():
+    with pytest.raises(OptionError, match="take only headers, not anon, auth"):
+        zl.open_dataset("http://host/a.zarr", storage_options={"anon": True, "auth": ("a", "b")})
+    with pytest.raises(OptionError, match=r"storage_options.*no_such_option"):
+        zl.open_dataset("s3://bucket/a.zarr", storage_options={"key": "k", "secret": "s", "no_such_option": 1})
+    with pytest.raises(OptionError, match="cannot hold a session"):
+        zl.open_dataset("s3://bucket/a.zarr", storage_options={"session": object()})
+
+
+def spec(url: str, **storage_options: Any) -> dict[str, Any]:
+    return kvstore_spec(Location(url=url, storage_options=storage_options), Credentials())
+
+
+def test_what_tensorstore_is_told_of_web_and_google():
+    web = spec("https://host:8080/a%20b/c.zarr/", headers={"X-Key": "v"})
+    assert (web["driver"], web["base_url"], web["headers"]) == ("http", "https://host:8080/a%20b/c.zarr/", ["X-Key: v"])
+    google = spec("gs://bucket/a b/c.zarr")
+    assert (google["driver"], google["bucket"], google["path"]) == ("gcs", "bucket", "a b/c.zarr/")
+    public = spec("gs://bucket/a b/c.zarr", token="anon")
+    assert (public["driver"], public["base_url"]) == ("http", "https://storage.googleapis.com/bucket/a%20b/c.zarr/")
+    local = spec("gs://bucket/c.zarr", token="anon", endpoint_url="http://127.0.0.1:1/")
+    assert local["base_url"] == "http://127.0.0.1:1/bucket/c.zarr/"
+    with pytest.raises(OptionError, match="GOOGLE_APPLICATION_CREDENTIALS"):
+        spec("gs://bucket/c.zarr", token="/path/to/key.json")
+    with pytest.raises(OptionError, match="endpoint_url"):
+        spec("gs://bucket/c.zarr", endpoint_url="http://127.0.0.1:1")
+
+
+# ---- gs://, against a few lines that answer as Google's servers do
+
+
+class _Google(_Quiet):
+    """The parts of Google's JSON and XML interfaces that reading takes; a token where the class has one."""
+
+    protocol_version = "HTTP/1.1"
+    token = ""
+
+    def do_POST(self) -> None:
+        """Gives out tokens."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(200, json.dumps({"access_token": self.token, "token_type": "Bearer", "expires_in": 3600}).encode())
+
+    def do_GET(self) -> None:
+        address = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(address.query))
+        match = re.fullmatch(r"/(?:download/)?storage/v1/b/([^/]+)/o(?:/(.+))?", address.path)
+        bucket, key = match.groups() if match else address.path.lstrip("/").split("/", 1)
+        folder, key = Path(self.directory, bucket), urllib.parse.unquote(key or "")
+        if self.token and self.headers.get("Authorization") != f"Bearer {self.token}":
+            self._send(401, b'{"error": {"code": 401, "message": "no"}}')
+        elif match and not key:
+            found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+            items = [self._item(folder, name) for name in found if name.startswith(query.get("prefix", ""))]
+            self._send(200, json.dumps({"kind": "storage#objects", "items": items}).encode())
+        elif not (folder / key).is_file():
+            self._send(404, b'{"error": {"code": 404, "message": "Not Found"}}')
+        elif match and query.get("alt") != "media":
+            self._send(200, json.dumps(self._item(folder, key)).encode())
+        else:
+            self._send_object((folder / key).read_bytes(), self._item(folder, key))
+
+    def _item(self, folder: Path, name: str) -> dict[str, str]:
+        status = (folder / name).stat()
+        generation = str(status.st_mtime_ns)
+        return {"name": name, "bucket": folder.name, "size": str(status.st_size), "generation": generation}
+
+    def _send_object(self, stored: bytes, item: dict[str, str]) -> None:
+        fields = {"ETag": f'"{item["generation"]}"', "x-goog-generation": item["generation"]}
+        asked = self.headers.get("Range")
+        if asked is None:
+            self._send(200, stored, fields)
+            return
+        first, last = asked.removeprefix("bytes=").split("-")
+        part = stored[int(first) : int(last) + 1]
+        fields["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(stored)}"
+        self._send(206, part, fields)
+
+    def _send(self, status: int, body: bytes, fields: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(fields or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _Signed(_Google):
+    token = "a-token-of-google"
+
+
+class _Forbidden(_Google):
+    def do_GET(self) -> None:
+        self._send(403, b'{"error": {"code": 403, "message": "no"}}')
+
+
+GOOGLE = "gs://bucket/two words/counts.zarr"
+
+
+def test_google_without_gcsfs(monkeypatch):
+    google._read_only_class.cache_clear()
+    monkeypatch.setitem(sys.modules, "gcsfs.core", None)
+    with pytest.raises(OptionError, match=r'pip install "zloader\[gs\]"'):
+        zl.open_dataset("gs://bucket/a.zarr", storage_options={"token": "anon", "endpoint_url": "http://127.0.0.1:9"})
+
+
+def test_a_public_bucket_of_google(root, static):
+    pytest.importorskip("gcsfs")
+    options = {"token": "anon", "endpoint_url": static(_Google, "")}
+    dataset = zl.open_dataset(GOOGLE, storage_options=options)
+    there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")
+    assert dataset.object_sizes() == there.object_sizes()
+    assert digest(loader(dataset)) == digest(loader(there))
+    with pytest.raises(StoreNotFoundError, match="gs://bucket/nothing"):
+        zl.open_dataset("gs://bucket/nothing", storage_options=options)
+    with pytest.raises(OptionError, match="written to a local path or s3://"):
+        zl.convert(root / "tmp" / "source.h5ad", "gs://bucket/new.zarr", storage_options=options, progress=False)
+    assert not (root / "bucket" / "new.zarr").exists()
+
+
+@pytest.mark.parametrize("server", [_Signed, _Forbidden])
+def test_a_bucket_of_google_that_is_not_public(static, server):
+    pytest.importorskip("gcsfs")
+    options = {"token": "anon", "endpoint_url": static(server, "")}
+    with pytest.raises(AccessDeniedError, match=r"(?s)not allowed to list gs://.*GOOGLE_APPLICATION_CREDENTIALS"):
+        zl.open_dataset(GOOGLE, storage_options=options)
+
+
+READ = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_schemes as tests
+print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE))))
+"""
+
+
+@pytest.mark.slow
+def test_the_default_credentials_of_google(interpreter, root, static, tmp_path):
+    """In a process of its own: TensorStore looks for credentials once, and has no other way to set an endpoint."""
+    pytest.importorskip("gcsfs")
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    address = static(_Signed, "")
+    made = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    key = {"type": "service_account", "client_email": "a@b", "private_key_id": "1", "private_key": made.decode()}
+    (tmp_path / "key.json").write_text(json.dumps(key | {"project_id": "p", "token_uri": f"{address}/token"}))
+    variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "key.json"), "STORAGE_EMULATOR_HOST": address}
+    variables |= {"TENSORSTORE_GCS_HTTP_URL": address, "GOOGLE_AUTH_TOKEN_FOR_TESTING": _Signed.token}
+    done = interpreter.run(READ, TESTS, **variables)
+    assert done.stdout.strip() == digest(loader(zl.open_dataset(root / "bucket" / "two words" / "counts.zarr"))), (
+        done.stderr
+    )

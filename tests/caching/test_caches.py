@@ -1,0 +1,530 @@
+"""The cache as a whole: shared by processes, within its limits, kept for its owner, and enough to work offline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import PATIENCE_S, check_minibatch, counts, digest
+
+import zloader as zl
+from zloader.caching.caches import Place, cache_bytes, drop, mirrors
+from zloader.caching.claims import Claims
+from zloader.caching.mirror import MirrorArray
+from zloader.common.errors import CacheError, OptionError, ReadError
+from zloader.common.terms import Cache
+from zloader.conversion.writing.encode import ConvertOptions
+from zloader.dataset.warm import warm
+from zloader.storage.layout import ArrayLayout
+
+pytestmark = pytest.mark.any_version
+
+ROWS = 3000
+ADATA = counts(ROWS, 400, density=0.5, seed=3)
+ADATA.obsm["X_pca"] = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+
+
+def _convert(adata, dest: Path) -> Path:
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    adata.write_h5ad(dest.with_suffix(".h5ad"), convert_strings_to_categoricals=False)
+    zl.convert(
+        dest.with_suffix(".h5ad"), dest, options=ConvertOptions(chunk_rows=16, shard_size="64KiB"), progress=False
+    )
+    return dest
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return _convert(ADATA, tmp_path_factory.mktemp("caches") / "bucket" / "counts.zarr")
+
+
+def _loader(store, cache, **options) -> zl.Loader:
+    dataset = zl.open_dataset(store, cache=cache)
+    return zl.Loader(
+        dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), obs=["cell_type"], **options
+    )
+
+
+def _epoch(loader) -> zl.Statistics:
+    """One epoch, every minibatch held against the AnnData."""
+    rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
+    assert np.sort(rows).tolist() == list(range(ROWS))
+    return loader.statistics()
+
+
+def _first_minibatch(store, cache) -> None:
+    """Fills the mirror with the first few fetches, which are the first rows."""
+    dataset = zl.open_dataset(store, cache=cache)
+    fetching = zl.FetchOptions(least_read_bytes=1, prefetch=1)
+    loader = zl.Loader(dataset, batch_size=32, fetch_factor=8, sampling=zl.Streaming(), options=fetching)
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+
+
+def _options(server) -> dict[str, str]:
+    return {"key": "any", "secret": "any", "endpoint_url": server.url}
+
+
+def _stored(store: Path) -> int:
+    return sum(path.stat().st_size for part in ("data", "indices") for path in (store / "X" / part).rglob("c/*"))
+
+
+# ---- claims
+
+LAYOUT = ArrayLayout(
+    path="X/data",
+    dtype=np.dtype("<u2"),
+    n_elements=1000,
+    chunk_elements=10,
+    chunks_per_shard=100,
+    codecs=({"name": "bytes"},),
+    sharded=True,
+    index_checksum=True,
+    index_at_end=True,
+    key_prefix="c/",
+    separator="/",
+    n_dims=1,
+    fill_value=0,
+    absent_is_fill=False,
+)
+SOME = np.arange(3, 9)
+
+
+def _place(cache) -> Place:
+    return Place(Cache(directory=cache), "f" * 32, "store")
+
+
+def test_what_one_claims_others_leave_to_it(tmp_path):
+    mirrors = [MirrorArray(_place(tmp_path), LAYOUT) for _ in range(2)]
+    first, second = (Claims(_place(tmp_path).directory) for _ in range(2))
+    mine, others = mirrors[0].claim(SOME, first)
+    assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
+    mine, others = mirrors[1].claim(np.arange(6, 12), second)
+    assert (mine.tolist(), others.tolist()) == ([9, 10, 11], [6, 7, 8])
+    mine, others = mirrors[0].claim(SOME, first)  # another load of the same epoch
+    assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
+    mirrors[0].put(3, np.arange(10, dtype="<u2"))
+    mirrors[0].abandon(SOME, first)
+    mine, others = mirrors[1].claim(SOME, second)
+    assert (mine.tolist(), others.tolist()) == ([4, 5, 6, 7, 8], [])  # 3 is there
+    assert mirrors[1].missing(SOME).tolist() == [4, 5, 6, 7, 8]
+
+
+def test_claims_end_with_their_owner(tmp_path):
+    mirror = MirrorArray(_place(tmp_path), LAYOUT)
+    first, second = (Claims(_place(tmp_path).directory) for _ in range(2))
+    mirror.claim(SOME, first)
+    first.close()
+    mine, others = mirror.claim(SOME, second)
+    assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
+
+
+_CLAIMS = """
+import sys
+import numpy as np
+from zloader.caching.caches import Place
+from zloader.caching.claims import Claims
+from zloader.storage.layout import ArrayLayout
+from zloader.caching.mirror import MirrorArray
+from zloader.common.terms import Cache
+layout = ArrayLayout(**eval(sys.argv[2], {"dtype": np.dtype}))
+place = Place(Cache(directory=sys.argv[1]), "f" * 32, "store")
+claims = Claims(place.directory)
+MirrorArray(place, layout).claim(np.arange(3, 9), claims)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_claims_of_a_killed_process_count_for_nothing(interpreter, tmp_path):
+    layout = repr({name: getattr(LAYOUT, name) for name in LAYOUT.__dataclass_fields__})
+    with interpreter.running(_CLAIMS, tmp_path, layout) as process:
+        assert process.stdout.readline() == "claimed\n"
+        mirror, claims = MirrorArray(_place(tmp_path), LAYOUT), Claims(_place(tmp_path).directory)
+        mine, others = mirror.claim(SOME, claims)
+        assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
+        process.kill()
+        process.wait()
+        mine, others = mirror.claim(SOME, claims)
+        assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
+
+
+# ---- processes
+
+_FILLS = """
+import json, sys
+import zloader as zl
+from zloader.caching import claims
+claims._TRIES = 10**9  # whoever has the turn may be off the processor for longer than others wait for it
+store, cache, options, rank, world_size, seed = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=cache, storage_options=options)
+loader = zl.Loader(
+    dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), seed=seed, rank=rank, world_size=world_size
+)
+print("ready", flush=True)
+sys.stdin.readline()
+rows = sum(len(minibatch) for minibatch in loader)
+statistics = loader.statistics()
+print(json.dumps([rows, statistics.bytes_read, statistics.gets]), flush=True)
+"""
+
+
+def _run_at_once(interpreter, requests):
+    """What processes say that run `_FILLS` at the same time, one for each request."""
+    with contextlib.ExitStack() as running:
+        processes = [running.enter_context(interpreter.running(_FILLS, json.dumps(request))) for request in requests]
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return [json.loads(process.stdout.readline()) for process in processes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_ranks", [True, False], ids=["ranks", "jobs of their own"])
+def test_four_processes_on_one_cold_mirror_read_every_chunk_about_once(interpreter, store, sim, tmp_path, as_ranks):
+    server = sim(root=store.parent.parent, ttfb_ms=10)
+    url = f"s3://{store.parent.name}/{store.name}"
+    cache = str(tmp_path / "cache")
+    shares = [(rank, 4, 0) if as_ranks else (0, 1, rank) for rank in range(4)]
+    said = _run_at_once(interpreter, [(url, cache, _options(server), *share) for share in shares])
+    assert sum(rows for rows, _, _ in said) == (ROWS if as_ranks else 4 * ROWS)
+    assert sum(n_bytes for _, n_bytes, _ in said) < 1.1 * _stored(store)
+    assert _epoch(_loader(store, None)).bytes_read  # the store is as it was
+    dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
+    after = zl.Loader(dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), obs=["cell_type"])
+    assert _epoch(after).gets == 0
+
+
+_FILLS_AND_TELLS = """
+import json, os, sys
+import zloader as zl
+store, cache, options, seed = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=cache, storage_options=options)
+fetching = zl.FetchOptions(least_read_bytes=16_000, prefetch=1)
+loader = zl.Loader(
+    dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), seed=seed, options=fetching
+)
+for minibatch in loader:
+    os.write(1, b".")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minibatches", [0, 3, 20, 60])
+def test_loaders_killed_while_they_fill_leave_nothing_wrong_and_nobody_waiting(
+    interpreter, store, sim, tmp_path, minibatches
+):
+    server = sim(root=store.parent.parent, ttfb_ms=20)
+    url, cache = f"s3://{store.parent.name}/{store.name}", str(tmp_path / "cache")
+    request = [url, cache, _options(server), minibatches]
+    with interpreter.running(_FILLS_AND_TELLS, json.dumps(request)) as process:
+        assert all(process.stdout.read(1) == "." for _ in range(minibatches))
+        if not minibatches:
+            while server.stats().get("requests", 0) < 8:  # it reads its first fetch
+                assert process.poll() is None
+        process.kill()
+    dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
+    sizes = {"batch_size": 32, "fetch_factor": 8, "sampling": zl.BlockShuffling(8)}
+    patient = zl.FetchOptions(deadline_s=2 * PATIENCE_S)
+    loader = zl.Loader(dataset, **sizes, obs=["cell_type"], options=patient)
+    assert _epoch(loader).elapsed_s < PATIENCE_S  # whoever waited for the dead would do so for a deadline
+    assert _epoch(loader).gets == 0
+
+
+# ---- limits
+
+
+class _Watch:
+    """Looks, over and over on a thread, at what a cache takes on disk."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self.most = 0
+        self._ended = threading.Event()
+
+    def _look(self) -> None:
+        while not self._ended.is_set():
+            self.most = max(self.most, cache_bytes(self._cache))
+
+    def __enter__(self) -> _Watch:
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def _bytes_of(cache: Path, store: Path) -> tuple[int, int]:
+    """What a whole mirror takes, on disk and of it the elements."""
+    dataset = zl.open_dataset(store, cache=cache)
+    warmed = warm(dataset)
+    assert warmed.bytes_held == warmed.bytes_in_all
+    return cache_bytes(cache), warmed.bytes_held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_mirror_fills_up_to_its_limit_and_is_then_read_through(store, tmp_path, share):
+    whole, elements = _bytes_of(tmp_path / "whole", store)
+    limit = int(share * elements) + 300 * 1024 + (whole - elements)
+    cache = Cache(directory=tmp_path / "limited", max_bytes=limit)
+    unmirrored = _epoch(_loader(store, None))
+    with _Watch(cache.directory) as watch:
+        cold = _epoch(_loader(store, cache))
+        warm_epochs = [_epoch(_loader(store, cache)) for _ in range(2)]
+    assert limit - 530 * 1024 < watch.most <= limit
+    assert cold.bytes_read <= unmirrored.bytes_read
+    held = warm(zl.open_dataset(store, cache=cache))
+    assert held.full
+    capacity = held.chunks_held / held.chunks
+    assert share - 0.15 < capacity < share + 0.1
+    for epoch in warm_epochs:
+        hits = epoch.chunks_from_mirror / (epoch.chunks_from_mirror + epoch.chunks_decoded)
+        assert abs(hits - capacity) < 0.02
+    assert digest(_loader(store, cache)) == digest(_loader(store, None))
+
+
+def test_processes_share_one_limit(store, tmp_path):
+    """Two that fill mirrors of different stores, and one more of each."""
+    other = _convert(counts(2000, 300, density=0.5, seed=9), tmp_path / "bucket" / "other.zarr")
+    cache = Cache(directory=tmp_path / "cache", max_bytes="2MB")
+    with _Watch(cache.directory) as watch, ThreadPoolExecutor(4) as threads:
+        loaders = [_loader(one, cache) for one in (store, other, store, other)]
+        rows = list(threads.map(lambda loader: sum(map(len, loader)), loaders))
+    assert rows == [ROWS, 2000, ROWS, 2000]
+    assert 1_000_000 < watch.most <= 2_000_000
+
+
+@pytest.mark.parametrize("limit", ["1KB", "100KB", "350KB"])
+def test_a_limit_below_one_fetch_reads_on_without(store, tmp_path, limit):
+    cache = Cache(directory=tmp_path / "cache", max_bytes=limit)
+    for _ in range(2):
+        assert _epoch(_loader(store, cache)).rows == ROWS
+    assert cache_bytes(cache.directory) <= max(cache.most, 40_000)  # a directory and what says whose it is
+
+
+def test_the_disk_is_left_as_free_as_asked_for(store, tmp_path):
+    disk = os.statvfs(tmp_path)
+    free = disk.f_bavail * disk.f_frsize
+    cache = Cache(directory=tmp_path / "cache", min_free_bytes=free + (1 << 40))
+    assert _epoch(_loader(store, cache)).rows == ROWS
+    assert cache_bytes(cache.directory) < 200_000
+
+
+def test_unused_mirrors_make_room_stale_ones_first(store, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "zloader")
+    one, two, three = (tmp_path / "bucket" / name for name in ("one.zarr", "two.zarr", "three.zarr"))
+    for copy in (one, two, three):
+        shutil.copytree(store, copy)
+    whole, _ = _bytes_of(tmp_path / "whole", store)
+    cache = Cache(directory=tmp_path / "cache", max_bytes=int(2.5 * whole) + 300 * 1024)
+    for copy in (one, two):
+        warm(zl.open_dataset(copy, cache=cache))
+    os.utime(two / "zarr.json")  # so that its mirror is stale
+    assert zl.open_dataset(two, cache=cache).n_obs == ROWS
+    first, *_ = mirrors(cache.directory)
+    assert (first.url, first.stale) == (str(two), True)
+    with _Watch(cache.directory) as watch:
+        assert warm(zl.open_dataset(three, cache=cache)).full is False
+    assert watch.most <= cache.most
+    assert [entry.stale for entry in mirrors(cache.directory)] == [False] * 3
+    assert str(one) in {entry.url for entry in mirrors(cache.directory)}
+    assert _epoch(_loader(one, cache)).gets == 0
+
+
+def test_a_mirror_in_use_is_never_dropped(store, tmp_path):
+    loader = _loader(store, tmp_path)
+    _epoch(loader)
+    (entry,) = mirrors(tmp_path)
+    assert drop(entry.directory) is False
+    assert _epoch(loader).gets == 0
+    del loader
+    assert drop(entry.directory) is True
+    assert not entry.directory.exists()
+
+
+def test_dropping_leaves_what_zloader_did_not_make(store, tmp_path):
+    _epoch(_loader(store, tmp_path))
+    (entry,) = mirrors(tmp_path)
+    (entry.directory / "thesis.txt").write_text("precious")
+    (tmp_path / "precious").write_text("precious")
+    (entry.directory / "obs.npy").symlink_to(tmp_path / "precious")
+    assert drop(entry.directory)
+    assert {path.name for path in entry.directory.iterdir()} == {"thesis.txt", "obs.npy"}
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_directory_that_vanishes_while_it_is_used_does_no_harm(store, tmp_path):
+    loader = _loader(store, tmp_path / "cache")
+    iterator = iter(loader)
+    next(iterator)
+    shutil.rmtree(tmp_path / "cache")
+    assert sum(map(len, iterator)) == ROWS - 32
+    assert _epoch(loader).rows == ROWS
+    assert _epoch(_loader(store, tmp_path / "cache")).rows == ROWS
+
+
+def test_warm_holds_whole_rows_where_there_is_no_room_for_all(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["zloader.dataset.warm"], "_WINDOW_BYTES", 50_000)
+    dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes="1.5MB"))
+    assert warm(dataset).full
+    arrays = dataset.store.mirror(dataset.store.matrix("X")).arrays.values()
+    shares = [array.n_present / array.layout.n_chunks for array in arrays]
+    assert 0.2 < min(shares) <= max(shares) < min(shares) + 0.3
+
+
+def test_the_dataset_says_what_its_cache_holds(store, tmp_path):
+    dataset = zl.open_dataset(store, cache=Cache(directory=tmp_path, max_bytes="1GB"))
+    before = dataset.cache_statistics()
+    assert (before.chunks_held, before.bytes_held, before.share, before.full) == (0, 0, 0.0, False)
+    assert 0 < before.allocated_bytes < 200_000
+    warm(dataset)
+    after = dataset.cache_statistics()
+    nnz = ADATA.X.nnz
+    assert (after.chunks_held, after.bytes_held, after.share) == (after.chunks, 4 * nnz, 1.0)
+    assert after.allocated_bytes == cache_bytes(tmp_path) > 4 * nnz
+    assert after.max_bytes == 10**9
+    with pytest.raises(OptionError, match="no cache"):
+        zl.open_dataset(store).cache_statistics()
+
+
+@contextlib.contextmanager
+def _mounted(directory: Path, *arguments: str):
+    """Something mounted there; skips the test where nobody may mount."""
+    directory.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *arguments, str(directory)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@pytest.mark.parametrize("size", ["64k", "1m"])
+def test_a_full_disk_is_a_warning_and_reading_goes_on(store, tmp_path, caplog, size):
+    with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={size}", "tmpfs") as disk:
+        for _ in range(2):
+            assert _epoch(_loader(store, disk / "cache")).rows == ROWS
+        assert "cannot" in caplog.text
+    assert digest(_loader(store, tmp_path / "cache")) == digest(_loader(store, None))
+
+
+def test_a_mirror_on_a_disk_that_can_only_be_read_is_used(store, tmp_path):
+    warm(zl.open_dataset(store, cache=tmp_path / "cache"))
+    with _mounted(tmp_path / "cache", "--bind", "-o", "ro", str(tmp_path / "cache")) as cache:
+        with pytest.raises(OSError, match="Read-only"):
+            (cache / "x").touch()
+        assert _epoch(_loader(store, cache)).gets == 0
+
+
+# ---- changed objects, and none
+
+
+def test_changed_objects_get_a_mirror_of_their_own(store, tmp_path, caplog):
+    copy = tmp_path / "bucket" / "copy.zarr"
+    shutil.copytree(store, copy)
+    _epoch(_loader(copy, tmp_path / "cache"))
+    other = counts(ROWS, 400, density=0.4, seed=11)
+    shutil.rmtree(copy)
+    _convert(other, copy)
+    loader = _loader(copy, tmp_path / "cache")
+    (record,) = caplog.records
+    assert "stale" in record.getMessage()
+    for minibatch in loader:
+        check_minibatch(minibatch, other)
+    assert loader.statistics().gets
+
+
+def test_offline_opens_and_reads_what_the_mirror_holds(store, tmp_path):
+    moved = tmp_path / "bucket" / "moved.zarr"
+    shutil.copytree(store, moved)
+    warm(zl.open_dataset(moved, cache=tmp_path / "cache"))
+    shutil.rmtree(moved)
+    dataset = zl.open_dataset(moved, cache=tmp_path / "cache", offline=True)
+    assert dataset.n_obs == ROWS
+    assert list(dataset.var_names) == list(ADATA.var_names)
+    loader = zl.Loader(dataset, batch_size=32, fetch_factor=8, obs=["cell_type", "donor", "lane"], obsm=["X_pca"])
+    assert _epoch(loader).gets == 0
+    assert dataset.categories("cell_type").tolist() == ["a", "b", "c", "never used"]
+    for minibatch in zl.Loader(dataset, layout="anndata", obs=["passed"], obsm=["X_pca"]):
+        np.testing.assert_array_equal(minibatch.x.obsm["X_pca"], ADATA.obsm["X_pca"][minibatch.index])
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again.n_obs == ROWS
+
+
+def test_offline_says_what_is_not_there(store, tmp_path):
+    with pytest.raises(CacheError, match=r"no mirror of .*counts\.zarr.*zloader warm"):
+        zl.open_dataset(store, cache=tmp_path / "cache", offline=True)
+    with pytest.raises(OptionError, match="give cache="):
+        zl.open_dataset(store, offline=True)
+    _first_minibatch(store, tmp_path / "cache")
+    dataset = zl.open_dataset(store, cache=tmp_path / "cache", offline=True)
+    with pytest.raises(ReadError, match=r"reading X/(data|indices)/.*opened offline.*zloader warm"):
+        list(zl.Loader(dataset, batch_size=32, fetch_factor=8))
+    with pytest.raises(CacheError, match="not in the mirror"):
+        dataset.obs()
+
+
+def test_warm_opening_asks_for_a_listing_alone(store, sim, tmp_path):
+    server = sim(root=store.parent.parent)
+    url = f"s3://{store.parent.name}/{store.name}"
+
+    def opened() -> zl.Loader:
+        dataset = zl.open_dataset(url, cache=tmp_path / "cache", storage_options=_options(server))
+        return zl.Loader(dataset, batch_size=32, fetch_factor=8, obs=["cell_type"])
+
+    _epoch(opened())
+    before = server.stats()["requests"]
+    assert _epoch(opened()).gets == 0
+    assert server.stats()["requests"] - before == 1
+
+
+# ---- whose it is
+
+
+def test_everything_is_for_the_owner_alone_and_holds_no_secret(store, sim, tmp_path):
+    server = sim(root=store.parent.parent)
+    options = _options(server) | {"key": "AKIAVERYSECRETKEY", "secret": "sesame-open-now"}
+    dataset = zl.open_dataset(
+        f"s3://{store.parent.name}/{store.name}", cache=tmp_path / "cache", storage_options=options
+    )
+    warm(dataset)
+    for path in (tmp_path / "cache").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or path.name == "CACHEDIR.TAG", path
+        if path.is_file():
+            content = path.read_bytes()
+            assert b"sesame-open-now" not in content
+            assert b"AKIAVERYSECRETKEY" not in content
+
+
+def test_warm_goes_on_where_it_was_and_keeps_to_a_pace(store, tmp_path):
+    _first_minibatch(store, tmp_path)
+    seen = []
+    first = warm(zl.open_dataset(store, cache=tmp_path), on_progress=seen.append)
+    assert 0 < first.bytes_read < _stored(store) * 1.02
+    assert (first.chunks_held, first.full) == (first.chunks, False)
+    assert [one.chunks_held for one in seen] == sorted(one.chunks_held for one in seen)
+    assert warm(zl.open_dataset(store, cache=tmp_path)).gets == 0
+    paced = warm(zl.open_dataset(store, cache=tmp_path / "slowly"), bytes_per_s=_stored(store))
+    assert paced.elapsed_s > 0.5
+    with pytest.raises(OptionError, match="no cache"):
+        warm(zl.open_dataset(store))

@@ -1,0 +1,378 @@
+"""What a mirror holds, seen from outside; and whatever was done to its files, verify finds it, an epoch heals it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import PATIENCE_S, check_minibatch, counts, write_store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_mirror import _layout, _truth
+
+import zloader as zl
+from zloader.caching.caches import MirrorEntry, Place, drop, mirrors
+from zloader.caching.claims import Claims
+from zloader.caching.held import Held, held, verify
+from zloader.caching.kept import save_column
+from zloader.caching.mirror import MirrorArray
+from zloader.caching.proof import Proof
+from zloader.caching.sums import parse_sums
+from zloader.common.terms import Cache
+
+pytestmark = pytest.mark.any_version
+
+ROWS = 400
+ADATA = counts(ROWS, 150, seed=4)
+VALUES, GENES = "X%2Fdata", "X%2Findices"
+
+
+def loader_of(store: Path, cache: Path) -> zl.Loader:
+    return zl.Loader(zl.open_dataset(store, cache=cache), batch_size=32, fetch_factor=2, obs=["cell_type"])
+
+
+def epoch(store: Path, cache: Path) -> zl.Statistics:
+    """One epoch, every minibatch held against the AnnData."""
+    loader = loader_of(store, cache)
+    rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
+    assert np.sort(rows).tolist() == list(range(ROWS))
+    return loader.statistics()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("held")
+    write_store(ADATA, folder / "counts.zarr", folder)
+    return folder / "counts.zarr"
+
+
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory) -> Path:
+    """A cache with one mirror, all of it filled."""
+    cache = tmp_path_factory.mktemp("whole") / "cache"
+    epoch(store, cache)
+    return cache
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the filled cache, to be damaged."""
+
+    cache: Path
+    store: Path
+
+    @property
+    def entry(self) -> MirrorEntry:
+        (entry,) = mirrors(self.cache)
+        return entry
+
+    @property
+    def directory(self) -> Path:
+        return self.entry.directory
+
+    def file(self, name: str) -> Path:
+        return self.directory / name
+
+    def flip(self, name: str, at: int, bit: int = 0) -> None:
+        with self.file(name).open("r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << bit]))
+
+    def resize(self, name: str, n_bytes: int) -> None:
+        os.truncate(self.file(name), n_bytes)
+
+    def heals(self) -> zl.Statistics:
+        """What it cost to fill it again; then everything is right."""
+        filled = epoch(self.store, self.cache)
+        assert verify(self.directory) == []
+        assert held(self.entry).chunks_held == held(self.entry).chunks
+        assert epoch(self.store, self.cache).gets == 0
+        return filled
+
+
+@pytest.fixture
+def copy(whole, store, tmp_path) -> Copy:
+    shutil.copytree(whole, tmp_path / "cache")
+    return Copy(tmp_path / "cache", store)
+
+
+def chunk_bytes(copy: Copy, name: str) -> int:
+    file = copy.file(f"{name}.sums")
+    return parse_sums(file, file.read_bytes())[1]
+
+
+# ---- what is there
+
+
+@pytest.mark.parametrize("fetches", [0, 1, 3, None])
+def test_what_is_held_is_what_the_mirror_says_itself(store, tmp_path, fetches):
+    loader = loader_of(store, tmp_path)
+    for number, _ in enumerate(loader):
+        if fetches is not None and number + 1 >= 2 * fetches:
+            break
+    (entry,) = mirrors(tmp_path)
+    seen = held(entry)
+    mirror = loader.dataset.store.mirror(loader.dataset.matrix("X"))
+    assert seen.arrays.keys() == mirror.arrays.keys() == {"X/data", "X/indices"}
+    for name, array in mirror.arrays.items():
+        assert seen.arrays[name].chunks == array.layout.n_chunks
+        assert seen.arrays[name].bytes_in_all == array.elements.nbytes
+    if fetches is None:
+        assert (seen.chunks_held, seen.bytes_held) == (seen.chunks, seen.bytes_in_all)
+    else:
+        assert seen.chunks_held < seen.chunks
+
+
+def test_a_part_is_counted_with_the_short_chunk_at_the_end(tmp_path):
+    place = Place(Cache(directory=tmp_path), "f" * 32, "store")
+    array, truth = MirrorArray(place, _layout()), _truth(_layout())
+    (entry,) = mirrors(tmp_path)
+    assert held(entry).bytes_held == 0
+    for chunk in (2, 3, 9):
+        array.put(chunk, truth[chunk * 10 : (chunk + 1) * 10])
+        seen = held(entry).arrays["X/data"]
+        assert (seen.chunks_held, seen.bytes_held) == (array.n_present, array.present_bytes)
+    assert (seen.chunks, seen.chunks_held, seen.bytes_in_all, seen.bytes_held) == (10, 3, 190, 50)
+    array.claim(np.arange(2), owner := Claims(place.directory))
+    assert held(entry).chunks_held == 3, "what is claimed is not there yet"
+    assert verify(entry.directory) == []
+    owner.close()
+
+
+def test_columns_and_objects_are_counted(copy):
+    seen = held(copy.entry)
+    kept = [*copy.directory.glob("*.npy"), *copy.directory.glob("*.kept")]
+    assert seen.columns + seen.objects == len(kept) > 5
+    assert seen.columns > 1
+    assert seen.kept_bytes == sum(path.stat().st_size for path in kept)
+
+
+def test_nothing_is_held_where_nothing_is(copy):
+    entry = copy.entry
+    shutil.rmtree(copy.directory)
+    assert held(entry) == Held(arrays={}, columns=0, objects=0, kept_bytes=0)
+    assert verify(entry.directory) == []
+
+
+# ---- what is right
+
+
+def test_what_is_right_is_compared_whole_noted_and_left_as_it_was(copy):
+    (copy.directory / "stale").touch()
+    os.utime(copy.file("users"), (1000, 1000))
+    before, described = copy.entry, copy.file("mirror.json").read_bytes()
+    files = [path for path in copy.directory.iterdir() if path.suffix in (".flat", ".sums", ".npy", ".kept")]
+    proof = Proof(copy.directory)
+    assert not any(proof.holds(path) for path in files), "a copy has other inodes"
+    compared = []
+    assert verify(copy.directory, compared.append) == []
+    assert sum(compared) == held(before).bytes_held + held(before).kept_bytes
+    assert all(proof.holds(path) for path in files)
+    assert (copy.entry.used_s, copy.entry.stale) == (1000, True)
+    assert copy.file("mirror.json").read_bytes() == described
+
+
+def test_chunks_larger_than_what_is_read_at_once(tmp_path):
+    layout = _layout(n_elements=40 << 20, chunk_elements=17 << 20, dtype="uint8")
+    place = Place(Cache(directory=tmp_path), "f" * 32, "store")
+    array, truth = MirrorArray(place, layout), np.resize(np.arange(251, dtype=np.uint8), 40 << 20)
+    for chunk in range(3):
+        array.put(chunk, truth[chunk * (17 << 20) : (chunk + 1) * (17 << 20)])
+    compared = []
+    assert verify(place.directory, compared.append) == []
+    assert compared == [17 << 20, 17 << 20, 6 << 20]
+    with (place.directory / "X%2Fdata.flat").open("r+b") as file:
+        file.seek((40 << 20) - 1)
+        file.write(b"\xff")
+    assert verify(place.directory) == ["X/data: chunk 2 differs from its checksum"]
+
+
+# ---- what is damaged
+
+
+@settings(max_examples=15)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), name=st.sampled_from([VALUES, GENES]))
+def test_a_flipped_bit_is_found_and_its_chunk_alone_read_again(whole, store, tmp_path_factory, where, bit, name):
+    copy = Copy(tmp_path_factory.mktemp("flipped") / "cache", store)
+    shutil.copytree(whole, copy.cache)
+    at = int(where * copy.file(f"{name}.flat").stat().st_size)
+    copy.flip(f"{name}.flat", at, bit)
+    array, chunk = name.replace("%2F", "/"), at // chunk_bytes(copy, name)
+    other = MirrorArray(
+        Place(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url), layout(store, array)
+    )
+    assert verify(copy.directory) == [f"{array}: chunk {chunk} differs from its checksum"]
+    assert other.n_present == other.layout.n_chunks - 1, "who has mapped it sees it at once"
+    del other
+    assert verify(copy.directory) == [], "it is a miss now"
+    assert copy.heals().chunks_decoded == 1
+
+
+def layout(store: Path, array: str):
+    (found,) = (one for one in zl.open_dataset(store).matrix("X").arrays if one.path == array)
+    return found
+
+
+def test_chunks_side_by_side_are_told_as_one(copy):
+    size = chunk_bytes(copy, VALUES)
+    for chunk in (1, 2, 3, 7):
+        copy.flip(f"{VALUES}.flat", chunk * size)
+    assert verify(copy.directory) == [
+        "X/data: chunks 1 to 3 differ from their checksums",
+        "X/data: chunk 7 differs from its checksum",
+    ]
+    assert copy.heals().chunks_decoded == 4
+
+
+@pytest.mark.parametrize("bit", range(0, 40, 7))
+def test_a_flipped_bit_in_a_word(copy, bit):
+    """In the checksum; bit 32, which says that the chunk is there, makes a miss that nobody can tell from another."""
+    copy.flip(f"{VALUES}.sums", 64 + 8 * 5 + bit // 8, bit % 8)
+    found = verify(copy.directory)
+    assert found == (["X/data: chunk 5 differs from its checksum"] if bit < 32 else [])
+    assert copy.heals().chunks_decoded <= 1
+
+
+@pytest.mark.parametrize("at", [0, 5, 8, 17, 24, 33, 45, 63])
+def test_a_damaged_header_counts_for_nothing(copy, at):
+    copy.flip(f"{GENES}.sums", at)
+    (problem,) = verify(copy.directory)
+    assert problem.startswith("X%2Findices.sums ")
+    assert problem.endswith(": nothing of X/indices counts as there")
+    assert held(copy.entry).arrays.keys() == {"X/data"}
+    assert copy.heals().chunks_decoded == held(copy.entry).arrays["X/indices"].chunks
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 8, 63, 64, 100, 10_000])
+def test_a_sums_file_of_another_size_counts_for_nothing(copy, n_bytes):
+    copy.resize(f"{VALUES}.sums", n_bytes)
+    (problem,) = verify(copy.directory)
+    assert "nothing of X/data counts as there" in problem
+    assert copy.heals().chunks_decoded == held(copy.entry).arrays["X/data"].chunks
+
+
+def test_a_flat_file_cut_short(copy):
+    size, whole_bytes = chunk_bytes(copy, VALUES), copy.file(f"{VALUES}.flat").stat().st_size
+    copy.resize(f"{VALUES}.flat", 3 * size + 1)
+    last = held(copy.entry).arrays["X/data"].chunks - 1
+    assert verify(copy.directory) == [
+        f"X%2Fdata.flat has {3 * size + 1} bytes instead of {whole_bytes}",
+        f"X/data: chunks 3 to {last} differ from their checksums",
+    ]
+    assert verify(copy.directory) == []
+    assert copy.heals().chunks_decoded == last - 2
+
+
+def test_a_flat_file_that_has_grown_is_cut_again(copy):
+    whole_bytes = copy.file(f"{VALUES}.flat").stat().st_size
+    copy.resize(f"{VALUES}.flat", whole_bytes + 5)
+    assert verify(copy.directory) == [f"X%2Fdata.flat has {whole_bytes + 5} bytes instead of {whole_bytes}"]
+    assert verify(copy.directory) == []
+    assert copy.heals().chunks_decoded == 0
+
+
+def test_a_flat_file_that_is_gone(copy):
+    copy.file(f"{VALUES}.flat").unlink()
+    last = held(copy.entry).arrays["X/data"].chunks - 1
+    assert verify(copy.directory) == [
+        "X%2Fdata.flat cannot be read: No such file or directory",
+        f"X/data: chunks 0 to {last} differ from their checksums",
+    ]
+    assert verify(copy.directory) == []
+    assert copy.heals().chunks_decoded == last + 1
+
+
+@pytest.mark.parametrize("name", ["X%2Findptr.npy", "zarr.json.kept", "%2Flisting.kept"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_column_or_object_is_deleted(copy, name, damage):
+    file = copy.file(name)
+    size = file.stat().st_size
+    if damage == "flip":
+        copy.flip(name, size // 2)
+    else:
+        copy.resize(name, size - 1 if damage == "cut" else 0)
+    (problem,) = verify(copy.directory)
+    assert problem.endswith(f"{name} differed from its checksum, and is deleted")
+    assert not file.exists()
+    assert copy.heals().chunks_decoded == 0
+    assert file.stat().st_size == size
+
+
+# ---- what is not ours
+
+
+def test_what_zloader_did_not_make_is_not_touched(copy):
+    for name in ("thesis.txt", "X", "sums", "flat.txt"):
+        copy.file(name).write_text("precious")
+    copy.file("folder").mkdir()
+    before = held(copy.entry)
+    assert verify(copy.directory) == []
+    assert held(copy.entry) == before
+    assert all(copy.file(name).read_text() == "precious" for name in ("thesis.txt", "X", "sums", "flat.txt"))
+    assert copy.file("folder").is_dir()
+
+
+@pytest.mark.parametrize("name", ["X%2Fdata.flat", "X%2Fdata.sums", "X%2Findptr.npy", "zarr.json.kept", "more.sums"])
+def test_a_link_is_never_followed(copy, name, tmp_path):
+    """Neither read, nor cut to the size that it should have, nor deleted."""
+    precious = tmp_path / "precious"
+    precious.write_bytes((copy.file(name).read_bytes() if copy.file(name).exists() else b"") + b"precious")
+    copy_of = precious.read_bytes()
+    copy.file(name).unlink(missing_ok=True)
+    copy.file(name).symlink_to(precious)
+    problems = verify(copy.directory)
+    assert problems[0] == f"{name} is no file of zloader's, and in its way: remove it"
+    assert precious.read_bytes() == copy_of
+    assert copy.file(name).is_symlink()
+    assert "more" not in held(copy.entry).arrays
+    copy.file(name).unlink()
+    copy.heals()
+
+
+# ---- several at once
+
+
+def test_a_mirror_is_not_dropped_while_it_is_verified(copy):
+    dropped = []
+    assert verify(copy.directory, lambda _: dropped.append(drop(copy.directory))) == []
+    assert set(dropped) == {False}
+    assert drop(copy.directory)
+
+
+def test_a_mirror_that_is_being_filled_is_right_all_the_time(store, tmp_path):
+    loader = loader_of(store, tmp_path)
+    (entry,) = mirrors(tmp_path)
+    found: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            found.extend(verify(entry.directory))
+            begun.set()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        assert begun.wait(PATIENCE_S)
+        rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
+    finally:
+        ended.set()
+        looking.join()
+    assert found == []
+    assert np.sort(rows).tolist() == list(range(ROWS))
+    assert held(entry).chunks_held == held(entry).chunks
+    assert epoch(store, tmp_path).gets == 0
+
+
+def test_a_column_that_is_replaced_is_right(copy):
+    place = Place(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url)
+    save_column(place, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
+    assert verify(copy.directory) == []
+    assert copy.file("mine.npy").exists()

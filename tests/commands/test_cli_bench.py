@@ -1,0 +1,244 @@
+"""The bench command: its figures are the loader's, its epochs whole, and it ends when it is told to."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from forked import CLI
+from helpers import counts, write_store
+from rich.console import Console
+from test_cli import params, zloader
+
+import zloader as zl
+from zloader.commands.bench import BenchEpoch, medians, run_epoch
+from zloader.commands.terminal import bench_view, show_figures
+from zloader.common.errors import ZloaderError
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE
+
+pytestmark = pytest.mark.any_version
+
+ADATA = counts(503, 97)
+SIZES = {"batch_size": 16, "fetch_factor": 4, "block_size": 8}
+FLAGS = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    write_store(ADATA, folder / "atlas" / "counts.zarr", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(bucket) -> Path:
+    return bucket / "atlas" / "counts.zarr"
+
+
+def documented(*arguments):
+    return json.loads(zloader("bench", *arguments, "--json").stdout)
+
+
+def test_cold_epochs_cost_what_info_foretells(store):
+    began = time.monotonic()
+    seen = documented(store, *FLAGS, "--epochs", 2, "--obs", "cell_type, donor")
+    took = time.monotonic() - began
+    foretold = json.loads(zloader("info", store, "--json", *FLAGS).stdout)["epoch"]["unmirrored"]
+    assert (seen["rows"], seen["genes"], seen["obs"]) == (503, 97, ["cell_type", "donor"])
+    assert [(epoch["epoch"], epoch["kind"], epoch["complete"]) for epoch in seen["epochs"]] == [
+        (0, "cold", True),
+        (1, "cold", True),
+    ]
+    first = seen["epochs"][0]["figures"]
+    assert (first["rows"], first["minibatches"]) == (503, 32)
+    assert first["gets"] == foretold["gets"]
+    assert first["bytes_read"] == foretold["bytes_read"]
+    assert first["mirror_share"] == 0
+    assert 0 < first["first_minibatch_s"] < took
+    assert first["rows_per_s"] == pytest.approx(503 / first["elapsed_s"])
+    assert first["bytes_read_per_s"] == pytest.approx(first["bytes_read"] / first["elapsed_s"])
+    assert {field.name for field in dataclasses.fields(zl.Statistics)} <= first.keys() | {"epoch"}
+
+
+def test_a_mirror_is_filled_once_and_then_warm(store, tmp_path):
+    kinds, first = [], []
+    for _ in range(2):
+        seen = documented(store, *FLAGS, "--cache", tmp_path / "cache")
+        kinds += [epoch["kind"] for epoch in seen["epochs"]]
+        first.append(seen["epochs"][0]["figures"])
+        for epoch in seen["epochs"]:
+            assert epoch["figures"]["rows"] == 503
+            assert (
+                (epoch["kind"] == "warm") == (epoch["figures"]["gets"] == 0) == (epoch["figures"]["mirror_share"] == 1)
+            )
+    assert kinds == ["mixed", "warm", "warm", "warm", "warm", "warm"]
+    assert first[0]["chunks_decoded"] > 0
+    assert seen["medians"].keys() == {"warm"}
+    assert seen["medians"]["warm"]["epochs"] == 3
+
+
+def test_medians_are_of_complete_epochs_of_one_kind():
+    epochs = [
+        BenchEpoch(epoch=number, kind=kind, complete=complete, figures={"gets": gets})
+        for number, (kind, complete, gets) in enumerate(
+            [("cold", True, 9), ("warm", True, 1), ("warm", True, 4), ("warm", True, 2), ("warm", False, 100)]
+        )
+    ]
+    assert medians(epochs) == {"cold": {"epochs": 1, "gets": 9}, "warm": {"epochs": 3, "gets": 2}}
+    assert medians([]) == {}
+
+
+def test_as_text_a_line_an_epoch_and_a_table(store, tmp_path):
+    done = zloader("bench", store, *FLAGS, "--cache", tmp_path / "cache")
+    head, *lines = done.stdout.splitlines()
+    assert head == f"{store}: 503 rows x 97 genes"
+    assert [line.split(":")[0] for line in lines[:3]] == ["epoch 0, mixed", "epoch 1, warm", "epoch 2, warm"]
+    assert "chunks from the mirror 100%" in lines[1]
+    assert re.fullmatch(r" +mixed +warm, median of 2 *", lines[3])
+    rows = {line[:24].strip(): line[24:].split() for line in lines[4:]}
+    assert rows["GETs"][1] == "0"
+    assert int(rows["GETs"][0]) > 0
+    assert "\x1b" not in done.stdout
+    assert "in flight now" not in done.stdout
+
+
+def test_blocks_shrink_with_a_fetch_as_a_loaders_do(store):
+    seen = documented(store, "--batch-size", 4, "--fetch-factor", 4, "--epochs", 1)
+    loader = zl.Loader(zl.open_dataset(store), batch_size=4, fetch_factor=4)
+    for _ in loader:
+        pass
+    assert seen["block_size"] == 16
+    assert seen["epochs"][0]["figures"]["gets"] == loader.statistics().gets
+
+
+def test_the_consumer_takes_its_time(store):
+    seen = documented(store, *FLAGS, "--epochs", 1, "--step-ms", 5)["epochs"][0]["figures"]
+    assert seen["elapsed_s"] * (1 - seen["wait_share"]) > 31 * 0.005  # statistics() end with the last minibatch taken
+
+
+def test_several_stores_are_read_as_one(store, tmp_path):
+    write_store(counts(60, 97, seed=1), tmp_path / "more.zarr", tmp_path)
+    seen = documented(store, tmp_path / "more.zarr", "--epochs", 2, "--cache", tmp_path / "cache")
+    assert seen["rows"] == 563
+    assert [epoch["figures"]["rows"] for epoch in seen["epochs"]] == [563, 563]
+    assert seen["epochs"][1]["kind"] == "warm"
+
+
+@pytest.mark.parametrize("layout", ["dense", "scipy", "anndata"])
+def test_layouts_and_dtypes(store, layout):
+    seen = documented(store, "--epochs", 1, "--layout", layout, "--dtype", "int32")
+    assert (seen["layout"], seen["dtype"]) == (layout, "int32")
+    assert seen["epochs"][0]["complete"]
+
+
+def test_over_s3(s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.storage_options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.storage_options["secret"])
+    write_store(counts(60, 20), s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
+    flags = ("--endpoint-url", s3.endpoint_url, "--region", "us-east-1", "--epochs", 2, "--cache", tmp_path / "cache")
+    seen = documented(s3.url("counts.zarr"), *flags)
+    assert [epoch["figures"]["rows"] for epoch in seen["epochs"]] == [60, 60]
+    assert seen["epochs"][1]["kind"] == "warm"
+    assert s3.storage_options["secret"] not in json.dumps(seen)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--layout", "coo"), "layout must be one of"),
+        (("--obs", "nothing"), "there is no obs column 'nothing'"),
+        (("--x", "layers/none"), "there is no matrix 'layers/none'"),
+        (("--batch-size", 0), "batch_size must be a whole number of at least 1, not 0"),
+        (("--block-size", 64, "--batch-size", 1, "--fetch-factor", 1), "block_size 64 is larger than a fetch"),
+    ],
+)
+def test_an_error_is_one_line(store, flags, said):
+    done = zloader("bench", store, *flags, status=1)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    assert done.stdout == ""
+
+
+def test_an_epoch_that_is_not_every_row_once_is_an_error(store):
+    dataset = zl.open_dataset(store)
+    seen: list[BenchEpoch] = []
+    with pytest.raises(ZloaderError, match="its rows came to 496, not 503"):
+        run_epoch(zl.Loader(dataset, batch_size=16, drop_last=True), seen)
+    twice = zl.Streaming(indices=[*range(502), 0])
+    with pytest.raises(ZloaderError, match="its row numbers came to"):
+        run_epoch(zl.Loader(dataset, sampling=twice), seen)
+    run_epoch(zl.Loader(dataset), seen)
+    assert [epoch.complete for epoch in seen] == [False, False, True]
+
+
+def test_the_loop_is_the_loaders(store):
+    flags = params("bench")
+    for name, default in (
+        ("batch_size", zl.Loader.batch_size),
+        ("fetch_factor", zl.Loader.fetch_factor),
+        ("block_size", DEFAULT_BLOCK_SIZE),
+    ):
+        assert flags[name].show_default == str(default)
+    for name in ("x", "layout", "dtype"):
+        assert flags[name].default == getattr(zl.Loader, name)
+    assert not {"key", "secret", "token", "password"} & flags.keys()
+
+
+def test_while_it_runs_a_terminal_shows_the_figures_that_there_are():
+    drawn = io.StringIO()
+    console = Console(file=drawn, force_terminal=True, width=100)
+    now = {"epoch": 2, "rows": 1_200, "gets": 7, "in_flight_bytes": 3_000_000, "spans": 4}
+    with bench_view(console, 5_000, lambda: now):
+        pass
+    assert "epoch 2: 1,200 of 5,000 rows" in drawn.getvalue()
+    assert re.search(r"in flight now +3\.0 MB", drawn.getvalue())
+    assert re.search(r"spans +4", drawn.getvalue())
+    assert "retries" not in drawn.getvalue()
+    ended = io.StringIO()
+    show_figures(Console(file=ended, width=100), {"cold": now, "warm": {"gets": 0, "retries": 1}})
+    assert re.search(r"GETs +7 +0", ended.getvalue())
+    assert re.search(r"retries +1", ended.getvalue())
+    assert "in flight now" not in ended.getvalue()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_what_was_measured(interpreter, store, number):
+    with interpreter.running(CLI, "bench", store, *FLAGS, "--epochs", 1000, "--step-ms", 3) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(number)
+        rest, complaints = process.communicate()
+    assert [line.split(":")[0] for line in lines[1:]] == ["epoch 0, cold", "epoch 1, cold"]
+    assert process.returncode == 128 + number
+    assert complaints == ("interrupted\n" if number == signal.SIGINT else "")
+    assert re.search(r"cold, median of \d+", rest)
+    assert re.search(r"^GETs +[1-9]", rest, re.MULTILINE)
+
+
+def test_ctrl_c_while_the_server_stalls(interpreter, bucket, sim, monkeypatch):
+    """In --json: what was measured is one document even then."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    server = sim(root=bucket)
+    flags = ("--endpoint-url", server.url, "--region", "us-east-1", "--json", "--epochs", 1000, *FLAGS)
+    with interpreter.running(CLI, "bench", "s3://atlas/counts.zarr", *flags) as process:
+        lines = [process.stderr.readline() for _ in range(2)]
+        server.faults = [{"match": "X/(indices|data)/c/", "kind": "stall", "after": 10}]
+        while "fault_stall" not in server.stats():
+            assert process.poll() is None, "it ended by itself"
+        process.send_signal(signal.SIGINT)
+        found, complaints = process.communicate(zl.FetchOptions.deadline_s / 2)  # which it does not wait for
+    assert lines[1].startswith("epoch 0, cold")
+    assert complaints.endswith("interrupted\n")
+    seen = json.loads(found)
+    assert seen["epochs"][0]["figures"]["rows"] == 503
+    assert seen["medians"]["cold"]["gets"] == statistics.median(
+        epoch["figures"]["gets"] for epoch in seen["epochs"] if epoch["complete"]
+    )

@@ -1,0 +1,277 @@
+"""The demo from end to end: what it shows, that it cleans up however it ends, and which labels it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+import torch
+from forked import CLI
+from helpers import PATIENCE_S, write_store
+
+import zloader as zl
+from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo, unpack_bundled
+from zloader.commands.report import DemoRun, EpochFigures
+from zloader.commands.workplace import Workplace, workplace, write_access
+from zloader.common.errors import MissingColumnError, OptionError
+
+pytestmark = pytest.mark.any_version
+
+# Number and sum of the counts, and a hash of every count, label and name, taken from the source of the bundled cells.
+BUNDLED_VALUES = (4_015_200, 12_261_492)
+BUNDLED_DIGEST = "1f614964c37e8b0e3e6dddd5df73791c5ddc1bc1c45c414cdfde0526c58c37fd"
+
+
+class Quiet:
+    """A view that only keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.epochs: list[EpochFigures] = []
+        self.progressed: list[tuple[int, int, int]] = []
+
+    def step(self, text: str) -> None:
+        assert text
+
+    def progress(self, epoch: int, rows: int, of_rows: int) -> None:
+        self.progressed.append((epoch, rows, of_rows))
+
+    def epoch(self, figures: EpochFigures) -> None:
+        self.epochs.append(figures)
+
+
+def environment(tmp: Path) -> dict[str, str]:
+    tmp.mkdir()
+    return {**os.environ, "TMPDIR": str(tmp), "AWS_PROFILE": "no-such-profile", "http_proxy": "http://127.0.0.1:1"}
+
+
+def processes_that_name(place: Path) -> list[str]:
+    """Command lines of running processes that mention a path."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes()
+        except OSError:  # it has just ended
+            continue
+        if os.fsencode(place) in line:
+            found.append(line.replace(b"\0", b" ").decode())
+    return found
+
+
+def cells(n_rows: int, n_genes: int = 120, *, seed: int = 0) -> ad.AnnData:
+    """Counts in which three kinds of cells differ, with columns that can and that cannot be learnt."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(0, 3, n_rows)
+    rates = rng.gamma(0.5, 2.0, (3, n_genes))
+    obs = pd.DataFrame(
+        {
+            "barcode": [f"cell {row}" for row in range(n_rows)],
+            "age": rng.random(n_rows),
+            "species": pd.Categorical(["mouse"] * n_rows),
+            "kind": pd.Categorical.from_codes(np.where(np.arange(n_rows) % 10 == 7, -1, kinds), ["a", "b", "c"]),
+            "batch": pd.Categorical(rng.choice(["x", "y"], n_rows)),
+        },
+        index=[str(row) for row in range(n_rows)],
+    )
+    return ad.AnnData(X=scipy.sparse.csr_matrix(rng.poisson(rates[kinds]).astype(np.float32)), obs=obs)
+
+
+def test_end_to_end(tmp_path):
+    page = tmp_path / "page.html"
+    done = subprocess.run(
+        [sys.executable, "-c", CLI, "demo", "--json", "--report", str(page)],
+        env=environment(tmp_path / "tmp"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    first, *later = shown["epochs"]
+    assert len(later) == 2
+    assert first["cold"]
+    assert first["gets"] > 0
+    assert first["bytes_read"] > 5_000_000
+    assert [(epoch["cold"], epoch["gets"], epoch["bytes_read"]) for epoch in later] == [(False, 0, 0)] * 2
+    assert all(epoch["rows"] == shown["train_rows"] == 1714 for epoch in shown["epochs"])
+    assert all(epoch["held_out_rows"] == 428 for epoch in shown["epochs"])
+    assert all(0 <= epoch["wait_share"] <= 1 and epoch["rows_per_s"] > 0 for epoch in shown["epochs"])
+    assert later[-1]["held_out_accuracy"] > 0.93
+    assert later[-1]["loss"] < first["loss"] / 10
+    assert "Epochs 2 to 3 made 0 GETs" in shown["seen"]
+    assert shown["report"] == str(page)
+    assert "Epochs 2 to 3 made 0 GETs" in done.stderr, "what is no JSON goes to stderr"
+    text = page.read_text()
+    assert "Baron et al. 2016" in text
+    assert not re.search(r"zloader-demo-|/tmp|127\.0\.0\.1|secret", text)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert processes_that_name(tmp_path / "tmp") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("after", "number", "flags"),
+    [
+        ("loading", signal.SIGINT, ["--epochs", "1000"]),
+        ("converting", signal.SIGINT, ["--epochs", "1000"]),
+        ("learning", signal.SIGTERM, ["--epochs", "1000"]),
+        ("report", signal.SIGINT, ["--epochs", "1", "--keep"]),
+    ],
+)
+def test_whatever_ends_it_leaves_nothing(interpreter, tmp_path, after, number, flags):
+    """In the midst of it: more epochs than there is time for."""
+    tmp, words = tmp_path / "tmp", ["demo", "--json", "--report", tmp_path / "page.html", *flags]
+    with interpreter.running(CLI, *words, **environment(tmp)) as demo:
+        for line in demo.stderr:
+            if line.startswith("Ctrl-C" if after == "report" else after):
+                break
+        demo.send_signal(number)
+        out, err = demo.communicate()
+    assert "Traceback" not in err
+    assert processes_that_name(tmp) == []
+    if after == "report":  # with --keep this is how it ends
+        assert demo.returncode == 0
+        (kept,) = tmp.iterdir()
+        assert {"seaweedfs", "cache", "access.sh"} <= {path.name for path in kept.iterdir()}
+        assert json.loads(out)["epochs"]
+    else:
+        assert demo.returncode == 128 + number
+        assert out == ""
+        assert list(tmp.iterdir()) == []
+
+
+@pytest.fixture
+def run(tmp_path, seaweed, monkeypatch):
+    """Runs the demo on an AnnData in this process, against the session's server."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+
+    def started(adata: ad.AnnData, **options) -> tuple[DemoRun, Quiet]:
+        name = f"own-{uuid.uuid4().hex}"
+        adata.write_h5ad(tmp_path / f"{name}.h5ad")
+        view = Quiet()
+        place = Workplace(directory=tmp_path, server=seaweed)
+        return run_demo(DemoOptions(file=tmp_path / f"{name}.h5ad", **options), place, view), view
+
+    return started
+
+
+def test_a_file_of_ones_own(run):
+    done, view = run(cells(500), epochs=2)
+    assert re.fullmatch(r"own-\w+\.h5ad", done.source)
+    assert (done.bundled, done.label, done.categories) == (False, "kind", 3)
+    assert (done.train_rows, done.held_out_rows, done.unlabelled) == (360, 90, 50)
+    assert done.conversion.dtypes_changed["X/data"] == "float32 -> uint8"
+    assert view.epochs == done.epochs
+    assert [epoch.cold for epoch in done.epochs] == [True, False]
+    assert done.epochs[-1].held_out_accuracy > 0.9 > done.guess_accuracy
+    assert view.progressed[-1] == (2, 360, 360)
+    assert sum(step.rows for step in done.steps) == 720
+    assert 0 < done.opening_bytes < done.conversion.bytes_out
+
+
+def test_a_label_of_ones_own_dense_values_below_zero_and_the_seed(run):
+    adata = cells(200)
+    adata.X = np.random.default_rng(0).normal(size=adata.shape).astype(np.float32)
+    runs = [run(adata, label="batch", epochs=1, seed=seed)[0] for seed in (5, 5, 6)]
+    assert runs[0].label == "batch"
+    assert np.isfinite(runs[0].epochs[0].loss)
+    assert runs[0].epochs[0].loss == runs[1].epochs[0].loss != runs[2].epochs[0].loss
+
+
+def test_a_label_that_is_not_there_is_refused_before_anything_is_converted(run):
+    with pytest.raises(MissingColumnError, match=r"no obs column 'knd' in .*\.h5ad; there are: 'barcode', 'age'"):
+        run(cells(20), label="knd")
+
+
+def test_which_label_is_learnt(tmp_path):
+    adata = cells(300)
+    adata.obs["cell_type1"] = adata.obs["batch"]
+    write_store(adata, tmp_path / "known.zarr", tmp_path)
+    assert choose_label(zl.open_dataset(tmp_path / "known.zarr"), None) == "cell_type1"
+    write_store(cells(300), tmp_path / "own.zarr", tmp_path)
+    dataset = zl.open_dataset(tmp_path / "own.zarr")
+    assert choose_label(dataset, None) == "kind"
+    assert choose_label(dataset, "batch") == "batch"
+    with pytest.raises(OptionError, match=r"'age' cannot be learnt.*barcode \(300 cat.*age \(numbers\).*kind \(3 cat"):
+        choose_label(dataset, "age")
+    with pytest.raises(OptionError, match="'species' cannot be learnt"):
+        choose_label(dataset, "species")
+    adata = cells(300)
+    adata.obs = adata.obs[["barcode", "age"]]
+    write_store(adata, tmp_path / "none.zarr", tmp_path)
+    with pytest.raises(OptionError, match=r"no obs column can be learnt.*--label.*age \(numbers\)"):
+        choose_label(zl.open_dataset(tmp_path / "none.zarr"), None)
+
+
+def test_too_few_cells(run):
+    with pytest.raises(OptionError, match="2 cells with a kind are too few"):
+        run(cells(2), label="kind")
+
+
+def test_no_epochs():
+    with pytest.raises(OptionError, match="epochs"):
+        DemoOptions(epochs=0)
+
+
+def test_the_classifier_is_a_linear_layer_over_scaled_counts():
+    dense = torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.0, 0.0], [5.0, 0.0, 5.0]])
+    model = Classifier(3, 2)
+    with torch.no_grad():
+        model.weight += torch.arange(6).reshape(3, 2)
+        model.bias += 1
+    totals = dense.sum(dim=1, keepdim=True).clamp(min=1)
+    wanted = torch.log1p(dense / totals * 10_000) @ model.weight + 1
+    torch.testing.assert_close(model(dense.to_sparse_csr()), wanted)
+
+
+def test_the_environment_is_the_demos_own_and_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    before = dict(os.environ)
+    with workplace(keep=True) as place:
+        assert "AWS_PROFILE" not in os.environ
+        assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
+        access = write_access(place)
+        assert access.stat().st_mode & 0o777 == 0o600
+        assert place.server.storage_options["secret"] in access.read_text()
+    assert dict(os.environ) == before
+    assert place.directory.parent == tmp_path
+    assert (place.directory / "seaweedfs" / "data").is_dir()
+
+
+def test_only_what_went_well_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ZeroDivisionError), workplace(keep=True):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    assert processes_that_name(tmp_path) == []
+
+
+def test_the_bundled_cells_are_those_of_the_source(tmp_path):
+    adata = ad.read_h5ad(unpack_bundled(tmp_path))
+    assert adata.shape == (2142, 20125)
+    x = adata.X.tocsr()
+    x.sort_indices()
+    assert (x.nnz, int(x.sum())) == BUNDLED_VALUES
+    parts = [x.data.astype("<f4"), x.indices.astype("<i4"), x.indptr.astype("<i8")]
+    labels = ["\t".join(map(str, row)) for row in adata.obs.reset_index().itertuples(index=False)]
+    parts += ["\n".join([*adata.obs.columns, *labels, *adata.var_names]).encode()]
+    assert hashlib.sha256(b"".join(map(bytes, parts))).hexdigest() == BUNDLED_DIGEST
+    packed = Path(zl.__file__).parent / "data" / "pancreas_human.h5ad.xz"
+    assert packed.stat().st_size < 3_400_000
+    assert lzma.decompress(packed.read_bytes()) == (tmp_path / "pancreas_human.h5ad").read_bytes()

@@ -1,0 +1,35 @@
+"""Compressed arrays in windows: bounded, and everything once, in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse as sp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zloader.conversion.sources.compressed import CompressedArrays
+from zloader.conversion.sources.nodes import Node
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), max_size=12),
+    max_elements=st.integers(1, 50),
+    first=st.integers(0, 12),
+    whole=st.booleans(),
+)
+def test_windows_hold_every_line_once_in_order(lengths: list[int], max_elements: int, first: int, whole: bool) -> None:
+    rng = np.random.default_rng(len(lengths))
+    indices = np.concatenate([np.sort(rng.choice(40, n, replace=False)) for n in lengths] or [np.zeros(0)]).astype(int)
+    indptr = np.concatenate([[0], np.cumsum(lengths, dtype=int)])
+    x = sp.csr_matrix((np.arange(len(indices)), indices, indptr), shape=(len(lengths), 40))
+    arrays = CompressedArrays(Node(x, "x"), axes=("row", "gene"), major=len(lengths), minor=40)
+    found = []
+    for line, relative, minor, values in arrays.windows(max_elements, first, whole=whole):
+        assert relative[0] == 0
+        assert len(minor) == len(values) == relative[-1]
+        assert len(values) <= max_elements or (whole and len(relative) == 2)
+        lines = np.repeat(np.arange(line, line + len(relative) - 1), np.diff(relative))
+        found += zip(lines.tolist(), minor.tolist(), values.tolist(), strict=True)
+    lines = np.repeat(np.arange(len(lengths)), lengths)
+    wanted = zip(lines.tolist(), indices.tolist(), range(len(indices)), strict=True)
+    assert found == [entry for entry in wanted if entry[0] >= first]

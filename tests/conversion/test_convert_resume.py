@@ -1,0 +1,268 @@
+"""An interrupted conversion goes on where it was, whatever interrupted it and whenever; on disk and on S3."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import pytest
+from forked import Interpreter
+from sources import (
+    LAYOUTS,
+    SMALL,
+    FailingDestination,
+    assert_not_a_store,
+    convert,
+    counts,
+    disk_full,
+    files,
+    frame,
+    full_anndata,
+    write_h5ad,
+)
+
+import zloader as zl
+from zloader.access.location import Location
+from zloader.common import errors
+from zloader.conversion.convert import convert_to
+from zloader.conversion.writing.belongings import MARKER
+
+pytestmark = pytest.mark.any_version
+
+SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=3)
+
+
+def interrupted(dest: Path, source: Any, survives: int, options: zl.ConvertOptions = SMALL) -> list[str]:
+    """A conversion that ends with a full disk after some objects; gives the objects."""
+    destination = FailingDestination(Location(url=str(dest)), survives=survives, fail=disk_full)
+    with pytest.raises(errors.StoreError, match="No space left"):
+        convert_to(destination, source, options=options)
+    return destination.stored[:survives]
+
+
+def resumed(dest: Path, source: Any, options: zl.ConvertOptions = SMALL) -> list[str]:
+    """The objects that a resumed conversion stores."""
+    destination = FailingDestination(Location(url=str(dest)))
+    convert_to(destination, source, options=options, resume=True)
+    return destination.stored
+
+
+def shards(keys: list[str]) -> set[str]:
+    return {key for key in keys if key.startswith(("X/", "layers/")) and not key.endswith("zarr.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_goes_on_after_the_last_whole_shard(tmp_path: Path, layout: str, options: zl.ConvertOptions) -> None:
+    x = counts()
+    source = write_h5ad(tmp_path / "a.h5ad", LAYOUTS[layout](x), layers={"two": LAYOUTS[layout](counts(seed=1))})
+    convert(source, tmp_path / "whole.zarr", options)
+    whole = files(tmp_path / "whole.zarr")
+    n_objects, kept = len(whole), 0
+    for survives in range(6, n_objects, 3):
+        dest = tmp_path / f"{survives}.zarr"
+        before = shards(interrupted(dest, source, survives, options))
+        assert_not_a_store(dest)
+        again = shards(resumed(dest, source, options))
+        kept += len(before - again)
+        # Indices and data are kept up to the same shard: at most one of a pair was in vain.
+        assert len(before & again) <= 2, (before, again)
+        assert files(dest) == whole
+    assert kept > 10
+
+
+@pytest.mark.slow
+def test_everything_is_there_after_resuming(tmp_path: Path) -> None:
+    with ad.settings.override(allow_write_nullable_strings=True):
+        full_anndata().write_h5ad(tmp_path / "a.h5ad")
+    convert(tmp_path / "a.h5ad", tmp_path / "whole.zarr")
+    whole = files(tmp_path / "whole.zarr")
+    for survives in (3, 80, len(whole) - 3):
+        interrupted(tmp_path / f"{survives}.zarr", tmp_path / "a.h5ad", survives)
+        resumed(tmp_path / f"{survives}.zarr", tmp_path / "a.h5ad")
+        assert files(tmp_path / f"{survives}.zarr") == whole
+
+
+@pytest.mark.parametrize("key", ["X/data/c/0", "X/indices/c/1", "X/indptr/c/0"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_what_is_there_is_checked(tmp_path: Path, key: str, damage: str) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts())
+    convert(source, tmp_path / "whole.zarr")
+    whole, dest = files(tmp_path / "whole.zarr"), tmp_path / "a.zarr"
+    interrupted(dest, source, len(whole) - 1)
+    assert (dest / key).exists()
+    if damage == "delete":
+        (dest / key).unlink()
+    else:
+        content = bytearray((dest / key).read_bytes())
+        content[10] ^= 4
+        (dest / key).write_bytes(content if damage == "flip" else content[:-7])
+    assert key in resumed(dest, source)
+    assert files(dest) == whole
+
+
+def test_a_store_cut_off_after_its_root_is_finished(tmp_path: Path) -> None:
+    source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
+    interrupted(dest, source, 20)
+    marker = (dest / MARKER).read_bytes()
+    resumed(dest, source)
+    whole = files(dest)
+    (dest / MARKER).write_bytes(marker)
+    assert shards(resumed(dest, source)) == set()
+    assert files(dest) == whole
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
+    convert(source, dest, resume=True)  # so that one command may be repeated until it succeeds
+    whole = files(dest)
+    with pytest.raises(errors.StoreExistsError, match="already a store"):
+        convert(source, dest, resume=True)
+    interrupted(tmp_path / "b.zarr", source, 0)  # before the journal
+    convert(source, tmp_path / "b.zarr", resume=True)
+    assert files(tmp_path / "b.zarr") == whole
+
+
+def test_without_resume_it_starts_anew(tmp_path: Path) -> None:
+    source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
+    before = shards(interrupted(dest, source, 20))
+    destination = FailingDestination(Location(url=str(dest)))
+    convert_to(destination, source, options=SMALL)
+    assert before <= shards(destination.stored)
+
+
+def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
+    source, dest = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"two": counts()}), tmp_path / "a.zarr"
+    interrupted(dest, source, 20)
+    before = files(dest)
+    with pytest.raises(errors.StoreError, match=r"options differ \(codec: 'lz4' then, 'zstd' now\)"):
+        convert(source, dest, dataclasses.replace(SMALL, codec="zstd"), resume=True)
+    with pytest.raises(errors.StoreError, match=r"select differ \(x: 'X' then, 'layers/two' now\)"):
+        convert(source, dest, select=zl.Selection(x="layers/two"), resume=True)
+    with pytest.raises(errors.OptionError, match="in memory cannot be resumed"):
+        convert(ad.AnnData(counts()), dest, resume=True)
+    os.utime(source, ns=(1, 1))
+    with pytest.raises(errors.StoreError, match="sources differ"):
+        convert(source, dest, resume=True)
+    assert files(dest) == before
+    assert before.keys() > {MARKER}
+
+
+# The moments are counted in time on the processor, which others on the machine do not change. SIGPROF kills as SIGKILL.
+_KILLS = """
+import json, os, random, signal, sys
+import zloader as zl
+
+source, dest, storage_options, options, rounds = json.loads(sys.argv[1])
+options = zl.ConvertOptions(**options)
+
+def attempt(dest, die_after_s=0.0, **how):
+    child = os.fork()
+    if child:
+        _, status, usage = os.wait4(child, 0)
+        return status, usage.ru_utime + usage.ru_stime
+    signal.setitimer(signal.ITIMER_PROF, die_after_s)
+    zl.convert(source, dest, options=options, storage_options=storage_options, progress=False, **how)
+    os._exit(0)
+
+assert attempt(dest)[0] == 0
+status, seconds = attempt(dest, overwrite=True)
+assert status == 0
+moments, kills = random.Random(rounds), 0
+for number in range(rounds):
+    for _ in range(2):  # the second time the conversion is being resumed
+        status, _ = attempt(dest + str(number), moments.uniform(0.1, 0.7) * seconds, resume=True)
+        assert status in (0, signal.SIGPROF)
+        if status == 0:
+            break
+        kills += 1
+    else:
+        assert attempt(dest + str(number), resume=True)[0] == 0
+print(kills)
+"""
+
+
+def killed_at_random(
+    interpreter: Interpreter, source: Path, dest: str, storage_options: Any, options: zl.ConvertOptions, rounds: int
+) -> int:
+    """Converts to `dest`, and to `dest`0, `dest`1... with up to two kills each; gives how many there were."""
+    task = [str(source), dest, storage_options, dataclasses.asdict(options), rounds]
+    done = interpreter.run(_KILLS, json.dumps(task))
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
+def test_kill_at_random_moments(interpreter: Interpreter, tmp_path: Path, options: zl.ConvertOptions) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), layers={"csc": counts(600, 1000, seed=1).tocsc()})
+    options = dataclasses.replace(options, shard_size="8KiB", window_bytes=40_000)
+    assert killed_at_random(interpreter, source, str(tmp_path / "a.zarr"), None, options, rounds=5) >= 3
+    for number in range(5):
+        assert files(tmp_path / f"a.zarr{number}") == files(tmp_path / "a.zarr")
+
+
+@pytest.mark.slow
+def test_kill_at_random_moments_on_s3(interpreter: Interpreter, tmp_path: Path, s3: Any) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000), obs=frame(600, "c").assign(n=range(600)))
+    options = dataclasses.replace(SMALL, shard_size="16KiB", window_bytes=40_000)
+    assert killed_at_random(interpreter, source, s3.url("a.zarr"), s3.storage_options, options, rounds=3) >= 2
+
+    def objects(name: str) -> dict[str, bytes]:
+        location = Location(url=s3.url(name), storage_options=s3.storage_options)
+        return {key: location.filesystem().cat_file(f"{location.path}/{key}") for key in location.listing()}
+
+    for number in range(3):
+        assert objects(f"a.zarr{number}") == objects("a.zarr")
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """No byte beyond a file's 40 000th can be written, by anyone, as on a full disk or over a quota."""
+    source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000))
+    convert(source, tmp_path / "whole.zarr", zl.ConvertOptions())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(errors.StoreError, match=r"cannot write X/.* free some .*--resume"):
+            convert(source, tmp_path / "a.zarr", zl.ConvertOptions())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_not_a_store(tmp_path / "a.zarr")
+    convert(source, tmp_path / "a.zarr", zl.ConvertOptions(), resume=True)
+    assert files(tmp_path / "a.zarr") == files(tmp_path / "whole.zarr")
+
+
+@pytest.mark.slow
+def test_a_bucket_that_fails_half_way(tmp_path: Path, s3: Any, sim: Any) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts())
+    server = sim(upstream=s3.endpoint_url)
+    storage_options = {**s3.storage_options, "client_kwargs": {"endpoint_url": server.url, "region_name": "us-east-1"}}
+    server.faults = [{"kind": "status", "status": 500, "code": "InternalError", "method": "PUT", "match": "X/data/c/1"}]
+    url = s3.url("a.zarr")
+    impatient = storage_options | {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    with pytest.raises(errors.StoreError, match=r"cannot write X/data/c/1 to s3://.*--resume"):
+        convert(source, url, storage_options=impatient)
+    server.faults = [{"kind": "status", "status": 503, "code": "SlowDown", "method": "PUT", "count": 2}]
+    destination = FailingDestination(Location(url=url, storage_options=storage_options))
+    convert_to(destination, source, options=SMALL, resume=True)  # a few refusals are only waited for
+    assert "X/data/c/0" not in destination.stored
+    assert zl.verify(url, against=source, storage_options=s3.storage_options, progress=False).ok
+
+
+def test_uploads_that_were_under_way_are_ended(tmp_path: Path, s3: Any) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts())
+    location = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
+    with contextlib.suppress(errors.StoreError):
+        convert_to(FailingDestination(location, survives=20, fail=disk_full), source, options=SMALL)
+    filesystem = location.filesystem()
+    bucket, prefix, _ = filesystem.split_path(location.path)
+    filesystem.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/X/data/c/9")
+    convert(source, s3.url("a.zarr"), storage_options=s3.storage_options, resume=True)
+    assert not filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/").get("Uploads")

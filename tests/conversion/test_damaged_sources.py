@@ -1,0 +1,58 @@
+"""Sources damaged at random are refused by name, or converted to what is read of them: never another error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from damage import IN_HDF5, check
+from helpers import TESTS
+
+OTHERS = {
+    "10x mtx: bytes": 6,
+    "10x mtx: cut": 4,
+    "zarr v2: bytes": 5,
+    "zarr v2: metadata": 8,
+    "zarr v3: bytes": 5,
+    "zarr v3: metadata": 8,
+    "zarr v3: cut": 4,
+    "our zarr: bytes": 5,
+    "our zarr: metadata": 8,
+    "our zarr: cut": 4,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of anndata and scanpy, about what is damaged
+@pytest.mark.parametrize("case", OTHERS)
+def test_damaged_zarr_and_text(tmp_path: Path, case: str) -> None:
+    kind, damage = case.split(": ")
+    if kind.startswith("10x"):
+        pytest.importorskip("scanpy")
+    outcomes = list(check(kind, damage, OTHERS[case], tmp_path / "place"))
+    assert len(outcomes) == OTHERS[case]
+    assert "refused" in outcomes
+
+
+@pytest.mark.slow
+def test_damaged_hdf5(tmp_path: Path) -> None:
+    pytest.importorskip("scanpy")
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "damage.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    if done.returncode < 0:
+        pytest.skip(f"HDF5 crashed by signal {-done.returncode} after {done.stdout.splitlines()[-1:]}")
+    assert done.returncode == 0, done.stderr
+    found = Counter(line.rpartition(": ")[0] for line in done.stdout.splitlines())
+    assert found == {f"{kind}, {damage}": n for kind, damage, n in IN_HDF5}
+    assert {line.rpartition(": ")[2] for line in done.stdout.splitlines()} == {"refused", "equal"}

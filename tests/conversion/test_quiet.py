@@ -1,0 +1,434 @@
+"""Once convert or append has raised, nothing of it is being written: no object appears, changes or goes afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+import zarr.core.codec_pipeline
+from sources import SMALL, convert, counts, disk_full, files, frame, write_h5ad
+from zarr.abc.buffer import Buffer
+from zarr.abc.store import Store
+from zarr.storage import LocalStore, MemoryStore
+
+from zloader.access.location import Location
+from zloader.common import errors
+from zloader.common.progress import progress_bars
+from zloader.conversion.append import append_to
+from zloader.conversion.convert import convert_to
+from zloader.conversion.writing.destination import MARKER, Destination
+from zloader.conversion.writing.encode import ChunkEncoder
+from zloader.conversion.writing.ending import Writes, in_full
+from zloader.conversion.writing.matrices import Target
+from zloader.conversion.writing.objects import ObjectWriter, create_object, translated
+from zloader.conversion.writing.shards import ShardWriter, threads
+
+DEADLINE_S = 60
+
+
+class BusyDestination(Destination):
+    """A disk that is busy while it writes what matches `slow`, until it is `freed`.
+
+    Writing what matches `fails` fails as soon as that is so. `under_way` has the keys that are being written.
+    """
+
+    def __init__(self, path: Path, *, slow: str, fails: str = "$.") -> None:
+        super().__init__(Location(url=str(path)))
+        self._slow, self._fails = re.compile(slow), re.compile(fails)
+        self.busy, self.freed = threading.Event(), threading.Event()
+        self.changed = threading.Condition()
+        self.under_way: list[str] = []
+
+    @contextlib.contextmanager
+    def writing(self, key: str) -> Iterator[None]:
+        with self.changed:
+            self.under_way.append(key)
+        try:
+            if self._fails.search(key):
+                assert self.busy.wait(DEADLINE_S)
+                threading.Timer(0.3, self.freed.set).start()  # later than it would raise that waits for nothing
+                disk_full()
+            if self._slow.search(key):
+                self.busy.set()
+                assert self.freed.wait(DEADLINE_S)
+            yield
+        finally:
+            with self.changed:
+                self.under_way.remove(key)
+                self.changed.notify_all()
+
+    def zarr_store(self) -> Store:
+        return _BusyStore(self)
+
+    def create_object(self, key: str) -> ObjectWriter:
+        return _BusyObject(super().create_object(key), key, self)
+
+
+class _BusyStore(LocalStore):
+    def __init__(self, destination: BusyDestination) -> None:
+        super().__init__(destination.location.path)
+        self._destination = destination
+
+    async def set(self, key: str, value: Buffer) -> None:
+        await asyncio.to_thread(self._write, key, value)
+
+    def _write(self, key: str, value: Buffer) -> None:
+        with self._destination.writing(key):
+            self.set_sync(key, value)
+
+
+class _BusyObject(ObjectWriter):
+    def __init__(self, inner: ObjectWriter, key: str, destination: BusyDestination) -> None:
+        super().__init__()
+        self._inner, self._key, self._destination = inner, key, destination
+
+    def _write(self, piece: bytes) -> None:
+        with translated(f"write {self._key} to", "here"), self._destination.writing(self._key):
+            self._inner.write(piece)
+
+    def commit(self) -> None:
+        self._inner.commit()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+def assert_quiet(destination: BusyDestination) -> dict[str, bytes]:
+    """Nothing is under way; gives what is there, which stays when whatever may be under way has ended."""
+    under_way, there = list(destination.under_way), files(Path(destination.location.path))
+    destination.freed.set()
+    with destination.changed:
+        assert destination.changed.wait_for(lambda: not destination.under_way, DEADLINE_S)
+    assert under_way == []
+    assert files(Path(destination.location.path)) == there
+    assert [key for key in there if key.endswith(".partial")] in ([], [MARKER])
+    return there
+
+
+class Interrupts:
+    """Ctrl-C once `begun` says so, and as often again while what is under way is waited for; `then` calls the end.
+
+    Each comes while the main thread waits, after the one before has been raised.
+    """
+
+    def __init__(self, begun: Callable[[], bool], then: Callable[[], None] = lambda: None, *, times: int = 3) -> None:
+        self._begun, self._then, self._times = begun, then, times
+        self._raised, self._left = threading.Event(), threading.Event()
+        self._sender = threading.Thread(target=self._send)
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        self._sender.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._sender.join(DEADLINE_S)
+        signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, *_: object) -> None:
+        if not self._raised.is_set():
+            self._raised.set()
+            raise KeyboardInterrupt
+
+    def _send(self) -> None:
+        for number in range(self._times):
+            self._until(_main_waits_to_end if number else lambda: self._begun() and _main_waits())
+            self._raised.clear()
+            self._until(self._sent)
+        if self._times > 1:
+            self._until(_main_waits_to_end)
+        if not self._left.is_set():
+            self._then()
+
+    def _sent(self) -> bool:
+        """Sends it, again if need be: a thread that is about to wait does not notice."""
+        if not self._left.is_set():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return self._raised.wait(0.1)
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + DEADLINE_S
+        while not self._left.is_set() and time.monotonic() < give_up and not condition():
+            time.sleep(0.001)
+
+
+def _main_waits(*functions: str) -> bool:
+    """Whether the main thread waits for another, and does so in one of these functions, if any are named."""
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+    names = [frame.f_code.co_name for frame, _ in stack]
+    return names[0] == "wait" and (not functions or any(name in names for name in functions))
+
+
+def _main_waits_to_end() -> bool:
+    return _main_waits("in_full", "_to_the_end")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    obs = frame(60, "cell").assign(n=range(60))
+    path = tmp_path_factory.mktemp("source") / "a.h5ad"
+    return write_h5ad(path, counts(), obs=obs, uns={"large": np.arange(600_000)})
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
+    """A store to add to."""
+    convert(source, tmp_path_factory.mktemp("template") / "a.zarr")
+    return tmp_path_factory.getbasetemp() / "template0" / "a.zarr"
+
+
+# ---- a write that fails while another is under way
+
+PAIRS = {  # what is slow, and what fails
+    "metadata": ("^obs/n/zarr.json", "^var/zarr.json"),
+    "chunks of an element": ("^uns/large/c/1", "^uns/large/c/0"),
+    "shards of genes": ("^X/indices/c/", "^X/data/c/"),
+    "shards of values": ("^X/data/c/", "^X/indices/c/"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+def test_convert_fails_when_all_has_ended(tmp_path: Path, source: Path, pair: str) -> None:
+    slow, fails = PAIRS[pair]
+    destination = BusyDestination(tmp_path / "a.zarr", slow=slow, fails=fails)
+    with pytest.raises(errors.StoreError, match="No space left"):
+        convert_to(destination, source, options=SMALL)
+    assert MARKER in assert_quiet(destination)
+
+
+@pytest.mark.parametrize("pair", ["metadata", "shards of genes", "shards of values"])
+def test_append_fails_when_all_has_ended(tmp_path: Path, source: Path, template: Path, pair: str) -> None:
+    slow, fails = PAIRS[pair]
+    shutil.copytree(template, tmp_path / "a.zarr")
+    destination = BusyDestination(tmp_path / "a.zarr", slow=slow, fails=fails)
+    with pytest.raises(errors.StoreError, match="No space left"):
+        append_to(destination, source, options=SMALL)
+    there = assert_quiet(destination)
+    assert there["zarr.json"] == files(template)["zarr.json"]
+
+
+@pytest.mark.skipif(not hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"), reason="zarr has one pipeline")
+def test_whatever_pipeline_zarr_is_told_to_use(tmp_path: Path, source: Path) -> None:
+    """One that writes in threads of its own would not be waited for."""
+    with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.FusedCodecPipeline"}):
+        test_convert_fails_when_all_has_ended(tmp_path, source, "chunks of an element")
+
+
+# ---- Ctrl-C while a write is under way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", ["^obs/n/c/0", "^uns/large/c/1", "^X/data/c/1", "^obs/n/zarr.json"])
+def test_ctrl_c_is_raised_when_all_has_ended(tmp_path: Path, source: Path, slow: str) -> None:
+    destination = BusyDestination(tmp_path / "a.zarr", slow=slow)
+    with Interrupts(destination.busy.is_set, destination.freed.set), pytest.raises(KeyboardInterrupt):
+        convert_to(destination, source, options=SMALL)
+    there = assert_quiet(destination)
+    assert "zarr.json" not in there
+    assert MARKER in there
+
+
+@pytest.mark.parametrize("slow", ["^obs/n/c/", "^X/data/c/", "^obs/n/zarr.json"])
+def test_ctrl_c_in_append_is_raised_when_all_has_ended(tmp_path: Path, source: Path, template: Path, slow: str) -> None:
+    shutil.copytree(template, tmp_path / "a.zarr")
+    destination = BusyDestination(tmp_path / "a.zarr", slow=slow)
+    with Interrupts(destination.busy.is_set, destination.freed.set), pytest.raises(KeyboardInterrupt):
+        append_to(destination, source, options=SMALL)
+    there = assert_quiet(destination)
+    assert there["zarr.json"] == files(template)["zarr.json"]
+
+
+REQUESTS = {
+    "claim": {"method": "PUT"},
+    "clear": {"method": "POST"},
+    "journal": {"method": "PUT", "skip": 1},
+    "root": {"method": "PUT", "match": "zarr.json"},
+    "end": {"method": "DELETE"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", REQUESTS)
+def test_ctrl_c_is_raised_when_a_request_has_ended(s3: Any, sim: Any, slow: str) -> None:
+    """s3fs has them sent by another thread, which goes on after Ctrl-C."""
+    direct = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
+    root = zarr.create_group(direct.zarr_store(read_only=False), attributes={"encoding-type": "anndata"})
+    root.create_group("X")
+
+    def objects() -> dict[str, bytes]:
+        return {key: direct.filesystem().cat_file(f"{direct.path}/{key}") for key in direct.listing()}
+
+    before = objects()
+    server = sim(upstream=s3.endpoint_url)
+    server.faults = [{"kind": "delay", "count": 1, **REQUESTS[slow]}]
+    through = {**s3.storage_options, "client_kwargs": {"endpoint_url": server.url, "region_name": "us-east-1"}}
+    destination = Destination(Location(url=direct.url, storage_options=through))
+
+    def write() -> None:
+        with destination.claimed():
+            pass
+        with destination.replaced({}) as store:
+            zarr.create_group(store)
+
+    with Interrupts(lambda: "fault_delay" in server.stats(), times=1), pytest.raises(KeyboardInterrupt):
+        write()
+    there = objects()
+    assert server.tally.wait_idle(DEADLINE_S)
+    assert objects() == there
+    if slow == "claim":
+        assert there == before
+
+
+@dataclass
+class SlowFiles:
+    """A file system that takes its time to upload parts and to read; `log` has such requests, begun and ended."""
+
+    filesystem: Any
+    freed: threading.Event = field(default_factory=threading.Event)
+    log: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.filesystem, name)
+
+    def call_s3(self, method: str, **arguments: Any) -> Any:
+        self.log.append(f"{method} begins")
+        if method == "upload_part":
+            assert self.freed.wait(DEADLINE_S)
+        answer = self.filesystem.call_s3(method, **arguments)
+        self.log.append(f"{method} ends")
+        return answer
+
+    def cat_file(self, path: str, **arguments: Any) -> bytes:
+        self.log.append("read begins")
+        assert self.freed.wait(DEADLINE_S)
+        return self.filesystem.cat_file(path, **arguments)
+
+
+def large_array() -> tuple[zarr.Array[Any], Any]:
+    """An array of one shard that is uploaded in four parts and read back in eight pieces, and its values."""
+    values = np.random.default_rng(0).integers(0, 256, 64 << 20, np.uint8)
+    array = zarr.create_array(
+        MemoryStore(),
+        name="X",
+        shape=values.shape,
+        chunks=(8 << 20,),
+        shards=(64 << 20,),
+        dtype="u1",
+        compressors=ChunkEncoder("none", values.dtype).zarr_codecs,
+    )
+    return array, values
+
+
+def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that came after the abort would be paid for and never seen."""
+    location = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
+    slow = SlowFiles(location.filesystem())
+    monkeypatch.setattr(Location, "filesystem", lambda self: slow)
+    array, values = large_array()
+    encoder = ChunkEncoder("none", values.dtype)
+    interrupts = Interrupts(lambda: slow.log.count("upload_part begins") == 2, slow.freed.set)
+
+    def write() -> None:
+        with (
+            threads(location.url) as pool,
+            ShardWriter(array, encoder, pool, lambda key: create_object(location, key)) as writer,
+        ):
+            writer.append(values)
+
+    with interrupts, pytest.raises(KeyboardInterrupt):
+        write()
+    assert slow.log.count("upload_part begins") == slow.log.count("upload_part ends") > 1
+    assert slow.log[-2:] == ["abort_multipart_upload begins", "abort_multipart_upload ends"]
+    bucket, prefix, _ = slow.split_path(location.path)
+    assert not slow.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/").get("Uploads")
+
+
+def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    location, (array, values) = Location(url=str(tmp_path)), large_array()
+    encoder = ChunkEncoder("none", values.dtype)
+    with (
+        threads(location.url) as pool,
+        ShardWriter(array, encoder, pool, lambda key: create_object(location, key)) as writer,
+    ):
+        writer.append(values)
+    existing = {key: entry.size for key, entry in location.listing().items()}
+    slow = SlowFiles(location.filesystem())
+    monkeypatch.setattr(Location, "filesystem", lambda self: slow)
+
+    def check() -> None:
+        with threads(location.url) as pool, progress_bars(shown=False) as bars:
+            Target(
+                root=zarr.create_group(MemoryStore()),
+                location=location,
+                options=SMALL,
+                threads=pool,
+                bars=bars,
+                create_object=lambda key: create_object(location, key),
+                existing=existing,
+            ).finished_shards(array)
+
+    def reading() -> bool:  # where the thread is still being started, its pool would not know of it
+        return bool(slow.log) and not _main_waits("start")
+
+    with Interrupts(reading, slow.freed.set), pytest.raises(KeyboardInterrupt):
+        check()
+    assert len(slow.log) <= 2, "the index, and what was being read"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("zloader") and thread.is_alive()]
+
+
+# ---- what cannot be written, or does not end
+
+
+def test_a_journal_that_does_not_fit_leaves_nothing_open(tmp_path: Path, source: Path) -> None:
+    """A file that is left open would be written to when it is collected."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # the marker fits
+    try:
+        with pytest.raises(errors.StoreError, match=r"cannot write zloader\.partial"):
+            convert(source, tmp_path / "a.zarr")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(tmp_path / "a.zarr").keys() == {MARKER}
+
+
+def test_a_write_that_does_not_end_is_said() -> None:
+    freed, begun = threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        assert freed.wait(DEADLINE_S)
+
+    with Interrupts(begun.is_set, times=1), pytest.raises(errors.StoreError, match="to X has not ended within 0 s"):
+        in_full(write, "X", deadline_s=0.01)
+
+    async def check() -> None:
+        writes = Writes("X")
+        outer = asyncio.ensure_future(writes.run(asyncio.to_thread(write)))
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        outer.cancel()
+        with pytest.raises(errors.StoreError, match="to X has not ended within 0 s"):
+            await asyncio.to_thread(writes.end, deadline_s=0.01)
+        freed.set()
+        await asyncio.to_thread(writes.end)
+        with pytest.raises(errors.StoreError, match="interrupted"):
+            await writes.run(asyncio.to_thread(write))
+
+    begun.clear()
+    asyncio.run(check())

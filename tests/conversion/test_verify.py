@@ -1,0 +1,705 @@
+"""verify: sound stores are found sound, and every kind of damage and of difference is named with its place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import zarr
+from conftest import S3
+from hypothesis import given
+from hypothesis import strategies as st
+from sources import (
+    LAYOUTS,
+    SMALL,
+    STRINGS,
+    FailingDestination,
+    convert,
+    counts,
+    disk_full,
+    frame,
+    full_anndata,
+    write_h5ad,
+)
+
+import zloader as zl
+from zloader.access.location import Location
+from zloader.common import errors
+from zloader.conversion.checking.canonical import GeneOrder, IndptrCheck
+from zloader.conversion.checking.differences import Sparse, bits_differ, column_difference, element_differences
+from zloader.conversion.checking.findings import Findings
+from zloader.conversion.convert import convert_to
+from zloader.conversion.verify import Verification, verify
+from zloader.conversion.writing.belongings import MARKER
+
+SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=7)
+
+
+def check(url: Path | str, **options: Any) -> Verification:
+    return verify(url, progress=False, **options)
+
+
+def found(url: Path | str, **options: Any) -> list[tuple[str, str]]:
+    return [(problem.where, problem.what) for problem in check(url, **options).problems]
+
+
+def assert_named(problems: Sequence[tuple[str, str]], wanted: Mapping[str, str]) -> None:
+    """Exactly the places wanted, each with a problem that holds its text."""
+    assert {where for where, _ in problems} == set(wanted), problems
+    for where, text in wanted.items():
+        assert any(text in what for place, what in problems if place == where), problems
+
+
+def write_full(path: Path, adata: ad.AnnData | None = None) -> Path:
+    with ad.settings.override(allow_write_nullable_strings=True):
+        (adata or full_anndata()).write_h5ad(path, convert_strings_to_categoricals=False)
+    return path
+
+
+@contextlib.contextmanager
+def quiet_zarr() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of all that an AnnData can hold, never to be changed; its source is beside it."""
+    directory = tmp_path_factory.mktemp("sound")
+    convert(write_full(directory / "a.h5ad"), directory / "a.zarr")
+    return directory / "a.zarr"
+
+
+@pytest.fixture
+def store(sound: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(sound, tmp_path / "a.zarr"))
+
+
+# ---- sound stores
+
+
+def test_a_sound_store(sound: Path) -> None:
+    seen = check(sound, against=sound.with_name("a.h5ad"))
+    assert seen.problems == ()
+    assert seen.ok
+    stored = [path for path in sound.rglob("*") if path.is_file()]
+    arrays = [node for _, node in zarr.open_group(sound, mode="r").members(max_depth=None) if hasattr(node, "shape")]
+    assert (seen.rows, seen.genes, seen.objects) == (60, 300, len(stored))
+    assert (seen.arrays, seen.values) == (len(arrays), sum(array.size for array in arrays))
+    assert seen.bytes_read == sum(path.stat().st_size for path in stored)
+    assert seen.chunks == sum(
+        int(np.prod([-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]))
+        for array in arrays
+    )
+    assert seen.against == (str(sound.with_name("a.h5ad")),)
+    assert json.loads(json.dumps(dataclasses.asdict(seen)))["problems"] == []
+
+
+@pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(tmp_path: Path, layout: str, options: zl.ConvertOptions) -> None:
+    x = counts(dtype=np.float64)
+    x.data[:3] = np.nan, -0.0, np.inf
+    source = write_h5ad(tmp_path / "a.h5ad", LAYOUTS[layout](x), layers={"more": LAYOUTS[layout](counts(seed=1))})
+    convert(source, tmp_path / "a.zarr", options)
+    assert found(tmp_path / "a.zarr", against=source) == []
+
+
+def test_full_and_shuffled(tmp_path: Path) -> None:
+    source = write_full(tmp_path / "a.h5ad")
+    convert(source, tmp_path / "a.zarr", SHUFFLED)
+    assert found(tmp_path / "a.zarr", against=source) == []
+    assert found(tmp_path / "a.zarr", against=full_anndata()) == []  # in memory
+
+
+def test_joined_sources(tmp_path: Path) -> None:
+    sources = []
+    for number in range(2):
+        x, var = counts(30, seed=number), frame(300, "g")
+        if number:
+            x, var = x[:, :5:-1].tocsr(), var[:5:-1]
+        kinds = pd.Categorical([f"k{number}", "both", None] * 10)
+        obs = frame(30, f"s{number}c").assign(kind=kinds)
+        sources.append(write_h5ad(tmp_path / f"{number}.h5ad", x, obs=obs, var=var))
+    select = zl.Selection(join="outer", source_column="plate")
+    convert(sources, tmp_path / "a.zarr", SHUFFLED, select=select)
+    assert found(tmp_path / "a.zarr", against=sources) == []
+    problems = found(tmp_path / "a.zarr", against=sources[0])
+    assert problems[0] == ("against", "the store was made of 2 sources (0, 1), but 1 are given")
+    assert ("obs", "60 rows are stored, the sources have 30") in problems
+
+
+@pytest.mark.parametrize(
+    "select", [{"x": "layers/csr"}, {"x": "raw/X", "layers": []}, {"obs": ["kind"], "obsm": []}], ids=str
+)
+def test_chosen_parts(sound: Path, tmp_path: Path, select: dict[str, Any]) -> None:
+    source = sound.with_name("a.h5ad")
+    convert(source, tmp_path / "b.zarr", select=zl.Selection(**select))
+    assert found(tmp_path / "b.zarr", against=source) == []
+
+
+def test_chosen_genes(tmp_path: Path) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts())
+    convert(source, tmp_path / "a.zarr", select=zl.Selection(genes=["gene7", "gene2"]))
+    assert found(tmp_path / "a.zarr", against=source) == []
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_next_to_nothing(tmp_path: Path, layout: str, shape: tuple[int, int]) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", LAYOUTS[layout](sp.csr_matrix(shape, dtype=np.float32)))
+    convert(source, tmp_path / "a.zarr")
+    assert found(tmp_path / "a.zarr", against=source) == []
+
+
+# ---- stores of other writers
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_store_that_anndata_wrote(tmp_path: Path, sharded: bool) -> None:
+    adata = full_anndata()
+    del adata.layers["csc"]
+    adata.layers["zeros"] = np.zeros(adata.shape, np.float32)  # zarr leaves such chunks out
+    with (
+        quiet_zarr(),
+        ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=sharded, allow_write_nullable_strings=True),
+    ):
+        adata.write_zarr(tmp_path / "a.zarr")
+    assert found(tmp_path / "a.zarr", against=adata) == []
+    del adata.uns["text"]
+    adata.X.data[3] += 1
+    problems = found(tmp_path / "a.zarr", against=adata)
+    assert_named(problems, {"X": "1 row differs", "uns/text": "not in the sources"})
+
+
+def test_csc_is_named(tmp_path: Path) -> None:
+    with quiet_zarr(), ad.settings.override(zarr_write_format=3):
+        ad.AnnData(counts().tocsc()).write_zarr(tmp_path / "a.zarr")
+    assert_named(found(tmp_path / "a.zarr"), {"X": "csc_matrix"})
+
+
+def by_hand(path: Path, x: sp.csr_matrix, *, shape: tuple[int, int] | None = None, **arrays: Any) -> Path:
+    """A store whose X has these arrays, true or not, sharded by zarr: chunks of 50 values, shards of 4 chunks."""
+    shape = shape or x.shape
+    with quiet_zarr(), ad.settings.override(zarr_write_format=3):
+        ad.AnnData(obs=frame(shape[0], "c"), var=frame(shape[1], "g")).write_zarr(path)
+        root = zarr.open_group(path, mode="r+", use_consolidated=False)
+        group = root.create_group("X", attributes={"encoding-type": "csr_matrix", "shape": list(x.shape)})
+        for name in ("indptr", "indices", "data"):
+            values = np.asarray(arrays.get(name, getattr(x, name)))
+            group.create_array(name, shape=values.shape, dtype=values.dtype, chunks=(50,), shards=(200,))[:] = values
+        zarr.consolidate_metadata(path)
+    return path
+
+
+def test_sharded_by_zarr(tmp_path: Path) -> None:
+    x = counts()
+    x.data[100:400] = 0  # whole chunks of fill values, and shards without an object
+    assert found(by_hand(tmp_path / "a.zarr", x)) == []
+    root = zarr.open_group(tmp_path / "a.zarr", mode="r")
+    assert root["X/data"].nchunks_initialized < root["X/data"].nchunks
+
+
+# ---- damage
+
+
+def flip(path: Path, at: int = 20) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path, by: int = 3) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes what an object of metadata says."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+TEXT = str(PurePosixPath("obs/string", STRINGS, "c/0"))
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "chunk": ("X/data/c/1", flip, "chunk 0 of X/data/c/1: its crc32c differs"),
+    "index": ("X/indices/c/0", lambda path: flip(path, -9), "shard index of X/indices/c/0 does not match"),
+    "dense chunk": ("layers/dense/c/0/0", flip, "its crc32c differs"),
+    "raw": ("raw/X/data/c/0", flip, "its crc32c differs"),
+    "indptr": ("X/indptr/c/0", flip, "its crc32c differs"),
+    "codes": ("obs/kind/codes/c/0", flip, "its crc32c differs"),
+    "strings": (TEXT, flip, "does not decode"),
+    "records": ("uns/records/c/0", flip, "does not decode"),
+    "embedding": ("obsm/X_pca/c/0/0", flip, "its crc32c differs"),
+    "nested": ("uns/nested/array/c/0/0", flip, "its crc32c differs"),
+    "cut short": ("X/data/c/0", cut, "does not match its checksum"),
+    "nothing left": ("X/data/c/2", lambda path: path.write_bytes(b""), "has 0 bytes, but must have at least"),
+    "shard gone": ("X/data/c/2", Path.unlink, "is not there: the store is incomplete"),
+    "strings gone": (TEXT, Path.unlink, "is not there: the store is incomplete"),
+    "scalar gone": ("uns/number/c", Path.unlink, "is not there: the store is incomplete"),
+    "not ours": ("X/data/c/99", Path.touch, "belongs to no array"),
+    "left over": ("X/data/c/1.partial", Path.touch, "belongs to no array"),
+    "marker": (MARKER, Path.touch, "did not end"),
+    "metadata gone": ("X/zarr.json", Path.unlink, "is not there, but in the consolidated"),
+    "metadata broken": ("X/data/zarr.json", lambda path: flip(path, 0), "is not the metadata"),
+    "metadata changed": (
+        "X/zarr.json",
+        lambda path: edit(path, lambda node: node["attributes"].update(more=1)),
+        "is not as in the consolidated",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("key", "damage", "what"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_named(store: Path, key: str, damage: Callable[[Path], None], what: str) -> None:
+    damage(store / key)
+    assert_named(found(store), {key: what})
+
+
+def test_all_is_named_at_once(store: Path) -> None:
+    keys = ("X/data/c/0", "X/data/c/1", "layers/csr/indices/c/0", "obs/kind/codes/c/0")
+    for key in keys:
+        flip(store / key)
+    (store / "varm/PCs/c/0/0").unlink()
+    flip(store / "X/data/c/0", -40)  # its index as well, so its chunks cannot be found
+    assert {where for where, _ in found(store)} == {*keys, "varm/PCs/c/0/0"}
+
+
+def test_every_chunk_of_a_shard_is_named(store: Path) -> None:
+    shard = store / "X/indices/c/0"
+    table = np.frombuffer(shard.read_bytes()[-36:-4], "<u8").reshape(2, 2)
+    for offset in table[:, 0].tolist():
+        flip(shard, offset + 18)
+    assert [what.split(":")[0] for _, what in found(store)] == [f"chunk {i} of X/indices/c/0" for i in range(2)]
+
+
+def test_at_most_100_are_named(store: Path) -> None:
+    for number in range(103):
+        (store / f"{number}.txt").touch()
+    problems = found(store)
+    assert len(problems) == 101
+    assert problems[-1] == (str(store), "3 more problems")
+
+
+def test_a_node_that_readers_do_not_see(store: Path) -> None:
+    shutil.copytree(store / "varm/PCs", store / "varm/other")
+    assert_named(found(store), {"varm/other/zarr.json": "not in the consolidated metadata"})
+
+
+def test_the_root_is_gone(store: Path) -> None:
+    (store / "zarr.json").unlink()
+    assert_named(found(store), {"zarr.json": "there is no zarr.json"})
+
+
+def test_the_root_is_broken(store: Path) -> None:
+    edit(store / "zarr.json", lambda node: node["consolidated_metadata"]["metadata"]["X"].update(strange=1))
+    assert_named(found(store), {"X/zarr.json": "is not as in the consolidated metadata of the root"})
+
+
+def test_a_conversion_that_did_not_end(tmp_path: Path) -> None:
+    source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
+    with pytest.raises(errors.StoreError):
+        convert_to(FailingDestination(Location(url=str(dest)), survives=6, fail=disk_full), source, options=SMALL)
+    seen = check(dest, against=source)
+    assert_named([(problem.where, problem.what) for problem in seen.problems], {MARKER: "convert --resume"})
+    assert not seen.ok
+    assert (seen.rows, seen.objects > 0) == (0, True)
+
+
+def test_no_store(tmp_path: Path) -> None:
+    with pytest.raises(errors.StoreNotFoundError):
+        check(tmp_path / "none.zarr")
+
+
+# ---- what a matrix must be
+
+
+def disordered(*rows: int) -> sp.csr_matrix:
+    """Counts whose values in some rows are in reverse order."""
+    x = counts()
+    for row in rows:
+        part = slice(x.indptr[row], x.indptr[row + 1])
+        x.indices[part] = x.indices[part][::-1].copy()
+    return x
+
+
+def changed(x: sp.csr_matrix, part: str, at: int, value: int) -> dict[str, Any]:
+    values = getattr(x, part).copy()
+    values[at] = value
+    return {part: values}
+
+
+X = counts()
+FORMS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "not ascending": ({"x": disordered(40)}, {"X": "genes of row 40 do not ascend"}),
+    "several": ({"x": disordered(2, 5, 40)}, {"X": "genes of row 2 (the first of 3) do not ascend"}),
+    "twice": (changed(X, "indices", 1, X.indices[0]), {"X": "genes of row 0 do not ascend"}),
+    "gene too high": (
+        changed(X, "indices", X.indptr[9] - 1, 300),
+        {"X": "row 8 has a value for gene 300, but there are 300"},
+    ),
+    "gene below 0": (changed(X, "indices", X.indptr[8], -1), {"X": "row 8 has a value for gene -1"}),
+    "indptr falls": (changed(X, "indptr", 30, 0), {"X/indptr": "falls at row 29"}),
+    "indptr begins late": (changed(X, "indptr", 0, 1), {"X/indptr": "begins with 1"}),
+    "indptr ends early": (changed(X, "indptr", -1, X.nnz - 1), {"X/indptr": f"ends with {X.nnz - 1}, but {X.nnz}"}),
+    "indptr too short": ({"indptr": X.indptr[:-1]}, {"X": "they do not fit"}),
+    "values missing": ({"data": X.data[:-1]}, {"X": "they do not fit"}),
+    "other shape": ({"shape": (60, 301)}, {"X": "has shape (60, 300), but obs and var ask for 60 x 301"}),
+}
+
+
+@pytest.mark.parametrize(("arrays", "wanted"), FORMS.values(), ids=FORMS.keys())
+def test_a_matrix_that_is_not_canonical(tmp_path: Path, arrays: dict[str, Any], wanted: dict[str, str]) -> None:
+    problems = found(by_hand(tmp_path / "a.zarr", **{"x": X} | arrays))
+    assert_named(problems, wanted)
+
+
+def test_shapes_and_codes(store: Path) -> None:
+    with quiet_zarr():
+        root = zarr.open_group(store, mode="r+", use_consolidated=False)
+        for path, length in {"obs/float": 59, "obs/count/mask": 59, "obsm/X_pca": 59, "varm/PCs": 301}.items():
+            root[path].resize((length, *root[path].shape[1:]))
+        root["obs/kind/codes"][3] = 4
+        root["layers/csr"].attrs["shape"] = [60, 299]
+        zarr.consolidate_metadata(store)
+    wanted = {
+        "obs/float": "has shape (59,), but obs/barcode (60,)",
+        "obs/count/mask": "has shape (59,), but obs/count/values (60,)",
+        "obsm/X_pca": "has shape (59, 5), but obs and var ask for 60 ...",
+        "varm/PCs": "has shape (301, 5), but obs and var ask for 300 ...",
+        "obs/kind": "row 3 (the first of 1 in its chunk) has code 4, but there are 4 categories",
+        "layers/csr": "has shape (60, 299), but obs and var ask for 60 x 300",
+    }
+    assert_named(found(store), wanted)
+
+
+@given(st.data())
+def test_order_against_the_slow_oracle(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    n = int(indptr[-1])
+    genes = np.array(data.draw(st.lists(st.integers(-1, 7), min_size=n, max_size=n)), np.int32)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, n - 1)), max_size=5)) & set(range(1, n)))
+    pieces = set(data.draw(st.sets(st.sampled_from(cuts)))) if cuts else set()
+    order = GeneOrder("X", axes=("row", "gene"), n_minor=6, ascending=True)
+    looks: list[tuple[Any, list[tuple[int, int]]]] = []
+    bounds = list(zip([0, *cuts], [*cuts, n], strict=True)) if n else []
+    for start, stop in bounds:
+        if not looks or start in pieces:
+            end = next((cut for cut in [*cuts, n] if cut > start and (cut in pieces or cut == n)), n)
+            first_row = int(np.searchsorted(indptr, start)) if start else 0
+            looks.append((order.piece(first_row, indptr[(indptr >= start) & (indptr < end)]), []))
+        looks[-1][1].append((start, stop))
+    for look, chunks in reversed(looks):  # pieces in any order
+        for start, stop in chunks:
+            look.look(start, genes[start:stop])
+    findings = Findings("url")
+    order.report(findings)
+    rows = [genes[indptr[row] : indptr[row + 1]] for row in range(len(lengths))]
+    outside = [row for row, some in enumerate(rows) if ((some < 0) | (some >= 6)).any()]
+    fallen = [row for row, some in enumerate(rows) if (np.diff(some) <= 0).any()]
+
+    def tally(numbers: list[int]) -> str:
+        return f"row {numbers[0]} (the first of {len(numbers)})" if len(numbers) > 1 else f"row {numbers[0]}"
+
+    named = [problem.what for problem in findings.problems()]
+    assert len(named) == bool(outside) + bool(fallen)
+    if outside:
+        assert named[0].startswith(f"{tally(outside)} has a value for gene ")
+    if fallen:
+        assert f"genes of {tally(fallen)} do not ascend" in named[-1]
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.data())
+def test_indptr_against_the_slow_oracle(entries: list[int], data: st.DataObject) -> None:
+    indptr = np.array(entries, np.int64)
+    at = sorted(data.draw(st.sets(st.integers(1, len(indptr) - 1), max_size=4)))
+    check_ = IndptrCheck(SimpleNamespace(path="indptr", n_elements=len(indptr)), 9, "row")
+    for start, stop in zip([0, *at], [*at, len(indptr)], strict=True):
+        check_.look(start, indptr[start:stop])
+    findings = Findings("url")
+    check_.report(findings)
+    falls = np.flatnonzero(np.diff(indptr) < 0)
+    wanted = [f"begins with {indptr[0]}, not 0"] if indptr[0] else []
+    if len(falls):
+        wanted.append(f"falls at row {falls[0]}" + (f" (the first of {len(falls)})" if len(falls) > 1 else ""))
+    if indptr[-1] != 9:
+        wanted.append(f"ends with {indptr[-1]}, but 9 values are stored")
+    assert [problem.what for problem in findings.problems()] == wanted
+
+
+# ---- against the sources
+
+
+Change = Callable[[ad.AnnData], Any]
+
+
+def put(part: Callable[[ad.AnnData], Any], at: Any, value: Any) -> Change:
+    """Changes one entry."""
+
+    def change(adata: ad.AnnData) -> None:
+        part(adata)[at] = value
+
+    return change
+
+
+def relabel(adata: ad.AnnData) -> None:
+    codes = adata.obs["kind"].cat.codes.to_numpy().copy()
+    codes[5] = (codes[5] + 2) % 4 - 1
+    adata.obs["kind"] = pd.Categorical.from_codes(codes, adata.obs["kind"].cat.categories)
+
+
+def forget_categories(adata: ad.AnnData) -> None:
+    adata.obs["kind"] = adata.obs["kind"].cat.remove_unused_categories()
+
+
+def come_and_go(adata: ad.AnnData) -> None:
+    x = adata.X.toarray()
+    x[0, adata.X.indices[0]] = 0
+    x[7, :] = 1
+    adata.X = sp.csr_matrix(x)
+
+
+def rename(adata: ad.AnnData) -> None:
+    adata.obs_names = ["x", *adata.obs_names[1:]]
+    adata.var_names = [*adata.var_names[:-1], "y"]
+
+
+def same_nested(adata: ad.AnnData) -> None:
+    adata.uns["nested"]["array"] = np.zeros((2, 3))
+
+
+GENE, GENE_3, VALUE, VALUE_3 = (part[at] for part in (X.indices, X.data) for at in (0, 3))
+# What is changed in the sources, and what is to be named; several at once where they do not touch one another.
+DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
+    "values": (
+        [
+            put(lambda a: a.X.data, 3, 101),
+            put(lambda a: a.layers["dense"], (59, 299), -0.0),
+            put(lambda a: a.layers["csc"].data, 0, 200),
+            put(lambda a: a.raw.X.data, 0, 101),
+            put(lambda a: a.obsm["X_pca"], (4, 2), 9),
+            put(lambda a: a.obsp["graph"].data, 0, 9),
+            put(lambda a: a.varm["PCs"], (2, 1), 9),
+            put(lambda a: a.varp["pairs"], (2, 1), 9),
+        ],
+        {
+            "X": f"row 0, gene 'g{GENE_3}' ({GENE_3}): {VALUE_3} is stored, the sources have 101.0; 1 row differs",
+            "layers/dense": "row 59, gene 'g299' (299): ",
+            "layers/csc": "1 row differs",
+            "raw/X": "row 0, gene 'raw",
+            "obsm/X_pca": "row 4, column 2: ",
+            "obsp/graph": "row 0, column ",
+            "varm/PCs": "at 2, 1: ",
+            "varp/pairs": "1 values differ",
+        },
+    ),
+    "values that come and go": (
+        [come_and_go],
+        {"X": f"gene 'g{GENE}' ({GENE}): {VALUE} is stored, the sources have nothing; 2 rows differ"},
+    ),
+    "dtype": ([lambda a: setattr(a, "X", a.X.astype("f8"))], {"X": "has dtype float32, the sources float64"}),
+    "form": ([lambda a: setattr(a, "X", a.X.toarray())], {"X": "has encoding csr_matrix, the sources array"}),
+    "columns": (
+        [
+            relabel,
+            put(lambda a: a.obs["string"].array, 9, "other"),
+            put(lambda a: a.obs["maybe"].array, 0, None),
+            put(lambda a: a.obs["float"].array, 0, np.nan),
+            lambda a: a.obs.insert(0, "new", 1),
+            put(lambda a: a.var["symbol"].array, 3, "x"),
+            put(lambda a: a.obsm["frame"]["float"].array, 2, 9),
+            lambda a: a.raw.var.insert(0, "new", 1),
+        ],
+        {
+            "obs/kind": "row 5: ",
+            "obs/string": "row 9: 'name 0 ä' is stored, the sources have 'other'; 1 differ",
+            "obs/maybe": "row 0: True is stored, the sources have nothing; 1 differ",
+            "obs/float": "the sources have nan",
+            "obs/new": "is not in the store",
+            "var/symbol": "gene 3: 's3' is stored, the sources have 'x'",
+            "obsm/frame/float": "entry 2",
+            "raw/var/new": "is not in the store",
+        },
+    ),
+    "categories and order": (
+        [forget_categories, lambda a: setattr(a, "obs", a.obs[a.obs.columns[::-1]])],
+        {"obs/kind": "the categories, or their order", "obs": "in another order"},
+    ),
+    "names": (
+        [rename],
+        {
+            "obs": "names: row 0: 'cell0' is stored, the sources have 'x'; 1 differ",
+            "obsm/frame": "names: entry 0: 'cell0'",
+            "var": "names: gene 299: 'g299' is stored, the sources have 'y'",
+        },
+    ),
+    "uns": (
+        [
+            lambda a: a.uns.update(text="bye", number=3.25, none=1, more=[1]),
+            lambda a: a.uns.pop("flag"),
+            same_nested,
+            put(lambda a: a.uns["records"]["p"], 1, 9),
+        ],
+        {
+            "uns/text": "'hello' is stored, the sources have 'bye'",
+            "uns/number": "3.5 is stored, the sources have 3.25",
+            "uns/none": "nothing is stored",
+            "uns/more": "is not in the store",
+            "uns/flag": "is in the store, but not in the sources",
+            "uns/nested/array": "has dtype int64, the sources float64",
+            "uns/records": "at 1: (2, 0.25) is stored, the sources have (2, 9.0); 1 values differ",
+        },
+    ),
+    "elements": (
+        [lambda a: a.layers.pop("csr"), lambda a: a.layers.update(new=counts()), lambda a: setattr(a, "raw", None)],
+        {
+            "layers/csr": "is in the store, but not in the sources",
+            "layers/new": "is not in the store",
+            "raw/X": "is in the store, but not",
+            "raw/varm/loadings": "is in the store, but not",
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("changes", "wanted"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
+def test_differences_are_named(sound: Path, changes: list[Change], wanted: dict[str, str]) -> None:
+    adata = full_anndata()
+    for change in changes:
+        change(adata)
+    assert_named(found(sound, against=adata), wanted)
+
+
+def test_a_row_missing_and_another_order(tmp_path: Path) -> None:
+    adata = full_anndata()
+    convert(write_full(tmp_path / "a.h5ad"), tmp_path / "a.zarr")
+    fewer = write_full(tmp_path / "fewer.h5ad", adata[np.arange(60) != 17].copy())
+    problems = found(tmp_path / "a.zarr", against=fewer)
+    assert ("obs", "60 rows are stored, the sources have 59") in problems
+    assert ("obs", "names: row 17: 'cell17' is stored, the sources have 'cell18'; 42 differ") in problems
+    assert ("X", "has shape (60, 300), the sources (59, 300)") in problems
+    assert {"against", "layers/dense", "raw/X", "obsm/X_pca", "obsp/graph"} <= {where for where, _ in problems}
+    swapped = np.arange(60)
+    swapped[[20, 21]] = 21, 20
+    problems = found(tmp_path / "a.zarr", against=write_full(tmp_path / "swapped.h5ad", adata[swapped].copy()))
+    assert ("obs", "names: row 20: 'cell20' is stored, the sources have 'cell21'; 2 differ") in problems
+    (x,) = [what for where, what in problems if where == "X"]
+    assert x.startswith("row 20, ")
+    assert x.endswith("; 2 rows differ")
+
+
+def test_what_is_damaged_is_not_compared(store: Path) -> None:
+    flip(store / "X/data/c/0")
+    flip(store / "uns/list/c/0")
+    problems = found(store, against=full_anndata())
+    assert ("X", "is damaged, so it was not compared with the sources") in problems
+    assert any(where == "uns" and "was not compared" in what for where, what in problems)
+    assert len(problems) == 4
+
+
+def test_genes_that_are_not_in_the_sources(tmp_path: Path) -> None:
+    x = counts()
+    convert([write_h5ad(tmp_path / f"{i}.h5ad", x) for i in range(2)], tmp_path / "a.zarr")
+    other = write_h5ad(tmp_path / "other.h5ad", x, var=frame(300, "other"))
+    problems = found(tmp_path / "a.zarr", against=[tmp_path / "0.h5ad", other])
+    assert [where for where, _ in problems] == ["against"]
+    assert problems[0][1].startswith("cannot be compared: ")
+
+
+def test_a_source_that_is_not_there(sound: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.StoreNotFoundError):
+        check(sound, against=tmp_path / "none.h5ad")
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "i8", "u1", "?", "M8[s]"])
+def test_equal_are_equal_bits(dtype: str) -> None:
+    one = np.array([0, 1, 2, 3], dtype)
+    other = np.array([0, 1, 0, 3], dtype)
+    assert bits_differ(one, one).tolist() == [False] * 4
+    assert bits_differ(one, other).tolist() == [False, False, dtype != "?" or bool(one[2] != other[2]), False]
+    if one.dtype.kind == "f":
+        one[:2], other[:2] = (-0.0, np.nan), (0.0, -np.nan)
+        assert bits_differ(one, other).tolist() == [True, False, True, False]
+
+
+@given(st.dictionaries(st.integers(0, 20), st.integers(0, 3)), st.dictionaries(st.integers(0, 20), st.integers(0, 3)))
+def test_sparse_against_the_slow_oracle(one: dict[int, int], other: dict[int, int]) -> None:
+    def sparse(values: dict[int, int]) -> Sparse:
+        keys = np.array(sorted(values), np.int64)
+        return Sparse(keys=keys, values=np.array([values[key] for key in sorted(values)], np.uint8))
+
+    wanted = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+    assert sparse(one).differing(sparse(other)).tolist() == wanted
+    assert [sparse(one).at(key) for key in range(21)] == [one.get(key) for key in range(21)]
+
+
+COLUMNS = [
+    pd.array(["a", None, "b"], dtype="string"),
+    np.array(["a", "c", "b"], object),
+    pd.Categorical(["a", None, "b"]),
+    pd.Categorical([None, None, None]),
+    pd.Categorical([2, 1, 2], ordered=True),
+    pd.array([1, None, 2], dtype="Int16"),
+    np.array([1, 0, 2], np.int16),
+    np.array([1.0, np.nan, 2.0]),
+    np.array(["2020-01-01", "NaT", "2021-01-01"], "M8[s]"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(COLUMNS)))
+def test_columns(number: int) -> None:
+    for other in range(len(COLUMNS)):
+        what = column_difference(pd.Series(COLUMNS[number]), COLUMNS[other], "row")
+        assert (what is None) == (number == other), (number, other, what)
+
+
+def test_sparse_elements_and_those_of_other_kinds() -> None:
+    one = sp.random(5, 7, 0.5, "csc", random_state=0)
+    other = one.copy()
+    assert list(element_differences("uns/a", one, other)) == []
+    other.data[-1] += 1
+    ((where, what),) = element_differences("uns/a", one, other)
+    assert (where, what.endswith("; 1 values differ")) == ("uns/a", True)
+    for strange in (one.tocsr(), "text", None, object()):
+        assert len(list(element_differences("uns/a", one, strange))) == 1
+
+
+# ---- S3
+
+
+def test_on_s3(s3: S3, tmp_path: Path) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts(), obs=frame(60, "cell").assign(string="x"))
+    url, options = s3.url("a.zarr"), s3.storage_options
+    convert(source, url, storage_options=options, source_options={})
+    assert found(url, storage_options=options, source_options={}, against=source) == []
+    filesystem = Location(url=url, storage_options=options).filesystem()
+    bucket = f"{s3.bucket}/{s3.prefix}/a.zarr"
+    content = bytearray(filesystem.cat_file(f"{bucket}/X/data/c/1"))
+    content[20] ^= 1
+    filesystem.pipe_file(f"{bucket}/X/data/c/1", bytes(content))
+    filesystem.rm_file(f"{bucket}/{TEXT}")
+    filesystem.pipe_file(f"{bucket}/X/data/c/77", b"")
+    wanted = {"X/data/c/1": "crc32c", TEXT: "is not there", "X/data/c/77": "belongs to no array"}
+    assert_named(found(url, storage_options=options), wanted)
+    with pytest.raises(errors.StoreNotFoundError):
+        check(s3.url("none.zarr"), storage_options=options)
+    with pytest.raises(errors.AccessDeniedError):
+        check(url, storage_options=options | {"secret": "wrong"})

@@ -1,0 +1,141 @@
+"""AnnData Zarr by other writers: v2 in every compressor, v3 with and without shards, chunks that were never written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+import zarr.codecs
+from helpers import check_minibatch, counts, dense
+
+import zloader as zl
+from zloader.common.errors import CorruptChunkError
+
+ADATA = counts(300, 120, seed=3)
+LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(7), "obs": ["cell_type"]}
+V2 = {
+    "blosc": numcodecs.Blosc("lz4", shuffle=numcodecs.Blosc.BITSHUFFLE),
+    "blosc zstd": numcodecs.Blosc("zstd"),
+    "zstd": numcodecs.Zstd(),
+    "gzip": numcodecs.GZip(),
+    "zlib": numcodecs.Zlib(),
+    "lz4": numcodecs.LZ4(),
+    "bz2": numcodecs.BZ2(),
+    "none": None,
+}
+
+
+def write(dest: Path, matrix: Callable[[zarr.Group], None], zarr_format: int) -> Path:
+    """ADATA with an X that `matrix` writes, not consolidated."""
+    root = zarr.create_group(dest, zarr_format=zarr_format)
+    root.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+    with ad.settings.override(auto_shard_zarr_v3=False):
+        ad.io.write_elem(root, "obs", ADATA.obs)
+        ad.io.write_elem(root, "var", ADATA.var)
+    matrix(root)
+    return dest
+
+
+def csr(grids: tuple[int, int], **options: Any) -> Callable[[zarr.Group], None]:
+    """X as CSR, with chunks of so many indices and values."""
+
+    def write_csr(root: zarr.Group) -> None:
+        group = root.create_group("X")
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": list(ADATA.shape)})
+        group.create_array("indptr", data=ADATA.X.indptr)
+        for name, chunk in zip(("indices", "data"), grids, strict=True):
+            group.create_array(name, data=getattr(ADATA.X, name), chunks=(chunk,), **options)
+
+    return write_csr
+
+
+def rows_are_right(store: Path, cache: Path | None = None) -> None:
+    dataset = zl.open_dataset(store, cache=cache)
+    loader = zl.Loader(dataset, **LOADER)
+    for _ in range(2):
+        seen = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
+        np.testing.assert_array_equal(np.sort(seen), np.arange(ADATA.n_obs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compressor", V2.values(), ids=V2.keys())
+@pytest.mark.parametrize("separator", [".", "/"])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_zarr_v2(tmp_path: Path, compressor: Any, separator: str, mirrored: bool) -> None:
+    keys = {"name": "v2", "separator": separator}
+    matrix = csr((500, 700), compressors=compressor, chunk_key_encoding=keys)
+    store = write(tmp_path / "a.zarr", matrix, 2)
+    rows_are_right(store, tmp_path / "cache" if mirrored else None)
+
+
+@pytest.mark.parametrize("filters", [[numcodecs.Delta("<f4")], [numcodecs.Delta("<f4"), numcodecs.Shuffle(4)]])
+@pytest.mark.parametrize("compressor", [None, numcodecs.Zstd()], ids=["plain", "zstd"])
+def test_zarr_v2_with_filters(tmp_path: Path, filters: list[Any], compressor: Any) -> None:
+    def matrix(root: zarr.Group) -> None:
+        csr((500, 700))(root)
+        del root["X/data"]
+        group: Any = root["X"]
+        group.create_array("data", data=ADATA.X.data, chunks=(300,), filters=filters, compressors=compressor)
+
+    rows_are_right(write(tmp_path / "a.zarr", matrix, 2))
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_dense_by_rows(tmp_path: Path, zarr_format: int) -> None:
+    def matrix(root: zarr.Group) -> None:
+        attributes = {"encoding-type": "array", "encoding-version": "0.2.0"}
+        root.create_array("X", data=ADATA.X.toarray(), chunks=(11, 120), attributes=attributes)
+
+    store = write(tmp_path / "a.zarr", matrix, zarr_format)
+    rows_are_right(store)
+    taken = zl.open_dataset(store).take([5, 299, 0])
+    np.testing.assert_array_equal(dense(taken), ADATA.X[[5, 299, 0]].toarray())
+
+
+@pytest.mark.parametrize(
+    "keys", [{"name": "v2", "separator": "."}, {"name": "default", "separator": "."}], ids=["keys of v2", "dots"]
+)
+@pytest.mark.parametrize("shards", [None, (2000,)])
+def test_zarr_v3_with_other_keys(tmp_path: Path, keys: Any, shards: tuple[int] | None) -> None:
+    rows_are_right(write(tmp_path / "a.zarr", csr((500, 500), shards=shards, chunk_key_encoding=keys), 3))
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_chunk_that_was_never_written_is_fill_value(tmp_path: Path, zarr_format: int) -> None:
+    """Values that are zeros throughout are left out by other writers."""
+    zeroed = ADATA.copy()
+    zeroed.X.data[1000:2500] = 0
+
+    def matrix(root: zarr.Group) -> None:
+        csr((500, 500), config={"write_empty_chunks": False}, fill_value=0)(root)
+        data: Any = root["X/data"]
+        data[1000:2500] = 0
+
+    store = write(tmp_path / "a.zarr", matrix, zarr_format)
+    prefix = "c/" if zarr_format == 3 else ""
+    (store / "X" / "data" / f"{prefix}3").unlink(missing_ok=True)
+    out = zl.open_dataset(store).take(range(ADATA.n_obs))
+    np.testing.assert_array_equal(dense(out), zeroed.X.toarray())
+
+
+@pytest.mark.parametrize("compressor", ["zstd", "lz4", "bz2", "zlib"])
+def test_bytes_that_do_not_decode_are_an_error(tmp_path: Path, compressor: str) -> None:
+    store = write(tmp_path / "a.zarr", csr((500, 700), compressors=V2[compressor]), 2)
+    stored = store / "X" / "data" / "1"
+    stored.write_bytes(stored.read_bytes()[:-20])
+    with pytest.raises(CorruptChunkError, match="X/data/1"):
+        zl.open_dataset(store).take(range(ADATA.n_obs))
+
+
+def test_verify_says_that_it_does_not_check_zarr_v2(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", csr((500, 700)), 2)
+    found = zl.verify(store, progress=False)
+    (problem,) = found.problems
+    assert "is Zarr v2" in problem.what
+    assert (found.rows, found.genes) == ADATA.shape

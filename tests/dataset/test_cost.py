@@ -1,0 +1,161 @@
+"""What an epoch costs, foretold: held against what a real epoch then did."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import zarr.errors
+from helpers import counts, write_store
+
+import zloader as zl
+from zloader.common.errors import FormatError, MissingObjectError
+from zloader.dataset.cost import EpochCost, epoch_costs
+from zloader.dataset.summary import summarize
+
+pytestmark = pytest.mark.any_version
+
+NARROW = zl.FetchOptions(gap_bytes=100, max_read_bytes=4096)  # so that few chunks share a read
+LOADERS = {
+    "blocks": {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(block_size=8), "options": NARROW},
+    "rows": {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(block_size=1), "options": NARROW},
+    "subset": {"batch_size": 7, "fetch_factor": 3, "sampling": zl.Streaming(indices=np.arange(5, 700, 3))},
+    "one fetch": {"sampling": zl.BlockShuffling(block_size=64)},
+    "rank 1 of 3": {"batch_size": 8, "fetch_factor": 4, "rank": 1, "world_size": 3, "sampling": zl.Streaming()},
+    "nothing": {"batch_size": 1024, "drop_last": True},
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A store of 62 shards an array."""
+    tmp = tmp_path_factory.mktemp("cost")
+    write_store(counts(700, 300), tmp / "cells.zarr", tmp)
+    return tmp / "cells.zarr"
+
+
+def write_plainly(adata: ad.AnnData, dest: Path, **options: Any) -> None:
+    """As anndata writes it: without shards."""
+    adata.obs["donor"] = adata.obs["donor"].astype("category")
+    with ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
+        adata.write_zarr(dest, **options)
+
+
+def spent(loader: zl.Loader) -> EpochCost:
+    for _ in loader:
+        pass
+    done = loader.statistics()
+    return EpochCost(gets=done.gets, bytes_read=done.bytes_read, exact=True)
+
+
+@pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
+def test_without_a_mirror_the_cost_is_what_is_spent(store, options):
+    dataset = zl.open_dataset(store)
+    loader = zl.Loader(dataset, **options)
+    for epoch in range(2):
+        foretold = epoch_costs(dataset, loader.plan(epoch), options=loader.options)
+        assert foretold.unmirrored == spent(loader)
+
+
+@pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
+def test_with_a_mirror_the_cost_is_what_the_first_epoch_spends(store, tmp_path, options):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    loader = zl.Loader(dataset, **options)
+    foretold = epoch_costs(dataset, loader.plan(0), options=loader.options)
+    first = spent(loader)
+    # Which of two fetches under way at once brings a chunk that both need may change how spans fall together.
+    assert first.gets == pytest.approx(foretold.first_mirrored.gets, rel=0.02)
+    assert first.bytes_read == pytest.approx(foretold.first_mirrored.bytes_read, rel=0.02)
+    loader.set_epoch(0)
+    assert spent(loader) == EpochCost(gets=0, bytes_read=0, exact=True)
+
+
+def test_a_dense_matrix_and_one_without_shards(tmp_path):
+    adata = counts(200, 50)
+    adata.layers["dense"] = adata.X.toarray()
+    write_plainly(adata.copy(), tmp_path / "plain.zarr", chunks=(16, 50))
+    write_store(adata, tmp_path / "sharded.zarr", tmp_path)
+    for name in ("plain", "sharded"):
+        dataset = zl.open_dataset(tmp_path / f"{name}.zarr")
+        for x in ("X", "layers/dense"):
+            loader = zl.Loader(dataset, x=x, batch_size=8, fetch_factor=2, sampling=zl.BlockShuffling(block_size=4))
+            assert epoch_costs(dataset, loader.plan(0), x=x).unmirrored == spent(loader)
+
+
+def test_a_long_epoch_is_estimated(store):
+    dataset = zl.open_dataset(store)
+    loader = zl.Loader(dataset, **LOADERS["blocks"])
+    plan = loader.plan(0)
+    whole = epoch_costs(dataset, plan, options=NARROW)
+    part = epoch_costs(dataset, plan, options=NARROW, most_fetches=plan.n_fetches - 1)
+    assert whole.unmirrored.exact
+    assert not part.unmirrored.exact
+    assert not part.first_mirrored.exact
+    assert part.unmirrored.gets == pytest.approx(whole.unmirrored.gets, rel=0.1)
+    assert part.unmirrored.bytes_read == pytest.approx(whole.unmirrored.bytes_read, rel=0.1)
+    assert whole.first_mirrored.gets <= part.first_mirrored.gets <= part.unmirrored.gets
+    assert whole.first_mirrored.bytes_read <= part.first_mirrored.bytes_read < part.unmirrored.bytes_read
+
+
+def test_what_is_missing_is_an_error(store, tmp_path):
+    shutil.copytree(store, tmp_path / "cells.zarr")
+    (tmp_path / "cells.zarr" / "X" / "data" / "c" / "3").unlink()
+    dataset = zl.open_dataset(tmp_path / "cells.zarr")
+    plan = zl.Loader(dataset).plan(0)
+    with pytest.raises(FormatError, match="there are: X"):
+        epoch_costs(dataset, plan, x="layers/none")
+    with pytest.raises(MissingObjectError, match="X/data/c/3"):
+        epoch_costs(dataset, plan)
+
+
+def test_summary(tmp_path):
+    adata = counts(300, 60)
+    adata.layers["doubled"] = adata.X * 2
+    adata.layers["dense"] = adata.X.toarray()
+    adata.raw = adata[:, :50].copy()
+    adata.obsm["X_pca"] = np.zeros((300, 4), np.float32)
+    write_store(adata, tmp_path / "cells.zarr", tmp_path)
+    dataset = zl.open_dataset(tmp_path / "cells.zarr")
+    summary = summarize(dataset)
+    assert (summary.rows, summary.genes, summary.fingerprint) == (300, 60, dataset.fingerprint)
+    files = [file for file in (tmp_path / "cells.zarr").rglob("*") if file.is_file()]
+    assert (summary.objects, summary.stored_bytes) == (len(files), sum(file.stat().st_size for file in files))
+    columns = {column.name: (column.kind, column.categories) for column in summary.obs}
+    assert columns == {
+        "cell_type": ("categorical", 4),
+        "donor": ("string", None),
+        "n_counts": ("float32", None),
+        "passed": ("bool", None),
+        "lane": ("int32", None),
+    }
+    matrices = {matrix.name: matrix for matrix in summary.matrices}
+    assert list(matrices) == ["X", "raw/X", "layers/dense", "layers/doubled"]
+    assert {name: matrix.genes for name, matrix in matrices.items()}["raw/X"] == 50
+    x = matrices["X"]
+    assert (x.encoding, x.values, x.density) == ("csr_matrix", adata.X.nnz, adata.X.nnz / 18_000)
+    assert matrices["layers/dense"].encoding == "dense"
+    indices, data = x.arrays
+    assert (indices.dtype, indices.original_dtype) == ("uint8", "int32")
+    assert (data.dtype, data.original_dtype) == ("uint16", "float32")
+    assert data.decoded_bytes == 2 * adata.X.nnz
+    stored = [file.stat().st_size for file in (tmp_path / "cells.zarr/X/data/c").iterdir()]
+    assert (data.stored_bytes, data.shards) == (sum(stored), len(stored))
+    assert data.chunk_elements * 300 / adata.X.nnz == data.rows_per_chunk
+    assert "blosc(lz4, shuffle), crc32c" in data.codecs
+    assert summary.others == ["obsm/X_pca"]
+
+
+def test_a_matrix_that_cannot_be_read_is_shown_with_the_reason(tmp_path):
+    adata = counts(30, 20)
+    adata.X = adata.X.tocsc()
+    write_plainly(adata, tmp_path / "csc.zarr")
+    (x,) = summarize(zl.open_dataset(tmp_path / "csc.zarr")).matrices
+    assert x.encoding == "csc_matrix"
+    assert not x.arrays
+    assert "zloader convert" in str(x.problem)

@@ -1,0 +1,348 @@
+"""Measures of a plan: held against slow counts, random and ordered rows, and scDataset's published table."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.common.errors import OptionError
+from zloader.dataset.views import RowSet, Within
+from zloader.order.plan import Plan
+from zloader.order.sampling import BlockShuffling, bound, stratified
+from zloader.selecting.columns import ObsColumn
+
+pytestmark = pytest.mark.any_version
+
+ROWS = 1_400_000
+
+
+def plates() -> np.ndarray:
+    """The plate of each row, in order: 14 plates whose sizes differ so much that random minibatches have 3.63 bits."""
+    shares = np.linspace(0.7, 1.3, 14) / 14
+    ends = np.round(np.cumsum(shares) * ROWS).astype(int)
+    return np.repeat(np.arange(14, dtype=np.int8), np.diff(ends, prepend=0))
+
+
+PLATES = plates()
+
+
+def measured(sampling, fetch_factor=256, *, labels=PLATES, batch_size=64, **options):
+    plan = Plan(
+        dataset_rows=len(labels), sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor, **options
+    )
+    return zl.quality(labels, plan)
+
+
+# (block_size, fetch_factor): bits, from the table of scDataset's paper, for minibatches of 64 of Tahoe-100M.
+PUBLISHED = {
+    (4, 1): 3.14,
+    (16, 1): 1.76,
+    (16, 4): 3.05,
+    (16, 16): 3.48,
+    (16, 64): 3.58,
+    (64, 4): 1.75,
+    (64, 64): 3.45,
+    (4, 16): 3.59,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("block_size", "fetch_factor"), PUBLISHED, ids=str)
+def test_the_published_entropies_are_reproduced(block_size, fetch_factor):
+    seen = measured(zl.BlockShuffling(block_size), fetch_factor)
+    # The sizes of Tahoe's plates are not published with the table.
+    assert seen.entropy_bits == pytest.approx(PUBLISHED[block_size, fetch_factor], abs=0.05)
+    assert seen.random_entropy_bits == pytest.approx(3.63, abs=0.01)
+
+
+def test_where_the_defaults_stand():
+    seen = measured(stratified(), zl.Loader.fetch_factor, batch_size=zl.Loader.batch_size)
+    assert seen.entropy_bits > 3.6
+    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits, abs=0.01)
+    assert seen.entropy_sd_bits == pytest.approx(seen.random_entropy_sd_bits, abs=0.01)
+    assert seen.l1_within == pytest.approx(1, abs=0.01)
+    assert seen.l1_across == pytest.approx(1, abs=0.01)
+    assert seen.same_block_share == pytest.approx(63 / 16383, rel=0.05)
+    assert seen.longest_run <= 5
+
+
+def test_blocks_in_random_order_alone_have_less_entropy():
+    """256 blocks in a fetch: 13 / (2 * 256 * ln 2) = 0.037 bits less than random rows."""
+    seen = measured(zl.BlockShuffling(64))
+    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits - 0.037, abs=0.015)
+
+
+@pytest.mark.parametrize(("n_labels", "left"), [(2, 0.5), (14, 0.2), (56, 0.5), (300, 0.9)])
+def test_strata_bring_entropy_nearer_to_random_for_any_number_of_labels(n_labels, left):
+    """Whether a label has many strata or a stratum many labels; `left` of what random blocks lack at most."""
+    labels = np.arange(ROWS) * n_labels // ROWS
+    seen = [measured(BlockShuffling(64, n_strata=n), labels=labels) for n in (64, 1)]
+    in_strata, at_random = (each.random_entropy_bits - each.entropy_bits for each in seen)
+    assert -0.01 < in_strata < left * at_random
+
+
+def test_strata_help_where_a_fetch_has_fewer_blocks_than_there_are_strata():
+    plain, few = (measured(BlockShuffling(64, n_strata=n), 32).entropy_bits for n in (1, 64))
+    assert few > plain + 0.1
+
+
+def test_entropy_rises_with_fetch_factor_and_falls_with_block_size():
+    by_fetch = [measured(zl.BlockShuffling(64), factor).entropy_bits for factor in (1, 4, 16, 64, 256)]
+    by_block = [measured(zl.BlockShuffling(size), 16).entropy_bits for size in (512, 128, 32, 8)]
+    assert by_fetch == sorted(by_fetch)
+    assert by_block == sorted(by_block)
+
+
+def test_single_rows_are_as_good_as_random():
+    seen = measured(zl.BlockShuffling(1), 16)
+    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits, abs=0.01)
+    assert seen.entropy_sd_bits == pytest.approx(seen.random_entropy_sd_bits, abs=0.01)
+    assert seen.l1_within == pytest.approx(1, abs=0.01)
+    assert seen.l1_across == pytest.approx(1, abs=0.01)
+    assert seen.same_block_share < 1e-4
+
+
+def test_rows_in_order_score_nothing():
+    seen = measured(zl.Streaming())
+    assert seen.entropy_bits < 0.01
+    assert seen.l1_within == pytest.approx(0, abs=1e-12)
+    assert seen.l1_across == pytest.approx(0, abs=1e-12)
+    assert (seen.longest_run, seen.same_block_share) == (64, 1)
+
+
+def test_row_distance_alone_misleads():
+    """16 runs in a minibatch: what the row distance praises, the run and the block share show."""
+    seen = measured(zl.BlockShuffling(4), 1)
+    assert seen.l1_within > 0.94
+    assert seen.longest_run >= 4
+    assert seen.same_block_share == pytest.approx(3 / 63, rel=0.05)
+
+
+def test_scanners():
+    """4 runs in a minibatch are worse than a fetch of one run of every scanner, and that than random rows."""
+    few = measured(zl.MixtureOfScanners(16, block_size=8), 1, batch_size=32)
+    many = measured(zl.MixtureOfScanners(16, block_size=128), 64, batch_size=32)
+    assert few.entropy_bits < many.entropy_bits < many.random_entropy_bits
+    assert many.same_block_share == pytest.approx(1 / 16, rel=0.05)
+
+
+def test_a_subset_is_all_the_rows_there_are():
+    chosen = np.flatnonzero(PLATES == 3)[::7]
+    seen = measured(zl.BlockShuffling(1, indices=chosen))
+    assert (seen.entropy_bits, seen.random_entropy_bits) == (0, 0)
+    assert seen.l1_within == pytest.approx(1, abs=0.02)
+    in_order = measured(zl.Streaming(indices=chosen))
+    assert in_order.l1_within == pytest.approx(0, abs=1e-12)
+    assert in_order.longest_run == 64
+
+
+@pytest.mark.parametrize("rows", [None, np.arange(7, 20_000)], ids=["dataset", "view"])
+def test_indices_count_however_the_labels_are_named(rows):
+    """By the name of an obs column or as an array: the plans are the same, row for row, and so are the measures."""
+    labels = np.arange(20_000) * 14 // 20_000
+    chosen = None if rows is None else RowSet.of(np.isin(np.arange(20_000), rows))
+    own = labels if rows is None else labels[rows]
+    column = ObsColumn(values=own, categories=None)
+    seen = []
+    for named in ("c", own):
+        sampling = bound(zl.ClassBalancedSampling(named, indices=np.arange(5000)), {"c": column}.__getitem__)
+        seen.append(measured(sampling if chosen is None else Within(sampling, chosen), 64, labels=labels))
+    assert seen[0] == seen[1]
+    assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)
+    assert seen[0].l1_within == pytest.approx(1, abs=0.05)
+
+
+@given(
+    n_rows=st.integers(30, 400),
+    seed=st.integers(0, 99),
+    given_as=st.sampled_from(["view", "view and indices", "indices", "indices, some twice, in any order"]),
+)
+def test_a_subset_is_measured_as_if_it_were_the_dataset(n_rows, seed, given_as):
+    """But for which rows are read as one block."""
+    rng = np.random.default_rng(seed)
+    labels, chosen = rng.integers(0, 4, n_rows), np.sort(rng.choice(n_rows, 20, replace=False))
+    if given_as == "view":
+        sampling = Within(zl.BlockShuffling(3), RowSet.of(np.isin(np.arange(n_rows), chosen)))
+    elif given_as == "view and indices":
+        wide = np.union1d(chosen, rng.integers(0, n_rows, 10))
+        own = zl.BlockShuffling(3, indices=np.searchsorted(wide, chosen))
+        sampling = Within(own, RowSet.of(np.isin(np.arange(n_rows), wide)))
+    elif given_as == "indices":
+        sampling = zl.BlockShuffling(3, indices=chosen)
+    else:
+        order = rng.permutation(np.append(np.arange(20), [3, 7, 7, 7]))
+        sampling, alone = zl.Streaming(indices=chosen[order]), zl.Streaming(indices=order)
+    if not given_as.endswith("order"):
+        alone = zl.BlockShuffling(3)
+    seen = measured(sampling, 2, labels=labels, batch_size=4)
+    wanted = measured(alone, 2, labels=labels[chosen], batch_size=4)
+    assert seen == dataclasses.replace(wanted, same_block_share=seen.same_block_share)
+
+
+def test_a_large_view_holds_few_bytes_a_row():
+    labels = np.zeros(8_000_000, np.int8)
+    sampling = Within(zl.BlockShuffling(8), RowSet.of(np.arange(len(labels)) % 2 == 0))
+    measured(sampling, 64, labels=labels, batch_size=8)  # compiles
+    tracemalloc.start()
+    try:
+        measured(sampling, 64, labels=labels, batch_size=8)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(labels)  # an int64 for each of the view: 4 of these
+    finally:
+        tracemalloc.stop()
+
+
+def test_balanced_classes_have_more_entropy_than_random_rows():
+    labels = np.repeat([0, 1, 2], [100_000, 2_000, 1_000])
+    seen = measured(zl.ClassBalancedSampling(labels, block_size=1, total_size=50_000), labels=labels)
+    assert seen.random_entropy_bits < 0.3
+    assert seen.entropy_bits == pytest.approx(math.log2(3), abs=0.05)
+
+
+def test_random_entropy_is_what_drawing_gives():
+    labels = np.repeat(np.arange(5), [10, 20, 30, 40, 900])
+    seen = measured(zl.BlockShuffling(1), 1, labels=labels, batch_size=20)
+    rng = np.random.default_rng(1)
+    drawn = [_entropy(rng.choice(labels, 20, replace=False)) for _ in range(5000)]
+    assert seen.random_entropy_bits == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / 50**0.5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "taking_part"),
+    [
+        (zl.BlockShuffling(4), {"remainder": "pad"}, range(20)),
+        (zl.BlockWeightedSampling(np.ones(20), total_size=500, block_size=4), {}, range(20)),
+        (zl.Streaming(indices=[1, 2] * 40), {}, [1, 2]),
+    ],
+    ids=["padded", "weighted", "listed twice"],
+)
+def test_where_a_minibatch_has_more_rows_than_there_are_random_ones_are_drawn_with_replacement(
+    sampling, options, taking_part
+):
+    labels = np.arange(20) % 3
+    seen = measured(sampling, 2, labels=labels, batch_size=32, **options)
+    rng = np.random.default_rng(1)
+    drawn = [_entropy(labels[rng.choice(taking_part, 32)]) for _ in range(2000)]
+    assert seen.random_entropy_bits == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / 1024**0.5)
+    assert seen.random_entropy_sd_bits == pytest.approx(np.std(drawn), rel=0.2)
+    assert seen.entropy_bits > 0.95 * np.log2(len(set(labels[taking_part])))
+    assert seen.l1_within is seen.l1_across is None
+
+
+def test_every_rank_is_measured_by_itself():
+    ranks = [measured(zl.BlockShuffling(64), 64, rank=rank, world_size=2) for rank in range(2)]
+    assert ranks[0] != ranks[1]
+    assert ranks[0].entropy_bits == pytest.approx(ranks[1].entropy_bits, abs=0.03)
+
+
+def _entropy(labels) -> float:
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def _longest(rows) -> int:
+    rows = set(rows.tolist())
+    return max(next(n for n in itertools.count(1) if row + n not in rows) for row in rows)
+
+
+@settings(deadline=None)
+@given(
+    n_rows=st.integers(1, 300),
+    batch_size=st.integers(1, 12),
+    fetch_factor=st.integers(1, 8),
+    block_size=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_the_measures_are_what_slow_counting_gives(n_rows, batch_size, fetch_factor, block_size, seed):
+    labels = np.random.default_rng(seed).integers(-1, 4, n_rows)
+    sampling = zl.BlockShuffling(min(block_size, batch_size * fetch_factor))
+    plan = Plan(dataset_rows=n_rows, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor, seed=seed)
+    fetches = map(plan.fetch, range(plan.n_fetches))
+    cut = [np.split(fetch.rows[fetch.order], fetch.cuts[1:-1]) for fetch in fetches]
+    minibatches = [rows for fetch in cut for rows in fetch if len(rows) == batch_size]
+    if not minibatches:
+        with pytest.raises(OptionError, match="lower batch_size"):
+            zl.quality(labels, plan)
+        return
+    seen = zl.quality(labels, plan)
+    assert seen.minibatches == len(minibatches)
+    entropies = [_entropy(labels[rows]) for rows in minibatches]
+    assert seen.entropy_bits == pytest.approx(np.mean(entropies), abs=1e-9)
+    assert seen.entropy_sd_bits == pytest.approx(np.std(entropies), abs=1e-9)
+    assert seen.longest_run == max(map(_longest, minibatches))
+
+    within = [abs(i - j) for rows in minibatches for i, j in itertools.combinations(rows, 2)]
+    _check_scaled(seen.l1_within, within, (batch_size + 1) / 3, (n_rows + 1) / 3)
+    across = [abs(i - j) for rows, after in itertools.pairwise(minibatches) for i in rows for j in after]
+    _check_scaled(seen.l1_across, across, batch_size, (n_rows + 1) / 3)
+
+
+def _check_scaled(score, distances, in_order, random):
+    if not distances or random <= in_order:
+        assert score is None
+    else:
+        assert score * (random - in_order) + in_order == pytest.approx(np.mean(distances))
+
+
+NAMES = ["a", "b", "c", None]
+CODES = np.arange(400) // 7 % 4
+NAMED = [NAMES[code] for code in CODES]
+LABELS = {
+    "codes": np.where(CODES == 3, -1, CODES).astype(">i4"),
+    "a list": NAMED,
+    "objects": np.array(NAMED, object),
+    "objects with NaN": np.array([np.nan if name is None else name for name in NAMED], object),
+    "strings": np.array(list(map(str, NAMED))),
+    "bytes": np.array(list(map(str, NAMED)), "S"),
+    "a Categorical": pd.Categorical(NAMED),
+    "a Series": pd.Series(NAMED, index=CODES),
+    "a Series of categories": pd.Series(pd.Categorical(NAMED)),
+    "a Series of strings": pd.Series(NAMED, dtype="string"),
+    "nullable whole numbers": pd.Series(np.where(CODES == 3, None, CODES), dtype="Int64"),
+    "an Index": pd.Index(NAMED),
+}
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
+def test_labels_of_any_kind_are_measured_as_their_codes(labels):
+    """What is missing is one label."""
+    assert measured(zl.BlockShuffling(4), 4, labels=labels, batch_size=8) == measured(
+        zl.BlockShuffling(4), 4, labels=CODES, batch_size=8
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (np.zeros(9, int), r"one for each of 10 rows, not of shape \(9,\)"),
+        (["a"] * 11, r"one for each of 10 rows, not of shape \(11,\)"),
+        (np.zeros((10, 1), int), "one for each of 10 rows"),
+        (pd.DataFrame({"plate": range(10)}), "one for each of 10 rows"),
+        ("plate", "one for each of 10 rows"),
+        (np.append(np.arange(9.0), np.nan), "labels are float64"),
+        (pd.Series(range(10), dtype="Float32"), "labels are Float32"),
+        ([0.5] * 10, "labels are float64"),
+    ],
+)
+def test_labels_must_be_one_a_row(labels, said):
+    plan = Plan(dataset_rows=10, sampling=zl.Streaming(), batch_size=2, fetch_factor=2)
+    with pytest.raises(OptionError, match=said):
+        zl.quality(labels, plan)
+
+
+def test_labels_of_a_view_alone_are_refused():
+    sampling = Within(zl.Streaming(), RowSet.of(np.arange(10) < 6))
+    plan = Plan(dataset_rows=10, sampling=sampling, batch_size=2, fetch_factor=2)
+    with pytest.raises(OptionError, match="the 6 rows of a view, but those of all 10 rows of the whole dataset"):
+        zl.quality(list("abcabc"), plan)
+    with pytest.raises(OptionError, match="one for each of 10 rows"):
+        zl.quality(list("abcab"), plan)
+    assert zl.quality(list("ababababab"), plan).entropy_bits == 1

@@ -1,0 +1,121 @@
+"""Suggested sizes fit the memory, the store and one another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import counts, write_store
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.common.errors import FormatError, OptionError
+from zloader.dataset.suggest import sizes
+from zloader.order.plan import Plan
+from zloader.storage.layout import chunks_of
+
+pytestmark = pytest.mark.any_version
+
+GiB = 1 << 30
+
+
+def _sizes(*, memory="2GiB", **given):
+    usual = {"n_rows": 100_000_000, "row_bytes": 6_000, "rows_per_chunk": 32, "batch_size": 64}
+    return sizes(**usual | given, options=zl.FetchOptions(memory=memory))
+
+
+@given(
+    n_rows=st.integers(1, 10**9),
+    row_bytes=st.floats(0, 10**6),
+    rows_per_chunk=st.floats(0.01, 10**5),
+    batch_size=st.integers(1, 2000),
+    memory=st.integers(2**24, 2**38),
+)
+@example(n_rows=44, row_bytes=111_213, rows_per_chunk=38, batch_size=1, memory=2**24)  # not even a block fits
+def test_what_is_suggested_can_be_planned_and_fits(n_rows, row_bytes, rows_per_chunk, batch_size, memory):
+    options = zl.FetchOptions(memory=memory)
+    suggested = _sizes(
+        n_rows=n_rows, row_bytes=row_bytes, rows_per_chunk=rows_per_chunk, batch_size=batch_size, memory=memory
+    )
+    plan = Plan(
+        dataset_rows=n_rows,
+        sampling=suggested.sampling,
+        batch_size=suggested.batch_size,
+        fetch_factor=suggested.fetch_factor,
+    )
+    assert suggested.fetch_rows == len(plan.fetch(0).rows)
+    assert plan.fetch_rows < n_rows + batch_size
+    if suggested.fetch_factor > 1:  # else it is what one minibatch takes
+        assert suggested.fetch_bytes <= suggested.memory_bytes / (options.prefetch + 1) * (1 + 1e-9) + 1
+
+
+CASES = {
+    "the default store": ({}, 64, 256),
+    "small chunks": ({"rows_per_chunk": 8}, 16, 64),
+    "little memory: fewer blocks": ({"memory": "256MiB"}, 64, 137),
+    "less memory: shorter blocks": ({"memory": "64MiB"}, 16, 17),
+    "huge chunks: shorter blocks": ({"rows_per_chunk": 1000}, 512, 552),
+    "chunks that no memory has many of: not many times decoded": (
+        {"rows_per_chunk": 4000, "row_bytes": 11_680, "memory": "1GiB"},
+        2048,
+        141,
+    ),
+    "rows spread thin: fewer of them": ({"spread": 10, "memory": "256MiB"}, 64, 19),
+    "a few rows": ({"n_rows": 700}, 64, 11),
+    "fewer rows than a minibatch": ({"n_rows": 10}, 64, 1),
+    "large minibatches": ({"batch_size": 1024}, 64, 16),
+}
+
+
+@pytest.mark.parametrize(("options", "block_size", "fetch_factor"), CASES.values(), ids=CASES.keys())
+def test_sizes(options, block_size, fetch_factor):
+    suggested = _sizes(**options)
+    assert (suggested.block_size, suggested.fetch_factor) == (block_size, fetch_factor)
+
+
+def test_a_store_is_looked_at_and_the_reasons_are_said(tmp_path):
+    adata = counts(600, 40)
+    zl.convert(adata, tmp_path / "a.zarr", options=zl.ConvertOptions(chunk_rows=16), progress=False)
+    zl.convert(adata[:200].copy(), tmp_path / "b.zarr", options=zl.ConvertOptions(chunk_rows=4), progress=False)
+    dataset = zl.open_dataset([tmp_path / "a.zarr", tmp_path / "b.zarr"])
+    suggested = zl.suggest(dataset, batch_size=8, memory="64MiB")
+    matrices = dataset.matrices("X")
+    per_chunk = [m.values.chunk_elements / m.values.n_elements * m.n_rows for m in matrices]
+    assert suggested.rows_per_chunk == pytest.approx(max(per_chunk))
+    assert suggested.fetch_rows == 800
+    assert str(suggested).count("\n") == 0
+    assert "a chunk has" in str(suggested)
+    assert f"sampling=BlockShuffling(block_size={suggested.block_size}, n_strata=64)" in str(suggested)
+    loader = zl.Loader(dataset, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=suggested.sampling)
+    assert sum(map(len, loader)) == 800
+
+
+def test_a_view_takes_the_chunks_that_its_rows_are_in(tmp_path):
+    adata = counts(4000, 40, density=1)
+    zl.convert(adata, tmp_path / "a.zarr", options=zl.ConvertOptions(chunk_rows=16), progress=False)
+    dataset = zl.open_dataset(tmp_path / "a.zarr")
+    val = dataset.split([0.9, 0.1])[1]
+    suggested = zl.suggest(val, batch_size=8)
+    assert (suggested.fetch_rows, suggested.spread) == (400, 10)
+    plan = zl.Loader(val, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=suggested.sampling).plan(0)
+    decoded = 0
+    (matrix,) = dataset.matrices("X")
+    indptr = np.append(0, np.cumsum(np.diff(adata.X.indptr)))
+    starts, stops = indptr[plan.fetch(0).rows], indptr[plan.fetch(0).rows + 1]
+    for array in matrix.arrays:
+        chunks = chunks_of(starts, stops, array.chunk_elements)
+        decoded += len(chunks) * array.chunk_elements * array.dtype.itemsize
+    assert suggested.fetch_bytes == pytest.approx(decoded, rel=0.1)
+    with pytest.raises(FormatError, match="no rows to load"):
+        zl.suggest(dataset.where("n_counts < 0"))
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    write_store(counts(5, 4), tmp_path / "a.zarr", tmp_path)
+    dataset = zl.open_dataset(tmp_path / "a.zarr")
+    with pytest.raises(OptionError, match="batch_size"):
+        zl.suggest(dataset, batch_size=0)
+    with pytest.raises(OptionError, match="memory"):
+        zl.suggest(dataset, memory=10)
+    with pytest.raises(FormatError, match="layers/none"):
+        zl.suggest(dataset, x="layers/none")

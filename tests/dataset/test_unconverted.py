@@ -1,0 +1,145 @@
+"""What is opened as a store and is none yet: the error says which command makes it one, and that command works."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shlex
+
+import h5py
+import numpy as np
+import pytest
+from helpers import counts
+from typer.testing import CliRunner
+
+import zloader as zl
+from zloader.commands.cli import app
+from zloader.common.errors import FormatError, OptionError, StoreNotFoundError
+from zloader.testing import Sim
+
+ADATA = counts(20, 10)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A directory with a bucket of such things below."""
+    folder = tmp_path_factory.mktemp("root")
+    bucket = folder / "bucket"
+    bucket.mkdir()
+    for name in ("cells.h5ad", "two words.h5", "cells.hdf5", "plates/a.h5ad", "plates/b.h5ad"):
+        (bucket / name).parent.mkdir(exist_ok=True)
+        ADATA.write_h5ad(bucket / name)
+    ADATA.write_h5ad(bucket / "cells.data")
+    (bucket / "notes.txt").write_text("hello")
+    (bucket / "10x").mkdir()
+    with gzip.open(bucket / "10x" / "matrix.mtx.gz", "wt") as matrix:
+        matrix.write("%%MatrixMarket matrix coordinate integer general\n2 1 1\n1 1 3\n")
+    with gzip.open(bucket / "10x" / "barcodes.tsv.gz", "wt") as barcodes:
+        barcodes.write("AAA\n")
+    with gzip.open(bucket / "10x" / "features.tsv.gz", "wt") as features:
+        features.write("id1\tg1\tGene Expression\nid2\tg2\tGene Expression\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    with Sim(root=root) as running:
+        yield running
+
+
+def advised(error):
+    """Source and destination in the advice of an error, which are the same in the command and in Python."""
+    command, function = re.search(
+        r"Convert it once: (zloader convert .+) \(in Python: zl\.(.+)\)$", str(error)
+    ).groups()
+    _, _, source, store = shlex.split(command)
+    assert function == f"convert({source!r}, {store!r})"
+    return source, store
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "source", "store", "rows"),
+    [
+        ("cells.h5ad", "is an .h5ad file", "cells.h5ad", "cells.zarr", 20),
+        ("cells.h5ad/", "is an .h5ad file", "cells.h5ad", "cells.zarr", 20),
+        ("two words.h5", "is an HDF5 file", "two words.h5", "two words.zarr", 20),
+        ("cells.hdf5", "is an HDF5 file", "cells.hdf5", "cells.zarr", 20),
+        ("cells.data", "is an HDF5 file", "cells.data", "cells.data.zarr", 20),
+        ("10x", "is a 10x directory", "10x", "10x.zarr", 1),
+        ("plates", "holds .h5ad files", "plates/*.h5ad", "plates.zarr", 40),
+    ],
+)
+def test_the_advised_command_makes_a_store(root, tmp_path, monkeypatch, name, kind, source, store, rows):
+    (tmp_path / "bucket").symlink_to(root / "bucket")
+    monkeypatch.chdir(tmp_path / "bucket")
+    with pytest.raises(FormatError, match=kind) as caught:
+        zl.open_dataset(name, cache=tmp_path / "cache")
+    assert advised(caught.value) == (source, store)
+    assert not list(tmp_path.glob("cache/*"))
+    zl.convert(source, tmp_path / "made.zarr", progress=False)
+    assert zl.open_dataset(tmp_path / "made.zarr").n_obs == rows
+
+
+@pytest.mark.parametrize("name", ["cells.h5ad", "two words.h5"])
+def test_on_s3_the_store_goes_beside_the_file(server, name):
+    options = {"key": "any", "secret": "any", "endpoint_url": server.url}
+    with pytest.raises(FormatError, match="not a Zarr store") as caught:
+        zl.open_dataset(f"s3://bucket/{name}", storage_options=options)
+    assert advised(caught.value) == (f"s3://bucket/{name}", f"s3://bucket/{name.rpartition('.')[0]}.zarr")
+    with pytest.raises(StoreNotFoundError, match="nothing is stored"):
+        zl.open_dataset("s3://bucket/nothing.h5ad", storage_options=options)
+
+
+def test_of_a_web_server_the_store_goes_to_this_machine(server):
+    with pytest.raises(FormatError, match=r"is an \.h5ad file") as caught:
+        zl.open_dataset(f"{server.url}/bucket/cells.h5ad")
+    assert advised(caught.value) == (f"{server.url}/bucket/cells.h5ad", "cells.zarr")
+    with pytest.raises(StoreNotFoundError, match=r"no zarr\.json"):
+        zl.open_dataset(f"{server.url}/bucket/nothing.h5ad")
+
+
+def test_a_store_may_have_any_name(root, tmp_path):
+    zl.convert(root / "bucket" / "cells.h5ad", tmp_path / "odd.h5ad", progress=False)
+    (tmp_path / "odd.h5ad" / "matrix.mtx").touch()
+    assert zl.open_dataset(tmp_path / "odd.h5ad").n_obs == 20
+    with Sim(root=tmp_path.parent) as running:
+        assert zl.open_dataset(f"{running.url}/{tmp_path.name}/odd.h5ad").n_obs == 20
+
+
+def test_a_10x_file_is_an_hdf5_file(tmp_path):
+    with h5py.File(tmp_path / "filtered.h5", "w") as file:
+        file.create_group("matrix")["barcodes"] = np.array([b"AAA"])
+    with pytest.raises(FormatError, match=r"is an HDF5 file, .* zloader convert"):
+        zl.open_dataset(tmp_path / "filtered.h5")
+
+
+def test_any_other_file_is_no_store_either(root, tmp_path):
+    with pytest.raises(FormatError, match=r"notes\.txt is a single file, and a Zarr store is a directory"):
+        zl.open_dataset(root / "bucket" / "notes.txt")
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.h5ad").touch()
+    (tmp_path / "mixed" / "zloader.partial").touch()
+    with pytest.raises(FormatError, match="its conversion did not end"):
+        zl.open_dataset(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize(
+    "given", [ADATA, [ADATA], 3, None, [None]], ids=["AnnData", "a list of it", "3", "None", "[None]"]
+)
+def test_what_is_no_url_is_refused(given):
+    with pytest.raises(OptionError, match=r"by its path or URL, .* zl\.convert\(adata, 'x\.zarr'\)"):
+        zl.open_dataset(given)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["info"], ["verify"], ["bench"], ["warm", "--cache", "cache"], ["quality", "--label", "cell_type"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_that_open_a_store_say_so(root, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.h5ad").symlink_to(root / "bucket" / "cells.h5ad")
+    command, *flags = arguments
+    done = CliRunner().invoke(app, [command, "x.h5ad", *flags])
+    assert done.exit_code == 1
+    assert "zloader convert x.h5ad x.zarr (in Python: zl.convert('x.h5ad', 'x.zarr'))" in done.stdout + done.stderr

@@ -1,0 +1,142 @@
+"""The order of an epoch is the same under any later NumPy and on any machine: a resumed run goes on where it was.
+
+These values may change only with a reason that is worth breaking every run that is to be resumed.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+
+from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Streaming
+from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
+
+pytestmark = pytest.mark.any_version
+
+N_ROWS = 1000
+ODD = np.arange(1, N_ROWS, 2)
+WEIGHTS = (np.arange(N_ROWS) % 7).astype(np.float32)
+WEIGHTS[::50] = 60
+LABELS = ["b" if row % 11 else "a" for row in range(N_ROWS)]
+
+SAMPLINGS = {
+    "streaming": Streaming(),
+    "streaming indices": Streaming(indices=ODD[::-1]),
+    "blocks of 1": BlockShuffling(block_size=1),
+    "blocks of 12": BlockShuffling(block_size=12),
+    "blocks in strata": BlockShuffling(block_size=12, n_strata=9),
+    "single rows in strata": BlockShuffling(block_size=1, n_strata=64),
+    "blocks of indices": BlockShuffling(block_size=12, indices=ODD),
+    "scanners": MixtureOfScanners(n_scanners=7, block_size=5),
+    "scanners of indices": MixtureOfScanners(n_scanners=16, block_size=64, indices=ODD),
+    "weights": BlockWeightedSampling(WEIGHTS, block_size=6),
+    "weights of rows": BlockWeightedSampling(WEIGHTS, block_size=1, total_size=3000),
+    "weights of indices": BlockWeightedSampling(WEIGHTS, block_size=10, indices=ODD),
+    "once by weight": BlockWeightedSampling(WEIGHTS, block_size=6, total_size=300, replace=False),
+    "classes": ClassBalancedSampling(LABELS, block_size=8),
+    "classes once": ClassBalancedSampling(LABELS, block_size=8, total_size=200, replace=False),
+}
+# For each (seed, epoch): the first 16 rows, and the checksum of all rows as little-endian int64.
+GOLDEN = {
+    ("streaming", 0, 0): ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], 619770717),
+    ("streaming", 7, 3): ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], 619770717),
+    ("streaming indices", 0, 0): (
+        [999, 997, 995, 993, 991, 989, 987, 985, 983, 981, 979, 977, 975, 973, 971, 969],
+        2312848935,
+    ),
+    ("streaming indices", 7, 3): (
+        [999, 997, 995, 993, 991, 989, 987, 985, 983, 981, 979, 977, 975, 973, 971, 969],
+        2312848935,
+    ),
+    ("blocks of 1", 0, 0): (
+        [595, 344, 314, 319, 142, 985, 463, 219, 810, 120, 220, 338, 184, 860, 182, 295],
+        2952244281,
+    ),
+    ("blocks of 1", 7, 3): ([5, 196, 214, 732, 620, 820, 503, 475, 567, 455, 402, 653, 388, 367, 38, 486], 261232413),
+    ("blocks of 12", 0, 0): (
+        [712, 713, 714, 715, 716, 717, 718, 719, 720, 721, 722, 723, 552, 553, 554, 555],
+        2338701564,
+    ),
+    ("blocks of 12", 7, 3): (
+        [204, 205, 206, 207, 208, 209, 210, 211, 212, 213, 214, 215, 288, 289, 290, 291],
+        1345137901,
+    ),
+    ("blocks in strata", 0, 0): (
+        [604, 605, 606, 607, 608, 609, 610, 611, 612, 613, 614, 615, 688, 689, 690, 691],
+        3035830214,
+    ),
+    ("blocks in strata", 7, 3): ([84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 648, 649, 650, 651], 1512685570),
+    ("single rows in strata", 0, 0): (
+        [82, 545, 941, 253, 296, 710, 326, 805, 414, 558, 380, 761, 474, 588, 886, 727],
+        3757113868,
+    ),
+    ("single rows in strata", 7, 3): (
+        [141, 235, 665, 855, 299, 351, 64, 935, 765, 868, 206, 563, 454, 510, 688, 752],
+        107015500,
+    ),
+    ("blocks of indices", 0, 0): (
+        [785, 787, 789, 791, 793, 795, 797, 799, 801, 803, 805, 807, 833, 835, 837, 839],
+        2168518658,
+    ),
+    ("blocks of indices", 7, 3): (
+        [625, 627, 629, 631, 633, 635, 637, 639, 641, 643, 645, 647, 145, 147, 149, 151],
+        2900430113,
+    ),
+    ("scanners", 0, 0): ([908, 909, 910, 911, 912, 194, 195, 196, 197, 198, 765, 766, 767, 768, 769, 51], 363614848),
+    ("scanners", 7, 3): ([331, 332, 333, 334, 335, 760, 761, 762, 763, 764, 45, 46, 47, 48, 49, 188], 2855409485),
+    ("scanners of indices", 0, 0): (
+        [301, 303, 305, 307, 309, 311, 313, 315, 317, 319, 321, 323, 325, 327, 329, 331],
+        3531467375,
+    ),
+    ("scanners of indices", 7, 3): (
+        [247, 249, 251, 253, 255, 257, 259, 261, 263, 265, 267, 269, 271, 273, 275, 277],
+        1488537644,
+    ),
+    ("weights", 0, 0): ([50, 400, 901, 500, 450, 544, 398, 52, 950, 450, 350, 50, 300, 50, 950, 850], 1352098074),
+    ("weights", 7, 3): ([200, 201, 50, 50, 600, 400, 416, 411, 412, 838, 839, 843, 150, 100, 102, 48], 1731548618),
+    ("weights of rows", 0, 0): (
+        [50, 444, 900, 527, 450, 590, 397, 50, 982, 450, 376, 96, 300, 83, 991, 850],
+        2864690105,
+    ),
+    ("weights of rows", 7, 3): (
+        [200, 200, 93, 68, 620, 438, 400, 841, 372, 251, 725, 929, 165, 100, 125, 89],
+        3357233924,
+    ),
+    ("weights of indices", 0, 0): (
+        [61, 69, 47, 53, 59, 453, 459, 461, 445, 447, 377, 383, 389, 391, 375, 109],
+        2353260988,
+    ),
+    ("weights of indices", 7, 3): (
+        [223, 229, 213, 215, 221, 233, 215, 221, 223, 229, 737, 741, 745, 727, 731, 951],
+        2442751130,
+    ),
+    ("once by weight", 0, 0): (
+        [618, 620, 621, 622, 626, 628, 648, 650, 655, 657, 664, 674, 909, 919, 920, 921],
+        3354330719,
+    ),
+    ("once by weight", 7, 3): (
+        [549, 550, 551, 557, 559, 563, 145, 150, 152, 158, 164, 177, 20, 23, 26, 34],
+        2321200566,
+    ),
+    ("classes", 0, 0): ([55, 440, 917, 528, 451, 576, 394, 55, 979, 451, 371, 90, 308, 93, 988, 858], 2455864332),
+    ("classes", 7, 3): ([210, 215, 88, 77, 627, 444, 407, 836, 374, 271, 726, 935, 162, 99, 134, 88], 1481557524),
+    ("classes once", 0, 0): (
+        [965, 966, 968, 973, 976, 979, 990, 992, 352, 355, 357, 359, 374, 377, 382, 385],
+        1387710028,
+    ),
+    ("classes once", 7, 3): (
+        [304, 308, 319, 320, 330, 341, 347, 348, 236, 237, 238, 240, 243, 244, 245, 247],
+        730479337,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (7, 3)])
+def test_golden_orders(name, seed, epoch):
+    sampling = SAMPLINGS[name]
+    n_rows = sampling.n_rows(N_ROWS)
+    rows = sampling.rows(0, n_rows, dataset_rows=N_ROWS, seed=seed, epoch=epoch)
+    assert (rows[:16].tolist(), zlib.crc32(rows.astype("<i8").tobytes())) == GOLDEN[name, seed, epoch]

@@ -1,0 +1,367 @@
+"""Every row once an epoch over all ranks and workers, in equally many minibatches a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from zloader.common.errors import OptionError
+from zloader.order.plan import Plan
+from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Streaming
+
+pytestmark = pytest.mark.any_version
+
+
+@st.composite
+def plans(draw, drop_last=None, sampling=None):
+    """Plans of rank 0; from less than one minibatch a rank to several rounds of fetches."""
+    batch_size = draw(st.integers(1, 8))
+    fetch_factor = draw(st.integers(1, 5))
+    world_size = draw(st.integers(1, 5))
+    block_size = draw(st.integers(1, batch_size * fetch_factor))
+    scanners = MixtureOfScanners(n_scanners=draw(st.integers(1, 9)), block_size=block_size)
+    strata = BlockShuffling(block_size=block_size, n_strata=draw(st.integers(1, 9)))
+    samplings = [BlockShuffling(block_size=block_size), strata, scanners, Streaming(), Streaming(shuffle=True)]
+    return Plan(
+        dataset_rows=draw(st.integers(world_size, 400)),
+        sampling=draw(st.sampled_from(samplings)) if sampling is None else sampling,
+        batch_size=batch_size,
+        fetch_factor=fetch_factor,
+        seed=draw(st.integers(0, 2**63)),
+        epoch=draw(st.integers(0, 10_000)),
+        world_size=world_size,
+        drop_last=draw(st.booleans()) if drop_last is None else drop_last,
+    )
+
+
+def _ranks(plan):
+    return [dataclasses.replace(plan, rank=rank) for rank in range(plan.world_size)]
+
+
+def _minibatches(plan, *, worker=0, n_workers=1):
+    """The rows of every minibatch of one worker, in order."""
+    made = []
+    for number in plan.fetch_numbers(worker=worker, n_workers=n_workers):
+        fetch = plan.fetch(number)
+        assert fetch.number == number
+        assert fetch.cuts[0] == 0
+        assert fetch.cuts[-1] == len(fetch.rows) == len(fetch.order)
+        rows = fetch.rows[fetch.order]
+        made += [rows[begin:end] for begin, end in itertools.pairwise(fetch.cuts.tolist())]
+    return made
+
+
+def _all_rows(plan, *, n_workers=1):
+    made = [
+        _minibatches(rank, worker=worker, n_workers=n_workers) for rank in _ranks(plan) for worker in range(n_workers)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *itertools.chain(*made)])
+
+
+def _listed(plan):
+    return [rows.tolist() for rows in _minibatches(plan)]
+
+
+@given(plan=plans(drop_last=False), n_workers=st.integers(1, 4))
+def test_every_row_comes_exactly_once_over_ranks_and_workers(plan, n_workers):
+    rows = np.sort(_all_rows(plan, n_workers=n_workers))
+    if plan.batch_size == 1:  # minibatches of one row cannot be shared out evenly: a few are left out
+        assert len(np.unique(rows)) == len(rows)
+        assert set(rows.tolist()) <= set(range(plan.dataset_rows))
+        assert plan.dataset_rows - len(rows) < plan.world_size
+    else:
+        np.testing.assert_array_equal(rows, np.arange(plan.dataset_rows))
+
+
+@given(plan=plans(drop_last=True), n_workers=st.integers(1, 4))
+def test_drop_last_leaves_out_less_than_one_minibatch_a_rank(plan, n_workers):
+    rows = _all_rows(plan, n_workers=n_workers)
+    assert len(np.unique(rows)) == len(rows)
+    assert set(rows.tolist()) <= set(range(plan.dataset_rows))
+    assert plan.dataset_rows - len(rows) < plan.world_size * plan.batch_size
+    sizes = {len(minibatch) for rank in _ranks(plan) for minibatch in _minibatches(rank)}
+    assert sizes <= {plan.batch_size}
+
+
+@given(plan=plans(), n_workers=st.integers(1, 4))
+@example(
+    plan=Plan(dataset_rows=9, sampling=Streaming(), batch_size=2, fetch_factor=2, world_size=2), n_workers=1
+)  # one row left for two ranks
+@example(plan=Plan(dataset_rows=5, sampling=Streaming(), batch_size=4, fetch_factor=2, world_size=1), n_workers=2)
+def test_ranks_agree_on_the_number_of_minibatches_and_say_it(plan, n_workers):
+    for rank in _ranks(plan):
+        made = [_minibatches(rank, worker=worker, n_workers=n_workers) for worker in range(n_workers)]
+        assert sum(map(len, made)) == plan.n_minibatches == rank.n_minibatches
+    if plan.n_rows >= plan.world_size * plan.batch_size:
+        assert plan.n_minibatches > 0
+
+
+@given(plan=plans())
+def test_minibatches_are_full_but_for_the_last_two_of_a_rank(plan):
+    for rank in _ranks(plan):
+        sizes = [len(rows) for rows in _minibatches(rank)]
+        assert all(1 <= size <= plan.batch_size for size in sizes)
+        assert all(size == plan.batch_size for size in sizes[:-2])
+        if len(sizes) > 1 and sizes[-2] != plan.batch_size:
+            # Another rank has one row more, and so one minibatch more: this one's last was cut in two.
+            assert sizes[-2:] == [plan.batch_size - 1, 1]
+
+
+@given(plan=plans(drop_last=False))
+def test_ranks_are_given_equally_many_rows_but_for_one(plan):
+    given_rows = [sum(map(len, _minibatches(rank))) for rank in _ranks(plan)]
+    assert max(given_rows) - min(given_rows) <= (0 if plan.batch_size == 1 else 1)
+
+
+@given(plan=plans())
+def test_one_rank_yields_full_minibatches_and_one_rest(plan):
+    alone = dataclasses.replace(plan, world_size=1)
+    sizes = [len(rows) for rows in _minibatches(alone)]
+    n_full, rest = divmod(plan.dataset_rows, plan.batch_size)
+    assert sizes == [plan.batch_size] * n_full + ([rest] if rest and not plan.drop_last else [])
+
+
+@given(plan=plans(), n_workers=st.integers(1, 4))
+def test_workers_share_out_the_fetches_of_their_rank(plan, n_workers):
+    dealt = [list(plan.fetch_numbers(worker=worker, n_workers=n_workers)) for worker in range(n_workers)]
+    assert sorted(itertools.chain(*dealt)) == list(range(plan.n_fetches))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    turns = [numbers for turn in itertools.zip_longest(*dealt) for numbers in turn if numbers is not None]
+    assert turns == list(range(plan.n_fetches))  # taking turns gives the order of the rank
+
+
+@given(plan=plans(sampling=Streaming()))
+def test_streaming_reads_in_order_and_deals_fetches_in_turn(plan):
+    alone = dataclasses.replace(plan, world_size=1, drop_last=False)
+    np.testing.assert_array_equal(np.concatenate(_minibatches(alone)), np.arange(plan.dataset_rows))
+    n_rounds = (plan.dataset_rows - plan.world_size) // (plan.world_size * plan.fetch_rows)
+    for number, rank in itertools.product(range(n_rounds), _ranks(plan)):
+        begin = (number * plan.world_size + rank.rank) * plan.fetch_rows
+        np.testing.assert_array_equal(rank.fetch(number).rows, begin + np.arange(plan.fetch_rows))
+
+
+@given(plan=plans())
+def test_fetches_hold_whole_blocks(plan):
+    """A fetch is the positions of the sampling's order that belong to it, read in that order."""
+    order = plan.sampling.rows(0, plan.n_rows, dataset_rows=plan.dataset_rows, seed=plan.seed, epoch=plan.epoch)
+    place = np.argsort(order)
+    for rank in _ranks(plan):
+        for number in range(rank.n_fetches):
+            positions = place[rank.fetch(number).rows]
+            np.testing.assert_array_equal(positions, positions[0] + np.arange(len(positions)))
+            np.testing.assert_array_equal(np.sort(rank.fetch(number).order), np.arange(len(positions)))
+
+
+@given(plan=plans())
+def test_the_same_options_give_the_same_plan_and_fetches_come_in_any_order(plan):
+    again = dataclasses.replace(plan)
+    backwards = [again.fetch(number) for number in reversed(range(again.n_fetches))][::-1]
+    for number, fetch in enumerate(backwards):
+        np.testing.assert_array_equal(fetch.rows, plan.fetch(number).rows)
+        np.testing.assert_array_equal(fetch.order, plan.fetch(number).order)
+        np.testing.assert_array_equal(fetch.cuts, plan.fetch(number).cuts)
+
+
+@given(plan=plans())
+def test_other_epochs_and_seeds_give_another_order(plan):
+    assume(plan.sampling.shuffles_fetch)
+    plan = dataclasses.replace(plan, dataset_rows=400, batch_size=8, fetch_factor=5, world_size=1)
+    listed = _listed(plan)
+    assert listed != _listed(dataclasses.replace(plan, epoch=plan.epoch + 1))
+    assert listed != _listed(dataclasses.replace(plan, seed=plan.seed + 1))
+
+
+def test_the_rows_of_a_fetch_are_permuted_differently_in_each_fetch():
+    plan = Plan(dataset_rows=320, sampling=Streaming(shuffle=True), batch_size=8, fetch_factor=4, world_size=2)
+    orders = [rank.fetch(number).order.tolist() for rank in _ranks(plan) for number in range(5)]
+    assert len(set(map(tuple, orders))) == 10
+
+
+def test_what_is_left_out_for_equal_counts_changes_with_the_epoch():
+    plan = Plan(
+        dataset_rows=103,
+        sampling=BlockShuffling(block_size=4),
+        batch_size=8,
+        fetch_factor=2,
+        world_size=3,
+        drop_last=True,
+    )
+    left_out = [
+        frozenset(range(103)) - set(_all_rows(dataclasses.replace(plan, epoch=epoch)).tolist()) for epoch in range(30)
+    ]
+    assert {len(rows) for rows in left_out} == {7}  # 103 = 4 minibatches a rank x 3 x 8 + 7
+    assert len(set(left_out)) > 15
+    assert len(frozenset.union(*left_out)) > 60
+
+
+@given(
+    indices=st.lists(st.integers(0, 999), min_size=4, max_size=150, unique=True),
+    world_size=st.integers(1, 4),
+    n_workers=st.integers(1, 3),
+)
+def test_a_subset_is_shared_out_like_a_whole(indices, world_size, n_workers):
+    plan = Plan(
+        dataset_rows=1000,
+        sampling=BlockShuffling(block_size=3, indices=indices),
+        batch_size=4,
+        fetch_factor=2,
+        world_size=world_size,
+    )
+    np.testing.assert_array_equal(np.sort(_all_rows(plan, n_workers=n_workers)), np.sort(indices))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sweeps"),
+    [
+        (Streaming(), True),
+        (BlockShuffling(block_size=2), True),
+        (MixtureOfScanners(block_size=2), True),
+        (Streaming(indices=range(20)), True),
+        (Streaming(indices=range(19)), False),
+        (Streaming(indices=[0] * 20), False),
+    ],
+)
+def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
+    plan = Plan(dataset_rows=20, sampling=sampling, batch_size=2, fetch_factor=2)
+    assert plan.sweeps is sweeps
+    assert not dataclasses.replace(plan, world_size=2).sweeps
+
+
+def test_golden_minibatches():
+    """A resumed run must meet the same minibatches under any later NumPy."""
+    plan = Plan(
+        dataset_rows=21,
+        sampling=BlockShuffling(block_size=2),
+        batch_size=3,
+        fetch_factor=2,
+        seed=7,
+        epoch=2,
+        world_size=2,
+    )
+    assert [_listed(rank) for rank in _ranks(plan)] == GOLDEN
+
+
+GOLDEN = [[[16, 5, 13], [12, 4, 15], [2, 19, 11], [10, 3]], [[7, 18, 8], [17, 6, 9], [1, 20, 14], [0]]]
+
+
+def test_a_plan_of_a_million_million_rows_costs_what_one_fetch_costs():
+    plan = Plan(dataset_rows=10**12 + 5, sampling=BlockShuffling(block_size=64), batch_size=64, fetch_factor=4)
+    assert plan.n_minibatches == 10**12 // 64 + 1
+    fetch = plan.fetch(plan.n_fetches - 1)
+    assert len(fetch.rows) == (10**12 + 5) % 256
+    assert fetch.rows.max() < 10**12 + 5
+
+
+# ---- what makes no sense
+
+
+GOOD = {
+    "dataset_rows": 100,
+    "sampling": BlockShuffling(block_size=8),
+    "batch_size": 8,
+    "fetch_factor": 2,
+    "seed": 0,
+    "epoch": 0,
+    "rank": 0,
+    "world_size": 1,
+}
+BAD = {
+    "no batch": ({"batch_size": 0}, "batch_size"),
+    "negative batch": ({"batch_size": -1}, "batch_size"),
+    "fractional batch": ({"batch_size": 8.0}, "batch_size"),
+    "boolean batch": ({"batch_size": True}, "batch_size"),
+    "no fetch": ({"fetch_factor": 0}, "fetch_factor"),
+    "boolean fetch": ({"fetch_factor": True}, "fetch_factor"),
+    "no world": ({"world_size": 0}, "world_size"),
+    "negative world": ({"world_size": -2}, "world_size"),
+    "boolean world": ({"world_size": True}, "world_size"),
+    "negative seed": ({"seed": -1}, "seed"),
+    "boolean seed": ({"seed": False}, "seed"),
+    "fractional seed": ({"seed": 0.5}, "seed"),
+    "missing seed": ({"seed": None}, "seed"),
+    "negative epoch": ({"epoch": -1}, "epoch"),
+    "boolean epoch": ({"epoch": True}, "epoch"),
+    "negative rank": ({"rank": -1}, "rank"),
+    "boolean rank": ({"rank": False}, "rank"),
+    "rank beyond the world": ({"rank": 2, "world_size": 2}, "rank 2"),
+    "block larger than a fetch": ({"sampling": BlockShuffling(block_size=17)}, "block_size 17.*16 rows"),
+    "no rows": ({"dataset_rows": 0}, "0 rows"),
+    "fewer rows than ranks": ({"dataset_rows": 3, "world_size": 4}, "3 rows.*4 ranks"),
+    "row beyond the dataset": ({"sampling": Streaming(indices=[100])}, "row 100"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), BAD.values(), ids=BAD.keys())
+def test_options_that_make_no_sense_are_refused(wrong, message):
+    Plan(**GOOD)
+    with pytest.raises(OptionError, match=message):
+        Plan(**(GOOD | wrong))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint16])
+def test_numpy_integers_are_numbers_too(kind):
+    plain = Plan(**GOOD)
+    numbers = {name: kind(value) for name, value in GOOD.items() if isinstance(value, int)}
+    numpy = Plan(**(GOOD | numbers | {"sampling": BlockShuffling(block_size=kind(8))}))
+    assert _listed(numpy) == _listed(plain)
+    for name, value in numbers.items():
+        assert _listed(Plan(**(GOOD | {name: value}))) == _listed(plain)
+    assert _listed(Plan(**(GOOD | {"sampling": BlockShuffling(block_size=kind(8))}))) == _listed(plain)
+
+
+def test_a_block_as_large_as_a_fetch_is_allowed():
+    plan = Plan(**(GOOD | {"sampling": BlockShuffling(block_size=16)}))
+    np.testing.assert_array_equal(np.sort(_all_rows(plan)), np.arange(100))
+
+
+class Given:
+    """A sampling of somebody's own that gives what it is told to."""
+
+    shuffles_fetch = False
+
+    def __init__(self, rows) -> None:
+        self.given = rows
+
+    def n_rows(self, dataset_rows):
+        return dataset_rows
+
+    def rows(self, start, stop, **kwargs):
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.arange(4) - 1, "from 0 to 3, but gave -1"),
+        (np.arange(4) + 1, "from 0 to 3, but gave 4"),
+        (np.arange(3), r"Given.rows\(0, 4\) must give 4 row numbers, not 3"),
+        (np.arange(4.0), "1-d array of integers"),
+        ([0, 1, 2, 3], "1-d array of integers"),
+        (np.zeros((4, 1), np.int64), "1-d array of integers"),
+    ],
+)
+def test_rows_that_are_none_are_refused(rows, message):
+    plan = Plan(dataset_rows=4, sampling=Given(rows), batch_size=2, fetch_factor=2)
+    with pytest.raises(OptionError, match=message):
+        plan.fetch(0)
+
+
+def test_rows_that_came_as_padding_are_seen():
+    """Of 10 rows two ranks have had four each, and then one of those as padding: what is left has them no more."""
+    then = Plan(
+        dataset_rows=10, sampling=BlockShuffling(1), batch_size=4, fetch_factor=4, world_size=2, remainder="pad"
+    )
+    for done in range(then.n_minibatches + 1):
+        seen = set()
+        for rank in range(2):
+            fetches = dataclasses.replace(then, rank=rank).fetches()
+            minibatches = [rows for fetch in fetches for rows in np.split(fetch.rows[fetch.order], fetch.cuts[1:-1])]
+            seen |= set(np.concatenate([np.empty(0, int), *minibatches[:done]]).tolist())
+        unseen = then.unseen(done)
+        left = unseen.rows(0, unseen.n_rows(10), dataset_rows=10, seed=0, epoch=0)
+        assert sorted(left) == sorted(set(range(10)) - seen)

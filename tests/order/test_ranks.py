@@ -1,0 +1,394 @@
+"""Ranks: equally many minibatches, rows dropped or repeated for that, parts of machines, and real gloo processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import counts, write_store
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.common.errors import OptionError
+from zloader.order.plan import Plan
+from zloader.order.ranks import Place, place_of
+from zloader.testing import assert_resumes_anywhere
+
+N_ROWS = 101
+ADATA = counts(N_ROWS, 20)
+SIZES = {"batch_size": 4, "fetch_factor": 2, "sampling": zl.BlockShuffling(3)}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(ADATA, folder / "counts.zarr", folder)
+    return folder / "counts.zarr"
+
+
+def ranks(dataset, world_size, **options) -> list[zl.Loader]:
+    made = SIZES | {"x": None, "world_size": world_size} | options
+    return [zl.Loader(dataset, rank=rank, **made) for rank in range(world_size)]
+
+
+def listed(loader) -> list[list[int]]:
+    return [minibatch.index.tolist() for minibatch in loader]
+
+
+# ---- the remainder
+
+
+@given(
+    n_rows=st.integers(1, 200),
+    batch_size=st.integers(1, 9),
+    fetch_factor=st.integers(1, 4),
+    world_size=st.integers(1, 7),
+    epoch=st.integers(0, 5),
+)
+@example(n_rows=1, batch_size=9, fetch_factor=4, world_size=7, epoch=0)  # the one row comes 63 times
+def test_padding_fills_every_minibatch_of_every_rank(n_rows, batch_size, fetch_factor, world_size, epoch):
+    plan = Plan(
+        dataset_rows=n_rows,
+        sampling=zl.BlockShuffling(1),
+        batch_size=batch_size,
+        fetch_factor=fetch_factor,
+        epoch=epoch,
+        world_size=world_size,
+        remainder="pad",
+    )
+    often = np.zeros(n_rows, int)
+    for rank in range(world_size):
+        own = dataclasses.replace(plan, rank=rank)
+        sizes = []
+        for fetch in own.fetches():
+            np.add.at(often, fetch.rows[fetch.order], 1)
+            sizes += np.diff(fetch.cuts).tolist()
+        assert sizes == [batch_size] * plan.n_minibatches
+    assert often.min() >= 1
+    assert often.max() - often.min() <= 1
+    assert often.sum() - n_rows < world_size * batch_size
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values_of_every_rank(store, remainder, world_size):
+    dataset = zl.open_dataset(store)
+    seen = []
+    for loader in ranks(dataset, world_size, remainder=remainder, x="X"):
+        minibatches = list(loader)
+        assert len(minibatches) == len(loader)
+        for minibatch in minibatches:
+            rows = minibatch.index.numpy()
+            seen += rows.tolist()
+            np.testing.assert_array_equal(minibatch.x.to_dense().numpy(), ADATA.X[rows].toarray())
+    assert sorted(set(seen)) == list(range(N_ROWS))
+    assert len(seen) == (N_ROWS if remainder == "drop" else -(-N_ROWS // (4 * world_size)) * 4 * world_size)
+
+
+def test_what_is_dropped_or_repeated_changes_with_the_epoch(store):
+    dataset = zl.open_dataset(store)
+    for options in ({"drop_last": True}, {"remainder": "pad"}):
+        loaders = ranks(dataset, 3, **options)
+        odd = []
+        for _ in range(6):
+            rows = [row for loader in loaders for rows in listed(loader) for row in rows]
+            often = np.bincount(rows, minlength=N_ROWS)
+            odd.append(tuple(np.flatnonzero(often != 1)))
+        assert {len(rows) for rows in odd} == {5 if "drop_last" in options else 7}
+        assert len(set(odd)) > 3
+
+
+def test_padding_resumes_anywhere(store):
+    dataset = zl.open_dataset(store)
+    assert_resumes_anywhere(lambda: ranks(dataset, 3, remainder="pad")[2])
+
+
+# ---- machines
+
+
+def machines(dataset, world_size, local, **options) -> list[list[zl.Loader]]:
+    loaders = ranks(dataset, world_size, locality="machine", local_world_size=local, **options)
+    return [loaders[begin : begin + local] for begin in range(0, world_size, local)]
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_a_machine_keeps_to_its_part(store, remainder):
+    dataset = zl.open_dataset(store)
+    parts = machines(dataset, 4, 2, remainder=remainder)
+    kept, left_out, orders = [set(), set()], [], []
+    for _ in range(4):
+        made = [[listed(loader) for loader in loaders] for loaders in parts]
+        assert {len(minibatches) for loaders in made for minibatches in loaders} == {len(parts[0][0])}
+        rows = [[row for minibatches in loaders for rows in minibatches for row in rows] for loaders in made]
+        for number, own in enumerate(rows):
+            kept[number] |= set(own)
+            assert remainder == "pad" or len(set(own)) == len(own) == 50
+        left_out.append(frozenset(range(N_ROWS)) - {row for own in rows for row in own})
+        orders.append(rows)
+    assert kept == [set(range(50)), set(range(50, N_ROWS))]
+    assert {len(rows) for rows in left_out} == {1}  # 101 rows for two machines
+    assert len(set(left_out)) > 1
+    assert all(orders[0] != order for order in orders[1:])
+    assert [row - 50 for row in orders[0][1]] != orders[0][0]  # the machines differ in more than where they begin
+
+
+@pytest.mark.parametrize("sampling", [zl.Streaming(), zl.BlockShuffling(3), zl.MixtureOfScanners(3, block_size=2)])
+@pytest.mark.parametrize("n_machines", [2, 3, 7])
+def test_two_epochs_see_every_row_of_every_part(sampling, n_machines):
+    places = [Place(rank=0, world_size=1, machine=number, machines=n_machines) for number in range(n_machines)]
+    parts = [place.keep_to_part(sampling, N_ROWS) for place in places]
+    often = np.zeros(N_ROWS, int)
+    for epoch in range(2):
+        for part in parts:
+            seen = part.rows(0, part.n_rows(N_ROWS), dataset_rows=N_ROWS, seed=0, epoch=epoch)
+            assert len(set(seen)) == len(seen) == N_ROWS // n_machines
+            often[seen] += 1
+    assert often.min() == 1  # of those left out once; the part with a row more has two
+    assert often.max() == 2
+
+
+def test_a_row_more_than_other_machines_have_is_left_out_in_turns(store):
+    dataset = zl.open_dataset(store)
+    parts = machines(dataset, 2, 1, sampling=zl.Streaming())
+    epochs = [[row for (loader,) in parts for rows in listed(loader) for row in rows] for _ in range(51)]
+    assert all(rows == sorted(rows) for rows in epochs)
+    left_out = [row for rows in epochs for row in set(range(N_ROWS)) - set(rows)]
+    assert sorted(left_out) == list(range(50, N_ROWS))
+    assert_resumes_anywhere(lambda: machines(dataset, 2, 1, sampling=zl.Streaming())[1][0])
+
+
+def test_parts_of_machines_are_all_that_their_mirrors_hold(store, tmp_path):
+    sizes = []
+    for machine in range(2):
+        dataset = zl.open_dataset(store, cache=tmp_path / f"{machine}")
+        loader = machines(dataset, 2, 1, x="X")[machine][0]
+        for _ in range(2):
+            list(loader)
+        assert loader.statistics().gets == 0 or machine == 1  # of 51 rows one may come in the second epoch alone
+        sizes.append(loader.statistics().bytes_from_mirror)
+    everything = zl.Loader(zl.open_dataset(store, cache=tmp_path / "all"), **SIZES)
+    for _ in range(2):
+        list(everything)
+    assert max(sizes) < 0.7 * everything.statistics().bytes_from_mirror
+
+
+def test_machines_resume_anywhere_and_with_other_ranks(store):
+    dataset = zl.open_dataset(store)
+    assert_resumes_anywhere(lambda: machines(dataset, 4, 2)[1][0])
+    seen = []
+    for loaders in machines(dataset, 4, 2):
+        for loader in loaders:
+            minibatches = iter(loader)
+            seen += [row for _ in range(3) for row in next(minibatches).index.tolist()]
+            state = loader.state_dict()
+    for loaders in machines(dataset, 6, 3):
+        for loader in loaders:
+            loader.load_state_dict(state)
+            seen += [row for rows in listed(loader) for row in rows]
+    assert len(set(seen)) == len(seen) == 100
+    with pytest.raises(OptionError, match="machines was 2, is 4"):
+        machines(dataset, 4, 1)[0][0].load_state_dict(state)
+
+
+def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    here = place_of(None, None, "global", None)
+    assert (here.rank, here.world_size, here.machines) == (5, 6, 1)
+    here = place_of(None, None, "machine", None)
+    assert (here.rank, here.world_size, here.machine, here.machines) == (2, 3, 1, 2)
+    here = place_of(3, 4, "machine", 2)
+    assert (here.rank, here.world_size, here.machine, here.machines) == (1, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK: set RANK and WORLD_SIZE"),
+        ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE: set RANK and WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "has RANK='x', which is no whole number"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "has RANK='', which is no whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "has RANK='-1', which is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2.0"}, "has WORLD_SIZE='2.0', which is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "x"}, "has LOCAL_WORLD_SIZE='x', which is no whole"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, says):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match=says):
+        place_of(None, None, "machine", None)
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for locality in ("global", "machine"):
+        here = place_of(None, None, locality, None)
+        assert (here.rank, here.world_size, here.machine, here.machines) == (0, 1, 0, 1)
+
+
+class Backwards:
+    """A sampling of one's own."""
+
+    shuffles_fetch = False
+
+    def n_rows(self, dataset_rows):
+        return dataset_rows
+
+    def rows(self, start, stop, *, dataset_rows, seed, epoch):
+        return dataset_rows - 1 - np.arange(start, stop)
+
+
+REFUSED = {
+    "remainder": ({"remainder": "keep"}, "remainder must be one of 'drop', 'pad', not 'keep'"),
+    "both": ({"remainder": "pad", "drop_last": True}, "give one of them"),
+    "locality": ({"locality": "rack"}, "locality must be one of 'global', 'machine', not 'rack'"),
+    "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is no multiple of local_world_size 3"),
+    "none": ({"locality": "machine", "local_world_size": 0}, "local_world_size must be .* not 0"),
+    "text": ({"locality": "machine", "local_world_size": "2"}, "local_world_size must be .* not '2'"),
+    "text world": ({"locality": "machine", "world_size": "4"}, "world_size must be .* not '4'"),
+    "text rank": ({"locality": "machine", "rank": "1"}, "rank must be .* not '1'"),
+    "beyond": ({"locality": "machine", "local_world_size": 2, "rank": 4}, "rank 4 does not exist"),
+    "indices": (
+        {"locality": "machine", "local_world_size": 2, "sampling": zl.BlockShuffling(2, indices=[1, 2, 3])},
+        r"takes BlockShuffling without indices: give the Loader the view dataset.where\(indices\)",
+    ),
+    "weights": (
+        {"locality": "machine", "local_world_size": 2, "sampling": zl.BlockWeightedSampling(np.ones(N_ROWS))},
+        "not BlockWeightedSampling: use one of these, or locality='global'",
+    ),
+    "classes": (
+        {"locality": "machine", "local_world_size": 2, "sampling": zl.ClassBalancedSampling("cell_type")},
+        "not one by weight: use one of these, or locality='global'",
+    ),
+    "one's own": ({"locality": "machine", "local_world_size": 2, "sampling": Backwards()}, "not Backwards: use one of"),
+}
+
+
+def test_machines_share_out_the_view_that_stands_for_indices(store):
+    view = zl.open_dataset(store).where([3, 5, 8, 13, 21, 34])
+    parts = machines(view, 2, 1)
+    assert [sorted(row for rows in listed(loader) for row in rows) for (loader,) in parts] == [[3, 5, 8], [13, 21, 34]]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
+def test_options_that_make_no_sense_are_refused(store, options, says):
+    with pytest.raises(OptionError, match=says):
+        zl.Loader(zl.open_dataset(store), **(SIZES | {"rank": 1, "world_size": 4} | options))
+
+
+# ---- real processes
+
+# Each rank is a process of its own. It tells its epochs as training in lock step sees them: after each minibatch all
+# ranks meet, so that one with a minibatch more would wait until the deadline, and fail. Then the second half of an
+# epoch, from the state of rank 0.
+_RANKS = """
+import datetime, json, multiprocessing, os, sys, traceback
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+import zloader as zl
+from zloader.training.loader import Loader
+
+def rank(number, world_size, meeting, n_workers, options):
+    deadline = datetime.timedelta(seconds=200)
+    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=world_size, timeout=deadline)
+    dataset = zl.open_dataset(json.loads(sys.argv[1]))
+
+    def loader():
+        return Loader(dataset, batch_size=4, fetch_factor=2, sampling=zl.BlockShuffling(3), **options)
+
+    def epoch(minibatches):
+        seen = []
+        for minibatch in minibatches:
+            seen.append([minibatch.index.tolist(), minibatch.x.to_dense().sum(1).tolist()])
+            met = torch.ones(1)
+            dist.all_reduce(met)
+            assert met == world_size
+        return seen
+
+    context = {"multiprocessing_context": "forkserver", "persistent_workers": True} if n_workers else {}
+    through = DataLoader(loader(), batch_size=None, num_workers=n_workers, **context)
+    told = {"len": len(loader()), "epochs": [epoch(through) for _ in range(2)]}
+    del through
+    left = loader()
+    minibatches = iter(left)
+    for _ in range(5):
+        next(minibatches)
+    state = [left.state_dict() if number == 0 else None]
+    dist.broadcast_object_list(state)
+    resumed = loader()
+    resumed.load_state_dict(state[0])
+    told |= {"rest": epoch(resumed), "next": epoch(resumed)}
+    whole = loader()
+    told["whole"] = [epoch(whole) for _ in range(2)]
+    dist.destroy_process_group()
+    return told
+
+multiprocessing.set_forkserver_preload(["zloader.training.loader"])  # once instead of in every worker
+for name, (world_size, n_workers, options) in json.loads(sys.argv[2]).items():
+    folder, children = json.loads(sys.argv[3]) + "/" + name, []
+    os.mkdir(folder)
+    for number in range(world_size):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                told = rank(number, world_size, f"file://{folder}/meeting", n_workers, options)
+            except BaseException:
+                told = traceback.format_exc()
+            with open(f"{folder}/{number}", "w") as file:
+                json.dump(told, file)
+            sys.exit(0)
+    for child in children:
+        os.waitpid(child, 0)
+"""
+_RUNS = {
+    "2": (2, 0, {}),
+    "3 padded": (3, 0, {"remainder": "pad"}),
+    "2 with workers": (2, 2, {"drop_last": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def processes(interpreter, store, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each run told."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = interpreter.run(_RANKS, *map(json.dumps, (str(store), _RUNS, str(folder))), GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    return {
+        name: [json.loads((folder / name / f"{rank}").read_text()) for rank in range(world_size)]
+        for name, (world_size, _, _) in _RUNS.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _RUNS)
+def test_gloo_processes_in_lock_step(processes, name):
+    _, n_workers, options = _RUNS[name]
+    told = processes[name]
+    assert not [rank for rank in told if isinstance(rank, str)]  # a traceback
+    sums = np.asarray(ADATA.X.sum(axis=1)).ravel()
+    for number in range(2):
+        epochs = [rank["epochs"][number] for rank in told]
+        assert {len(minibatches) for minibatches in epochs} == {told[0]["len"]}
+        seen = [minibatch for minibatches in epochs for minibatch in minibatches]
+        for rows, values in seen:
+            np.testing.assert_array_equal(values, sums[rows])
+        rows = [row for of_minibatch, _ in seen for row in of_minibatch]
+        assert len(rows) == {"2": N_ROWS, "3 padded": 108, "2 with workers": 96}[name]
+        assert len(set(rows)) == (96 if options == {"drop_last": True} else N_ROWS)
+    for rank in told:
+        assert rank["epochs"][0] != rank["epochs"][1]
+        assert rank["rest"] == rank["whole"][0][5:]
+        assert rank["next"] == rank["whole"][1]
+        assert n_workers or rank["epochs"] == rank["whole"]

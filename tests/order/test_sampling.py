@@ -1,0 +1,571 @@
+"""Every row once an epoch, in an order that is arithmetic and never changes by itself."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import zloader.order.sampling
+from zloader.common.errors import OptionError
+from zloader.order.permutation import key_of, mix, permute, shuffled
+from zloader.order.plan import Plan
+from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Streaming, bound, sized, stratified
+
+pytestmark = pytest.mark.any_version
+
+KEYS = st.integers(0, 2**64 - 1)
+N_ROWS = st.integers(1, 700)
+BLOCK_SIZES = st.integers(1, 90)
+SEEDS = st.integers(0, 2**63)
+EPOCHS = st.integers(0, 1000)
+
+
+def _order(sampling, dataset_rows, *, seed=0, epoch=0, cuts=()):
+    """The whole order of an epoch, asked for in slices between `cuts`."""
+    n_rows = sampling.n_rows(dataset_rows)
+    bounds = [0, *sorted(cut % (n_rows + 1) for cut in cuts), n_rows]
+    return np.concatenate(
+        [
+            sampling.rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
+            for start, stop in itertools.pairwise(bounds)
+        ]
+    )
+
+
+# ---- the keyed permutation
+
+_WORD = 2**64 - 1
+
+
+def _mix_by_hand(word):
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+    return word ^ (word >> 31)
+
+
+def _permute_by_hand(index, n, key, which=0, size=None):
+    """The same Feistel network and walk for one index, in Python's own integers."""
+    tweak = _mix_by_hand(which * 0x9E3779B97F4A7C15 & _WORD)
+    half = next(bits for bits in itertools.count(1) if 4**bits >= n)
+    while True:
+        left, right = index >> half, index % 2**half
+        for number in range(1, 9):
+            round_key = _mix_by_hand(key + number * 0x9E3779B97F4A7C15 & _WORD)
+            left, right = right, left ^ (_mix_by_hand(right ^ tweak ^ round_key) % 2**half)
+        index = left << half | right
+        if index < (n if size is None else size):
+            return index
+
+
+@given(n=st.integers(1, 2**40), key=KEYS, draw=st.data())
+def test_permute_equals_the_same_in_plain_integers(n, key, draw):
+    index = draw.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
+    by_hand = [_permute_by_hand(each, n, key) for each in index]
+    assert permute(np.array(index, np.int64), n, key).tolist() == by_hand
+
+
+@given(n=st.integers(1, 10**6), key=KEYS, which=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), draw=st.data())
+def test_permute_has_families(n, key, which, draw):
+    """Each index by a permutation of its own, of a range of its own."""
+    sizes = [draw.draw(st.integers(max(1, n // 8), n)) for _ in which]
+    index = [draw.draw(st.integers(0, size - 1)) for size in sizes]
+    by_hand = [_permute_by_hand(each, n, key, *of) for each, *of in zip(index, which, sizes, strict=True)]
+    assert permute(np.array(index), n, key, which=np.array(which), sizes=np.array(sizes)).tolist() == by_hand
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100])
+def test_the_permutations_of_a_family_differ(size):
+    index, which = np.tile(np.arange(size), 50), np.repeat(np.arange(50), size)
+    sent = permute(index, 100, 9, which=which, sizes=np.full(50 * size, size)).reshape(50, size)
+    np.testing.assert_array_equal(np.sort(sent, axis=1), np.tile(np.arange(size), (50, 1)))
+    assert len(set(map(tuple, sent))) >= min(45, math.factorial(size))
+
+
+def _permute_in_numpy(index, n, key):
+    """The same for many at once, without compiled loops."""
+    half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = mix(np.uint64(key) + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 9, dtype=np.uint64))
+    out = index.astype(np.uint64)
+    walking = np.arange(len(out))
+    while len(walking):
+        left, right = out[walking] >> half, out[walking] & mask
+        for round_key in keys:
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
+        out[walking] = left << half | right
+        walking = walking[out[walking] >= np.uint64(n)]
+    return out.astype(np.int64)
+
+
+@given(n=st.integers(1, 2**50), start=st.integers(0, 2**50), length=st.integers(0, 5000), key=KEYS)
+@example(n=4**7, start=0, length=5000, key=0)
+@example(n=4**7 + 1, start=0, length=5000, key=0)
+def test_permute_equals_the_same_in_numpy(n, start, length, key):
+    index = np.arange(start % n, min(n, start % n + length), dtype=np.int64)
+    np.testing.assert_array_equal(permute(index, n, key), _permute_in_numpy(index, n, key))
+    every_other = index[::2]  # no contiguous array
+    np.testing.assert_array_equal(permute(every_other, n, key), _permute_in_numpy(every_other, n, key))
+
+
+@given(n=st.integers(1, 5000), key=KEYS)
+def test_permute_is_a_bijection(n, key):
+    sent = permute(np.arange(n), n, key)
+    assert sent.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(sent), np.arange(n))
+
+
+@pytest.mark.parametrize("n", sorted({max(1, 4**power + by) for power in range(8) for by in (-1, 0, 1)} | {2, 3}))
+def test_permute_is_a_bijection_next_to_the_powers_of_four(n):
+    np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 0xC0FFEE)), np.arange(n))
+
+
+@given(n=st.integers(1, 10**12), key=KEYS, draw=st.data())
+def test_permute_of_a_subset_is_that_part_of_the_whole(n, key, draw):
+    index = np.array(draw.draw(st.lists(st.integers(0, n - 1), max_size=20, unique=True)), np.int64)
+    sent = permute(index, n, key)
+    assert len(set(sent.tolist())) == len(index)
+    assert ((sent >= 0) & (sent < n)).all()
+    one_by_one = [permute(index[i : i + 1], n, key)[0] for i in range(len(index))]
+    np.testing.assert_array_equal(sent, np.array(one_by_one, np.int64))
+
+
+def test_permute_leaves_its_argument_alone():
+    index = np.arange(10)
+    index.flags.writeable = False
+    permute(index, 10, 1)
+    np.testing.assert_array_equal(index, np.arange(10))
+
+
+def test_permute_sends_everything_everywhere_alike():
+    """Chi-square over (row, place) for 12 rows and 6 000 keys; the keys are fixed, so the outcome is too."""
+    n, n_keys = 12, 6000
+    counts = np.zeros((n, n), np.int64)
+    for key in range(n_keys):
+        counts[np.arange(n), permute(np.arange(n), n, key_of(5, key))] += 1
+    # (n - 1)^2 degrees of freedom: rows and columns both sum to n_keys.
+    statistic = ((counts - n_keys / n) ** 2 / (n_keys / n)).sum()
+    assert 0.001 < scipy.stats.chi2.sf(statistic, (n - 1) ** 2) < 0.999
+
+
+def test_permute_leaves_no_neighbours_together():
+    """In a random permutation of n, about two pairs of neighbours stay neighbours, whatever n."""
+    sent = permute(np.arange(100_000), 100_000, key_of(0, 0))
+    assert (np.abs(np.diff(sent)) == 1).sum() < 15
+    assert abs(np.corrcoef(sent, np.arange(100_000))[0, 1]) < 0.02
+
+
+@given(words=st.lists(KEYS, unique=True, max_size=50))
+def test_mix_keeps_different_words_different(words):
+    assert len(set(mix(np.array(words, np.uint64)).tolist())) == len(words)
+
+
+def test_key_of_tells_its_parts_apart():
+    parts = [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (2**63,), (2**64 - 1,)]
+    assert len({key_of(*each) for each in parts}) == len(parts)
+    assert len({key_of(seed, epoch) for seed in range(60) for epoch in range(60)}) == 3600
+
+
+@given(n=st.integers(0, 3000), key=KEYS)
+def test_shuffled_is_a_permutation(n, key):
+    order = shuffled(n, key)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(n))
+
+
+@given(n=st.integers(0, 3000), key=KEYS)
+@example(n=16_384, key=3)
+@example(n=2**21 + 5, key=3)  # so many that some words begin alike
+def test_shuffled_is_the_order_of_the_words(n, key):
+    words = np.random.Philox(key=key).random_raw(n)
+    np.testing.assert_array_equal(shuffled(n, key), np.argsort(words, kind="stable"))
+
+
+# ---- golden values: a resumed run must meet the same order under any later NumPy
+
+
+def test_golden_permute():
+    assert permute(np.arange(10), 10, 42).tolist() == GOLDEN["permute"]
+    assert permute(np.array([0, 1, 10**11]), 10**11 + 1, 2**64 - 1).tolist() == GOLDEN["permute_large"]
+
+
+def test_golden_keys():
+    assert [key_of(), key_of(0), key_of(0, 0), key_of(1, 2, 3), key_of(2**64 - 1)] == GOLDEN["keys"]
+
+
+def test_golden_shuffled():
+    assert shuffled(12, 0).tolist() == GOLDEN["shuffled"]
+    assert shuffled(8, 2**64 - 1).tolist() == GOLDEN["shuffled_large_key"]
+
+
+def test_golden_block_shuffling():
+    blocks = BlockShuffling(block_size=4)
+    assert _order(blocks, 22, seed=0, epoch=0).tolist() == GOLDEN["blocks_epoch_0"]
+    assert _order(blocks, 22, seed=7, epoch=3).tolist() == GOLDEN["blocks_epoch_3"]
+    some = BlockShuffling(block_size=2, indices=[9, 3, 5, 1, 7])
+    assert _order(some, 10, seed=1, epoch=1).tolist() == GOLDEN["blocks_of_indices"]
+
+
+GOLDEN = {
+    "permute": [2, 9, 1, 5, 3, 7, 0, 4, 8, 6],
+    "permute_large": [68093427801, 28694262308, 6247315809],
+    "keys": [0, 3069472533636442495, 3024556869350070252, 6548580830893916435, 7521888212171461645],
+    "shuffled": [0, 2, 11, 9, 1, 8, 5, 4, 3, 10, 6, 7],
+    "shuffled_large_key": [0, 7, 4, 2, 6, 3, 1, 5],
+    "blocks_epoch_0": [2, 3, 4, 5, 6, 7, 8, 9, 14, 15, 16, 17, 18, 19, 20, 21, 10, 11, 12, 13, 0, 1],
+    "blocks_epoch_3": [18, 19, 20, 21, 4, 5, 6, 7, 14, 15, 16, 17, 10, 11, 12, 13, 0, 1, 2, 3, 8, 9],
+    "blocks_of_indices": [5, 7, 1, 3, 9],
+}
+
+
+# ---- the samplings
+
+
+N_STRATA = st.integers(1, 80)
+
+
+@given(
+    n_rows=N_ROWS,
+    block_size=BLOCK_SIZES,
+    n_strata=N_STRATA,
+    seed=SEEDS,
+    epoch=EPOCHS,
+    cuts=st.lists(st.integers(0, 700), max_size=6),
+)
+@example(n_rows=1, block_size=90, n_strata=1, seed=0, epoch=0, cuts=[0, 1])
+@example(n_rows=64, block_size=64, n_strata=64, seed=0, epoch=0, cuts=[])
+@example(n_rows=65, block_size=64, n_strata=1, seed=0, epoch=0, cuts=[64])
+@example(n_rows=700, block_size=1, n_strata=64, seed=0, epoch=0, cuts=[640, 699])  # 60 strata have a turn more
+def test_block_shuffling_gives_every_row_once_however_it_is_sliced(n_rows, block_size, n_strata, seed, epoch, cuts):
+    sampling = BlockShuffling(block_size=block_size, n_strata=n_strata)
+    order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(n_rows))
+    np.testing.assert_array_equal(order, _order(sampling, n_rows, seed=seed, epoch=epoch))
+
+
+@given(n_rows=N_ROWS, shuffle=st.booleans(), seed=SEEDS, epoch=EPOCHS, cuts=st.lists(st.integers(0, 700), max_size=6))
+def test_streaming_gives_every_row_in_order(n_rows, shuffle, seed, epoch, cuts):
+    sampling = Streaming(shuffle=shuffle)
+    assert sampling.shuffles_fetch is shuffle
+    order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
+    np.testing.assert_array_equal(order, np.arange(n_rows))
+
+
+@given(
+    indices=st.lists(st.integers(0, 999), min_size=1, max_size=200, unique=True),
+    block_size=BLOCK_SIZES,
+    epoch=EPOCHS,
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+)
+def test_indices_are_the_rows_that_take_part(indices, block_size, epoch, cuts):
+    blocks = _order(BlockShuffling(block_size=block_size, indices=indices), 1000, epoch=epoch, cuts=cuts)
+    np.testing.assert_array_equal(np.sort(blocks), np.sort(indices))
+    in_order = _order(Streaming(indices=np.array(indices)), 1000, epoch=epoch, cuts=cuts)
+    np.testing.assert_array_equal(in_order, indices)
+
+
+@given(n_rows=N_ROWS, block_size=BLOCK_SIZES, n_strata=N_STRATA, seed=SEEDS, epoch=EPOCHS)
+def test_blocks_are_contiguous_and_the_short_one_comes_last(n_rows, block_size, n_strata, seed, epoch):
+    order = _order(BlockShuffling(block_size=block_size, n_strata=n_strata), n_rows, seed=seed, epoch=epoch)
+    blocks = [order[begin : begin + block_size] for begin in range(0, n_rows, block_size)]
+    for block in blocks:
+        np.testing.assert_array_equal(block, block[0] + np.arange(len(block)))
+    assert [len(block) for block in blocks[:-1]] == [block_size] * (len(blocks) - 1)
+
+
+@given(n_blocks=st.integers(1, 300), block_size=st.integers(1, 5), n_strata=N_STRATA, seed=SEEDS, epoch=EPOCHS)
+def test_every_round_has_one_block_of_each_stratum(n_blocks, block_size, n_strata, seed, epoch):
+    sampling = BlockShuffling(block_size=block_size, n_strata=n_strata)
+    blocks = _order(sampling, n_blocks * block_size, seed=seed, epoch=epoch)[::block_size] // block_size
+    n_strata = min(n_strata, n_blocks)
+    turned = key_of(key_of(seed, epoch), 4) % n_strata
+    ends = [((number + 1) * n_blocks + turned) // n_strata for number in range(n_strata)]
+    strata = np.searchsorted(ends, blocks, side="right").tolist()
+    n_rounds, left = divmod(n_blocks, n_strata)
+    for number in range(n_rounds):
+        assert sorted(strata[number * n_strata : (number + 1) * n_strata]) == list(range(n_strata))
+    assert len(set(strata[n_rounds * n_strata :])) == left
+
+
+def test_which_blocks_come_last_changes_with_the_epoch():
+    """65 blocks in 64 strata: any may be the one that is left after the full round."""
+    last = {int(_order(stratified(1), 65, epoch=epoch)[-1]) for epoch in range(1000)}
+    assert len(last) > 60
+
+
+def test_one_stratum_is_the_order_of_blocks_alone():
+    orders = [_order(BlockShuffling(3, n_strata=n_strata), 700, seed=5, epoch=2).tolist() for n_strata in (1, 2)]
+    assert orders[0] == _order(BlockShuffling(3), 700, seed=5, epoch=2).tolist() != orders[1]
+
+
+N_SCANNERS = st.integers(1, 40)
+
+
+@given(
+    n_rows=N_ROWS,
+    n_scanners=N_SCANNERS,
+    block_size=BLOCK_SIZES,
+    seed=SEEDS,
+    epoch=EPOCHS,
+    cuts=st.lists(st.integers(0, 700), max_size=6),
+)
+@example(n_rows=1, n_scanners=40, block_size=90, seed=0, epoch=0, cuts=[0, 1])
+@example(n_rows=64, n_scanners=8, block_size=4, seed=0, epoch=0, cuts=[32])  # nothing is left after full rounds
+@example(n_rows=71, n_scanners=8, block_size=4, seed=0, epoch=0, cuts=[64, 65])  # seven scanners have one row left
+def test_scanners_give_every_row_once_however_it_is_sliced(n_rows, n_scanners, block_size, seed, epoch, cuts):
+    sampling = MixtureOfScanners(n_scanners=n_scanners, block_size=block_size)
+    order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(n_rows))
+    np.testing.assert_array_equal(order, _order(sampling, n_rows, seed=seed, epoch=epoch))
+
+
+def _scan_by_hand(n_rows, n_scanners, block_size, starts, turns):
+    """What scanners read that begin at `starts`, taking turns as `turns` says: a simulation, block by block."""
+    ends = [*starts[1:], starts[0] + n_rows]
+    at, read = list(starts), []
+    for scanner in turns:
+        stop = min(at[scanner] + block_size, ends[scanner])
+        read += [row % n_rows for row in range(at[scanner], stop)]
+        at[scanner] = stop
+    assert at == ends
+    return read
+
+
+@given(n_rows=N_ROWS, n_scanners=N_SCANNERS, block_size=BLOCK_SIZES, seed=SEEDS, epoch=EPOCHS)
+def test_scanners_read_on_where_they_were_and_each_takes_one_turn_a_round(n_rows, n_scanners, block_size, seed, epoch):
+    """Who begins where, and whose turn it is, is read off the order; the rest must then follow."""
+    order = _order(MixtureOfScanners(n_scanners=n_scanners, block_size=block_size), n_rows, seed=seed, epoch=epoch)
+    n_scanners = min(n_scanners, n_rows)
+    length, extra = divmod(n_rows, n_scanners)
+    if length < block_size:  # each scanner has but one turn, of all its rows
+        cuts = np.flatnonzero(np.diff(order) % n_rows != 1) + 1
+        assert len(cuts) < n_scanners
+        return
+    begins = order[: n_scanners * block_size : block_size]
+    gaps = np.diff(np.sort(begins), append=np.sort(begins)[0] + n_rows)
+    assert sorted(gaps) == [length] * (n_scanners - extra) + [length + 1] * extra
+    starts = np.sort(begins).tolist()
+    stretch = (np.searchsorted(starts, order, side="right") - 1) % n_scanners
+    in_rounds = length // block_size * n_scanners * block_size
+    full = stretch[:in_rounds:block_size]
+    assert all(sorted(turn) == list(range(n_scanners)) for turn in full.reshape(-1, n_scanners).tolist())
+    ends = [scanner for scanner, _ in itertools.groupby(stretch[in_rounds:])]
+    assert len(set(ends)) == len(ends)
+    assert _scan_by_hand(n_rows, n_scanners, block_size, starts, [*full, *ends]) == order.tolist()
+
+
+def test_scanners_begin_and_take_turns_everywhere_alike():
+    """Chi-square over where the first turn begins, and whose turn is when in the second round; the seed is fixed."""
+    n_epochs, n_scanners, n_rows = 4000, 5, 60
+    first, turns = np.zeros(n_rows), np.zeros((n_scanners, n_scanners))
+    for epoch in range(n_epochs):
+        order = _order(MixtureOfScanners(n_scanners=n_scanners, block_size=4), n_rows, seed=3, epoch=epoch)
+        first[order[0]] += 1
+        turns[np.arange(n_scanners), np.argsort(order[20:40:4])] += 1
+    for counts, freedom in ((first, n_rows - 1), (turns, (n_scanners - 1) ** 2)):
+        expected = counts.sum() / counts.size
+        assert 0.001 < scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), freedom) < 0.999
+
+
+@given(indices=st.lists(st.integers(0, 999), min_size=1, max_size=200, unique=True), epoch=EPOCHS)
+def test_scanners_of_indices_read_those_alone(indices, epoch):
+    order = _order(MixtureOfScanners(n_scanners=3, block_size=5, indices=indices), 1000, epoch=epoch)
+    np.testing.assert_array_equal(np.sort(order), np.sort(indices))
+    whole = _order(MixtureOfScanners(n_scanners=3, block_size=5), len(indices), epoch=epoch)
+    np.testing.assert_array_equal(order, np.sort(indices)[whole])
+
+
+@pytest.mark.parametrize(
+    ("active", "fetch_rows", "block_size"), [(4, 16_384, 4096), (16, 100, 6), (1, 64, 64), (16, 10, 1)]
+)
+def test_a_fetch_advances_as_many_scanners_as_are_active(active, fetch_rows, block_size):
+    scanners = MixtureOfScanners(16, active)
+    known = sized(scanners, fetch_rows)
+    assert (known.active, known.block_size, known.n_scanners) == (None, block_size, 16)
+    plan = Plan(dataset_rows=1_000_003, sampling=scanners, batch_size=fetch_rows, fetch_factor=1)
+    np.testing.assert_array_equal(
+        plan.fetch(3).rows, known.rows(3 * fetch_rows, 4 * fetch_rows, dataset_rows=1_000_003, seed=0, epoch=0)
+    )
+    stretches = np.diff(plan.fetch(0).rows) != 1
+    assert stretches.sum() + 1 == -(-fetch_rows // block_size)
+
+
+def test_sized_scanners_follow_no_array_of_the_caller():
+    indices = np.array([5, 2, 9, 7])
+    scanners = MixtureOfScanners(4, active=2, indices=indices)
+    indices[:] = [0, 1, 3, 4]
+    assert sorted(_order(sized(scanners, 4), 10)) == [2, 5, 7, 9]
+
+
+def test_scanners_that_depend_on_a_fetch_say_so():
+    with pytest.raises(OptionError, match=r"call sized\(fetch_rows\) first"):
+        _order(MixtureOfScanners(16, 4), 100)
+    with pytest.raises(OptionError, match="active 17 is more than the 16 scanners"):
+        MixtureOfScanners(16, 17)
+    with pytest.raises(OptionError, match="active must be"):
+        MixtureOfScanners(16, 0)
+
+
+def test_scanners_are_elsewhere_in_other_epochs_and_seeds():
+    scanners = MixtureOfScanners(n_scanners=4, block_size=8)
+    orders = {tuple(_order(scanners, 400, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+ALL_KINDS = {
+    "streaming": Streaming(shuffle=True),
+    "blocks of 1": BlockShuffling(block_size=1),
+    "blocks of 64": BlockShuffling(block_size=64),
+    "rows in strata": BlockShuffling(block_size=1, n_strata=64),
+    "blocks in strata": stratified(),
+    "scanners": MixtureOfScanners(n_scanners=16, block_size=64),
+    "scanners, 1": MixtureOfScanners(n_scanners=1000, block_size=1),
+}
+
+
+@pytest.mark.parametrize("sampling", ALL_KINDS.values(), ids=ALL_KINDS.keys())
+def test_planning_a_fetch_of_100_million_rows_takes_little_memory(sampling):
+    plan = Plan(dataset_rows=100_000_000, sampling=sampling, batch_size=64, fetch_factor=256, seed=1, epoch=1)
+    plan.fetch(0)  # compiles
+    tracemalloc.start()
+    try:
+        rows = plan.fetch(plan.n_fetches // 2).rows
+        assert len(np.unique(rows)) == 16_384
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_example_of_a_sampling_of_ones_own_runs():
+    assert doctest.testmod(zloader.order.sampling) == (0, 4)
+
+
+def test_a_sampling_that_names_no_column_is_bound_as_it_is():
+    for sampling in ALL_KINDS.values():
+        assert bound(sampling, {}.__getitem__) is sampling
+        assert sized(sampling, 100) is sampling
+
+
+@pytest.mark.parametrize(("indices", "repeats"), [(None, False), ([3, 1, 2], False), ([3, 1, 3], True)])
+def test_streaming_says_whether_a_row_comes_twice(indices, repeats):
+    assert Streaming(indices=indices).repeats is repeats
+
+
+def test_the_short_block_is_another_in_other_epochs():
+    short = [_order(BlockShuffling(block_size=10), 95, epoch=epoch)[-5:] for epoch in range(40)]
+    begins = {int(block[0]) for block in short}
+    assert begins <= set(range(0, 91, 10))
+    assert len(begins) >= 8  # of ten places
+    assert len(set(np.concatenate(short).tolist())) > 40  # so no row is always among the last
+
+
+@pytest.mark.parametrize("n_strata", [1, 8])
+@given(seed=SEEDS, epoch=EPOCHS)
+def test_epochs_and_seeds_differ(n_strata, seed, epoch):
+    blocks = BlockShuffling(block_size=4, n_strata=n_strata)
+    order = _order(blocks, 400, seed=seed, epoch=epoch).tolist()
+    assert order != _order(blocks, 400, seed=seed, epoch=epoch + 1).tolist()
+    assert order != _order(blocks, 400, seed=seed + 1, epoch=epoch).tolist()
+    assert order != list(range(400))
+
+
+def _alike(counts, freedom):
+    """Chi-square: whether counts that should be equal differ as chance has it, no more and no less."""
+    expected = counts.sum() / counts.size
+    return 0.001 < scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), freedom) < 0.999
+
+
+@pytest.mark.parametrize("n_strata", [1, 2, 4])
+def test_every_block_begins_everywhere_alike(n_strata):
+    """Counts (block, place) for 8 blocks and a short one, 3 000 epochs; the seed is fixed."""
+    n_blocks = 8
+    counts = np.zeros((n_blocks, n_blocks), np.int64)
+    for epoch in range(3000):
+        order = _order(BlockShuffling(block_size=4, n_strata=n_strata), 4 * n_blocks + 1, seed=11, epoch=epoch)
+        begins = order[: 4 * n_blocks : 4]
+        counts[np.argsort(np.argsort(begins)), np.arange(n_blocks)] += 1
+    assert _alike(counts, (n_blocks - 1) ** 2)
+
+
+def test_blocks_of_two_strata_meet_alike():
+    """Counts which two blocks come in the same round, of 3 strata of 7 blocks, 3 000 epochs, each round by itself."""
+    counts = np.zeros((3, 7, 7), np.int64)
+    for epoch in range(3000):
+        order = _order(BlockShuffling(block_size=1, n_strata=3), 21, seed=2, epoch=epoch)
+        rounds = np.sort(order.reshape(7, 3), axis=1) % 7
+        for number, (i, j) in enumerate(itertools.combinations(range(3), 2)):
+            counts[number, rounds[:, i], rounds[:, j]] += 1
+    assert all(_alike(of_pair, 36) for of_pair in counts)
+
+
+def test_more_blocks_from_one_stratum_do_not_come_in_step():
+    """The blocks of two strata stand in orders of their own: no shift of one is the other."""
+    order = _order(BlockShuffling(block_size=1, n_strata=2), 200, seed=1).reshape(100, 2)
+    rounds = np.sort(order, axis=1) - [0, 100]
+    assert len(set(((rounds[:, 0] - rounds[:, 1]) % 100).tolist())) > 50
+
+
+def test_indices_of_the_caller_are_neither_changed_nor_followed():
+    indices = np.array([5, 2, 9])
+    sampling = BlockShuffling(block_size=1, indices=indices)
+    before = _order(sampling, 10).tolist()
+    assert indices.tolist() == [5, 2, 9]
+    indices[:] = 0
+    assert _order(sampling, 10).tolist() == before
+
+
+# ---- what makes no sense
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, 1.0, True, "64", None])
+@pytest.mark.parametrize("name", ["block_size", "n_strata"])
+def test_a_block_size_that_is_no_count_is_refused(name, count):
+    with pytest.raises(OptionError, match=name):
+        BlockShuffling(**{name: count})
+
+
+BAD_INDICES = {
+    "empty list": [],
+    "empty array": np.empty(0, np.int64),
+    "mask": np.array([True, False]),
+    "list of booleans": [True, False],
+    "fractions": [0.5, 1.0],
+    "labels": ["a", "b"],
+    "table": [[1, 2], [3, 4]],
+    "single number": 3,
+}
+
+
+@pytest.mark.parametrize("kind", [Streaming, BlockShuffling, MixtureOfScanners])
+@pytest.mark.parametrize("indices", BAD_INDICES.values(), ids=BAD_INDICES.keys())
+def test_indices_that_are_no_row_numbers_are_refused(kind, indices):
+    with pytest.raises(OptionError, match="indices"):
+        kind(indices=indices)
+
+
+@pytest.mark.parametrize("kind", [Streaming, BlockShuffling, MixtureOfScanners])
+@pytest.mark.parametrize(("indices", "bad"), [([0, 10], 10), ([-1, 3], -1), ([2**40], 2**40)])
+def test_a_row_that_the_dataset_does_not_have_is_named(kind, indices, bad):
+    with pytest.raises(OptionError, match=rf"row {bad}\b"):
+        kind(indices=indices).n_rows(10)
+
+
+@pytest.mark.parametrize("kind", [BlockShuffling, MixtureOfScanners])
+def test_a_row_given_twice_is_named(kind):
+    with pytest.raises(OptionError, match=r"row 7\b"):
+        kind(indices=[3, 7, 1, 7])
+
+
+@pytest.mark.parametrize("name", ["n_scanners", "block_size"])
+def test_scanners_that_are_no_count_are_refused(name):
+    with pytest.raises(OptionError, match=name):
+        MixtureOfScanners(**{name: 0})

@@ -1,0 +1,269 @@
+"""The scheduler and reader over a fake source: completion in any order, faults, and each chunk once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import counts, write_store
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.caching.caches import Place
+from zloader.caching.mirror import Mirror
+from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
+from zloader.order.plan import Fetch, Plan
+from zloader.reading.bridge import Bridge
+from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.parts import Part
+from zloader.reading.workshop import BufferPool
+from zloader.storage.layout import MatrixLayout
+from zloader.storage.metadata import array_layout
+from zloader.testing.source import FakeSource, Fault
+
+pytestmark = pytest.mark.any_version
+
+ADATA = counts(300, 61, seed=2)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(ADATA, folder / "counts.zarr", folder)
+    return folder / "counts.zarr"
+
+
+def place_in(directory: Path) -> Place:
+    return Place(zl.Cache(directory=directory), "0" * 32, "store")
+
+
+def part_of(store: Path) -> Part:
+    opened = zl.open_dataset(store).store
+    return opened.part(opened.matrix("X"), zl.FetchOptions())
+
+
+def scheduler_of(part, source, *, mirror=None, options=None) -> FetchScheduler:
+    """Reads one part from `source`."""
+    part = replace(part, source=source, mirror=mirror)
+    recipe = Recipe(parts=[part], columns=dict, dense=False, dtype="int64")
+    return FetchScheduler(recipe, options or zl.FetchOptions(), BufferPool())
+
+
+def run(part, source, fetches, *, mirror=None, options=None):
+    """All minibatches of some fetches, and the scheduler's counters."""
+    options = options or zl.FetchOptions()
+    scheduler = scheduler_of(part, source, mirror=mirror, options=options)
+
+    async def produce(put):
+        await scheduler.run(fetches, put)
+
+    return list(Bridge(produce, ready_bytes=options.ready_bytes, name="test")), scheduler.counters
+
+
+def plan(**options) -> list[Fetch]:
+    sizes = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}
+    whole = Plan(dataset_rows=300, **(sizes | options))
+    return [whole.fetch(number) for number in range(whole.n_fetches)]
+
+
+def check(minibatches) -> np.ndarray:
+    for minibatch in minibatches:
+        wanted = ADATA.X[minibatch.index]
+        np.testing.assert_array_equal(minibatch.x.indptr, wanted.indptr)
+        np.testing.assert_array_equal(minibatch.x.indices, wanted.indices)
+        np.testing.assert_array_equal(minibatch.x.values, wanted.data)
+    return np.concatenate([minibatch.index for minibatch in minibatches])
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 299), min_size=1, max_size=80),
+    seed=st.integers(0, 1000),
+    gap_bytes=st.sampled_from([0, 100, 1 << 20]),
+    max_read_bytes=st.sampled_from([1, 2_000, 1 << 20]),
+)
+def test_any_rows_in_any_order_with_reads_completing_in_any_order(store, rows, seed, gap_bytes, max_read_bytes):
+    rows = np.array(rows)
+    fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
+    options = zl.FetchOptions(gap_bytes=gap_bytes, max_read_bytes=max_read_bytes, in_flight_bytes=4_000)
+    minibatches, _ = run(part_of(store), FakeSource(store, seed=seed), [fetch], options=options)
+    assert check(minibatches).tolist() == rows.tolist()
+
+
+def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(store, tmp_path):
+    part = part_of(store)
+    mirror = Mirror(place_in(tmp_path), part.matrix.arrays)
+    source = FakeSource(store, seed=1)
+    # No gap: every byte between two wanted chunks would be a chunk read for nothing.
+    options = zl.FetchOptions(gap_bytes=0, prefetch=5)
+    minibatches, counters = run(part, source, plan(), mirror=mirror, options=options)
+    assert sorted(check(minibatches)) == list(range(300))
+    chunks = sum(array.n_chunks for array in part.matrix.arrays)
+    shards = sum(array.n_shards for array in part.matrix.arrays)
+    assert counters.chunks_decoded == chunks
+    assert counters.gets == len(source.reads)
+    assert counters.bytes_read == sum(span.size for span in source.reads)
+    stored = sum(part.object_sizes[a.shard_key(s)] for a in part.matrix.arrays for s in range(a.n_shards))
+    assert counters.bytes_read == stored
+    twice = Counter((span.key, byte) for span in source.reads for byte in range(span.start, span.stop))
+    assert set(twice.values()) == {1}
+    assert shards > 4  # else this would not have crossed any
+
+    again = FakeSource(store)
+    minibatches, counters = run(part, again, plan(epoch=1), mirror=mirror)
+    assert sorted(check(minibatches)) == list(range(300))
+    assert again.reads == []
+    assert counters.chunks_decoded == 0
+
+
+def test_a_half_filled_mirror_is_completed(store, tmp_path):
+    part = part_of(store)
+    streaming = plan(sampling=zl.Streaming())
+    place = place_in(tmp_path)
+    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(place, part.matrix.arrays))
+    minibatches, counters = run(part, FakeSource(store), plan(), mirror=Mirror(place, part.matrix.arrays))
+    assert sorted(check(minibatches)) == list(range(300))
+    assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in part.matrix.arrays)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_failed_read_is_raised_after_the_minibatches_before_it(store, seed):
+    fetches = plan(sampling=zl.Streaming())
+    source = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$")], seed=seed)
+    scheduler = scheduler_of(part_of(store), source, options=zl.FetchOptions(prefetch=1))
+
+    async def produce(put):
+        await scheduler.run(fetches, put)
+
+    taken = []
+    with pytest.raises(ReadError, match="scripted fault: X/data/c/3 bytes"):
+        taken.extend(Bridge(produce, ready_bytes=1 << 20, name="test"))
+    rows = check(taken)
+    assert rows.tolist() == list(range(len(rows)))  # a prefix, nothing skipped
+
+
+def test_a_flipped_byte_is_read_again_and_only_that_span(store):
+    source = FakeSource(store, faults=[Fault(kind="flip", key="X/indices/c/1$", skip=1, count=1)])
+    minibatches, counters = run(part_of(store), source, plan())
+    assert sorted(check(minibatches)) == list(range(300))
+    assert counters.retries == 1
+
+
+def test_a_flipped_byte_in_a_shard_index_is_read_again(store):
+    source = FakeSource(store, faults=[Fault(kind="flip", key="X/indices/c/1$", count=1)])
+    minibatches, counters = run(part_of(store), source, plan())
+    assert sorted(check(minibatches)) == list(range(300))
+    assert counters.retries == 1
+
+
+@pytest.mark.parametrize("skip", [0, 1], ids=["index", "chunk"])
+@pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
+def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, skip, mirrored):
+    part = part_of(store)
+    mirror = Mirror(place_in(tmp_path), part.matrix.arrays) if mirrored else None
+    source = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2$", skip=skip)])
+    with pytest.raises(CorruptChunkError, match="X/data/c/2") as caught:
+        run(part, source, plan(sampling=zl.Streaming()), mirror=mirror)
+    if skip:
+        start, stop = map(int, re.search(r"bytes (\d+)-(\d+) of X/data/c/2", str(caught.value)).groups())
+        assert 0 <= start < stop < part.object_sizes["X/data/c/2"]
+    # What is in the mirror now is right all the same.
+    good, _ = run(part, FakeSource(store), plan(), mirror=mirror)
+    assert sorted(check(good)) == list(range(300))
+
+
+def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(store):
+    part = part_of(store)
+    sizes = dict(part.object_sizes)
+    del sizes["X/data/c/1"]
+    lacking = replace(part, object_sizes=sizes)
+    with pytest.raises(MissingObjectError, match="X/data/c/1 is not there"):
+        run(lacking, FakeSource(store), plan())
+
+    values = zl.open_dataset(store).root["X/data"].metadata.to_dict()
+    matrix = replace(part.matrix, values=array_layout("X/data", values, absent_is_fill=True))
+    foreign = replace(lacking, matrix=matrix)
+    minibatches, _ = run(foreign, FakeSource(store), plan())
+    first = part.matrix.values.chunk_elements * part.matrix.values.chunks_per_shard
+    filled = ADATA.X.data.copy()
+    filled[first : 2 * first] = 0
+    for minibatch in minibatches:
+        wanted = [filled[ADATA.X.indptr[row] : ADATA.X.indptr[row + 1]] for row in minibatch.index]
+        np.testing.assert_array_equal(minibatch.x.values, np.concatenate(wanted))
+
+
+def test_bytes_in_flight_stay_within_their_bound(store):
+    class Watched(FakeSource):
+        held = most = 0
+
+        async def read(self, spans):
+            self.held += sum(span.size for span in spans)
+            self.most = max(self.most, self.held)
+            try:
+                return await super().read(spans)
+            finally:
+                self.held -= sum(span.size for span in spans)
+
+    whole = Watched(store, seed=0)
+    run(part_of(store), whole, plan(), options=zl.FetchOptions(prefetch=8))
+    bounded = Watched(store, seed=0)
+    limit = whole.most // 4
+    run(part_of(store), bounded, plan(), options=zl.FetchOptions(prefetch=8, in_flight_bytes=limit))
+    largest = max(span.size for span in bounded.reads)
+    assert bounded.most <= max(limit, largest) + 2 * 100  # and two shard indexes, which are not counted
+    assert bounded.most < whole.most
+
+
+class Endless:
+    """A Source of two uncompressed arrays longer than 2**32, made up as they are read: element i is i % 251."""
+
+    CHUNK = 1000
+    retries = 0
+
+    async def read(self, spans):
+        def stored(span):
+            first = int(span.key.rsplit("/", 1)[1]) * self.CHUNK
+            elements = (np.arange(first, first + self.CHUNK) % 251).astype("<u2")
+            return elements.tobytes()[span.start : span.stop]
+
+        return [stored(span) for span in spans]
+
+
+class EveryObject(dict):
+    """Every object is there, and holds one chunk."""
+
+    def get(self, key, default=None):
+        return 2 * Endless.CHUNK
+
+
+@pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
+def test_values_beyond_2_to_the_32(tmp_path, mirrored):
+    """Three rows that lie across 2**31, across 2**32 and at the end; the mirror's files are sparse."""
+    n_elements = (1 << 32) + 5000
+    metadata = {
+        "zarr_format": 3,
+        "shape": [n_elements],
+        "data_type": "uint16",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [Endless.CHUNK]}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+    }
+    genes, values = (array_layout(f"X/{name}", metadata, absent_is_fill=False) for name in ("indices", "data"))
+    matrix = MatrixLayout(path="X", n_rows=7, n_genes=251, genes=genes, values=values)
+    edges = [0, (1 << 31) - 7, (1 << 31) + 5, (1 << 32) - 3, (1 << 32) + 9, n_elements - 11, n_elements - 2]
+    indptr = np.array([*edges, n_elements])
+    part = Part(url="made up", matrix=matrix, indptr=indptr, object_sizes=EveryObject(), source=Endless(), mirror=None)
+    rows = np.array([5, 1, 3, 6, 1])
+    fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))
+    mirror = Mirror(place_in(tmp_path), matrix.arrays) if mirrored else None
+    for _ in range(2):
+        minibatches, counters = run(part, Endless(), [fetch], mirror=mirror)
+        wanted = np.concatenate([np.arange(indptr[row], indptr[row + 1]) % 251 for row in rows])
+        np.testing.assert_array_equal(np.concatenate([minibatch.x.values for minibatch in minibatches]), wanted)
+        np.testing.assert_array_equal(np.concatenate([minibatch.x.indices for minibatch in minibatches]), wanted)
+        assert [minibatch.index.tolist() for minibatch in minibatches] == [[5, 1], [3, 6, 1]]
+    assert (counters.gets == 0) == mirrored

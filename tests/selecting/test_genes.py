@@ -1,0 +1,321 @@
+"""Choosing genes, against SciPy's and anndata's own slicing."""
+
+from __future__ import annotations
+
+import re
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+from helpers import counts, dense, write_store
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zloader as zl
+from zloader.common.errors import OptionError
+from zloader.reading import gather
+from zloader.selecting.genes import ChosenGenes, choose_genes
+
+pytestmark = pytest.mark.any_version
+
+N_ROWS, N_GENES = 150, 41
+UNSORTED = [7, 40, 0, 39, 12, 3, 20]
+ASCENDING = sorted(UNSORTED)
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+
+
+@st.composite
+def chosen_genes(draw, n_stored):
+    positions = draw(st.lists(st.integers(0, n_stored - 1), min_size=1, unique=True))
+    if draw(st.booleans()):
+        positions.sort()
+    return ChosenGenes(positions=np.array(positions), n_stored=n_stored)
+
+
+@st.composite
+def sparse_rows(draw, n_genes, genes, values):
+    """A random CSR matrix that stores zeros here and there and has empty rows, and rows to take, repeated at will."""
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    n_rows, density = draw(st.integers(1, 8)), draw(st.sampled_from([0, 0.05, 0.5, 1]))
+    stored = rng.random((n_rows, n_genes)) < density * rng.integers(0, 2, (n_rows, 1))
+    csr = scipy.sparse.csr_matrix(stored)
+    csr = scipy.sparse.csr_matrix((rng.integers(0, 4, csr.nnz).astype(values), csr.indices, csr.indptr), csr.shape)
+    taken = np.array(draw(st.lists(st.integers(0, n_rows - 1), max_size=10)), np.int64)
+    starts, lengths = csr.indptr[:-1].astype(np.int64)[taken], np.diff(csr.indptr).astype(np.int64)[taken]
+    rows = gather.StoreRows(
+        at=slice(None), genes=csr.indices.astype(genes), values=csr.data, starts=(starts, starts), lengths=lengths
+    )
+    return rows, csr[taken]
+
+
+def check_csr(found, wanted):
+    """Against SciPy's slice, the zeros it stores included; ascending in each row."""
+    wanted.sort_indices()
+    np.testing.assert_array_equal(found.indptr, wanted.indptr)
+    np.testing.assert_array_equal(found.indices, wanted.indices)
+    np.testing.assert_array_equal(found.values, wanted.data)
+    assert found.n_genes == wanted.shape[1]
+    assert found.indices.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("genes", "values", "dtype"),
+    [("uint16", "uint8", "float32"), ("uint8", "float32", "float64"), ("int32", "int64", "int64")],
+)
+# Up to 255 columns and "none" fit a byte.
+@pytest.mark.parametrize("n_genes", [5, 256, 300])
+@given(draw=st.data())
+def test_from_csr(n_genes, genes, values, dtype, draw):
+    if genes == "uint8" and n_genes > 256:
+        genes = "uint16"
+    rows, csr = draw.draw(sparse_rows(n_genes, genes, values))
+    chosen = draw.draw(
+        chosen_genes(n_genes) | st.just(ChosenGenes(positions=np.arange(n_genes)[::-1], n_stored=n_genes))
+    )
+    n_rows, wanted = csr.shape[0], csr[:, chosen.positions].astype(dtype)
+    part = gather.choose(rows, chosen, ascending=True)
+    check_csr(gather.csr_rows([part], n_rows, n_genes=len(chosen), dtype=dtype), wanted)
+    part = gather.choose(rows, chosen, ascending=draw.draw(st.booleans()))
+    found = gather.dense_rows([part], n_rows, n_genes=len(chosen), dtype=dtype)
+    np.testing.assert_array_equal(found, wanted.toarray())
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("values", ["uint8", "float32"])
+@given(draw=st.data())
+def test_from_dense(values, draw):
+    rng = np.random.default_rng(draw.draw(st.integers(0, 1000)))
+    n_rows, n_genes = draw.draw(st.integers(1, 6)), draw.draw(st.integers(1, 9))
+    matrix = rng.integers(0, 3, (n_rows, n_genes)).astype(values)
+    taken = np.array(draw.draw(st.lists(st.integers(0, n_rows - 1), max_size=10)), np.int64)
+    chosen = draw.draw(chosen_genes(n_genes))
+    starts, lengths = taken * n_genes + 3, np.full(len(taken), n_genes)
+    flat = np.concatenate([np.ones(3, values), matrix.ravel()])
+    rows = gather.StoreRows(at=slice(None), genes=None, values=flat, starts=(starts, starts), lengths=lengths)
+    part, wanted = gather.choose(rows, chosen, ascending=True), matrix[taken][:, chosen.positions].astype("float32")
+    check_csr(
+        gather.csr_rows([part], len(taken), n_genes=len(chosen), dtype="float32"), scipy.sparse.csr_matrix(wanted)
+    )
+    np.testing.assert_array_equal(gather.dense_rows([part], len(taken), n_genes=len(chosen), dtype="float32"), wanted)
+
+
+@pytest.mark.parametrize("n_chosen", [60_000, 66_000])  # whose columns take two bytes, and more
+def test_many_genes_in_another_order(n_chosen):
+    rng = np.random.default_rng(0)
+    csr = scipy.sparse.random(20, 70_000, 0.02, "csr", np.float32, random_state=rng)
+    csr.sort_indices()
+    starts, lengths = csr.indptr[:-1].astype(np.int64), np.diff(csr.indptr).astype(np.int64)
+    rows = gather.StoreRows(
+        at=slice(None), genes=csr.indices.astype("uint32"), values=csr.data, starts=(starts, starts), lengths=lengths
+    )
+    chosen = ChosenGenes(positions=rng.permutation(70_000)[:n_chosen], n_stored=70_000)
+    assert chosen.column_of.dtype == (np.uint16 if n_chosen < 2**16 else np.uint32)
+    found = gather.csr_rows([gather.choose(rows, chosen, ascending=True)], 20, n_genes=n_chosen, dtype="float32")
+    check_csr(found, csr[:, chosen.positions])
+
+
+def test_a_gene_that_stands_twice_in_a_row_stays_so_and_is_summed_when_dense():
+    """As without `genes`: stores by other hands may have such rows, also more values than there are genes."""
+    genes, values = np.array([1, 0, 1, 1, 2, 1], np.uint16), np.array([1, 2, 3, 4, 5, 6], np.uint8)
+    starts, lengths = np.array([0, 2]), np.array([2, 4])
+    rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
+    part = gather.choose(rows, ChosenGenes(positions=np.array([2, 1]), n_stored=3), ascending=True)
+    csr = gather.csr_rows([part], 2, n_genes=2, dtype="float32")
+    assert (csr.indptr.tolist(), csr.indices.tolist()) == ([0, 1, 5], [1, 0, 1, 1, 1])
+    assert csr.values.tolist() == [1, 5, 3, 4, 6]
+    assert gather.dense_rows([part], 2, n_genes=2, dtype="float32").tolist() == [[0, 1], [5, 13]]
+
+
+# ------------------------------------------------------------------------------------------------ what may be chosen
+
+NAMES = pd.Index(["A", "B", "C", "B", "D"])
+
+
+def choose(genes):
+    return choose_genes(genes, n_stored=5, names=lambda: NAMES, where="var of STORE")
+
+
+@pytest.mark.parametrize(
+    ("genes", "positions"),
+    [
+        (["D", "A"], [4, 0]),
+        (np.array(["C", "A"]), [2, 0]),
+        (pd.Index(["A"]), [0]),
+        (pd.Categorical(["D", "C"]), [4, 2]),
+        ([3, 1, 0], [3, 1, 0]),
+        (range(5), [0, 1, 2, 3, 4]),
+        (np.array([4, 2], np.uint8), [4, 2]),
+        ([True, False, False, True, True], [0, 3, 4]),
+        (pd.Series([False, True, False, False, False], index=NAMES), [1]),
+        (pd.array([False, True, True, False, False], dtype="boolean"), [1, 2]),
+    ],
+)
+def test_names_positions_and_masks(genes, positions):
+    chosen = choose(genes)
+    assert chosen.positions.tolist() == positions
+    assert chosen.positions.dtype == np.int64
+    assert chosen.ascending == (positions == sorted(positions))
+    assert [chosen.column_of[position] for position in positions] == list(range(len(positions)))
+    assert (np.delete(chosen.column_of, positions) == len(positions)).all()
+
+
+@pytest.mark.parametrize(
+    ("genes", "says"),
+    [
+        (["A", "X", "Y", "Z", "W"], "4 of 5 genes are not in var of STORE: 'X', 'Y', 'Z', .... Its genes have names "),
+        (["A", "B"], "1 of 2 genes stand more than once in var of STORE: 'B'. Choose these by their positions"),
+        (["A", "C", "A"], "genes has 'A' more than once"),
+        ([1, 2, 1], "genes has 1 more than once"),
+        ([], "genes chooses none: give at least one, or None for all"),
+        ([False] * 5, "genes chooses none"),
+        ([True] * 4, "genes is a mask of 4, but var of STORE has 5 genes"),
+        ([0, 5], "gene 5 is not there: var of STORE has the genes 0 to 4"),
+        ([-1], "gene -1 is not there"),
+        ("A", "write genes=['A']"),
+        ({"A", "C"}, "a set has none. Write sorted(...)"),
+        (["A", 1], "genes must be names, positions or a mask of booleans, not object: 'A', 1"),
+        ([1.5], "not float64: 1.5"),
+        ([["A"]], "genes must be"),
+        (pd.array([True, None, True, True, True], dtype="boolean"), "not boolean"),
+        (7, "a mask, not a int"),
+    ],
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
+)
+def test_what_chooses_nothing_sensible_is_refused(genes, says):
+    with pytest.raises(OptionError, match=re.escape(says)):
+        choose(genes)
+
+
+# ------------------------------------------------------------------------------------------------ the loader
+
+
+def with_everything(n_rows=N_ROWS, seed=3) -> ad.AnnData:
+    """Counts with a layer and a raw that has more genes; the genes 20 and 39 are zero throughout."""
+    adata = counts(n_rows, N_GENES + 9, seed=seed)
+    zero = np.ones(N_GENES + 9, np.float32)
+    zero[[20, 39]] = 0
+    adata.X = scipy.sparse.csr_matrix(adata.X.multiply(zero))
+    adata.X.eliminate_zeros()
+    adata.var["symbol"] = [f"s{gene}" for gene in range(adata.n_vars)]
+    whole = adata.copy()
+    adata = adata[:, :N_GENES].copy()
+    adata.raw = whole
+    adata.layers["doubled"] = adata.X * 2
+    return adata
+
+
+ADATA = with_everything()
+WANTED = {"X": ADATA.X, "layers/doubled": ADATA.layers["doubled"], "raw/X": ADATA.raw.X}
+
+
+@pytest.fixture(scope="module", params=["csr", "dense"])
+def store(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    stored = ADATA.copy()
+    if request.param == "dense":
+        stored.X, stored.layers["doubled"] = stored.X.toarray(), stored.layers["doubled"].toarray()
+    write_store(stored, folder / "counts.zarr", folder)
+    return folder / "counts.zarr"
+
+
+def check_epoch(loader, wanted, genes):
+    """Every row once, each with the chosen genes of `wanted`, in order and in canonical form."""
+    seen = []
+    for minibatch in loader:
+        rows = minibatch.index.numpy()
+        seen += rows.tolist()
+        expected = wanted[rows][:, genes]
+        np.testing.assert_array_equal(dense(minibatch.x), expected.toarray())
+        if loader.layout == "csr":
+            for row in range(len(rows)):
+                begin, end = minibatch.x.crow_indices()[row : row + 2].tolist()
+                assert (np.diff(minibatch.x.col_indices()[begin:end]) > 0).all()
+            assert minibatch.x._nnz() == expected.nnz
+        if loader.layout == "anndata":
+            var = ADATA.raw.var if loader.x == "raw/X" else ADATA.var
+            pd.testing.assert_frame_equal(minibatch.x.var, var.iloc[genes], check_dtype=False)
+    assert sorted(seen) == list(range(wanted.shape[0]))
+
+
+SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4)}
+
+
+@pytest.mark.parametrize("genes", [ASCENDING, UNSORTED], ids=["ascending", "unsorted"])
+@pytest.mark.parametrize("x", WANTED)
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+def test_layouts_matrices_and_orders(store, layout, x, genes):
+    names = list(ADATA.var_names[genes])
+    loader = zl.Loader(zl.open_dataset(store), genes=names, x=x, layout=layout, **SIZES)
+    check_epoch(loader, WANTED[x], genes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_dtypes_mirror_and_ranks(store, tmp_path, layout, dtype):
+    dataset = zl.open_dataset(store, cache=tmp_path / "cache")
+    mask = np.isin(np.arange(N_GENES), ASCENDING)
+    for _ in range(2):
+        loader = zl.Loader(dataset, genes=mask, layout=layout, dtype=dtype, **SIZES)
+        check_epoch(loader, ADATA.X, ASCENDING)
+        assert str(next(iter(loader)).x.dtype) == f"torch.{dtype}"
+    ranks = [zl.Loader(dataset, genes=UNSORTED, **SIZES, rank=rank, world_size=2) for rank in range(2)]
+    rows = []
+    for loader in ranks:
+        for minibatch in loader:
+            rows += minibatch.index.tolist()
+            np.testing.assert_array_equal(dense(minibatch.x), ADATA.X[minibatch.index.numpy()][:, UNSORTED].toarray())
+    assert sorted(rows) == list(range(N_ROWS))
+
+
+def test_raw_has_genes_of_its_own(store):
+    """Genes 41 to 49 are in raw/var alone, and a mask has its length."""
+    dataset = zl.open_dataset(store)
+    check_epoch(zl.Loader(dataset, x="raw/X", genes=["gene 49", "gene 2"], **SIZES), ADATA.raw.X, [49, 2])
+    check_epoch(zl.Loader(dataset, x="raw/X", genes=np.arange(50) > 44, **SIZES), ADATA.raw.X, [45, 46, 47, 48, 49])
+    check_epoch(zl.Loader(dataset, x="raw/X", layout="anndata", **SIZES), ADATA.raw.X, list(range(50)))
+    with pytest.raises(OptionError, match="'gene 49'"):
+        zl.Loader(dataset, genes=["gene 49"])
+    with pytest.raises(OptionError, match=r"a mask of 41, but raw/var of .* has 50 genes"):
+        zl.Loader(dataset, x="raw/X", genes=np.ones(41, bool))
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+def test_genes_that_no_row_has(store, layout):
+    check_epoch(zl.Loader(zl.open_dataset(store), genes=[39, 20], layout=layout, **SIZES), ADATA.X, [39, 20])
+
+
+def test_all_genes_chosen_are_all_genes(store):
+    dataset = zl.open_dataset(store)
+    for plain, chosen in zip(zl.Loader(dataset, **SIZES), zl.Loader(dataset, genes=range(41), **SIZES), strict=True):
+        assert plain.index.tolist() == chosen.index.tolist()
+        for part in ("crow_indices", "col_indices", "values"):
+            assert getattr(plain.x, part)().tolist() == getattr(chosen.x, part)().tolist()
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+def test_several_stores(tmp_path, layout):
+    """CSR and dense ones, of different dtypes, in one minibatch."""
+    adatas = [with_everything(60, seed) for seed in (0, 1, 2)]
+    stored = [adata.copy() for adata in adatas]
+    stored[1].X = stored[1].X.toarray()
+    stored[2].X.data += 0.5
+    adatas[2].X = stored[2].X
+    urls = [tmp_path / f"{number}.zarr" for number in range(3)]
+    for adata, url in zip(stored, urls, strict=True):
+        del adata.raw
+        write_store(adata, url, tmp_path)
+    dataset = zl.open_dataset(urls, cache=tmp_path / "cache")
+    wanted = scipy.sparse.vstack([adata.X for adata in adatas], "csr")
+    for genes in (ASCENDING, UNSORTED):
+        check_epoch(zl.Loader(dataset, genes=genes, layout=layout, **SIZES), wanted, genes)
+
+
+def test_genes_need_an_x_and_stay_out_of_the_repr(store):
+    dataset = zl.open_dataset(store)
+    with pytest.raises(OptionError, match="genes needs an x"):
+        zl.Loader(dataset, x=None, genes=["gene 1"])
+    assert "gene 1" not in repr(zl.Loader(dataset, genes=["gene 1"]))

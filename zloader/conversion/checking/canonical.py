@@ -1,0 +1,179 @@
+"""Whether compressed matrices are what they must be: indptr from 0 to the number of values, genes ascending, no others.
+
+Pieces of `indices` are looked at in any order, by several threads, each with the starts of the rows in it; what is left
+are the seams between pieces, looked at in the end. 1 ns a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.terms import Rows
+from zloader.conversion.checking.findings import Findings
+from zloader.conversion.checking.stored import StoredArray
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Rows with something wrong: the first, the last, how many; each is added once, but for the last one again."""
+
+    first: int = -1
+    last: int = -1
+    n: int = 0
+
+    def add(self, rows: Rows) -> None:
+        """More rows, none before those already there."""
+        if len(rows):
+            self._merge(int(rows[0]), int(rows[-1]), len(np.unique(rows)))
+
+    def merge(self, other: _Tally) -> None:
+        """All rows of another, which follow."""
+        if other.n:
+            self._merge(other.first, other.last, other.n)
+
+    def _merge(self, first: int, last: int, n: int) -> None:
+        self.n += n - (self.n > 0 and first == self.last)
+        self.first, self.last = (self.first if self.first >= 0 else first), last
+
+    def __str__(self) -> str:
+        return f"{self.first} (the first of {self.n})" if self.n > 1 else str(self.first)
+
+
+class IndptrCheck:
+    """Looks at the chunks of an indptr in order."""
+
+    def __init__(self, array: StoredArray, n_values: int, axis: str) -> None:
+        self._path, self._n_entries, self._n_values, self._axis = array.path, array.n_elements, n_values, axis
+        self._falls = _Tally()
+        self._n_seen, self._last = 0, 0
+        self._first: int | None = None
+
+    def look(self, at: int, chunk: NDArray[Any]) -> None:
+        """The next chunk, whose first entry is entry `at`."""
+        entries = chunk.astype(np.int64)
+        if at == 0:
+            self._first = self._last = int(entries[0])
+        elif at > self._n_seen:  # a damaged chunk lies between
+            self._last = int(entries[0])
+        falls = np.flatnonzero(np.diff(entries, prepend=self._last) < 0)
+        self._falls.add(at + falls - 1)
+        self._n_seen, self._last = at + len(entries), int(entries[-1])
+
+    def report(self, findings: Findings) -> None:
+        """Names what is wrong."""
+        if self._first:
+            findings.add(self._path, f"begins with {self._first}, not 0")
+        if self._falls.n:
+            findings.add(self._path, f"falls at {self._axis} {self._falls}")
+        if self._n_seen == self._n_entries and self._last != self._n_values:
+            findings.add(self._path, f"ends with {self._last}, but {self._n_values} values are stored")
+
+
+def starts_by_piece(indptr: StoredArray, indices: StoredArray) -> Iterator[tuple[int, Rows]]:
+    """For each piece of `indices`: the first row that begins in it, and where all that do begin. indptr must be right.
+
+    Raises as `StoredArray.chunks`.
+    """
+    chunks = indptr.chunks()
+    first_row, held = 0, np.empty(0, np.int64)
+    for piece in range(indices.n_pieces):
+        stop, parts = indices.first_element(piece + 1), [held]
+        while not len(parts[-1]) or parts[-1][-1] < stop:
+            chunk = next(chunks, None)
+            if chunk is None:
+                break
+            parts.append(chunk.astype(np.int64))
+        held = np.concatenate(parts)
+        n_here = int(np.searchsorted(held, stop))
+        yield first_row, held[:n_here]
+        first_row, held = first_row + n_here, held[n_here:]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen in one piece: rows out of order, rows with genes that are not, and the elements at its ends."""
+
+    disordered: _Tally
+    outside: _Tally
+    outsider: int = 0
+    head: int | None = None
+    head_gene: int = 0
+    head_row: int = 0
+    head_begins_row: bool = False
+    tail: int = -1
+    tail_gene: int = 0
+
+
+class GeneOrder:
+    """Looks at the pieces of the `indices` of a matrix, in any order; `ascending` where they must be within rows."""
+
+    def __init__(self, path: str, *, axes: tuple[str, str], n_minor: int, ascending: bool) -> None:
+        self._path, self._axes, self._n_minor, self._ascending = path, axes, n_minor, ascending
+        self._pieces: list[_Seen] = []
+
+    def piece(self, first_row: int, starts: Rows) -> PieceOrder:
+        """Looks at the next piece, whose rows from `first_row` on have these starts."""
+        self._pieces.append(_Seen(_Tally(), _Tally()))
+        return PieceOrder(self._pieces[-1], first_row, starts, self._n_minor)
+
+    def report(self, findings: Findings) -> None:
+        """Names what is wrong, once all pieces have been seen."""
+        major, minor = self._axes
+        disordered, outside, outsider = _Tally(), _Tally(), 0
+        before = _Seen(_Tally(), _Tally())
+        for piece in self._pieces:
+            follows = before.tail >= 0 and before.tail + 1 == piece.head
+            if follows and not piece.head_begins_row and before.tail_gene >= piece.head_gene:
+                disordered.add(np.array([piece.head_row]))
+            disordered.merge(piece.disordered)
+            outsider = outsider if outside.n else piece.outsider
+            outside.merge(piece.outside)
+            before = piece
+        if outside.n:
+            findings.add(
+                self._path,
+                f"{major} {outside} has a value for {minor} {outsider}, but there are {self._n_minor} {minor}s",
+            )
+        if disordered.n and self._ascending:
+            findings.add(
+                self._path,
+                f"is not canonical: the {minor}s of {major} {disordered} do not ascend, or one comes twice. "
+                "Convert it again",
+            )
+
+
+class PieceOrder:
+    """Looks at the chunks of one piece in order."""
+
+    def __init__(self, seen: _Seen, first_row: int, starts: Rows, n_minor: int) -> None:
+        self._seen, self._first_row, self._starts, self._n_minor = seen, first_row, starts, n_minor
+
+    def look(self, at: int, genes: NDArray[Any]) -> None:
+        """The next chunk, whose first element is element `at`."""
+        seen = self._seen
+        if genes.min() < 0 or genes.max() >= self._n_minor:
+            wrong = np.flatnonzero((genes < 0) | (genes >= self._n_minor))
+            seen.outsider = seen.outsider if seen.outside.n else int(genes[wrong[0]])
+            seen.outside.add(self._rows_of(at + wrong))
+        begin, end = np.searchsorted(self._starts, [at, at + len(genes)])
+        begun = self._starts[begin:end] - at
+        rises = np.ones(len(genes), bool)
+        np.greater(genes[1:], genes[:-1], out=rises[1:])
+        if seen.tail >= 0 and seen.tail + 1 == at:
+            rises[0] = genes[0] > seen.tail_gene
+        rises[begun] = True
+        if not rises.all():
+            seen.disordered.add(self._rows_of(at + np.flatnonzero(~rises)))
+        if seen.head is None:
+            seen.head, seen.head_gene = at, int(genes[0])
+            seen.head_row = int(self._rows_of(np.array([at]))[0])
+            seen.head_begins_row = len(begun) > 0 and begun[0] == 0
+        seen.tail, seen.tail_gene = at + len(genes) - 1, int(genes[-1])
+
+    def _rows_of(self, elements: Rows) -> Rows:
+        return self._first_row + np.searchsorted(self._starts, elements, side="right") - 1

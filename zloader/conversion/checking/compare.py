@@ -1,0 +1,284 @@
+"""A store held against the sources that it was made from, every value, in the order in which it is stored."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.storage import MemoryStore
+
+from zloader.common.errors import OptionError, SourceError
+from zloader.common.progress import Bars
+from zloader.common.terms import Rows
+from zloader.conversion.checking.differences import (
+    Sparse,
+    bits_differ,
+    column_difference,
+    element_differences,
+    frame_differences,
+    name_differences,
+    shown,
+)
+from zloader.conversion.checking.findings import Findings
+from zloader.conversion.checking.hierarchy import Hierarchy
+from zloader.conversion.checking.stored import ElementStream, StoredArray
+from zloader.conversion.joining.content import Content, Selection
+from zloader.conversion.joining.shuffled import ShuffledContent, arranged
+from zloader.conversion.sources.anndatas import StoredInput
+from zloader.conversion.sources.inputs import Input
+from zloader.conversion.sources.windows import Advance, SourceMatrix
+from zloader.conversion.writing.elements import ElementWriter
+from zloader.conversion.writing.encode import ConvertOptions
+from zloader.dataset.dataset import Dataset
+
+AGAINST = "against"  # where a problem is that is not one of the store alone
+
+
+class Comparison:
+    """What a store holds beside what its sources say should be in it."""
+
+    def __init__(self, dataset: Dataset, hierarchy: Hierarchy, findings: Findings, bars: Bars) -> None:
+        self._hierarchy, self._findings, self._bars = hierarchy, findings, bars
+        self._dataset = dataset
+        self._provenance: Mapping[str, Any] = dataset.root.attrs.get("zloader", {})
+
+    def run(self, inputs: Sequence[Input], memory: int | str) -> None:
+        """Names the first difference of every element."""
+        self._check_sources(inputs)
+        options = ConvertOptions(memory=memory, shuffle_seed=self._provenance.get("shuffle_seed"))
+        with self._noting(AGAINST):
+            self._content = arranged(
+                Content(inputs, self._selection()), options.shuffle_seed, bucket_bytes=options.window
+            )
+            self._store = StoredInput(self._dataset.root, self._dataset.location.url, "", objects=[])
+            self._compare_obs()
+            self._compare_var(options)
+            there = [*self._compare_matrices(options), *self._compare_elements(options)]
+            for path in self._stored_paths():
+                if path not in there:
+                    self._findings.add(path, "is in the store, but not in the sources")
+
+    @contextlib.contextmanager
+    def _noting(self, where: str) -> Iterator[None]:
+        """Makes a problem of what sources, or stored elements, cannot give."""
+        try:
+            yield
+        except (SourceError, OptionError) as error:
+            self._findings.add(where, f"cannot be compared: {error}")
+
+    def _selection(self) -> Selection:
+        """That with which the store was made."""
+        chosen = dict(self._provenance.get("select") or {})
+        if "genes" in chosen:
+            chosen["genes"] = list(self._dataset.var_names)
+        return Selection(**chosen)
+
+    def _check_sources(self, inputs: Sequence[Input]) -> None:
+        recorded = self._provenance.get("sources")
+        if recorded is None:
+            return
+        if len(recorded) != len(inputs):
+            made_of = ", ".join(str(source["label"]) for source in recorded)
+            self._findings.add(
+                AGAINST, f"the store was made of {len(recorded)} sources ({made_of}), but {len(inputs)} are given"
+            )
+        for before, source in zip(recorded, inputs, strict=False):
+            if before["rows"] != source.n_rows:
+                self._findings.add(
+                    AGAINST, f"{source.name} has {source.n_rows} rows, but {before['label']} had {before['rows']}"
+                )
+
+    # --- obs and var
+
+    def _compare_obs(self) -> None:
+        wanted = self._content.obs_names()
+        with self._noting("obs"):
+            found = self._store.obs_names()
+            n_both = min(len(found), len(wanted))
+            if len(found) != len(wanted):
+                self._findings.add("obs", f"{len(found)} rows are stored, the sources have {len(wanted)}")
+            if len(found) == len(wanted) or not isinstance(self._content, ShuffledContent):
+                what = column_difference(wanted[:n_both], found[:n_both], "row")
+                self._add_all([("obs", f"names: {what}")] if what else [])
+            names = self._content.obs_columns
+            self._add_all(name_differences("obs", names, self._store.obs_columns, in_order=True))
+            for name in names:
+                if name in self._store.obs_columns and len(found) == len(wanted):
+                    self._compare_column(name)
+
+    def _compare_column(self, name: str) -> None:
+        path = f"obs/{name}"
+        with self._noting(path):
+            if not self._is_comparable(path):
+                return
+            what = column_difference(self._content.obs_column(name), self._store.obs_column(name), "row")
+            self._add_all([(path, what)] if what else [])
+
+    def _compare_var(self, options: ConvertOptions) -> None:
+        with self._noting("var"):
+            wanted = _as_stored(self._content.var, options)
+            self._add_all(frame_differences("var", wanted, self._store.var(), "gene"))
+        if self._content.raw_var is not None and self._store.has_raw:
+            with self._noting("raw/var"):
+                wanted = _as_stored(self._content.raw_var, options)
+                self._add_all(frame_differences("raw/var", wanted, self._store.var(raw=True), "gene"))
+
+    def _add_all(self, differences: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> None:
+        for where, what in differences:
+            self._findings.add(where, what)
+
+    # --- Matrices and elements
+
+    def _stored_paths(self) -> list[str]:
+        """All elements of the store but obs, var, raw/var and uns, which is looked into."""
+        parts = ("layers", "obsm", "obsp", "varm", "varp", "raw/varm")
+        below = [path for part in parts for path in self._hierarchy.children(part)]
+        return [path for path in self._hierarchy.matrices if not path.startswith("layers/")] + below
+
+    def _is_comparable(self, path: str) -> bool:
+        if not self._hierarchy.encoding(path):
+            self._findings.add(path, "is not in the store, but in the sources")
+            return False
+        if self._findings.any_in(path):
+            self._findings.add(path, "is damaged, so it was not compared with the sources")
+            return False
+        return True
+
+    def _compare_matrices(self, options: ConvertOptions) -> Iterator[str]:
+        for matrix in self._content.matrices(options.window):
+            yield matrix.name
+            with matrix, self._noting(matrix.name):
+                if self._is_comparable(matrix.name) and self._has_its_form(matrix):
+                    self._compare_matrix(matrix)
+
+    def _has_its_form(self, matrix: SourceMatrix) -> bool:
+        path, hierarchy = matrix.name, self._hierarchy
+        values = f"{path}/data" if f"{path}/data" in hierarchy.arrays else path
+        stored = hierarchy.arrays[values].dtype if values in hierarchy.arrays else None
+        original = (hierarchy.attributes(path).get("zloader") or {}).get("dtype", {}).get("data", str(stored))
+        encoding = "array" if matrix.encoding == "dense" else "csr_matrix"
+        wanted = {"encoding": encoding, "shape": (matrix.n_rows, matrix.n_genes), "dtype": str(matrix.dtype)}
+        found = {"encoding": hierarchy.encoding(path), "shape": hierarchy.shape(path), "dtype": original}
+        for part, value in wanted.items():
+            if found[part] != value:
+                self._findings.add(path, f"has {part} {found[part]}, the sources {value}")
+        return all(found[part] == wanted[part] for part in ("encoding", "shape"))
+
+    def _compare_matrix(self, matrix: SourceMatrix) -> None:
+        compare = _compare_dense if matrix.encoding == "dense" else _compare_sparse
+        advance = self._bars.add(f"comparing {matrix.name}", matrix.n_stored)
+        with ThreadPoolExecutor(1, thread_name_prefix="zloader-decode") as thread:
+            difference = compare(matrix, self._hierarchy, thread, advance)
+        if difference.n_rows:
+            self._findings.add(matrix.name, difference.described(self._column_name(matrix.name, difference.column)))
+
+    def _column_name(self, matrix: str, column: int) -> str:
+        content = self._content
+        if matrix.startswith("obsm/"):
+            return f"column {column}"
+        if matrix.startswith("obsp/"):
+            return f"column {column} ({content.obs_names()[column]!r})"
+        genes = content.raw_var if matrix == "raw/X" and content.raw_var is not None else content.var
+        return f"gene {genes.index[column]!r} ({column})"
+
+    def _compare_elements(self, options: ConvertOptions) -> Iterator[str]:
+        for path, element in self._content.elements():
+            yield path
+            with self._noting(path):
+                if path == "uns" and path not in self._store:
+                    self._add_all(element_differences(path, element, {}))
+                elif self._is_comparable(path):
+                    wanted = _as_stored(element, options)
+                    self._add_all(element_differences(path, wanted, self._store.element(path)))
+
+
+def _as_stored(element: Any, options: ConvertOptions) -> Any:
+    """What comes back of an element that is written: lists as arrays, and the like."""
+    root = zarr.create_group(MemoryStore(), zarr_format=3)
+    ElementWriter(root, options, of="the sources").write("element", element)
+    return ad.io.read_elem(root["element"])
+
+
+@dataclass
+class _Difference:
+    """The first difference of a matrix, and how many rows have one."""
+
+    n_rows: int = 0
+    row: int = 0
+    column: int = 0
+    wanted: Any = None
+    found: Any = None
+
+    def add(self, row: int, column: int, wanted: Any, found: Any, n_rows: int) -> None:
+        """Rows after those before."""
+        if not self.n_rows:
+            self.row, self.column, self.wanted, self.found = row, column, wanted, found
+        self.n_rows += n_rows
+
+    def described(self, column: str) -> str:
+        """In words."""
+        rows = "1 row differs" if self.n_rows == 1 else f"{self.n_rows} rows differ"
+        return f"row {self.row}, {column}: {shown(self.found)} is stored, the sources have {shown(self.wanted)}; {rows}"
+
+
+def _compare_dense(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor, advance: Advance) -> _Difference:
+    difference, row = _Difference(), 0
+    stored = StoredArray(hierarchy, matrix.name)
+    common = np.result_type(stored.dtype, matrix.dtype)
+    stream = ElementStream(stored, thread)
+    for window in matrix.windows():
+        wanted = window.values.astype(common, copy=False)
+        found = stream.take(len(wanted)).astype(common, copy=False)
+        at = np.flatnonzero(bits_differ(wanted, found))
+        if len(at):
+            first, column = divmod(int(at[0]), matrix.n_genes)
+            n_rows = len(np.unique(at // matrix.n_genes))
+            difference.add(row + first, column, wanted[at[0]], found[at[0]], n_rows)
+        row += len(window.lengths)
+        advance(len(wanted))
+    return difference
+
+
+def _compare_sparse(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor, advance: Advance) -> _Difference:
+    difference, row, end = _Difference(), 0, 0
+    parts = [StoredArray(hierarchy, f"{matrix.name}/{part}") for part in ("indptr", "indices", "data")]
+    common = np.result_type(parts[2].dtype, matrix.dtype)
+    indptr, indices, data = (ElementStream(part, thread) for part in parts)
+    indptr.take(1)
+    for window in matrix.windows():
+        ends = indptr.take(len(window.lengths)).astype(np.int64)
+        lengths = np.diff(ends, prepend=end)
+        n = int(lengths.sum())
+        wanted, genes = window.values.astype(common, copy=False), indices.take(n)
+        found = data.take(n).astype(common, copy=False)
+        same = np.array_equal(lengths, window.lengths) and np.array_equal(genes, window.genes)
+        if not same or bits_differ(wanted, found).any():
+            _add_sparse(
+                difference,
+                row,
+                matrix.n_genes,
+                wanted=_by_key(window.lengths, window.genes, wanted, matrix.n_genes),
+                found=_by_key(lengths, genes, found, matrix.n_genes),
+            )
+        row, end = row + len(ends), end + n
+        advance(len(wanted))
+    return difference
+
+
+def _by_key(lengths: Rows, genes: NDArray[Any], values: NDArray[Any], n_genes: int) -> Sparse:
+    rows = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+    return Sparse(keys=rows * n_genes + genes, values=values)
+
+
+def _add_sparse(difference: _Difference, row: int, n_genes: int, *, wanted: Sparse, found: Sparse) -> None:
+    keys = wanted.differing(found)
+    first, column = divmod(int(keys[0]), n_genes)
+    n_rows = len(np.unique(keys // n_genes))
+    difference.add(row + first, column, wanted.at(keys[0]), found.at(keys[0]), n_rows)

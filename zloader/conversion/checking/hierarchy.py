@@ -1,0 +1,237 @@
+"""The metadata of a store held against its listing and against itself: what is missing, left over, or does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from functools import cached_property
+from typing import Any
+
+import zarr
+import zarr.errors
+from zarr.storage import StorePath
+
+from zloader.access.implied import stored_keys
+from zloader.access.listed import ListedStore
+from zloader.common.errors import FormatError
+from zloader.conversion.checking.findings import Findings
+from zloader.conversion.writing.belongings import MARKER
+from zloader.conversion.writing.objects import translated
+from zloader.dataset.dataset import Dataset
+from zloader.storage.metadata import matrix_shape
+
+_METADATA = "zarr.json"
+_COMPRESSED = ("csr_matrix", "csc_matrix")
+# What makes up an element that is a group, where its parts must be equally long; the first tells its length.
+_PARTS = {
+    "categorical": ("codes",),
+    "nullable-integer": ("values", "mask"),
+    "nullable-boolean": ("values", "mask"),
+    "nullable-string-array": ("values", "mask"),
+}
+_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zarr.errors.BaseZarrError)
+
+
+class Hierarchy:
+    """The groups and arrays of a store, by path, from the metadata object of each."""
+
+    def __init__(self, dataset: Dataset, pool: Executor, findings: Findings) -> None:
+        """`pool` reads the objects, many at once."""
+        self._dataset, self._findings = dataset, findings
+        self.location = dataset.location
+        self.sizes = dataset.object_sizes()
+        self.written_by_us = "zloader" in dataset.root.attrs
+        self._nodes = self._read_nodes(pool)
+        self.arrays = dict(self._open_arrays())
+
+    # --- What there is
+
+    def _read_nodes(self, pool: Executor) -> dict[str, Mapping[str, Any]]:
+        keys = sorted(key for key in self.sizes if key.rpartition("/")[2] == _METADATA)
+        filesystem = self.location.filesystem()
+
+        def read(key: str) -> bytes:
+            with translated(f"read {key} from", self.location.url):
+                stored: bytes = filesystem.cat_file(f"{self.location.path}/{key}")
+            return stored
+
+        nodes: dict[str, Mapping[str, Any]] = {}
+        for key, stored in zip(keys, pool.map(read, keys), strict=True):
+            try:
+                nodes[key.removesuffix(_METADATA).rstrip("/")] = dict(json.loads(stored))
+            except (ValueError, TypeError) as error:
+                self._findings.add(key, f"({len(stored)} bytes) is not the metadata of a group or array: {error}")
+        consolidated = nodes.get("", {}).get("consolidated_metadata")
+        return nodes if consolidated is None else self._consolidated(consolidated["metadata"], nodes)
+
+    def _consolidated(
+        self, copies: Mapping[str, Mapping[str, Any]], nodes: dict[str, Mapping[str, Any]]
+    ) -> dict[str, Mapping[str, Any]]:
+        """All nodes, after the copies of their metadata in the root's have been compared."""
+        for path in sorted(copies.keys() | nodes.keys() - {""}):
+            key = f"{path}/{_METADATA}"
+            if path not in copies:
+                self._findings.add(key, "is not in the consolidated metadata of the root, so readers do not see it")
+            elif key not in self.sizes:
+                self._findings.add(key, "is not there, but in the consolidated metadata of the root")
+            elif path in nodes and _own(copies[path]) != _own(nodes[path]):
+                self._findings.add(key, "is not as in the consolidated metadata of the root")
+        return {**nodes, **copies}  # readers believe the root
+
+    def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
+        inner, all_listed = self.location.zarr_store(read_only=True), not self.location.is_web
+        store = ListedStore(inner, self.location.url, self.sizes, all_listed=all_listed)
+        store.complete = self.written_by_us
+        for path, node in sorted(self._nodes.items()):
+            if node.get("node_type") != "array":
+                continue
+            try:
+                store.learn(f"{path}/{_METADATA}", node)
+                array = zarr.Array.from_dict(StorePath(store, path), dict(node))
+                stored_keys(array)  # which it cannot have where its shape makes no sense
+            except _UNREADABLE as error:
+                self._findings.add(f"{path}/{_METADATA}", f"does not describe an array: {error}")
+            else:
+                yield path, array
+
+    def children(self, path: str) -> list[str]:
+        """The paths directly below a group."""
+        above = f"{path}/" if path else ""
+        names = (node[len(above) :] for node in self._nodes if node.startswith(above) and node != path)
+        return sorted(above + name for name in names if "/" not in name)
+
+    def attributes(self, path: str) -> Mapping[str, Any]:
+        """The attributes of a node; none where it is not."""
+        attributes = self._nodes.get(path, {}).get("attributes")
+        return attributes if isinstance(attributes, dict) else {}
+
+    def encoding(self, path: str) -> str:
+        """The encoding-type of a node; empty where it is not."""
+        return str(self.attributes(path).get("encoding-type", "array" if path in self.arrays else ""))
+
+    @cached_property
+    def compressed(self) -> list[str]:
+        """The paths of CSR and CSC matrices."""
+        return sorted(path for path in self._nodes if self.encoding(path) in _COMPRESSED)
+
+    @cached_property
+    def matrices(self) -> list[str]:
+        """The paths of X, raw/X and layers that are there."""
+        there = [path for path in ("X", "raw/X") if self.encoding(path) not in ("", "null")]
+        return there + self.children("layers")
+
+    # --- Objects
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of all metadata objects."""
+        return sum(size for key, size in self.sizes.items() if key.rpartition("/")[2] == _METADATA)
+
+    def check_objects(self) -> None:
+        """Every object of every array is there, and no other. Absent ones are fill values to writers other than us."""
+        unclaimed = {key for key in self.sizes if key.rpartition("/")[2] != _METADATA}
+        if MARKER in unclaimed:
+            self._findings.add(MARKER, "a conversion to this place did not end: convert again, or with --resume")
+            unclaimed.discard(MARKER)
+        for array in self.arrays.values():
+            for key in stored_keys(array):
+                if key in unclaimed:
+                    unclaimed.discard(key)
+                elif self.written_by_us:
+                    self._findings.add(key, "is not there: the store is incomplete. Convert it again")
+        for key in sorted(unclaimed):
+            self._findings.add(key, "belongs to no array")
+
+    # --- Shapes
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """The shape of an element, or only its length where it has but that; empty where nothing says."""
+        attributes, encoding = self.attributes(path), self.encoding(path)
+        if path in self.arrays:
+            return tuple(self.arrays[path].shape)
+        if encoding in _COMPRESSED:
+            return matrix_shape(attributes.get("shape")) or ()
+        if encoding == "dataframe":
+            return self.shape(f"{path}/{attributes.get('_index')}")[:1]
+        if encoding in _PARTS:
+            return self.shape(f"{path}/{_PARTS[encoding][0]}")[:1]
+        return (int(attributes["length"]),) if encoding == "awkward-array" else ()
+
+    def length(self, frame: str) -> int:
+        """Rows of obs, or genes of var; 0 where nothing says."""
+        return next(iter(self.shape(frame)), 0)
+
+    def check_shapes(self) -> None:
+        """Everything by rows has n_obs of them, everything by genes n_vars; columns and parts of one thing agree."""
+        rows, genes, raw_genes = (self.length(frame) for frame in ("obs", "var", "raw/var"))
+        self._check_elements(
+            {
+                "layers": (rows, genes),
+                "obsm": (rows,),
+                "obsp": (rows, rows),
+                "varm": (genes,),
+                "varp": (genes, genes),
+                "raw/varm": (raw_genes,),
+            }
+        )
+        for path, wanted in {"X": (rows, genes), "raw/X": (rows, raw_genes)}.items():
+            if path in self.matrices:
+                self._check_shape(path, wanted)
+        for path in self.matrices:
+            try:
+                self._dataset.matrix(path)
+            except (FormatError, *_UNREADABLE) as error:
+                self._findings.add(path, error)
+        for path in sorted(self._nodes):
+            self._check_parts(path)
+
+    def _check_elements(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        for part, shape in wanted.items():
+            for path in self.children(part):
+                self._check_shape(path, shape)
+
+    def _check_shape(self, path: str, wanted: tuple[int, ...]) -> None:
+        shape = self.shape(path)
+        if shape[: len(wanted)] != wanted:
+            asked = " x ".join(map(str, wanted)) + (" ..." if len(wanted) == 1 else "")
+            self._findings.add(path, f"has shape {shape}, but obs and var ask for {asked}")
+
+    def _check_parts(self, path: str) -> None:
+        attributes, encoding = self.attributes(path), self.encoding(path)
+        if encoding == "dataframe":
+            names = [attributes.get("_index"), *attributes.get("column-order", [])]
+            self._check_equal(path, [f"{path}/{name}" for name in names])
+        elif encoding in _PARTS:
+            self._check_equal(path, [f"{path}/{part}" for part in _PARTS[encoding]])
+            if encoding == "categorical" and not self.shape(f"{path}/categories"):
+                self._findings.add(path, "has no categories")
+        elif encoding in _COMPRESSED:
+            self._check_compressed(path)
+
+    def _check_equal(self, path: str, parts: list[str]) -> None:
+        for part in parts:
+            if part not in self._nodes:
+                self._findings.add(part, f"is not there, but {path} needs it")
+            elif self.shape(part)[:1] != self.shape(parts[0])[:1]:
+                self._findings.add(part, f"has shape {self.shape(part)}, but {parts[0]} {self.shape(parts[0])}")
+
+    def fits(self, path: str) -> bool:
+        """Whether the three arrays of a CSR or CSC matrix are there, and as long as its shape and one another ask."""
+        shape, parts = self.shape(path), [self.arrays.get(f"{path}/{part}") for part in ("indptr", "indices", "data")]
+        if len(shape) != 2 or None in parts:
+            return False
+        indptr, indices, values = (array for array in parts if array is not None)
+        n_major = shape[0] if self.encoding(path) == "csr_matrix" else shape[1]
+        whole_numbers = indptr.dtype.kind in "iu" and indices.dtype.kind in "iu"
+        return whole_numbers and indptr.shape == (n_major + 1,) and indices.shape == values.shape == (values.size,)
+
+    def _check_compressed(self, path: str) -> None:
+        if not self.fits(path):
+            parts = [f"{part} {self.shape(f'{path}/{part}')}" for part in ("indptr", "indices", "data")]
+            self._findings.add(path, f"has shape {self.shape(path)}, but {', '.join(parts)}: they do not fit")
+
+
+def _own(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a node itself."""
+    return {name: value for name, value in node.items() if name != "consolidated_metadata"}

@@ -1,0 +1,326 @@
+"""AnnData -> sharded Zarr v3, in two passes over windows of rows.
+
+The first pass reads every value once: it validates the sources, finds the smallest lossless dtypes, and counts the
+values that are left when rows are canonical. Only then is anything at the destination replaced. The second pass reads
+the same windows again and stores them. Everything small (obs, var, obsm, varm, obsp, varp, uns) goes through anndata,
+one element at a time.
+
+What the first pass found is kept in a journal at the destination. With it an interrupted conversion can be resumed: the
+shards that are there are checked and kept, and windows are read from the first row that is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import zarr
+import zarr.errors
+
+from zloader.access.location import Location, location_of
+from zloader.common.errors import OptionError, SourceError, StoreError
+from zloader.common.malloc import keep_freed_memory
+from zloader.common.progress import Bars, progress_bars
+from zloader.conversion.joining.content import Content, Selection
+from zloader.conversion.joining.problems import listed
+from zloader.conversion.joining.shuffled import ShuffledContent, arranged
+from zloader.conversion.sources.inputs import Input, Source, open_inputs
+from zloader.conversion.sources.windows import SourceMatrix
+from zloader.conversion.writing.destination import Destination, PendingStore
+from zloader.conversion.writing.elements import ElementWriter, Rehearsal
+from zloader.conversion.writing.encode import ConvertOptions
+from zloader.conversion.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
+from zloader.conversion.writing.shards import threads
+
+_DEFAULTS = ConvertOptions()
+_EVERYTHING = Selection()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """What `convert` did. `values` are those stored for X; `dtypes_changed` reads `{"X/data": "float32 -> uint8"}`.
+
+    `rows_made_canonical` counts, by matrix, the rows whose genes were not ascending or came twice; `dropped` names what
+    several sources cannot share.
+    """
+
+    sources: Sequence[str]
+    destination: str
+    rows: int
+    genes: int
+    values: int
+    bytes_in: int
+    bytes_out: int
+    dtypes_changed: Mapping[str, str]
+    rows_made_canonical: Mapping[str, int]
+    dropped: Sequence[str]
+    seconds: float
+
+
+def convert(  # noqa: PLR0913 - all but two are keyword-only
+    sources: Source | Sequence[Source],
+    dest: str | os.PathLike[str],
+    *,
+    select: Selection = _EVERYTHING,
+    options: ConvertOptions = _DEFAULTS,
+    storage_options: Mapping[str, Any] | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool = True,
+) -> ConversionReport:
+    """Writes one or many AnnData as one sharded AnnData Zarr v3 store to a local path or `s3://` URL.
+
+    A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file or .mtx directory
+    (with scanpy), each as local path, fsspec URL or glob, or an AnnData in memory. `storage_options` are s3fs's, for
+    the destination and, unless there are `source_options`, for the sources. CSC becomes CSR, dense stays dense, dtypes
+    shrink where that loses nothing; several sources become what `anndata.concat` makes of them (see Selection).
+
+    A store that is there is replaced only with `overwrite`, and not before all sources have been read once; what an
+    interrupted conversion left is replaced without, or with `resume` gone on with, after the last shard that is whole.
+    Nothing else is ever deleted: a destination is refused that holds objects which belong to no AnnData store, or that
+    lies inside a Zarr hierarchy.
+    `progress` is shown on stderr if that is a terminal. When this raises, Ctrl-C included, nothing is being written any
+    more.
+    Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError, StoreError.
+    """
+    location = location_of(dest, storage_options)
+    return convert_to(
+        Destination(location),
+        sources,
+        select=select,
+        options=options,
+        source_options=storage_options if source_options is None else source_options,
+        overwrite=overwrite,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def convert_to(  # noqa: PLR0913 - all but two are keyword-only
+    destination: Destination,
+    sources: Source | Sequence[Source],
+    *,
+    select: Selection = _EVERYTHING,
+    options: ConvertOptions = _DEFAULTS,
+    source_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: bool = False,
+) -> ConversionReport:
+    """`convert` to a Destination."""
+    started = time.perf_counter()
+    keep_freed_memory()
+    with contextlib.ExitStack() as opened:
+        inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
+        refuse_overlap(inputs, destination.location)
+        content = arranged(Content(inputs, select), options.shuffle_seed, bucket_bytes=options.window)
+        opened.enter_context(library_settings())
+        bars = opened.enter_context(progress_bars(shown=progress))
+        conversion = _Conversion(inputs, content, select, options, bars)
+        journal = conversion.journal_to_resume(destination) if resume else None
+        destination.check(overwrite=overwrite or journal is not None)
+        matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
+        if not matrices or matrices[0].name != "X":
+            there = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
+            raise SourceError(
+                f"{inputs[0].name} has no X: not an AnnData to train on. It holds: {there}. Choose one as X (--x)"
+            )
+        if journal is None:
+            conversion.check_elements()
+            with destination.claimed():
+                scans = [conversion.scan(matrix) for matrix in matrices]
+        else:
+            scans = [MatrixScan.of_record(journal["scans"][matrix.name]) for matrix in matrices]
+        records = {matrix.name: scan.record() for matrix, scan in zip(matrices, scans, strict=True)}
+        new_journal = {"identity": conversion.identity(), "scans": records}
+        with destination.replaced(new_journal, resuming=journal is not None) as store:
+            conversion.write(destination, store, list(zip(matrices, scans, strict=True)))
+    changes = [change for matrix, scan in zip(matrices, scans, strict=True) for change in _changes(matrix, scan)]
+    return ConversionReport(
+        sources=[source.name for source in inputs],
+        destination=destination.location.url,
+        rows=content.n_rows,
+        genes=len(content.var),
+        values=scans[0].n_values,
+        bytes_in=sum(source.bytes_in for source in inputs),
+        bytes_out=sum(destination.objects().values()),
+        dtypes_changed={name: f"{before} -> {after}" for name, before, after in changes if before != after},
+        rows_made_canonical={m.name: scan.mended for m, scan in zip(matrices, scans, strict=True) if scan.mended},
+        dropped=content.dropped,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def refuse_overlap(inputs: Sequence[Input], location: Location) -> None:
+    """Raises OptionError where a source and the destination are the same, or one of them lies in the other."""
+    for source in inputs:
+        if source.identity() and not _is_apart(source.name, location):  # an AnnData in memory lies nowhere
+            raise OptionError(
+                f"cannot convert {source.name} to {location.url}: one lies within the other. Choose another place"
+            )
+
+
+def _is_apart(source: str, location: Location) -> bool:
+    if "://" in source or location.scheme != "file":
+        one, other = (f"{url.rstrip('/')}/" for url in (source, location.url))
+        return one not in other and other not in one  # also in a chain of URLs, such as zip://...::s3://...
+    path, destination = Path(source).resolve(), Path(location.path).resolve()
+    return path != destination and path not in destination.parents and destination not in path.parents
+
+
+def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype[Any], np.dtype[Any]]]:
+    """Name, original and stored dtype of each array."""
+    if matrix.encoding == "dense":
+        return [(matrix.name, matrix.dtype, scan.data)]
+    return [
+        (f"{matrix.name}/data", matrix.dtype, scan.data),
+        (f"{matrix.name}/indices", matrix.genes_dtype, scan.indices),
+    ]
+
+
+@contextlib.contextmanager
+def library_settings() -> Iterator[None]:
+    """zarr stores chunks of zeros too, so that a missing one is an error; anndata writes what it can read.
+
+    zarr's own pipeline is used, whichever the caller prefers: others write in threads that PendingStore knows not of.
+    """
+    settings = {
+        "array.write_empty_chunks": True,
+        "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
+    }
+    with (
+        warnings.catch_warnings(),
+        zarr.config.set(settings),
+        ad.settings.override(allow_write_nullable_strings=True, auto_shard_zarr_v3=False),
+    ):
+        # That consolidated metadata, fixed-length strings, dates and records are not in the Zarr v3 specification yet:
+        # AnnData needs them.
+        warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
+        warnings.simplefilter("ignore", zarr.errors.UnstableSpecificationWarning)
+        yield
+
+
+class _Conversion:
+    """The two passes over what the sources hold."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Input],
+        content: Content | ShuffledContent,
+        select: Selection,
+        options: ConvertOptions,
+        bars: Bars,
+    ) -> None:
+        self._inputs, self._content, self._select = inputs, content, select
+        self._options, self._bars = options, bars
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the bytes of the store."""
+        options = dataclasses.asdict(self._options)
+        del options["memory"], options["window_bytes"]
+        whole = {
+            "version": importlib.metadata.version("zloader"),
+            "sources": [source.identity() for source in self._inputs],
+            "select": dataclasses.asdict(self._select),
+            "options": options,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
+        return plain
+
+    def journal_to_resume(self, destination: Destination) -> dict[str, Any] | None:
+        """What was interrupted, if it was this; None if there is nothing to go on with."""
+        if not all(source.identity() for source in self._inputs):
+            raise OptionError("a conversion of an AnnData in memory cannot be resumed: run it again without resume")
+        journal = destination.journal()
+        if journal is None:
+            return None
+        before, now = journal["identity"], self.identity()
+        differing = [part for part in now if before.get(part) != now[part]]
+        if differing:
+            raise StoreError(
+                f"what was interrupted at {destination.location.url} was another conversion: {', '.join(differing)} "
+                f"differ ({_difference(before.get(differing[0]), now[differing[0]])}). Give the same again, or convert "
+                "anew without --resume"
+            )
+        return journal
+
+    def scan(self, matrix: SourceMatrix) -> MatrixScan:
+        """The first pass over a matrix."""
+        advance = self._bars.add(f"reading {matrix.name}", matrix.n_reads)
+        return scan_matrix(matrix, keep_dtype=keeps_dtype(matrix, self._options), advance=advance)
+
+    def write(
+        self, destination: Destination, store: PendingStore, matrices: list[tuple[SourceMatrix, MatrixScan]]
+    ) -> None:
+        """The second pass, and all the rest."""
+        existing = destination.objects()
+        root = zarr.create_group(store, zarr_format=3, attributes=self._root_attributes())
+        self._write_elements(ElementWriter(root, self._options, of=self._names()))
+        with threads(destination.location.url) as pool:
+            target = Target(
+                root=root,
+                location=destination.location,
+                options=self._options,
+                threads=pool,
+                bars=self._bars,
+                create_object=destination.create_object,
+                existing=existing,
+            )
+            for matrix, scan in matrices:
+                store_matrix(matrix, scan, target)
+        zarr.consolidate_metadata(store)
+
+    def _root_attributes(self) -> dict[str, Any]:
+        select = dataclasses.asdict(self._select)
+        select["genes"] = None if self._select.genes is None else "var_names"
+        provenance = {
+            "version": importlib.metadata.version("zloader"),
+            "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
+            "select": {name: value for name, value in select.items() if value != getattr(_EVERYTHING, name)},
+            "shuffle_seed": self._options.shuffle_seed,
+        }
+        return {"encoding-type": "anndata", "encoding-version": "0.1.0", "zloader": provenance}
+
+    def check_elements(self) -> None:
+        """Raises SourceError for anything but the matrices that cannot be stored."""
+        self._write_elements(Rehearsal(self._options, of=self._names()))
+
+    def _names(self) -> str:
+        return listed((source.name for source in self._inputs), 3)
+
+    def _write_elements(self, writer: ElementWriter) -> None:
+        content = self._content
+        columns = ((name, content.obs_column(name)) for name in content.obs_columns)  # one at a time
+        writer.write_frame("obs", content.obs_names(), columns, content.obs_columns)
+        writer.write("var", content.var)
+        if content.raw_var is not None:
+            writer.write_group("raw", "raw")
+            writer.write("raw/var", content.raw_var)
+            writer.write_group("raw/varm")
+        for name in ("layers", "obsm", "varm", "obsp", "varp"):
+            writer.write_group(name)
+        for path, element in content.elements():
+            writer.write(path, element)
+
+
+def _difference(before: Any, now: Any) -> str:
+    """The first part in which two documents differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in now:
+            if before.get(key) != now[key]:
+                return f"{key}: {_difference(before.get(key), now[key])}"
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return next(_difference(a, b) for a, b in zip(before, now, strict=True) if a != b)
+    return f"{before!r} then, {now!r} now"

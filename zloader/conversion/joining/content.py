@@ -1,0 +1,235 @@
+"""What goes into the store: one or many sources, and what is chosen of them, seen as the one AnnData to be.
+
+Several sources become what `anndata.concat` makes of them, a part at a time: matrices as windows, obs a column at a
+time, and everything else an element at a time, by `concat` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import anndata as ad
+import anndata.utils
+import numpy as np
+import pandas as pd
+
+from zloader.common.errors import OptionError, SourceError
+from zloader.conversion.joining.genes import GeneRule, gene_axis
+from zloader.conversion.joining.parts import Stack, gene_matrices, keys_of, row_parts
+from zloader.conversion.joining.problems import Problems, by_source, refuse_unknown
+from zloader.conversion.joining.selection import Selection
+from zloader.conversion.joining.union import NOTHING, is_storable, kind_of, storable, stored_kind, unite
+from zloader.conversion.sources.inputs import Input
+from zloader.conversion.sources.windows import SourceMatrix
+
+__all__ = ["Content", "Selection"]
+
+
+class Content:
+    """One or many sources as one AnnData to be: `n_rows` rows, `var`, `raw_var` (None without raw) and `obs_columns`.
+
+    Its constructor is the validation: it reads metadata, var, and such obs columns whose metadata do not say enough,
+    and raises OptionError, or a SourceError that tells all that is wrong. `dropped` are the parts that several sources
+    cannot share, complete once `elements` has been gone through.
+    """
+
+    def __init__(self, inputs: Sequence[Input], selection: Selection) -> None:
+        if not inputs:
+            raise OptionError("there is nothing to convert: the list of sources is empty")
+        self._sources, self._selection = list(inputs), selection
+        self._one = self._sources[0] if len(self._sources) == 1 else None
+        self.n_rows = sum(source.n_rows for source in inputs)
+        self.raw_var: pd.DataFrame | None = None
+        self.dropped: list[str] = []
+        self._stacks: list[Stack] = []
+        self.obs_columns = self._chosen_columns()
+        with Problems() as problems:
+            for check in (self._join_genes, self._join_raw, self._join_rows, self._check_obs):
+                with problems.noting():
+                    check()
+            for stack in self._stacks:
+                for number, source in enumerate(self._sources):
+                    with problems.noting():
+                        stack.open_part(source, number, window_bytes=1)
+
+    def _chosen_columns(self) -> list[str]:
+        there = list(dict.fromkeys(column for source in self._sources for column in source.obs_columns))
+        chosen = there if self._selection.obs is None else list(self._selection.obs)
+        refuse_unknown("obs", chosen, there)
+        added = self._selection.source_column
+        if added is None:
+            return chosen
+        if added in chosen:
+            raise OptionError(f"obs has {added!r} already: give source_column (--source-column) another name")
+        return [*chosen, added]
+
+    def _join_genes(self) -> None:
+        select = self._selection
+        self._rule = GeneRule(join=select.join, genes=select.genes, column=select.gene_column, raw=select.x == "raw/X")
+        with Problems() as problems:
+            with problems.noting():
+                paths = gene_matrices(self._sources, select)
+            if not self._rule.raw or all(source.has_raw for source in self._sources):
+                with problems.noting():
+                    self._axis = gene_axis(self._sources, self._rule)
+        self.var = self._axis.var
+        self.dropped += [f"var/{column}" for column in self._axis.dropped]
+        self._stacks += [Stack.of_genes(name, path, self._axis) for name, path in paths.items()]
+
+    def _join_raw(self) -> None:
+        select, lacking = self._selection, [source.name for source in self._sources if not source.has_raw]
+        if not select.raw or select.x == "raw/X" or len(lacking) == len(self._sources):
+            return
+        if lacking:
+            raise SourceError(
+                f"there is no raw in {', '.join(lacking)}, but in other sources: leave it out with raw=False (--no-raw)"
+            )
+        axis = gene_axis(self._sources, GeneRule(join=select.join, column=select.gene_column, raw=True))
+        self._stacks.append(Stack.of_genes("raw/X", "raw/X", axis))
+        self.raw_var = axis.var
+        if self._one is None:  # anndata joins raw without a merge strategy, which leaves only the names
+            self.raw_var = axis.var[[]]
+            self.dropped += [f"raw/var/{name}" for name in [*axis.var.columns, *axis.dropped]]
+            self.dropped += [f"raw/varm/{name}" for name in keys_of(self._sources, "raw/varm")]
+
+    def _join_rows(self) -> None:
+        parts = row_parts(self._sources, self._selection)
+        self._stacks += parts.stacks
+        self._by_rows = parts.elements
+        self.dropped += parts.dropped
+
+    def _check_obs(self) -> None:
+        with Problems() as problems:
+            for name in self.obs_columns:
+                if name != self._selection.source_column:
+                    with problems.noting():
+                        self._check_column(name)
+
+    def _check_column(self, name: str) -> None:
+        having = [source for source in self._sources if name in source.obs_columns]
+        kinds = {
+            source.name: stored_kind(source.node(f"obs/{name}")) or kind_of(source.obs_column(name))
+            for source in having
+        }
+        if len(set(kinds.values()) - {NOTHING}) > 1:
+            kinds = {one.name: kinds[one.name] for one in having if one.obs_column(name).notna().any()}
+        several = len(set(kinds.values()) - {NOTHING}) > 1
+        if several or not all(map(is_storable, kinds.values())):
+            raise SourceError(
+                f"obs column {name!r} {'cannot be united' if several else 'cannot be stored'}, it holds "
+                f"{by_source(kinds)}: mend it, or name the columns to take with obs=[...] (--obs a,b)"
+            )
+
+    def obs_names(self) -> pd.Index:
+        """The names of all rows; with a name of its own where all sources agree on it."""
+        parts = [source.obs_names() for source in self._sources]
+        names = parts[0]
+        if self._one is None:
+            names = pd.Index(pd.concat([part.to_series() for part in parts], ignore_index=True))
+        added = [] if self._selection.source_column is None else [self._selection.source_column]
+        if names.name in (added if self._one is not None else self.obs_columns):
+            names = names.rename(None)  # a column of that name has other values
+        if not self._selection.unique_obs_names:
+            return names
+        with _quiet():
+            return anndata.utils.make_index_unique(names)
+
+    def obs_column(self, name: str) -> pd.Series:
+        """One column of obs, numbered from 0, in a dtype that can be stored. Raises SourceError."""
+        lengths = [source.n_rows for source in self._sources]
+        if name == self._selection.source_column:
+            codes = np.repeat(np.arange(len(lengths)), lengths)
+            return pd.Series(pd.Categorical.from_codes(codes, [source.label for source in self._sources]), name=name)
+        try:
+            if self._one is not None:
+                return storable(self._one.obs_column(name))
+            columns = [source.obs_column(name) if name in source.obs_columns else None for source in self._sources]
+            return unite(columns, lengths).rename(name)
+        except SourceError as error:
+            raise SourceError(f"obs column {name!r}: {error}") from error
+
+    def matrices(self, window_bytes: int) -> Iterator[SourceMatrix]:
+        """X, the layers, raw/X, then the matrices of obsm and obsp: opened, not yet read. Raises SourceError."""
+        for stack in self._stacks:
+            yield stack.open(self._sources, window_bytes)
+
+    def elements(self) -> Iterator[tuple[str, Any]]:
+        """Every other element below the root but obs, var and raw/var, as anndata writes it, with its path."""
+        for part in ("varm",) if self._rule.raw else ("varm", "varp"):
+            yield from self._gene_elements(part)
+        yield "uns", self._uns()
+        for path in self._by_rows:
+            element = self._one.element(path) if self._one is not None else self._stacked(path)
+            yield path, element.set_axis(self.obs_names()) if isinstance(element, pd.DataFrame) else element
+        if self._one is not None and self.raw_var is not None:
+            for path in (f"raw/varm/{name}" for name in self._one.keys("raw/varm")):
+                element = self._one.element(path)
+                yield path, element.set_axis(self.raw_var.index) if isinstance(element, pd.DataFrame) else element
+
+    def _drop(self, paths: list[str]) -> None:
+        """Notes what cannot be shared, once, however often `elements` is gone through."""
+        self.dropped += [path for path in paths if path not in self.dropped]
+
+    def _gene_elements(self, part: str) -> Iterator[tuple[str, Any]]:
+        within = f"raw/{part}" if self._rule.raw else part
+        for name in keys_of(self._sources, within):
+            if self._one is not None and self._axis.maps[0] is None and self._rule.column is None:
+                yield f"{part}/{name}", self._one.element(f"{within}/{name}")
+                continue
+            in_all = all(name in source.keys(within) for source in self._sources)
+            merged = self._merged(part, f"{within}/{name}") if in_all else None
+            if merged is None:
+                self._drop([f"{part}/{name}"])
+            else:
+                yield f"{part}/{name}", merged
+
+    def _merged(self, part: str, path: str) -> Any:
+        """The one element of varm or varp that all sources have alike, over the joined genes; else None."""
+        names, key = self.var.index, path.rpartition("/")[2]
+        shells = []
+        with _quiet():
+            for source, genes in zip(self._sources, self._axis.maps, strict=True):
+                var = source.var(raw=self._rule.raw)[[]]
+                kept = np.arange(len(names)) if genes is None else np.flatnonzero(genes >= 0)
+                shell = ad.AnnData(var=var, **{part: {key: source.element(path)}})[:, kept].copy()
+                shell.var_names = names if genes is None else names[genes[kept]]
+                shells.append(shell)
+            merged = ad.concat(shells, join="outer", merge="same")[:, names].copy()
+        return getattr(merged, part).get(key)
+
+    def _uns(self) -> dict[str, Any]:
+        def of(source: Input) -> dict[str, Any]:
+            return dict(source.element("uns")) if "uns" in source else {}
+
+        def same(one: dict[str, Any], other: Input) -> dict[str, Any]:
+            merged: dict[str, Any] = ad.concat([ad.AnnData(uns=one), ad.AnnData(uns=of(other))], uns_merge="same").uns
+            return merged
+
+        with _quiet():
+            shared = reduce(same, self._sources[1:], of(self._sources[0]))
+        self._drop([f"uns/{key}" for key in keys_of(self._sources, "uns") if key not in shared])
+        return dict(shared)
+
+    def _stacked(self, path: str) -> Any:
+        """An element of obsm, the rows of one source below those of another."""
+        key = path.rpartition("/")[2]
+        with _quiet():
+            shells = [
+                ad.AnnData(obs=pd.DataFrame(index=source.obs_names()), obsm={key: source.element(path)})
+                for source in self._sources
+            ]
+            join = "inner" if self._selection.join == "inner" else "outer"
+            return ad.concat(shells, join=join, fill_value=0).obsm[key]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what anndata says of names that are not unique, and pandas of columns without values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -1,0 +1,63 @@
+"""What is wrong with the sources of a conversion, said all at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from zloader.common.errors import OptionError, SourceError
+
+_SHOWN = 10  # names in a message
+
+
+class Problems:
+    """Collects what is wrong. A context manager: in the end it raises one SourceError with a line for each."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, problem: str) -> None:
+        """Notes a problem."""
+        self._found.append(problem)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes a SourceError that is raised within."""
+        try:
+            yield
+        except SourceError as error:
+            self.add(str(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._found:
+            raise SourceError("\n".join(self._found))
+
+
+def listed(names: Iterable[Any], most: int = _SHOWN) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    names = [str(name) for name in names]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "none"
+
+
+def by_source(found: Mapping[str, str]) -> str:
+    """What was found in each source, for a message: `numbers in a.h5ad, b.h5ad, text in c.h5ad`."""
+    sources: dict[str, list[str]] = {}
+    for source, what in found.items():
+        sources.setdefault(what, []).append(source)
+    return ", ".join(f"{what} in {listed(names)}" for what, names in sources.items())
+
+
+def refuse_unknown(option: str, names: Iterable[str], there: Iterable[str]) -> None:
+    """Raises OptionError, which lists what is there, unless all `names` are."""
+    there = list(there)
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        raise OptionError(f"{option}: no source has {listed(unknown)}. There are: {listed(there, 100)}")

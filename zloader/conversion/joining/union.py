@@ -1,0 +1,132 @@
+"""obs columns of several sources below one another: what can be one column, and that column, as anndata unites them.
+
+A column has a kind (numbers, text, true or false, dates ...), which its categories have where it is categorical. Those
+of one kind become one column; one without a single value goes with any.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+from pandas.api import types
+
+from zloader.common.errors import SourceError
+
+NOTHING = "no values"
+_TEXT, _TRUTH, _NUMBERS = "text", "true or false", "numbers"
+_BY_ENCODING = {
+    "string-array": _TEXT,
+    "nullable-string-array": _TEXT,
+    "nullable-integer": _NUMBERS,
+    "nullable-boolean": _TRUTH,
+}
+_BY_LETTER = {"b": _TRUTH, "i": _NUMBERS, "u": _NUMBERS, "f": _NUMBERS, "c": _NUMBERS, "m": "durations", "M": "dates"}
+# What objects can be, beside what pandas finds a plain dtype for: their kind, and the dtype that can be stored.
+_BY_OBJECTS = {
+    "string": (_TEXT, "string"),
+    "boolean": (_TRUTH, "boolean"),
+    "integer": (_NUMBERS, "Int64"),
+    "empty": (NOTHING, "string"),
+}
+
+
+def stored_kind(node: Any) -> str | None:
+    """The kind of a column in an .h5ad file or AnnData Zarr, from its metadata; None where they do not say."""
+    encoding = str(node.attrs.get("encoding-type"))
+    if encoding == "categorical":
+        return stored_kind(node["categories"]) if node["categories"].shape != (0,) else NOTHING
+    if encoding == "array" and "categories" not in node.attrs:
+        return _BY_LETTER.get(node.dtype.kind)
+    return _BY_ENCODING.get(encoding)
+
+
+def kind_of(column: pd.Series | pd.Index) -> str:
+    """The kind of a column in memory; for objects of several, or of one that cannot be stored, a name for it."""
+    dtype = column.dtype
+    if isinstance(dtype, pd.CategoricalDtype):
+        return kind_of(dtype.categories) if len(dtype.categories) else NOTHING
+    if types.is_object_dtype(dtype):
+        found = column.infer_objects()
+        if not types.is_object_dtype(found.dtype):
+            return kind_of(found)
+        inferred = types.infer_dtype(found, skipna=True)
+        return _BY_OBJECTS[inferred][0] if inferred in _BY_OBJECTS else f"objects ({inferred})"
+    if isinstance(dtype, pd.StringDtype):
+        return _TEXT
+    letter = dtype.kind if isinstance(dtype, np.dtype) or hasattr(dtype, "numpy_dtype") else ""
+    return _BY_LETTER.get(letter, str(dtype))
+
+
+def is_storable(kind: str) -> bool:
+    """Whether a column of that kind can be written and read again as it is."""
+    return kind in (NOTHING, _TEXT, *_BY_LETTER.values())
+
+
+def unite(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> pd.Series:
+    """One column, numbered from 0, of those of sources with `lengths` rows; None where a source has none.
+
+    As `anndata.concat(join="outer")` makes it: categories are united and sorted, bools with missing values become
+    nullable, whole numbers with missing values floats. But objects become a dtype that can be stored, and a column
+    without any values has no say. Raises SourceError for a mixture of kinds.
+    """
+    if len({kind_of(column) for column in columns if column is not None} - {NOTHING}) > 1:
+        columns = [None if column is None or column.isna().all() else column for column in columns]
+    present = [column for column in columns if column is not None]
+    if not present:
+        return pd.Series(pd.NA, index=range(sum(lengths)), dtype="string")
+    target = _agreed(present, with_missing=len(present) < len(columns))
+    frames = [
+        pd.DataFrame(index=range(length)) if column is None else _as_frame(column, target)
+        for column, length in zip(columns, lengths, strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # whether empty columns have a say in the dtype
+        united = pd.concat(frames, ignore_index=True)["column"]
+    return storable(united)
+
+
+def _as_frame(column: pd.Series, dtype: Any) -> pd.DataFrame:
+    return pd.DataFrame({"column": column.array if dtype is None else column.astype(dtype).array})
+
+
+def _agreed(columns: list[pd.Series], *, with_missing: bool) -> Any:
+    """The dtype that anndata gives categoricals and bools before it unites them; None: it leaves that to pandas."""
+    alike = all(isinstance(column.dtype, pd.CategoricalDtype) for column in columns)
+    if not alike and not all(types.is_bool_dtype(column.dtype) for column in columns):
+        return None
+    shells = [ad.AnnData(obs=_as_frame(column.iloc[:0], None).set_axis(pd.Index([], dtype=str))) for column in columns]
+    if with_missing:
+        shells.append(ad.AnnData(obs=pd.DataFrame(index=pd.Index([], dtype=str))))
+    return ad.concat(shells, join="outer").obs["column"].dtype
+
+
+def storable(column: pd.Series) -> pd.Series:
+    """The column in a dtype that anndata stores without loss: objects and nullable floats get another one.
+
+    Text stays as it is unless values are missing. Raises SourceError for objects of several kinds, or of none known.
+    """
+    if types.is_float_dtype(column.dtype) and hasattr(column.dtype, "numpy_dtype"):
+        return pd.Series(column.to_numpy(column.dtype.numpy_dtype, na_value=np.nan), name=column.name)
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        categories = column.cat.categories
+        found = categories.infer_objects()
+        return column if found.dtype == categories.dtype else column.cat.rename_categories(found)
+    if not types.is_object_dtype(column.dtype):
+        return column
+    found = column.infer_objects()
+    if not types.is_object_dtype(found.dtype):
+        return found
+    inferred = types.infer_dtype(found, skipna=True)
+    if len(found) == 0 or (inferred == "string" and not found.isna().any()):
+        return found
+    if inferred not in _BY_OBJECTS:
+        raise SourceError(f"it holds {kind_of(found)}, not values of one kind")
+    try:
+        return found.astype(_BY_OBJECTS[inferred][1])
+    except (OverflowError, TypeError, ValueError) as error:
+        raise SourceError(f"it holds {kind_of(found)} that cannot be stored ({error})") from error

@@ -1,0 +1,292 @@
+"""One source of a conversion seen as an AnnData, its parts read when asked for: stored (HDF5, Zarr) or in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self
+
+import anndata as ad
+import anndata.abc
+import h5py
+import pandas as pd
+
+from zloader.common.errors import SourceError
+from zloader.conversion.sources.names import require_names, require_text
+from zloader.conversion.sources.nodes import Node, reading
+from zloader.conversion.sources.places import Objects
+from zloader.storage.metadata import stored_length
+
+_PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")
+
+
+class Input(ABC):
+    """One source. A context manager: closing closes files, and with them the nodes that were given out.
+
+    `name` is a path or URL without secrets, for messages; `label` is short: "plate1" of plate1.h5ad. Paths of elements
+    read like `X`, `layers/counts`, `raw/X`, `obsm/X_pca`, `uns`. All raise SourceError, or a StoreError where bytes
+    cannot be had.
+    """
+
+    n_rows: int
+    n_genes: int
+    has_raw: bool
+    obs_columns: list[str]
+
+    def __init__(self, name: str, label: str, objects: Objects) -> None:
+        self.name = name
+        self.label = label
+        self._objects = objects
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes stored, 0 for an AnnData in memory. A Zarr on a web server is counted without its chunks."""
+        return sum(size for _, size, _ in self._objects)
+
+    def identity(self) -> dict[str, Any]:
+        """What JSON can hold and what differs when the bytes of the source do; empty for an AnnData in memory."""
+        if not self._objects:
+            return {}
+        digest = hashlib.sha256(repr(self._objects).encode()).hexdigest()[:32]
+        return {"name": self.name.rstrip("/").rpartition("/")[2], "bytes": self.bytes_in, "digest": digest}
+
+    @abstractmethod
+    def obs_names(self) -> pd.Index:
+        """The index of obs, with its name."""
+
+    @abstractmethod
+    def obs_column(self, name: str) -> pd.Series:
+        """One column of obs, numbered from 0, in the dtype that anndata reads."""
+
+    @abstractmethod
+    def var(self, raw: bool = False) -> pd.DataFrame:
+        """var, or raw/var."""
+
+    @abstractmethod
+    def keys(self, part: str) -> list[str]:
+        """The sorted names in `layers`, `obsm`, `varm`, `obsp`, `varp`, `uns` or `raw/varm`; none where it is not."""
+
+    @abstractmethod
+    def __contains__(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def node(self, path: str) -> Node:
+        """An element not yet read."""
+
+    @abstractmethod
+    def element(self, path: str) -> Any:
+        """An element read whole."""
+
+    def close(self) -> None:  # noqa: B027
+        """Closes files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _none_at(self, path: str, there: list[str]) -> SourceError:
+        return SourceError(
+            f"{self.name} has no {path}: the file is damaged, or another is meant. "
+            f"It holds: {', '.join(there) or 'nothing'}"
+        )
+
+
+class StoredInput(Input):
+    """The group of an AnnData in an HDF5 file or a Zarr hierarchy."""
+
+    def __init__(
+        self, root: Any, name: str, label: str, *, objects: Objects, close: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(name, label, objects)
+        self._root = Node(root, name)
+        self._check()
+        self._index = {frame: str(self._root[frame].attrs["_index"]) for frame in ("obs", "var")}
+        self.n_rows, self.n_genes = self._length("obs"), self._length("var")
+        self.has_raw = "raw" in self._root and not self._root["raw"].is_array  # an array says that there is none
+        with reading(f"{name}: column-order of obs"):
+            self.obs_columns = [str(column) for column in self._root["obs"].attrs["column-order"]]
+        # Also at the interpreter's end: HDF5 crashes there when a file that Python reads for it is still open.
+        self._close = weakref.finalize(self, close)
+
+    def close(self) -> None:
+        self._close()
+
+    def _check(self) -> None:
+        missing = [name for name in ("obs", "var", "X") if name not in self._root]
+        if {"obs", "var"} & set(missing):  # without X, a layer can still be taken as X
+            there = ", ".join(self._root.names()) or "nothing"
+            raise SourceError(
+                f"{self.name} has no {' and no '.join(missing)}: not an AnnData to train on. It holds: {there}"
+            )
+        if self._root["obs"].is_array or "raw.X" in self._root:
+            raise SourceError(
+                f"{self.name} was written by anndata before 0.7: read_h5ad and write_h5ad it with a newer one"
+            )
+        for frame in ("obs", "var"):
+            attributes = self._root[frame].attrs
+            if str(attributes.get("encoding-type")) != "dataframe" or not {"_index", "column-order"} <= set(attributes):
+                raise self._no_frame(frame)
+
+    def _no_frame(self, path: str) -> SourceError:
+        return SourceError(f"{self.name}: {path} is not a data frame, so this is no AnnData")
+
+    def _length(self, frame: str) -> int:
+        index = self.node(f"{frame}/{self._index[frame]}")
+        with reading(index.at):
+            length = stored_length(index.native)
+        if length is None:
+            raise self._no_frame(frame)
+        return length
+
+    def obs_names(self) -> pd.Index:
+        if self._old_obs is not None:
+            return self._old_obs.index
+        column = self._index["obs"]
+        return pd.Index(self._column(column), name=None if column == "_index" else column)
+
+    def obs_column(self, name: str) -> pd.Series:
+        if self._old_obs is not None:
+            return self._old_obs[name].reset_index(drop=True)
+        return pd.Series(self._column(name), name=name)
+
+    def _column(self, name: str) -> Any:
+        """The values of a column of obs."""
+        column = self.element(f"obs/{name}")
+        self._require_shape(f"obs/{name}", getattr(column, "shape", ()), (self.n_rows,))
+        return column
+
+    @cached_property
+    def _old_obs(self) -> pd.DataFrame | None:
+        """All of an obs that anndata 0.7 wrote: its columns do not say of themselves that they are categorical."""
+        if str(self._root["obs"].attrs.get("encoding-version")) != "0.1.0":
+            return None
+        frame = self._frame("obs")
+        missing = [name for name in self.obs_columns if name not in frame]
+        if missing:
+            raise self._none_at(f"obs/{missing[0]}", list(frame.columns))
+        return frame
+
+    def var(self, raw: bool = False) -> pd.DataFrame:
+        return self._frame("raw/var" if raw else "var")
+
+    def _frame(self, path: str) -> pd.DataFrame:
+        frame = self.element(path)
+        if not isinstance(frame, pd.DataFrame):
+            raise self._no_frame(path)
+        if path in ("obs", "var"):
+            self._require_shape(path, frame.shape[:1], (self.n_rows if path == "obs" else self.n_genes,))
+        return frame
+
+    def _require_shape(self, path: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            raise SourceError(f"{self.name}: {path} has shape {found}, not {wanted}: the file is damaged")
+
+    def keys(self, part: str) -> list[str]:
+        if part not in self._root or self._root[part].is_array:
+            return []
+        return self._root[part].names()
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._root and not (path == "X" and self._root["X"].encoding == "null")
+
+    def node(self, path: str) -> Node:
+        if path not in self:
+            above = path.rpartition("/")[0]
+            raise self._none_at(path, self.keys(above) if above else self._root.names())
+        return self._root[path]
+
+    def element(self, path: str) -> Any:
+        element = self.node(path).element()
+        length = {"obsm": self.n_rows, "obsp": self.n_rows, "varm": self.n_genes, "varp": self.n_genes}
+        part, _, name = path.partition("/")
+        if name and part in length:
+            with reading(f"{self.name}: {path}", "has no length"):
+                shape = element.shape if hasattr(element, "shape") else (len(element),)
+            self._require_shape(path, shape[:1], (length[part],))
+        return element
+
+
+class MemoryInput(Input):
+    """An AnnData object; what it keeps in a file (`backed`) is read from there."""
+
+    def __init__(self, adata: ad.AnnData, name: str, label: str, *, objects: Objects | None = None) -> None:
+        super().__init__(name, label, objects or [])
+        frames = {"obs": adata.obs, "var": adata.var, "raw/var": getattr(adata.raw, "var", adata.var)}
+        for path, frame in frames.items():
+            if not isinstance(frame, pd.DataFrame):
+                raise SourceError(
+                    f"{path} of {name} is a {type(frame).__name__}, no data frame: if it is read lazily, give its path "
+                    "or URL instead, or adata.to_memory()"
+                )
+        self._adata = adata
+        self.n_rows, self.n_genes = adata.shape
+        self.has_raw = adata.raw is not None
+        self.obs_columns = list(adata.obs.columns)
+        require_text(f"obs of {name}", self.obs_columns)
+
+    @cached_property
+    def _x(self) -> Any:
+        return self._adata.X  # taken once: that of a view is a copy
+
+    def obs_names(self) -> pd.Index:
+        return self._adata.obs_names
+
+    def obs_column(self, name: str) -> pd.Series:
+        column = self._adata.obs[name]
+        if isinstance(column, pd.DataFrame):
+            raise SourceError(f"{self.name} has several obs columns named {name!r}: rename them")
+        return column.reset_index(drop=True)
+
+    def var(self, raw: bool = False) -> pd.DataFrame:
+        return pd.DataFrame(self._adata.raw.var if raw else self._adata.var)
+
+    def keys(self, part: str) -> list[str]:
+        holder, attribute, _ = self._split(part)
+        names = list(getattr(holder, attribute, ())) if attribute in _PARTS else []
+        if attribute == "layers":
+            names = [name for name in names if name is not None]  # anndata 0.13 has X as layer None
+        require_names(f"{part} of {self.name}", names)
+        return sorted(names)
+
+    def _split(self, path: str) -> tuple[Any, str, str]:
+        """The object that holds an element, the attribute of it, and the key in that."""
+        holder = self._adata.raw if path.startswith("raw/") else self._adata
+        part, _, key = path.removeprefix("raw/").partition("/")
+        return holder, part, key
+
+    def _find(self, path: str) -> Any:
+        holder, part, key = self._split(path)
+        with reading(f"{self.name}: {path}"):  # from a file, where the AnnData is backed
+            found = self._x if path == "X" else getattr(holder, part, None)
+            return found.get(key) if key and found is not None else found
+
+    def __contains__(self, path: str) -> bool:
+        holder, part, key = self._split(path)
+        return key in getattr(holder, part, ()) if key else self._find(path) is not None
+
+    def node(self, path: str) -> Node:
+        if path not in self:
+            above = path.rpartition("/")[0]
+            there = self.keys(above) if above else ["obs", "var", *(part for part in _PARTS if self.keys(part))]
+            raise self._none_at(path, there)
+        found = self._find(path)
+        is_backed = isinstance(found, anndata.abc.CSRDataset | anndata.abc.CSCDataset)
+        return Node(found.group if is_backed else found, self.name, path)
+
+    def element(self, path: str) -> Any:
+        node = self.node(path)
+        found = node.native
+        if isinstance(found, h5py.Dataset | h5py.Group):
+            return node.element()
+        with reading(node.at, "cannot be computed"):
+            if hasattr(found, "compute"):  # a dask array
+                return found.compute()
+            return found.to_memory() if hasattr(found, "to_memory") else found  # a data frame that xarray holds

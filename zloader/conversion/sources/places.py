@@ -1,0 +1,280 @@
+"""Where the sources of a conversion lie: paths, URLs of any fsspec scheme, globs; and how their bytes are reached.
+
+Credentials are in `storage_options` or in a URL's user and query parts; none of these is ever shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import zarr.storage
+from botocore.exceptions import NoCredentialsError, PartialCredentialsError
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, Store
+from zarr.storage import WrapperStore
+
+from zloader.access.location import Location
+from zloader.common.errors import (
+    AccessDeniedError,
+    OptionError,
+    ReadError,
+    StoreNotFoundError,
+    TruncatedObjectError,
+    ZloaderError,
+)
+from zloader.common.terms import MiB
+
+Objects = list[tuple[str, int, str]]  # relative name, bytes, and a tag that changes with the bytes
+
+# What file systems call the thing that changes when the bytes do; the first that is there is taken.
+_TAGS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated", "created")
+_SUFFIXES = (".h5ad", ".zarr", ".h5", ".hdf5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One source: `path` on a fsspec `filesystem`, called `name` in messages.
+
+    All methods raise AccessDeniedError, StoreNotFoundError or ReadError.
+    """
+
+    url: str = field(repr=False)  # may hold secrets
+    name: str
+    path: str
+    filesystem: Any
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `path` can be given to others."""
+        return "://" not in self.url
+
+    @property
+    def can_be_listed(self) -> bool:
+        """Whether the file system knows what there is."""
+        return not self.url.startswith(("http://", "https://"))
+
+    @property
+    def label(self) -> str:
+        """The last part of the name without the suffix of a known format."""
+        last = self.name.rstrip("/").rpartition("/")[2]
+        return Path(last).stem if last.endswith(_SUFFIXES) else last
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these objects lies below. (A web address with a query names one object, no directory.)"""
+        if not self.can_be_listed and "?" in self.path:
+            return False
+        with _translated(self):
+            return any(self.filesystem.exists(f"{self.path}/{name}") for name in names)
+
+    def entry(self) -> Mapping[str, Any]:
+        """What the file system says of it: type, size, ..."""
+        with _translated(self):
+            found: Mapping[str, Any] = self.filesystem.info(self.path)
+            if self.is_local and found["type"] == "file":
+                with Path(self.path).open("rb"):
+                    pass
+            return found
+
+    def objects(self) -> Objects:
+        """Every file of it; for a Zarr that cannot be listed those of its root."""
+        with _translated(self):
+            if not self.can_be_listed:
+                names = [self.path, *(f"{self.path}/{name}" for name in ("zarr.json", ".zmetadata"))]
+                found = {name: self.filesystem.info(name) for name in names if self.filesystem.exists(name)}
+            elif (entry := self.filesystem.info(self.path))["type"] == "file":
+                found = {self.path: entry}
+            else:
+                found = self.filesystem.find(self.path, detail=True)
+        return sorted(
+            (key.removeprefix(self.path).lstrip("/"), int(entry["size"]), _tag(entry)) for key, entry in found.items()
+        )
+
+    def zarr_store(self) -> Store:
+        """A zarr store rooted here, for reading; its reads raise as the methods here do."""
+        if self.is_local:
+            return zarr.storage.LocalStore(self.path, read_only=True)
+        if self.url.startswith("s3://"):
+            location = Location(url=self.url, storage_options=self.storage_options)
+            return _RemoteStore(location.zarr_store(read_only=True), self)
+        options = dict(self.storage_options)
+        return _RemoteStore(zarr.storage.FsspecStore.from_url(self.url, storage_options=options, read_only=True), self)
+
+    def file(self, cache: BlockCache) -> str | RemoteFile:
+        """What h5py opens."""
+        if self.is_local:
+            return self.path
+        size = self.entry()["size"]
+        if not self.can_be_listed:
+            with _translated(self), self.filesystem.open(self.path, cache_type="none") as probe:
+                probe.seek(1)
+                probe.read(1)  # fails here where a server always sends all
+        return RemoteFile(self, size, cache)
+
+
+def _tag(entry: Mapping[str, Any]) -> str:
+    return next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
+
+
+def places(source: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> list[Place]:
+    """The place that a path or URL names, or those that a glob matches, sorted.
+
+    Raises StoreNotFoundError where a glob matches nothing, OptionError for a scheme that is not known.
+    """
+    text = os.fspath(source)
+    if text.startswith("file://"):
+        text = Location(url=text).path
+    place = _place(text, storage_options)
+    magic = "*[" if not place.can_be_listed else "*?["  # `?` begins the query of a web address
+    if not any(sign in text for sign in magic):
+        return [place]
+    with _translated(place):
+        if place.filesystem.exists(place.path):
+            return [place]
+        found = sorted(place.filesystem.glob(place.path))
+        if not place.is_local:
+            found = [place.filesystem.unstrip_protocol(path) for path in found]
+    if not found:
+        raise StoreNotFoundError(f"nothing matches {place.name}: check the directory and the pattern")
+    return [_place(one, storage_options) for one in found]
+
+
+def _place(text: str, storage_options: Mapping[str, Any]) -> Place:
+    if "://" not in text:
+        path = str(Path(text).expanduser().absolute())
+        return Place(url=text, name=text, path=path, filesystem=Location(url=text).filesystem())
+    name = _without_secrets(text)
+    if text.startswith("s3://"):
+        filesystem = Location(url=text, storage_options=storage_options).filesystem()
+        path = text.removeprefix("s3://").rstrip("/")
+    else:
+        try:
+            filesystem, path = fsspec.core.url_to_fs(text, **storage_options)
+        except (ImportError, ValueError, TypeError) as error:
+            raise OptionError(f"cannot open {name}: {error}") from error
+        filesystem.invalidate_cache()
+    return Place(url=text, name=name, path=path, filesystem=filesystem, storage_options=dict(storage_options))
+
+
+def _without_secrets(url: str) -> str:
+    """Without user, password and, for web addresses, the query, which may be a signature."""
+    url = re.sub(r"//[^/@]*@", "//", url)
+    return url.partition("?")[0] if re.search(r"\bhttps?://", url) else url
+
+
+@contextlib.contextmanager
+def _translated(place: Place) -> Iterator[None]:
+    """Turns the errors of file systems and their clients into ours."""
+    try:
+        yield
+    except ZloaderError:
+        raise
+    except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
+        what = "" if place.is_local else ". Check the key and secret in storage_options or the AWS_* variables"
+        reason = error.strerror if isinstance(error, PermissionError) and error.strerror else str(error)
+        raise AccessDeniedError(f"not allowed to read {place.name}: {reason}{what}") from error
+    except FileNotFoundError as error:
+        what = f"file {place.name}" if place.is_local else f"object at {place.name}"
+        answer = getattr(error.__cause__, "status", None) or type(error.__cause__).__name__
+        raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not place.can_be_listed)) from error
+    except Exception as error:  # aiohttp, botocore and others have trees of their own
+        reason = str(error).replace(place.url, place.name)
+        raise ReadError(f"cannot read {place.name}: {type(error).__name__}: {reason}") from error
+
+
+class _RemoteStore(WrapperStore[Store]):
+    """Raises our errors."""
+
+    def __init__(self, store: Store, place: Place) -> None:
+        super().__init__(store)
+        self._place = place
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        with _translated(replace(self._place, name=f"{self._place.name}/{key}")):
+            return await self._store.get(key, prototype, byte_range)
+
+
+class BlockCache:
+    """The last blocks read of any number of remote files, at most `max_blocks` of `block_bytes`."""
+
+    # By default a block takes about as long to come as its first byte does, and eight keep a link busy.
+    def __init__(self, *, block_bytes: int = 4 * MiB, max_blocks: int = 8) -> None:
+        self.block_bytes = block_bytes
+        self.max_blocks = max_blocks
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def read(self, place: Place, size: int, numbers: range) -> list[bytes]:
+        """These blocks of a file of `size` bytes; those that are not held come at the same time.
+
+        Where the block before them is held, the file is being read through: then those that follow come, too.
+        """
+        missing = self._missing(place, numbers)
+        if missing and not self._missing(place, [numbers[0] - 1]):
+            ahead = range(numbers[0], min(numbers[0] + self.max_blocks // 2, -(-size // self.block_bytes)))
+            missing = self._missing(place, sorted({*numbers, *ahead}))
+        starts = [number * self.block_bytes for number in missing]
+        stops = [min(start + self.block_bytes, size) for start in starts]
+        fetched: list[bytes] = []
+        if missing:
+            with _translated(place):
+                fetched = place.filesystem.cat_ranges([place.path] * len(missing), starts, stops, on_error="raise")
+        for number, start, stop, block in zip(missing, starts, stops, fetched, strict=True):
+            if len(block) != stop - start:
+                raise TruncatedObjectError(
+                    f"{place.name} gave {len(block)} bytes at {start}, not {stop - start}: was it replaced meanwhile?"
+                )
+            self._blocks[place.url, number] = block
+        for number in numbers:
+            self._blocks.move_to_end((place.url, number))
+        blocks = [self._blocks[place.url, number] for number in numbers]
+        while len(self._blocks) > self.max_blocks:
+            self._blocks.popitem(last=False)
+        return blocks
+
+    def _missing(self, place: Place, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if (place.url, number) not in self._blocks]
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file for h5py: seekable, read in blocks. Raises AccessDeniedError, StoreNotFoundError, ReadError."""
+
+    def __init__(self, place: Place, size: int, cache: BlockCache) -> None:
+        self._place, self._size, self._cache, self._at = place, size, cache, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer).cast("B")
+        start, stop = self._at, min(self._at + len(wanted), self._size)
+        width = self._cache.block_bytes
+        while self._at < stop:
+            first = self._at // width
+            numbers = range(first, min(first + self._cache.max_blocks, -(-stop // width)))
+            for number, block in zip(numbers, self._cache.read(self._place, self._size, numbers), strict=True):
+                part = memoryview(block)[self._at - number * width : stop - number * width]
+                wanted[self._at - start : self._at - start + len(part)] = part
+                self._at += len(part)
+        return self._at - start

@@ -1,0 +1,213 @@
+"""The small elements of a store (frames, embeddings, uns): written whole by anndata, one at a time.
+
+anndata turns into text what it cannot store in another way, and drops masks. Such elements are refused here, or get a
+form that reads back equal, as columns of objects do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import anndata.experimental
+import numpy as np
+import pandas as pd
+import scipy.sparse
+import zarr
+from zarr.core.buffer import Buffer
+from zarr.storage import MemoryStore
+
+from zloader.common.errors import SourceError, StoreError, ZloaderError
+from zloader.common.terms import MiB
+from zloader.conversion.joining.union import is_storable, kind_of, storable
+from zloader.conversion.sources.names import require_names
+from zloader.conversion.writing.encode import ConvertOptions, grid, zarr_codecs
+
+_HELD_AS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # objects that become arrays of these kinds
+_CHUNK_BYTES = MiB  # such arrays are read whole: few chunks, but enough to decode in several threads
+
+
+class ElementWriter:
+    """Writes elements below a group, with checksums, and never a chunk left out. Raises SourceError or StoreError."""
+
+    def __init__(self, root: zarr.Group, options: ConvertOptions, *, of: str) -> None:
+        """`of` names the sources in messages."""
+        self._options, self._of = options, of
+        self._groups = {"": root}  # by their paths
+
+    def write(self, path: str, element: Any) -> None:
+        """Stores what anndata can store at a path; its parent groups are there."""
+        if isinstance(element, dict):
+            require_names(path, element)
+            self.write_group(path)
+            for name, value in element.items():
+                self.write(f"{path}/{name}", value)
+        elif isinstance(element, pd.DataFrame):
+            columns = ((name, _storable(path, column)) for name, column in element.items())
+            self.write_frame(path, element.index, columns, list(element.columns))
+        else:
+            self._write_leaf(path, element)
+
+    def _write_leaf(self, path: str, element: Any) -> None:
+        above, _, name = path.rpartition("/")
+        group = self._groups[above]
+        try:
+            if isinstance(element, np.ndarray) and element.dtype.kind in "mM":
+                self._write_times(group, name, element)
+                return
+            anndata.experimental.write_dispatched(group, name, element, callback=self._write)
+        except SourceError as error:
+            raise SourceError(f"{path} of {self._of} cannot be stored: {error}") from error
+        except ZloaderError:
+            raise
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error}") from error
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            raise SourceError(
+                f"{path} of {self._of} cannot be stored, it is of type {type(element).__name__} ({why}): change or "
+                "remove it"
+            ) from error
+
+    def write_group(self, path: str, kind: str = "dict", version: str = "0.1.0", **attributes: Any) -> None:
+        """Makes an empty element of this encoding."""
+        encoding = {"encoding-type": kind, "encoding-version": version}
+        self._groups[path] = self._groups[""].create_group(path, attributes=encoding | attributes)
+
+    def write_frame(
+        self, path: str, index: pd.Index, columns: Iterable[tuple[str, pd.Series]], names: list[str]
+    ) -> None:
+        """Stores a data frame column by column, as anndata stores it whole; `names` are those of `columns`."""
+        name = "_index" if index.name is None else str(index.name)
+        require_names(path, names)
+        if "_index" in names:
+            raise SourceError(f"{path} has a column '_index', which AnnData keeps for the index: rename it")
+        if name not in names:
+            require_names(f"the index of {path}", [name])
+        self.write_group(path, "dataframe", "0.2.0", **{"_index": name, "column-order": names})
+        if name not in names:
+            self._write_leaf(f"{path}/{name}", _values(_plain_names(index)))
+        for column, series in columns:
+            if column == name and not _objects(series).equals(_objects(index)):
+                raise SourceError(
+                    f"{path} has a column {name!r} with other values than the index of that name: rename one"
+                )
+            self._write_leaf(f"{path}/{column}", _values(series))
+
+    def _write(self, function: Any, into: zarr.Group, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
+        _refuse_lossy(leaf)
+        if isinstance(leaf, pd.DataFrame) and leaf.index.name not in leaf.columns:  # anndata compares those two
+            leaf = leaf.set_axis(_plain_names(leaf.index))
+        function(into, key, leaf, dataset_kwargs={**dataset_kwargs, **self._storage(leaf)})
+        if leaf is None:  # anndata leaves the one chunk away that stands for None
+            array: Any = into[key]
+            array[...] = False
+
+    def _write_times(self, group: zarr.Group, name: str, times: np.ndarray[Any, Any]) -> None:
+        """anndata reads dates but does not write them."""
+        if np.datetime_data(times.dtype)[0] == "generic":
+            raise SourceError("it holds dates or durations without a unit: give it one, such as datetime64[ns]")
+        array = group.create_array(
+            name,
+            shape=times.shape,
+            dtype=times.dtype,
+            fill_value=np.array("NaT", times.dtype)[()],
+            attributes={"encoding-type": "array", "encoding-version": "0.2.0"},
+            **self._storage(times),
+        )
+        array[...] = times
+
+    def _storage(self, leaf: Any) -> dict[str, Any]:
+        """Grid and codecs for an array that anndata writes; nothing for what is made of arrays."""
+        if scipy.sparse.issparse(leaf):
+            length, widths, item_bytes = leaf.nnz, [], 8
+        elif isinstance(leaf, np.ndarray) and leaf.ndim:
+            length, widths = len(leaf), [max(1, size) for size in leaf.shape[1:]]
+            item_bytes = leaf.dtype.itemsize * int(np.prod(widths, dtype=np.int64))
+        else:
+            is_scalar = isinstance(leaf, (np.ndarray, np.generic, str, int, float, complex))
+            return {"compressors": zarr_codecs("none", None)} if is_scalar else {}
+        chunk = _CHUNK_BYTES // max(1, item_bytes)
+        cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
+        # zarr cannot shard records, whose fill value it does not hash.
+        is_plain = not isinstance(leaf, np.ndarray) or leaf.dtype.kind != "V"
+        shards = {"shards": (cut.shard, *widths)} if length > cut.chunk and is_plain else {}
+        return {"chunks": (cut.chunk, *widths), "compressors": zarr_codecs(self._options.codec, None), **shards}
+
+
+def _plain_names(index: pd.Index) -> pd.Index:
+    """The index of a frame as objects where it is text without a missing value: an array of strings says all of it.
+
+    Of pandas' text dtypes anndata stores a mask beside the values, which its older versions cannot read as an index.
+    """
+    if not isinstance(index.dtype, pd.StringDtype) or index.hasnans:
+        return index
+    return pd.Index(index.to_numpy(object), dtype=object, name=index.name)
+
+
+def _values(column: pd.Series | pd.Index) -> Any:
+    """What anndata writes of a column: an ndarray, or the extension array of nullable, categorical and such types."""
+    return column.to_numpy() if isinstance(column.dtype, np.dtype) else column.array
+
+
+def _storable(path: str, column: pd.Series) -> pd.Series:
+    try:
+        return storable(column)
+    except SourceError as error:
+        raise SourceError(f"{path}/{column.name} cannot be stored: {error}") from error
+
+
+def _objects(values: pd.Series | pd.Index) -> pd.Series:
+    """In a form in which values can be compared whatever dtype holds them."""
+    return pd.Series(values.to_numpy(object))
+
+
+def _refuse_lossy(leaf: Any) -> None:
+    """Raises SourceError for what anndata would store, but as something else."""
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise SourceError("it has masked values, and masks are not stored: fill them (.filled)")
+    if isinstance(leaf, pd.Categorical) and not is_storable(kind_of(leaf.categories)):
+        raise SourceError(f"its categories are {kind_of(leaf.categories)}, neither text nor numbers nor dates")
+    array = np.array(leaf) if isinstance(leaf, list) else leaf
+    if not isinstance(array, np.ndarray):
+        return
+    for field in array.dtype.names or ():
+        _refuse_lossy(array[field])
+    if array.dtype == object or (array is not leaf and array.dtype.kind in _HELD_AS):
+        kind = pd.api.types.infer_dtype(np.asarray(leaf, object).ravel(), skipna=False)
+        if kind not in _HELD_AS[array.dtype.kind]:
+            raise SourceError(f"it holds objects ({kind}), and of objects only text is stored: give it a dtype")
+
+
+class Rehearsal(ElementWriter):
+    """Writes nothing, and raises as an ElementWriter would. What anndata is known to store is not even tried."""
+
+    def __init__(self, options: ConvertOptions, *, of: str) -> None:
+        """`of` names the sources in messages."""
+        super().__init__(zarr.create_group(_Nowhere(), zarr_format=3), options, of=of)
+
+    def _write_leaf(self, path: str, element: Any) -> None:
+        if not _is_plain(element):
+            super()._write_leaf(path, element)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether it is an array of numbers or of nothing but text."""
+    if isinstance(leaf, pd.Categorical):
+        return _is_plain(leaf.categories.to_numpy())
+    if type(leaf) is not np.ndarray or not leaf.ndim:
+        return False
+    if leaf.dtype == object:
+        try:
+            return all(type(text) is str and text.encode() is not None for text in leaf.flat)
+        except UnicodeEncodeError:
+            return False
+    return bool(leaf.dtype.kind in "biuf" and leaf.itemsize <= 8)  # Zarr has no long double
+
+
+class _Nowhere(MemoryStore):
+    """A store that keeps metadata alone."""
+
+    async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
+        if key.endswith("zarr.json"):
+            await super().set(key, value, byte_range)

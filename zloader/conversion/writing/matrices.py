@@ -1,0 +1,276 @@
+"""The two passes over a matrix: `scan_matrix` reads it all, `store_matrix` reads it again and stores it by shards.
+
+What the first finds (a MatrixScan) fixes every grid and dtype, so the second writes the same bytes whenever it is run:
+an interrupted conversion goes on after the last shard whose bytes are there and whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from zloader.access.location import Location
+from zloader.common.errors import FormatError, ReadError, SourceError
+from zloader.common.progress import Bars
+from zloader.common.terms import Rows
+from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
+from zloader.conversion.writing.encode import (
+    ChunkEncoder,
+    ConvertOptions,
+    DtypeScan,
+    Grid,
+    chunk_elements,
+    grid,
+    smallest_integer,
+)
+from zloader.conversion.writing.objects import ObjectWriter
+from zloader.conversion.writing.shards import ShardWriter, Threads, read_shard, stored_layout
+
+_INDPTR_CHUNK = 1 << 16  # entries; it is read whole: chunks enough for several threads, each worth its call
+_INDPTR_WINDOW = 1 << 20  # entries handed over at once
+_SIDE_CHUNK_BYTES = 1 << 16  # least in a chunk of obsm and obsp, whose rows are short
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixScan:
+    """What the first pass found: `n_values` once rows are canonical, rows `mended` for that, dtypes to store.
+
+    `lengths` are the values of each row (uint32); empty for a dense matrix, None where only the journal is known.
+    """
+
+    n_values: int
+    mended: int
+    data: np.dtype[Any]
+    indices: np.dtype[Any]
+    lengths: NDArray[np.uint32] | None
+
+    def record(self) -> dict[str, Any]:
+        """All but `lengths`, for the journal."""
+        dtypes = {"data": str(self.data), "indices": str(self.indices)}
+        return {"n_values": self.n_values, "mended": self.mended, **dtypes}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> MatrixScan:
+        """A scan from the journal."""
+        dtypes = {name: np.dtype(record[name]) for name in ("data", "indices")}
+        return cls(n_values=record["n_values"], mended=record["mended"], lengths=None, **dtypes)
+
+
+def keeps_dtype(matrix: SourceMatrix, options: ConvertOptions) -> bool:
+    """Whether dtypes stay as they are: when asked, and for obsm and obsp, which are no counts."""
+    return options.preserve_dtype or matrix.name.startswith(("obsm/", "obsp/"))
+
+
+def scan_matrix(matrix: SourceMatrix, *, keep_dtype: bool, advance: Advance) -> MatrixScan:
+    """Sees every row once. Raises SourceError for anything in the source that is not as it must be."""
+    scan = DtypeScan(matrix.dtype)
+    n_values = mended = row = 0
+    lengths = np.zeros(0 if matrix.encoding == "dense" else matrix.n_rows, np.uint32)
+    for window in matrix.first_pass(advance):
+        n_values += len(window.values)
+        mended += window.mended
+        if not keep_dtype:
+            scan.add(window.values)
+        if len(lengths):
+            lengths[_places(window, row)] = window.lengths
+        row += len(window.lengths)
+    indices = smallest_integer(0, max(0, matrix.n_genes - 1), below=matrix.genes_dtype.itemsize)
+    return MatrixScan(
+        n_values=n_values,
+        mended=mended,
+        data=matrix.dtype if keep_dtype else scan.dtype,
+        indices=matrix.genes_dtype if keep_dtype or indices is None else indices,
+        lengths=lengths,
+    )
+
+
+def _places(window: Window, row: int) -> Any:
+    return slice(row, row + len(window.lengths)) if window.places is None else window.places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where matrices are stored (below `root`, by their names), how, and with which threads.
+
+    `existing` are the objects that an interrupted conversion left, with their bytes: what is whole is kept.
+    """
+
+    root: zarr.Group
+    location: Location
+    options: ConvertOptions
+    threads: Threads
+    bars: Bars
+    create_object: Callable[[str], ObjectWriter]
+    existing: Mapping[str, int]
+
+    def writer(self, array: zarr.Array[Any], first_shard: int = 0) -> ShardWriter:
+        """Writes an array made by `create` from a shard on."""
+        encoder = ChunkEncoder(self.options.codec, array.dtype)
+        return ShardWriter(array, encoder, self.threads, self.create_object, first_shard=first_shard)
+
+    def create(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        cut: Grid,
+        attributes: dict[str, Any] | None = None,
+    ) -> zarr.Array[Any]:
+        """An array cut along its first axis. Only metadata."""
+        widths = [max(1, size) for size in shape[1:]]
+        return self.root.create_array(
+            name,
+            shape=shape,
+            dtype=dtype,
+            chunks=(cut.chunk, *widths),
+            shards=(cut.shard, *widths),
+            compressors=ChunkEncoder(self.options.codec, dtype).zarr_codecs,
+            fill_value=dtype.type(0),
+            attributes=attributes,
+        )
+
+    def finished_shards(self, *arrays: zarr.Array[Any]) -> int:
+        """How many leading shards all of the arrays have, each read back with its checksums."""
+        layouts = [stored_layout(array) for array in arrays]
+        there = itertools.takewhile(
+            lambda shard: all(layout.shard_key(shard) in self.existing for layout in layouts),
+            range(layouts[0].n_shards),
+        )
+        jobs = [(shard, layout) for shard in there for layout in layouts]
+        if not jobs:
+            return 0
+        advance = self.bars.add(f"checking {layouts[0].path.rpartition('/')[0]}", sum(array.size for array in arrays))
+
+        def whole(job: tuple[int, Any]) -> bool:
+            shard, layout = job
+            try:
+                for elements in read_shard(self.location, layout, shard, self.existing[layout.shard_key(shard)]):
+                    if self.threads.ended.is_set():
+                        return False
+                    advance(len(elements))
+            except (ReadError, FormatError):
+                return False
+            return True
+
+        checked = list(itertools.takewhile(bool, self.threads.encoding.map(whole, jobs)))
+        return len(checked) // len(layouts)
+
+
+def store_matrix(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> None:
+    """Stores every window, as CSR or dense as the source is. Raises SourceError when it is not what was scanned."""
+    write = _store_dense if matrix.encoding == "dense" else _store_sparse
+    if write(matrix, scan, target) != scan.n_values:
+        raise SourceError(f"{matrix.name} changed while it was being converted: run convert again")
+
+
+def _store_dense(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> int:
+    row_bytes = max(1, matrix.n_genes * scan.data.itemsize)
+    rows = target.options.chunk_rows
+    if matrix.name.startswith("obsm/"):
+        rows = max(rows, _SIDE_CHUNK_BYTES // row_bytes)
+    cut = grid(matrix.n_rows, chunk=rows, item_bytes=row_bytes, shard_bytes=target.options.shard_bytes)
+    attributes = {
+        "encoding-type": "array",
+        "encoding-version": "0.2.0",
+        "zloader": {"dtype": {"data": str(matrix.dtype)}},
+    }
+    array = target.create(matrix.name, (matrix.n_rows, matrix.n_genes), scan.data, cut, attributes)
+    done = target.finished_shards(array)
+    advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
+    with target.writer(array, done) as writer:
+        advance(writer.n_elements)
+        for window in matrix.windows(done * cut.shard):
+            writer.append(window.values)
+            advance(len(window.values))
+    return writer.n_elements
+
+
+def _store_sparse(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> int:
+    options, n = target.options, scan.n_values
+    group = target.root.create_group(
+        matrix.name,
+        attributes={
+            "encoding-type": "csr_matrix",
+            "encoding-version": "0.1.0",
+            "shape": [matrix.n_rows, matrix.n_genes],
+            "zloader": {"dtype": {"data": str(matrix.dtype), "indices": str(matrix.genes_dtype)}},
+        },
+    )
+    item_bytes = max(scan.data.itemsize, scan.indices.itemsize)
+    chunk = chunk_elements(options.chunk_rows, elements=n, rows=matrix.n_rows)
+    if matrix.name.startswith("obsp/"):
+        chunk = max(chunk, _SIDE_CHUNK_BYTES // item_bytes)
+    cut = grid(n, chunk=chunk, item_bytes=item_bytes, shard_bytes=options.shard_bytes)
+    lengths = _store_indptr(matrix, scan, target, group)
+    data = target.create(f"{matrix.name}/data", (n,), scan.data, cut)
+    indices = target.create(f"{matrix.name}/indices", (n,), scan.indices, cut)
+    done = target.finished_shards(data, indices)
+    row, skipped = _row_at(lengths, done * cut.shard)
+    advance = target.bars.add(f"writing {matrix.name}", n)
+    with target.writer(data, done) as data_writer, target.writer(indices, done) as indices_writer:
+        advance(data_writer.n_elements)
+        for window in matrix.windows(row):
+            if not np.array_equal(window.lengths, lengths[row : row + len(window.lengths)]):
+                raise SourceError(f"{matrix.name} changed while it was being converted: run convert again")
+            row += len(window.lengths)
+            data_writer.append(window.values[skipped:])
+            indices_writer.append(window.genes[skipped:])
+            advance(len(window.values) - min(skipped, len(window.values)))
+            skipped -= min(skipped, len(window.values))
+    return data_writer.n_elements
+
+
+def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target, group: zarr.Group) -> NDArray[np.uint32]:
+    """Stores indptr unless all of it is there; gives the values of each row."""
+    dtype = matrix.indptr_dtype if keeps_dtype(matrix, target.options) else np.dtype(np.int64)
+    cut = grid(matrix.n_rows + 1, chunk=_INDPTR_CHUNK, item_bytes=8, shard_bytes=target.options.shard_bytes)
+    array = target.create(f"{matrix.name}/indptr", (matrix.n_rows + 1,), dtype, cut)
+    lengths = scan.lengths
+    if lengths is None:
+        layout = stored_layout(array)
+        if target.finished_shards(array) == layout.n_shards:
+            return _stored_lengths(array, target)
+        advance = target.bars.add(f"reading {matrix.name}", matrix.n_reads)
+        again = scan_matrix(matrix, keep_dtype=True, advance=advance)
+        assert again.lengths is not None
+        lengths = again.lengths
+    with target.writer(array) as writer:
+        writer.append(np.zeros(1, dtype))
+        for _, ends in row_ends(lengths):
+            writer.append(ends)
+    return lengths
+
+
+def row_ends(lengths: NDArray[np.uint32], begin: int = 0) -> Iterator[tuple[int, Rows]]:
+    """Where rows end that begin at an element, some at a time: the number of the first, and their ends."""
+    for start in range(0, len(lengths), _INDPTR_WINDOW):
+        ends = begin + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
+        yield start, ends
+        begin = int(ends[-1])
+
+
+def _stored_lengths(indptr: zarr.Array[Any], target: Target) -> NDArray[np.uint32]:
+    layout = stored_layout(indptr)
+    lengths = np.empty(layout.n_elements - 1, np.uint32)
+    at, last = 0, np.zeros(0, np.int64)
+    for shard in range(layout.n_shards):
+        for elements in read_shard(target.location, layout, shard, target.existing[layout.shard_key(shard)]):
+            steps = np.diff(np.concatenate([last, elements.astype(np.int64)]))
+            lengths[at : at + len(steps)] = steps
+            at, last = at + len(steps), elements[-1:].astype(np.int64)
+    return lengths
+
+
+def _row_at(lengths: NDArray[np.uint32], element: int) -> tuple[int, int]:
+    """The row that holds an element, and how many of the row's elements come before it."""
+    for start, ends in row_ends(lengths):
+        if ends[-1] > element:
+            row = int(np.searchsorted(ends, element, side="right"))
+            return start + row, element - int(ends[row] - lengths[start + row])
+    return len(lengths), 0

@@ -1,0 +1,270 @@
+"""The shards of one array: written from front to back as chunks get ready, and read back with every checksum verified.
+
+A few threads encode chunks, and one at a time per array stores them in order, so that neither a decoded nor an encoded
+shard is ever held whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from zloader.access.location import Location
+from zloader.common.errors import CorruptChunkError, StoreError, TruncatedObjectError
+from zloader.common.terms import MiB
+from zloader.conversion.writing.encode import ChunkEncoder, shard_index
+from zloader.conversion.writing.ending import in_full
+from zloader.conversion.writing.objects import ObjectWriter, translated
+from zloader.storage.decode import Decoder
+from zloader.storage.layout import ABSENT, ArrayLayout
+from zloader.storage.metadata import layout_of
+
+_MAX_ENCODING = 16
+_JOB_ELEMENTS = 1 << 19  # encoded by one job: a few chunks, so that handing them over costs nothing
+_READ_BYTES = 8 * MiB  # at once, when a shard is read back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threads:
+    """The threads of one conversion. Indices, data and indptr may be stored at once.
+
+    `ended` tells a job that takes long that nobody wants its result any more.
+    """
+
+    encoding: ThreadPoolExecutor
+    storing: ThreadPoolExecutor
+    ended: threading.Event
+
+
+@contextlib.contextmanager
+def threads(at: str) -> Iterator[Threads]:
+    """As many threads as one that reads keeps busy, gone when the context ends; what they had not begun is dropped.
+
+    `at` names the destination in errors.
+    """
+    encoding = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_ENCODING), thread_name_prefix="zloader-encode")
+    storing = ThreadPoolExecutor(3, thread_name_prefix="zloader-store")
+    ended = threading.Event()
+    try:
+        yield Threads(encoding=encoding, storing=storing, ended=ended)
+    finally:
+        ended.set()
+        for pool in (encoding, storing):
+            in_full(partial(pool.shutdown, cancel_futures=True), at)
+
+
+class ShardWriter:
+    """Fills a sharded zarr array from the front of a shard on; every shard is stored once, whole.
+
+    A context manager: a shard that is not whole when an error leaves it is dropped. Holds the elements of the last two
+    `append`s, and their chunks.
+    """
+
+    def __init__(
+        self,
+        array: zarr.Array[Any],
+        encoder: ChunkEncoder,
+        pool: Threads,
+        create_object: Callable[[str], ObjectWriter],
+        *,
+        first_shard: int = 0,
+    ) -> None:
+        assert array.shards is not None
+        self._array, self._encoder, self._threads, self._create_object = array, encoder, pool, create_object
+        self._chunk = math.prod(array.chunks)
+        self._chunks_per_shard = array.shards[0] // array.chunks[0]
+        self._tail = np.empty(0, encoder.dtype)  # elements that do not fill a chunk yet
+        self._encoding: list[Future[list[bytes]]] = []
+        self._storing: Future[None] | None = None
+        self._shard = first_shard
+        self._object: ObjectWriter | None = None
+        self._sizes: list[int] = []  # of the chunks in it
+        self._turn = threading.Lock()  # of what stores the object and what drops it
+        self._dropped = False
+        self.n_elements = min(first_shard * self._chunks_per_shard * self._chunk, math.prod(array.shape))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._close()
+        finally:
+            in_full(self._drop, self._array.path)
+
+    def append(self, elements: NDArray[Any]) -> None:
+        """Takes the next elements, a flat array, which must not be changed afterwards."""
+        self._collect()
+        self.n_elements += len(elements)
+        missing = self._chunk - len(self._tail)
+        if len(elements) < missing:
+            self._tail = np.concatenate([self._tail, elements.astype(self._encoder.dtype)])
+            return
+        if len(self._tail):
+            self._encode(np.concatenate([self._tail, elements[:missing].astype(self._encoder.dtype)]))
+            elements = elements[missing:]
+        whole = len(elements) - len(elements) % self._chunk
+        together = max(1, _JOB_ELEMENTS // self._chunk) * self._chunk
+        for start in range(0, whole, together):
+            self._encode(elements[start : min(start + together, whole)])
+        self._tail = elements[whole:].astype(self._encoder.dtype)
+
+    def _close(self) -> None:
+        if len(self._tail):
+            self._encode(self._tail)
+        self._collect(last=True)
+        if self._storing is not None:
+            self._storing.result()
+
+    def _encode(self, elements: NDArray[Any]) -> None:
+        self._encoding.append(self._threads.encoding.submit(self._encoded, elements))
+
+    def _encoded(self, elements: NDArray[Any]) -> list[bytes]:
+        starts = range(0, len(elements), self._chunk)
+        return [self._encoder.encode(elements[start : start + self._chunk], self._chunk) for start in starts]
+
+    def _collect(self, *, last: bool = False) -> None:
+        """Waits for the chunks being encoded and has them stored while the next are encoded."""
+        chunks = [chunk for job in self._encoding for chunk in job.result()]
+        self._encoding = []
+        if self._storing is not None:
+            self._storing.result()
+        self._storing = self._threads.storing.submit(self._store, chunks, last)
+
+    def _drop(self) -> None:
+        """Has nothing stored after the chunk that is being stored, and drops a shard that is not whole."""
+        self._dropped = True
+        with self._turn, contextlib.suppress(StoreError):  # the error that ends the shard says more
+            if self._object is not None:
+                self._object.abort()
+
+    def _store(self, chunks: list[bytes], last: bool) -> None:
+        with self._turn:
+            self._store_chunks(chunks)
+            if last and self._object is not None and not self._dropped:
+                self._finish_shard(self._object)
+
+    def _store_chunks(self, chunks: list[bytes]) -> None:
+        for chunk in chunks:
+            if self._dropped:
+                return
+            if self._object is None:
+                coordinates = (self._shard, *[0] * (self._array.ndim - 1))
+                key = f"{self._array.path}/{self._array.metadata.encode_chunk_key(coordinates)}"
+                self._object = self._create_object(key)
+            self._object.write(chunk)
+            self._sizes.append(len(chunk))
+            if len(self._sizes) == self._chunks_per_shard:
+                self._finish_shard(self._object)
+
+    def _finish_shard(self, shard: ObjectWriter) -> None:
+        shard.write(shard_index(self._sizes, self._chunks_per_shard))
+        shard.commit()
+        self._object, self._sizes = None, []
+        self._shard += 1
+
+
+def stored_layout(array: zarr.Array[Any]) -> ArrayLayout:
+    """The layout of an array whose objects must all be there."""
+    return layout_of(array, absent_is_fill=False)
+
+
+def read_shard(location: Location, layout: ArrayLayout, shard: int, size: int) -> Iterator[NDArray[Any]]:
+    """The elements of every chunk of a stored shard of `size` bytes, in order, each checksum verified.
+
+    Raises CorruptChunkError or TruncatedObjectError that names object and chunk, or what the file system says.
+    """
+    for elements in scan_shard(location, layout, shard, size):
+        if isinstance(elements, CorruptChunkError):
+            raise elements
+        yield elements
+
+
+def scan_shard(
+    location: Location, layout: ArrayLayout, shard: int, size: int | None
+) -> Iterator[NDArray[Any] | CorruptChunkError]:
+    """As `read_shard`, but gives an error in the place of a chunk that is damaged, and goes on.
+
+    `size` is None where there is no such object. Where the layout allows for that, what is absent is fill values.
+    """
+    decoder = Decoder(layout)
+    first, key = shard * layout.chunks_per_shard, layout.shard_key(shard)
+    n_chunks = min(layout.n_chunks - first, layout.chunks_per_shard)
+    table = _read_index(location, layout, shard, size)[:n_chunks]
+    for begin, end in _reads(table):
+        stored = np.empty(0, np.uint8)
+        if table[begin, 0] != ABSENT:
+            start, stop = int(table[begin, 0]), int(table[end - 1].sum())
+            stored = np.frombuffer(_read(location, key, start, stop), np.uint8)
+        for chunk in range(begin, end):
+            at = first + chunk
+            out = np.empty(min(layout.chunk_elements, layout.n_elements - at * layout.chunk_elements), layout.dtype)
+            if table[begin, 0] == ABSENT:
+                out[:] = layout.fill_value
+            else:
+                offset = int(table[chunk, 0] - table[begin, 0])
+                try:
+                    decoder.decode(stored[offset : offset + int(table[chunk, 1])], out)
+                    layout.check_bounds(out)
+                except CorruptChunkError as error:
+                    yield CorruptChunkError(f"{location.url}: chunk {chunk} of {key}: {error}")
+                    continue
+            yield out
+
+
+def _reads(table: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
+    """The chunks `[begin, end)` that one read takes: ascending ones, not of too many bytes; or absent ones."""
+    begin, previous, start = 0, (ABSENT, 0), 0
+    for chunk, (offset, size) in enumerate(table.tolist()):
+        if previous[0] == ABSENT or offset == ABSENT:
+            goes_on = previous[0] == offset
+        else:
+            goes_on = offset >= sum(previous) and offset + size <= start + _READ_BYTES
+        if chunk and not goes_on:
+            yield begin, chunk
+        if not chunk or not goes_on:
+            begin, start = chunk, offset
+        previous = (offset, size)
+    if len(table):
+        yield begin, len(table)
+
+
+def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int | None) -> NDArray[np.uint64]:
+    """The offset and size of each chunk of a shard; all are there and lie in order, unless they may be absent."""
+    key = layout.shard_key(shard)
+    try:
+        found = layout.find_index(shard, size, location.url)
+        if isinstance(found, np.ndarray):
+            return found
+        assert size is not None
+        table = layout.parse_index(_read(location, key, found.start, found.stop), shard=shard, object_size=size)
+    except CorruptChunkError as error:
+        raise CorruptChunkError(f"{location.url}: {error}") from error
+    here = table[: layout.n_chunks - shard * layout.chunks_per_shard]
+    disordered = (here == ABSENT).any() or (np.diff(here[:, 0].astype(np.int64)) <= 0).any()
+    if disordered and not layout.absent_is_fill:
+        raise CorruptChunkError(f"{location.url}: {key} lacks chunks that its array has: the object was cut short")
+    return table
+
+
+def _read(location: Location, key: str, start: int, stop: int) -> bytes:
+    with translated(f"read {key} from", location.url):
+        stored: bytes = location.filesystem().cat_file(f"{location.path}/{key}", start=start, end=stop)
+    if len(stored) != stop - start:
+        raise TruncatedObjectError(f"{location.url}: {key} gave {len(stored)} bytes for {start}-{stop - 1}")
+    return stored

@@ -1,0 +1,1 @@
+"""Stores opened as one table: rows, columns, views, splits, costs, quality."""

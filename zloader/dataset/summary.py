@@ -1,0 +1,196 @@
+"""What a dataset holds: rows, columns and how each matrix is laid out, from listings and metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zarr
+
+from zloader.common.errors import FormatError
+from zloader.dataset.dataset import Dataset
+from zloader.dataset.opened import OpenedStore
+from zloader.storage.layout import ArrayLayout
+from zloader.storage.metadata import stored_length
+
+_OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySummary:
+    """One array of a matrix. `stored_bytes` are its objects', `decoded_bytes` what a mirror of it takes.
+
+    Over several stores: the sums, every dtype and codec that there is, and the largest chunks and shards.
+    """
+
+    path: str
+    dtype: str
+    original_dtype: str
+    elements: int
+    chunk_elements: int
+    rows_per_chunk: float
+    chunks_per_shard: int
+    shards: int
+    stored_bytes: int
+    decoded_bytes: int
+    codecs: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixSummary:
+    """One matrix: X, a layer or raw/X. `values` are those stored; `problem` says why it cannot be read, if so."""
+
+    name: str
+    encoding: str
+    rows: int
+    genes: int
+    values: int
+    density: float
+    arrays: Sequence[ArraySummary]
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSummary:
+    """One obs column: `kind` is `categorical`, `string` or a dtype.
+
+    `categories` is None where it has none, or may have others in each of several stores.
+    """
+
+    name: str
+    kind: str
+    categories: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreSummary:
+    """What one or several stores hold, all of them. `others` names obsm, varm and the like as `obsm/X_pca`."""
+
+    url: str
+    stores: int
+    fingerprint: str
+    rows: int
+    genes: int
+    objects: int
+    stored_bytes: int
+    obs: Sequence[ColumnSummary]
+    matrices: Sequence[MatrixSummary]
+    others: Sequence[str]
+
+
+def summarize(dataset: Dataset) -> StoreSummary:
+    """What the dataset holds, from its metadata alone."""
+    stores = dataset.stores
+    objects = [entry for store in stores for entry in store.objects.values()]
+    return StoreSummary(
+        url=dataset.url,
+        stores=len(stores),
+        fingerprint=dataset.fingerprint,
+        rows=dataset.n_obs,
+        genes=dataset.n_vars,
+        objects=len(objects),
+        stored_bytes=sum(entry.size for entry in objects),
+        obs=[_column(stores, name) for name in dataset.obs_columns],
+        matrices=[_matrix(stores, name) for name in dataset.matrix_names],
+        others=[f"{group}/{key}" for group in _OTHERS for key in _in_all([store.keys(group) for store in stores])],
+    )
+
+
+def _in_all(groups: Sequence[Any]) -> list[str]:
+    return sorted(set.intersection(*map(set, groups)))
+
+
+def _column(stores: Sequence[OpenedStore], name: str) -> ColumnSummary:
+    kinds = [_kind(store.node(f"obs/{name}")) for store in stores]
+    labels = f"obs/{name}/categories"
+    n_categories = stored_length(stores[0].node(labels)) if kinds == ["categorical"] else None
+    return ColumnSummary(name=name, kind=_all(kinds), categories=n_categories)
+
+
+def _kind(node: Any) -> str:
+    encoding = str(node.attrs.get("encoding-type", "array"))
+    if encoding == "categorical":
+        return encoding
+    if "string" in encoding:
+        return "string"
+    values = node if isinstance(node, zarr.Array) else node.get("values")
+    return encoding if values is None else str(values.dtype)
+
+
+def _all(names: Iterable[str]) -> str:
+    """Every name once."""
+    return " / ".join(dict.fromkeys(names))
+
+
+def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
+    try:
+        nodes = [store.node(name) for store in stores]
+        values = sum(_values(store, name).size for store in stores)
+        shapes = [store.shape(name) for store in stores]
+    except FormatError as error:
+        return MatrixSummary(
+            name=name, encoding="unknown", rows=0, genes=0, values=0, density=0.0, arrays=[], problem=str(error)
+        )
+    encodings = ["dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type")) for node in nodes]
+    rows, genes = sum(n_rows for n_rows, _ in shapes), shapes[0][1]
+    arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
+    problem = None
+    try:
+        for store in stores:
+            for array in store.matrix(name).arrays:
+                arrays.setdefault(array.path, []).append((store, array))
+    except FormatError as error:
+        problem = str(error)
+    return MatrixSummary(
+        name=name,
+        encoding=_all(encodings),
+        rows=rows,
+        genes=genes,
+        values=values,
+        density=values / (rows * genes) if rows * genes else 0.0,
+        arrays=[] if problem else [_array(name, alike) for alike in arrays.values()],
+        problem=problem,
+    )
+
+
+def _values(store: OpenedStore, matrix: str) -> Any:
+    """The array of a matrix' values."""
+    node = store.node(matrix)
+    return node if isinstance(node, zarr.Array) else store.node(f"{matrix}/data")
+
+
+def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> ArraySummary:
+    arrays = [array for _, array in stored]
+    path = arrays[0].path
+    part = "indices" if path.endswith("/indices") else "data"
+    recorded = [store.recorded_dtypes(matrix) for store, _ in stored]
+    elements, chunk_elements = sum(array.n_elements for array in arrays), max(array.chunk_elements for array in arrays)
+    rows = sum(store.n_obs for store, _ in stored)
+    return ArraySummary(
+        path=path,
+        dtype=_all(array.dtype.name for array in arrays),
+        original_dtype=_all(str(was.get(part, array.dtype.name)) for was, array in zip(recorded, arrays, strict=True)),
+        elements=elements,
+        chunk_elements=chunk_elements,
+        rows_per_chunk=chunk_elements * rows / elements if elements else 0.0,
+        chunks_per_shard=max(array.chunks_per_shard for array in arrays),
+        shards=sum(array.n_shards for array in arrays),
+        stored_bytes=sum(stored_bytes(store, array) for store, array in stored),
+        decoded_bytes=sum(array.n_elements * array.dtype.itemsize for array in arrays),
+        codecs=_all(", ".join(map(_codec, array.codecs)) for array in arrays),
+    )
+
+
+def _codec(codec: Mapping[str, Any]) -> str:
+    """`blosc(lz4, shuffle)` or the codec's bare name."""
+    settings = codec.get("configuration") or {}
+    if codec["name"] == "blosc":
+        return f"blosc({settings['cname']}, {settings['shuffle']})"
+    return str(codec["name"])
+
+
+def stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:
+    """Bytes of the objects that hold an array."""
+    keys = map(array.shard_key, range(array.n_shards))
+    return sum(store.objects[key].size for key in keys if key in store.objects)

@@ -1,0 +1,1 @@
+"""Which rows come when: permutations, samplings, plan, resume, ranks. Pure arithmetic, without I/O."""

@@ -1,0 +1,269 @@
+"""Rows drawn by their weights, block by block: what the samplings of `weighted.py` run on. Pure.
+
+With replacement an epoch is a row of slots of `block_size` positions. A block is as many consecutive rows of positive
+weight; it is drawn with a chance proportional to its weight, the sum of its rows', and rows of it are taken at equal
+steps of its running weight, from a random begin (systematic sampling; Madow 1949). So the row at every position is row
+i with a chance of exactly weight i / weight of all, and blocks of equal weights are taken whole.
+
+A row that weighs half its block would fill half a slot. So of such a block fewer rows are taken at a time: the most of
+`block_size`, `block_size` / 2, / 4 ... that brings none twice. Blocks of which as many are taken are a level, and a
+slot is filled with draws from one level. What is read then follows from the weights: whole blocks where they are alike,
+a few rows here and there where a few rows weigh as much as all others.
+
+Random words are mixed from counters, and sums are made in one order by loops without fastmath: the same bits
+everywhere. A table holds 8 bytes a block (16 where there are levels); planning a fetch searches it for each draw.
+
+Without replacement the rows are chosen once an epoch (Efraimidis and Spirakis 2006), with 16 bytes a row meanwhile and
+8 a chosen row for as long as this epoch is asked for, and then shuffled in blocks of consecutive chosen rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.compiled import compiled
+from zloader.common.errors import OptionError
+from zloader.common.sharing import SharesArrays
+from zloader.common.terms import Rows, require_count
+from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
+from zloader.order.sampling import BlockShuffling
+
+_U64 = np.uint64
+_ROUNDING = 1 + 1e-9  # more than sums of equal weights are off
+_STEP = 2.0**-53
+_LEAST = 2.0**-960
+Codes = NDArray[np.integer]
+
+
+@compiled
+def _weight(table: NDArray[Any], codes: Codes | None, row: int) -> float:
+    return np.float64(table[row] if codes is None else table[codes[row]])
+
+
+@compiled
+def _weigh(
+    table: NDArray[Any], codes: Codes | None, n: int, block_size: int, sums: NDArray[Any], levels: NDArray[Any]
+) -> None:
+    """The weight of each block and its level: at level k, `block_size >> k` rows are taken of it at a time."""
+    for block in range(len(sums)):
+        total, most = 0.0, 0.0
+        for row in range(block * block_size, min((block + 1) * block_size, n)):
+            weight = _weight(table, codes, row)
+            total, most = total + weight, max(most, weight)
+        level = 0
+        while (block_size >> level) > 1 and (block_size >> level) * most > total * _ROUNDING:
+            level += 1
+        sums[block], levels[block] = total, level
+
+
+@compiled
+def _take(
+    table: NDArray[Any],
+    codes: Codes | None,
+    n: int,
+    block_size: int,
+    draws: tuple[Rows, Rows, NDArray[np.uint64]],
+    out: Rows,
+) -> None:
+    """Fills `out` with the rows of draws, one after the other; a draw is a block, how many rows, and a random word.
+
+    Draws fill slots of `block_size` positions; what does not fit the last of a slot is left out.
+    """
+    at = 0
+    for block, taken, word in zip(*draws):  # noqa: B905 (numba knows no strict)
+        first, last = block * block_size, min((block + 1) * block_size, n)
+        total = 0.0
+        for row in range(first, last):
+            total += _weight(table, codes, row)
+        begin = (word >> _U64(11)) * _STEP
+        row, reached, before = first, _weight(table, codes, first), 0.0
+        for number in range(min(taken, block_size - at % block_size)):
+            share = begin + number / taken
+            share -= share >= 1.0
+            if share < before:  # once: from the end of the block to its beginning
+                row, reached = first, _weight(table, codes, first)
+            before = share
+            while reached <= share * total and row < last - 1:
+                row += 1
+                reached += _weight(table, codes, row)
+            out[at] = row
+            at += 1
+
+
+@compiled
+def _waits(table: NDArray[Any], codes: Codes | None, key: Any, out: NDArray[np.float64]) -> None:
+    """A wait for each row, exponential with its weight as the rate: the rows that come first are drawn.
+
+    By von Neumann's comparisons of random words (1951), not by a logarithm, whose last bit machines disagree on.
+    """
+    for row in range(len(out)):
+        word = mix_word(key + GOLDEN * _U64(row))
+        whole = 0.0
+        while True:
+            word = mix_word(word + GOLDEN)
+            first, falls = word, 0
+            while True:
+                last, word = word, mix_word(word + GOLDEN)
+                if word > last:
+                    break
+                falls += 1
+            if falls % 2 == 0:
+                break
+            whole += 1.0
+        out[row] = (whole + first * 2.0**-64) / _weight(table, codes, row)
+
+
+def _unit(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Random words as numbers in [0, 1)."""
+    return np.asarray((words >> _U64(11)) * _STEP)
+
+
+def _search(ends: NDArray[np.float64], points: NDArray[np.float64]) -> Rows:
+    """How many of `ends` are not above each point; in ascending order, or each would miss the cache a dozen times."""
+    order = np.argsort(points)
+    found = np.empty(len(points), np.int64)
+    found[order] = np.searchsorted(ends, points[order], side="right")
+    return found
+
+
+class Draws(SharesArrays):
+    """A sampling: `total_size` rows an epoch, drawn by weight in blocks of `block_size`.
+
+    The weight of row i is `table[i]`, or with codes `table[codes[i]]`, where code -1 is the last of the table. With
+    `indices` (ascending) only those rows take part; they are kept as given. Raises OptionError for weights that make no
+    sense.
+    """
+
+    shuffles_fetch = True
+
+    def __init__(
+        self,
+        table: NDArray[Any],
+        codes: Codes | None = None,
+        *,
+        indices: Rows | None,
+        block_size: int,
+        total_size: int | None,
+        replace: bool,
+    ) -> None:
+        require_count(block_size=block_size)
+        _require_weights(table)
+        self.block_size, self.repeats = int(block_size), bool(replace)
+        self.indices = indices
+        self._of_dataset = len(table if codes is None else codes)
+        self._rows, self._table, self._codes = _positive(table, codes, indices)
+        self._n = len(self._table if self._codes is None else self._codes)
+        if not self._n:
+            raise OptionError("no row has a weight above 0: there would be no minibatch")
+        if total_size is not None:
+            require_count(total_size=total_size)
+            if total_size > self._n and not replace:
+                raise OptionError(
+                    f"total_size {total_size} is more than the {self._n} rows of positive weight: lower it, or draw "
+                    "with replace=True"
+                )
+        self._total_size = self._n if total_size is None else int(total_size)
+        self._chosen: tuple[int, Rows] | None = None  # of the last key
+        if replace:
+            self._build()
+
+    def _build(self) -> None:
+        """The running weight of blocks, level by level."""
+        n_blocks = -(-self._n // self.block_size)
+        sums, levels = np.empty(n_blocks), np.empty(n_blocks, np.uint8)
+        _weigh(self._table, self._codes, self._n, self.block_size, sums, levels)
+        counts = [np.count_nonzero(levels == level) for level in range(self.block_size.bit_length())]
+        self._order = None if max(counts) == n_blocks else np.argsort(levels, kind="stable")
+        self._ends = sums if self._order is None else sums[self._order]
+        with np.errstate(over="ignore"):  # it is said below
+            np.cumsum(self._ends, out=self._ends)
+        if not _LEAST <= self._ends[-1] < np.inf:  # a float64 has fewer digits below
+            raise OptionError(f"the weights add up to {self._ends[-1]}: divide them all by their largest")
+        self._stops = np.cumsum(counts)  # of each level, in the table
+        self._bounds = np.append(0.0, np.where(self._stops > 0, self._ends[self._stops - 1], 0.0))
+
+    def n_rows(self, dataset_rows: int) -> int:
+        """How many rows an epoch has."""
+        if dataset_rows != self._of_dataset:
+            raise OptionError(
+                f"there are weights or labels of {self._of_dataset} rows, but the dataset has {dataset_rows}"
+            )
+        return self._total_size
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        """The rows at positions `[start, stop)`."""
+        if self.repeats:
+            rows = self._drawn(start, stop, key_of(seed, epoch))
+        else:
+            chosen = self._choose(key_of(seed, epoch))
+            blocks = BlockShuffling(block_size=self.block_size)
+            rows = chosen[blocks.rows(start, stop, dataset_rows=len(chosen), seed=seed, epoch=epoch)]
+        return rows if self._rows is None else self._rows[rows]
+
+    def _drawn(self, start: int, stop: int, key: int) -> Rows:
+        size = self.block_size
+        first, last = start // size, -(-stop // size)
+        slots = np.arange(first, last, dtype=_U64)
+        weight = _unit(words_at(key, slots)) * self._ends[-1]
+        level = np.searchsorted(self._bounds[1:], weight, side="right")
+        taken = size >> level
+        n_draws = -(-size // taken)
+        slot = np.repeat(np.arange(last - first), n_draws)
+        number = np.arange(len(slot)) - (np.cumsum(n_draws) - n_draws)[slot]
+        level, taken = level[slot], taken[slot]
+        words = words_at(key_of(key, 1), slots[slot] * _U64(size) + number.astype(_U64))
+        begin, end = self._bounds[level], self._bounds[level + 1]
+        place = _search(self._ends, begin + _unit(words) * (end - begin))
+        place = np.minimum(place, self._stops[level] - 1)  # where rounding went up to the end
+        block = place if self._order is None else self._order[place]
+        out = np.empty((last - first) * size, np.int64)
+        _take(self._table, self._codes, self._n, size, (block, taken, mix(words + GOLDEN)), out)
+        return out[start - first * size : stop - first * size]
+
+    def _choose(self, key: int) -> Rows:
+        """The rows of an epoch without replacement, ascending."""
+        if self._chosen is None or self._chosen[0] != key:
+            waits = np.empty(self._n)
+            _waits(self._table, self._codes, _U64(key), waits)
+            longest = np.partition(waits, self._total_size - 1)[self._total_size - 1]
+            chosen = np.flatnonzero(waits <= longest)
+            ties = np.flatnonzero(waits[chosen] == longest)[::-1][: len(chosen) - self._total_size]
+            self._chosen = key, np.delete(chosen, ties)
+        return self._chosen[1]
+
+
+def _require_weights(table: NDArray[Any]) -> None:
+    wrong = np.flatnonzero(~((table >= 0) & np.isfinite(table)))
+    if len(wrong):
+        raise OptionError(f"weight {wrong[0]} is {table[wrong[0]]}: weights must be numbers of at least 0")
+
+
+def require_within(indices: Rows, n_rows: int) -> None:
+    """Raises OptionError where one of `indices` (ascending) has no weight or label."""
+    if indices[0] < 0 or indices[-1] >= n_rows:
+        bad = indices[0] if indices[0] < 0 else indices[-1]
+        raise OptionError(
+            f"indices holds row {bad}, but there are weights or labels of {n_rows} rows: they are one for each row of "
+            "the dataset, not of indices"
+        )
+
+
+def _positive(
+    table: NDArray[Any], codes: Codes | None, indices: Rows | None
+) -> tuple[Rows | None, NDArray[Any], Codes | None]:
+    """The rows that can be drawn (None for all), and the table and codes of those alone."""
+    positive = table > 0
+    if codes is not None:
+        positive = positive[codes]
+    if indices is not None:
+        require_within(indices, len(positive))
+        taken = positive[indices]
+        rows = indices if taken.all() else indices[taken]  # one array for both
+    elif positive.all():
+        return None, table, codes
+    else:
+        rows = np.flatnonzero(positive)
+    return (rows, table[rows], None) if codes is None else (rows, table, codes[rows])

@@ -1,0 +1,131 @@
+"""Which rank of how many this process is, and which part of the data its machine keeps to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed
+
+from zloader.common.errors import OptionError
+from zloader.common.terms import Rows, require_count, require_one_of, require_whole
+from zloader.order.draws import Draws
+from zloader.order.permutation import key_of
+from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
+
+Locality = Literal["global", "machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank among those that share out the same rows: all, or those of the machine `machine` of `machines`."""
+
+    rank: int
+    world_size: int
+    machine: int = 0
+    machines: int = 1
+
+    def keep_to_part(self, sampling: Sampling, dataset_rows: int) -> Sampling:
+        """The sampling of the machine's own part of the rows; raises OptionError where it has none."""
+        if self.machines == 1:
+            return sampling
+        if not isinstance(sampling, Streaming | BlockShuffling | MixtureOfScanners):
+            kind = "one by weight" if isinstance(sampling, Draws) else type(sampling).__name__
+            raise OptionError(
+                f"locality='machine' needs Streaming, BlockShuffling or MixtureOfScanners, not {kind}: use one of "
+                "these, or locality='global'"
+            )
+        if sampling.indices is not None:
+            raise OptionError(
+                f"locality='machine' takes {type(sampling).__name__} without indices: give the Loader the view "
+                "dataset.where(indices) and the sampling no indices, or use locality='global'"
+            )
+        if dataset_rows < self.machines:
+            raise OptionError(f"{dataset_rows} rows cannot be shared out to {self.machines} machines")
+        begin, end = (dataset_rows * number // self.machines for number in (self.machine, self.machine + 1))
+        return Part(sampling=sampling, begin=begin, end=end, size=dataset_rows // self.machines, number=self.machine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A sampling of the rows `[begin, end)` alone, which takes `size` of them: on every machine as many.
+
+    Where there is a row more, an epoch leaves one out, the next epoch the row after it, and so on around the part: two
+    successive epochs have all rows, whatever the sampling.
+    """
+
+    sampling: Sampling
+    begin: int
+    end: int
+    size: int
+    number: int
+
+    @property
+    def shuffles_fetch(self) -> bool:
+        """As the sampling does."""
+        return self.sampling.shuffles_fetch
+
+    @property
+    def block_size(self) -> int:
+        """As in the sampling."""
+        return int(getattr(self.sampling, "block_size", 1))
+
+    def n_rows(self, dataset_rows: int) -> int:
+        """How many rows an epoch has on this machine."""
+        return self.size
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        """The rows at positions `[start, stop)`."""
+        own, n_rows = key_of(seed, self.number), self.end - self.begin
+        left_out = (own + epoch) % n_rows if n_rows > self.size else n_rows
+        rows = self.sampling.rows(start, stop, dataset_rows=self.size, seed=own, epoch=epoch)
+        return self.begin + rows + (rows >= left_out)
+
+
+def place_of(rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None) -> Place:
+    """The rank from arguments, torch.distributed or the environment; with locality `"machine"` that on its machine."""
+    require_one_of(["global", "machine"], locality=locality)
+    rank, world_size = _rank_and_world_size(rank, world_size)
+    if locality == "global":
+        return Place(rank=rank, world_size=world_size)
+    if local_world_size is None:
+        local_world_size = _variable("LOCAL_WORLD_SIZE")
+    local = 1 if local_world_size is None else local_world_size
+    require_count(world_size=world_size, local_world_size=local)
+    require_whole(0, rank=rank)
+    if world_size % local:
+        raise OptionError(
+            f"locality='machine' needs as many ranks on every machine, but the world size {world_size} is no multiple "
+            f"of local_world_size {local}"
+        )
+    if rank >= world_size:
+        raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks count from 0")
+    return Place(rank=rank % local, world_size=local, machine=rank // local, machines=world_size // local)
+
+
+def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise OptionError("give rank and world_size together, or neither")
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world_size = _variable("RANK"), _variable("WORLD_SIZE")
+    if rank is None and world_size in (None, 1):
+        return 0, 1
+    if rank is None or world_size is None:
+        there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+        raise OptionError(
+            f"the environment has {there}={os.environ[there]} but no {missing}: set RANK and WORLD_SIZE, as torchrun "
+            "does, or give rank and world_size"
+        )
+    return rank, world_size
+
+
+def _variable(name: str) -> int | None:
+    """A whole number from the environment; None where it is not set."""
+    text = os.environ.get(name)
+    if text is not None and not text.strip().isdecimal():
+        raise OptionError(f"the environment has {name}={text!r}, which is no whole number: set it right, or unset it")
+    return None if text is None else int(text)

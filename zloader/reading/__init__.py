@@ -1,0 +1,1 @@
+"""From a plan to the rows in memory: byte ranges, decoding, gathering, under one scheduler."""

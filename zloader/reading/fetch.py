@@ -1,0 +1,317 @@
+"""The asyncio scheduler: loads fetches ahead, gathers their minibatches and puts them in order, bounded throughout.
+
+Up to `prefetch` fetches are loaded while the one before them is gathered, as far as `buffer_bytes` allow; the reads of
+the earlier one always go first. Leaving, for whatever reason, cancels every load.
+Nothing here knows of torch: this is the stretch from plan to minibatch that any process can run from plain options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caching import pages
+from zloader.common.errors import OptionError
+from zloader.common.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows
+from zloader.order.plan import Fetch
+from zloader.reading import gather
+from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
+from zloader.reading.parts import Part, opened_readers
+from zloader.reading.reader import ArrayReader, Elements
+from zloader.reading.workshop import BufferPool, Counters, timed
+from zloader.selecting.columns import ObsColumn
+from zloader.selecting.genes import ChosenGenes
+
+# Minibatches that one job gathers, as one that is then cut apart: enough to make the hand-over between threads cheap,
+# and the calls that rows from many stores take; few enough to keep all threads busy.
+_GROUP = 8
+_GROUP_BYTES = 16 << 20  # at most, if it is more than one: larger memory comes fresh from the system each time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What minibatches are made of, beside the rows.
+
+    `parts` are in the order of their rows, and none where no x is wanted; `columns` gives the obs columns and `obsm`
+    the obsm arrays, of all rows of the dataset, and both are called while the first rows are read; `dtype` is that of x
+    and `genes` those it has, None for all. `sweeping` says that the fetches are those of a whole epoch.
+    """
+
+    parts: Sequence[Part]
+    columns: Callable[[], Mapping[str, ObsColumn]]
+    dense: bool
+    dtype: str
+    obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
+    genes: ChosenGenes | None = None
+    sweeping: bool = False
+
+    @property
+    def n_genes(self) -> int:
+        """Columns of x."""
+        return self.parts[0].matrix.n_genes if self.genes is None else len(self.genes)
+
+
+def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
+    """The stores that `rows` lie in, each with the positions of its rows; store k ends before row `ends[k]`."""
+    if len(ends) == 1:
+        return [(0, slice(None))]
+    of = np.searchsorted(ends, rows, side="right")
+    order = np.argsort(of, kind="stable")
+    cuts = np.flatnonzero(np.diff(of[order], prepend=-1, append=len(ends))).tolist()
+    return [(int(of[order[a]]), order[a:b]) for a, b in pairwise(cuts)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What a fetch needs of one array: the elements `[start, stop)` of rows, which lie in `chunks`, into `n_bytes`.
+
+    `ahead_bytes` is what it takes before it is gathered, in a buffer or in the page cache.
+    """
+
+    reader: ArrayReader
+    starts: Rows
+    stops: Rows
+    chunks: Rows
+    n_bytes: int
+    ahead_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A fetch before its reads: the positions `at` of the rows of each part that it touches, and what those need.
+
+    A part's arrays are those of the genes (CSR only) and of the values; `lengths` are the elements of each row.
+    """
+
+    fetch: Fetch
+    at: dict[int, Rows | slice]
+    wanted: dict[int, list[_Wanted]]
+    lengths: Rows
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory for the decoded elements."""
+        return sum(array.n_bytes for arrays in self.wanted.values() for array in arrays)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What loading it takes of the bytes that fetches may take ahead; else a small page cache would lose them."""
+        return sum(array.ahead_bytes for arrays in self.wanted.values() for array in arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """A fetch whose elements are in memory: row i is `lengths[i]` of a part's `elements` from `starts` on.
+
+    `starts` are those in the genes and in the values; `buffer` is what to give back when all is gathered.
+    """
+
+    planned: _Planned
+    elements: dict[int, list[Elements]]
+    starts: tuple[Rows, Rows]
+    buffer: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Noted:
+    """The obs columns and obsm arrays of a fetch's rows."""
+
+    obs: dict[str, NDArray[Any]]
+    obsm: dict[str, NDArray[Any]]
+
+
+class FetchScheduler:
+    """Makes the minibatches of some fetches, in order; `start` runs it on a thread of its own."""
+
+    def __init__(self, recipe: Recipe, options: FetchOptions, buffers: BufferPool) -> None:
+        self.counters = Counters()
+        self._buffers = buffers
+        self._recipe = recipe
+        self._options = options
+        self._room = ByteBudget(options.buffer_bytes)
+        self._half_ready = options.ready_bytes // 2  # of minibatches being gathered, and of those that wait
+        self._ahead = asyncio.Semaphore(options.prefetch + 1)
+        self._columns: Mapping[str, ObsColumn] = {}
+        self._obsm: Mapping[str, NDArray[Any]] = {}
+        self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
+
+    def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
+        """Iterates over the minibatches of `fetches`, which the thread `name` makes ahead."""
+
+        async def produce(put: Put[MinibatchArrays]) -> None:
+            await self.run(fetches, put)
+
+        return Bridge(produce, ready_bytes=self._half_ready, name=name)
+
+    async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
+        """Puts every minibatch of `fetches`; raises the first error of any read."""
+        loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
+        counters, sweeping = self.counters, self._recipe.sweeping
+        # Threads beside those that decode: minibatches that the consumer waits for do not queue behind later fetches.
+        with (
+            opened_readers(self._recipe.parts, self._options, counters, sweeping=sweeping) as readers,
+            ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
+        ):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._load_ahead(fetches, readers, loads, group))
+                    self._columns = await aside(self._recipe.columns)
+                    self._obsm = await aside(self._recipe.obsm)
+                    while (load := await loads.get()) is not None:
+                        loaded = await load
+                        noted, _ = await timed(gathering, self._noted, loaded.planned.fetch.rows)
+                        await self._emit(loaded, noted, gathering, put)
+                        self._buffers.give_back(loaded.buffer)
+                        self._room.release(loaded.planned.ahead_bytes)
+                        self._ahead.release()
+            finally:
+                gathering.shutdown(wait=False, cancel_futures=True)
+
+    async def _load_ahead(
+        self,
+        fetches: Iterable[Fetch],
+        readers: list[list[ArrayReader]],
+        loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Begins one load after another, each when there is room for it, and puts them into `loads` in order."""
+        for turn, fetch in enumerate(fetches):
+            await self._ahead.acquire()
+            planned = self._planned(fetch, readers)
+            await self._room.acquire(planned.ahead_bytes)
+            loads.put_nowait(group.create_task(self._load(planned, turn)))
+        loads.put_nowait(None)
+
+    def _planned(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
+        lengths = np.zeros(len(fetch.rows), np.int64)
+        at = dict(shares(self._ends, fetch.rows)) if readers else {}
+        wanted = {}
+        for number, here in at.items():
+            part = self._recipe.parts[number]
+            rows = fetch.rows[here] - (self._ends[number] - part.matrix.n_rows)
+            starts, stops = part.matrix.elements_of(rows, part.indptr)
+            if part.indptr is not None:
+                pages.let_go(part.indptr)
+            lengths[here] = stops - starts
+            wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]
+        return _Planned(fetch=fetch, at=at, wanted=wanted, lengths=lengths)
+
+    async def _load(self, planned: _Planned, turn: int) -> _Loaded:
+        n_rows, used = len(planned.lengths), 0
+        starts = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64))
+        buffer = self._buffers.take(planned.n_bytes)
+        loads: dict[int, list[asyncio.Task[Elements]]] = {number: [] for number in planned.wanted}
+        async with asyncio.TaskGroup() as group:
+            for number, arrays in planned.wanted.items():
+                for array in arrays:
+                    place = buffer[used : used + array.n_bytes]
+                    used += array.n_bytes
+                    load = array.reader.load(array.chunks, array.starts, array.stops, place, turn=turn)
+                    loads[number].append(group.create_task(load))
+        elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
+        for number, at in planned.at.items():
+            for into, loaded in zip(starts[-len(elements[number]) :], elements[number], strict=True):
+                into[at] = loaded.starts
+        return _Loaded(planned=planned, elements=elements, starts=starts, buffer=buffer)
+
+    def _noted(self, rows: Rows) -> _Noted:
+        """What is noted of the rows of a fetch: all at once, while they stand in the order of the columns."""
+        noted = _Noted(
+            obs={name: column.taken(rows) for name, column in self._columns.items()},
+            obsm={name: array[rows] for name, array in self._obsm.items()},
+        )
+        for array in (*(column.values for column in self._columns.values()), *self._obsm.values()):
+            pages.let_go(array)
+        return noted
+
+    async def _emit(
+        self, loaded: _Loaded, noted: _Noted, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]
+    ) -> None:
+        """Gathers the minibatches of one fetch in threads and puts them in order."""
+        jobs: deque[tuple[int, asyncio.Task[tuple[list[MinibatchArrays], float]]]] = deque()
+        making = 0  # bytes
+        async with asyncio.TaskGroup() as group:
+            for cuts in self._groups(loaded):
+                n_bytes = self._x_bytes(loaded, cuts)
+                while jobs and (len(jobs) > self._options.threads or making + n_bytes > self._half_ready):
+                    made, job = jobs.popleft()
+                    await self._put(await job, put)
+                    making -= made
+                jobs.append((n_bytes, group.create_task(timed(threads, self._make, loaded, noted, cuts))))
+                making += n_bytes
+            for _, job in jobs:
+                await self._put(await job, put)
+
+    async def _put(self, made: tuple[list[MinibatchArrays], float], put: Put[MinibatchArrays]) -> None:
+        minibatches, seconds = made
+        self.counters.gather_s += seconds
+        await put(minibatches, sum(minibatch.nbytes for minibatch in minibatches))
+
+    def _groups(self, loaded: _Loaded) -> Iterator[Rows]:
+        """The cuts of the minibatches that are gathered together."""
+        cuts = loaded.planned.fetch.cuts
+        least = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # of one minibatch, on average
+        size = max(1, min(_GROUP, _GROUP_BYTES // least))
+        return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
+
+    def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
+        """Bytes that x takes in the minibatches between cuts; at most, for CSR from dense stores."""
+        value_bytes = np.dtype(self._recipe.dtype).itemsize
+        if self._recipe.dense and self._recipe.parts:
+            return int(cuts[-1] - cuts[0]) * self._recipe.n_genes * value_bytes
+        lengths = loaded.planned.lengths[loaded.planned.fetch.order[cuts[0] : cuts[-1]]]
+        if self._recipe.genes is not None:
+            lengths = np.minimum(lengths, self._recipe.n_genes)
+        return int(lengths.sum()) * (4 + value_bytes)
+
+    def _make(self, loaded: _Loaded, noted: _Noted, cuts: Rows) -> list[MinibatchArrays]:
+        """The minibatches between cuts."""
+        taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
+        rows = loaded.planned.fetch.rows[taken]
+        obs = {name: values[taken] for name, values in noted.obs.items()}
+        obsm = {name: array[taken] for name, array in noted.obsm.items()}
+        together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows)
+        return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
+
+    def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> CsrArrays | NDArray[np.generic] | None:
+        if not self._recipe.parts:
+            return None
+        parts = [_store_rows(loaded, number, taken[at], at) for number, at in shares(self._ends, rows)]
+        if self._recipe.genes is not None:
+            parts = [gather.choose(part, self._recipe.genes, ascending=not self._recipe.dense) for part in parts]
+        gathered = gather.dense_rows if self._recipe.dense else gather.csr_rows
+        try:
+            return gathered(parts, len(rows), n_genes=self._recipe.n_genes, dtype=self._recipe.dtype)
+        except gather.UnfitValue as unfit:
+            raise self._explained(unfit, int(rows[unfit.row])) from None
+
+    def _explained(self, unfit: gather.UnfitValue, row: int) -> OptionError:
+        part = self._recipe.parts[int(np.searchsorted(self._ends, row, side="right"))]
+        return OptionError(
+            f"{part.matrix.path} of {part.url} holds {unfit.value!s} in row {row} of the dataset, which "
+            f"{self._recipe.dtype} cannot hold: choose another dtype, such as 'float64'"
+        )
+
+
+def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
+    chunks = reader.chunks(starts, stops)
+    n_bytes = reader.buffer_bytes(chunks)
+    ahead_bytes = n_bytes or int((stops - starts).sum()) * reader.itemsize
+    return _Wanted(reader=reader, starts=starts, stops=stops, chunks=chunks, n_bytes=n_bytes, ahead_bytes=ahead_bytes)
+
+
+def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
+    """The rows at positions `taken` of a fetch, all in one store, and where they go."""
+    *genes, values = (elements.source for elements in loaded.elements[number])
+    starts = (loaded.starts[0][taken], loaded.starts[1][taken])
+    return gather.StoreRows(
+        at=at, genes=genes[0] if genes else None, values=values, starts=starts, lengths=loaded.planned.lengths[taken]
+    )

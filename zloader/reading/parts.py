@@ -1,0 +1,67 @@
+"""A store's matrix as one part of a dataset, and the readers of its arrays for as long as something is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caching.mirror import Mirror
+from zloader.common.terms import FetchOptions, Source
+from zloader.reading.bridge import ByteBudget
+from zloader.reading.reader import ArrayReader
+from zloader.reading.workshop import Counters, Workshop
+from zloader.storage.layout import MatrixLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One store's matrix: its rows are a run of the dataset's rows.
+
+    `url` names the store in messages; `indptr` belongs to a CSR matrix; `object_sizes` gives the bytes of each stored
+    object.
+    """
+
+    url: str
+    matrix: MatrixLayout
+    indptr: NDArray[np.integer] | None
+    object_sizes: Mapping[str, int]
+    source: Source
+    mirror: Mirror | None
+
+
+@contextlib.contextmanager
+def opened_readers(
+    parts: Sequence[Part], options: FetchOptions, counters: Counters, *, sweeping: bool
+) -> Iterator[list[list[ArrayReader]]]:
+    """The readers of each part's arrays, which share threads and one bound on the bytes in flight.
+
+    `sweeping` says that all of every part will be read. Afterwards mirrors know what was found right, and others may
+    bring what was not brought.
+    """
+    in_flight = ByteBudget(options.in_flight_bytes)
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="zloader-decode"))
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        readers = []
+        for part in parts:
+            shop = Workshop(
+                url=part.url,
+                options=options,
+                source=part.source,
+                object_sizes=part.object_sizes,
+                counters=counters,
+                threads=threads,
+                in_flight=in_flight,
+                sweeping=sweeping,
+            )
+            mirrored, claims = {}, None
+            if part.mirror is not None:
+                stack.callback(part.mirror.note)
+                mirrored, claims = part.mirror.arrays, stack.enter_context(contextlib.closing(part.mirror.claims()))
+            readers.append([ArrayReader(array, mirrored.get(array.path), claims, shop) for array in part.matrix.arrays])
+        yield readers

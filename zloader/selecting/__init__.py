@@ -1,0 +1,1 @@
+"""Which columns, rows and genes are meant, from names and expressions. Pure."""

@@ -1,0 +1,191 @@
+"""An array's Zarr metadata, v2 or v3 -> its ArrayLayout. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.errors import FormatError
+from zloader.storage.layout import ArrayLayout
+
+
+def stored_length(node: Any) -> int | None:
+    """Rows of a column or index as it is stored, in Zarr or HDF5; None for a group that is neither.
+
+    A plain array has them itself, strings that may be missing in `values`, a categorical in `codes`.
+    """
+    for part in ("values", "codes"):
+        node = node if hasattr(node, "shape") else node.get(part, node)
+    shape: tuple[int, ...] = getattr(node, "shape", ())
+    return int(shape[0]) if len(shape) == 1 else None
+
+
+def matrix_shape(stored: Any) -> tuple[int, int] | None:
+    """Rows and genes of the shape that an array has, or a sparse matrix says it has; None for no such shape."""
+    if not isinstance(stored, list | tuple) or len(stored) != 2:
+        return None
+    if not all(type(size) in (int, float) and size >= 0 and size % 1 == 0 for size in stored):
+        return None
+    return int(stored[0]), int(stored[1])
+
+
+def layout_of(array: Any, *, absent_is_fill: bool) -> ArrayLayout:
+    """The layout of an opened zarr array. Raises FormatError as `array_layout`."""
+    metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # which zarr leaves out for v2
+    return array_layout(array.path, metadata, absent_is_fill=absent_is_fill)
+
+
+def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
+    """The layout of the array whose `zarr.json` (v3) or `.zarray` (v2) is `metadata`.
+
+    Raises FormatError for what cannot be read: another Zarr version, chunks that split a row, foreign endianness.
+    """
+    if metadata.get("zarr_format") == 2:
+        return _layout_v2(path, metadata, absent_is_fill=absent_is_fill)
+    if metadata.get("zarr_format") != 3:
+        raise FormatError(
+            f"{path} is Zarr v{metadata.get('zarr_format')}: v2 and v3 are read. Run 'zloader convert' on it"
+        )
+    shape = tuple(metadata["shape"])
+    outer = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+    codecs = tuple(metadata["codecs"])
+    sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == "sharding_indexed" else None
+    inner = tuple(sharding["chunk_shape"]) if sharding else outer
+    _check_whole_rows(path, shape, inner, outer)
+    index_codecs = _index_codecs(sharding) if sharding else []
+    known_index = index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
+    encoding = metadata.get("chunk_key_encoding", {"name": "default"})
+    is_default = encoding["name"] == "default"
+    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+    if encoding["name"] not in ("default", "v2") or not known_index or (sharding and len(codecs) > 1):
+        raise FormatError(f"{path} has an unknown key encoding or form of shards. Run 'zloader convert' on it")
+    return ArrayLayout(
+        path=path,
+        dtype=_dtype(path, metadata["data_type"]),
+        n_elements=math.prod(shape),
+        chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # 0 without genes
+        chunks_per_shard=outer[0] // inner[0],
+        codecs=tuple(sharding["codecs"]) if sharding else codecs,
+        sharded=sharding is not None,
+        index_checksum="crc32c" in index_codecs,
+        index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
+        key_prefix=f"c{separator}" if is_default else "",
+        separator=separator,
+        n_dims=len(shape),
+        fill_value=metadata.get("fill_value", 0),
+        absent_is_fill=absent_is_fill,
+    )
+
+
+def _check_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
+    """A dense chunk must hold whole rows. A writer may also make it wider than the rows, which pads every row."""
+    if any(size != max(1, whole) for grid in grids for size, whole in zip(grid[1:], shape[1:], strict=True)):
+        raise FormatError(
+            f"{path} has chunks of {' in shards of '.join(map(str, grids))}, not of whole rows of {shape}: "
+            "run 'zloader convert' on it"
+        )
+
+
+def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
+    """The layout of a Zarr v2 array: every chunk is an object, compressed and filtered by numcodecs."""
+    shape, chunks = tuple(metadata["shape"]), tuple(metadata["chunks"])
+    _check_whole_rows(path, shape, chunks)
+    if metadata.get("order", "C") != "C" and len(shape) > 1:
+        raise FormatError(f"{path} is stored column by column: run 'zloader convert' on it")
+    dtype = _dtype(path, metadata["dtype"])
+    if np.dtype(metadata["dtype"]).byteorder == ">":
+        raise FormatError(f"{path} is stored in foreign byte order: run 'zloader convert' on it")
+    coders = [*(metadata.get("filters") or []), metadata.get("compressor")]
+    configurations = [
+        getattr(coder, "get_config", lambda coder=coder: coder)() for coder in coders if coder is not None
+    ]
+    fill_value = metadata.get("fill_value")
+    return ArrayLayout(
+        path=path,
+        dtype=dtype,
+        n_elements=math.prod(shape),
+        chunk_elements=max(1, math.prod(chunks)),
+        chunks_per_shard=1,
+        codecs=({"name": "bytes"}, *({"name": "numcodecs", "configuration": each} for each in configurations)),
+        sharded=False,
+        index_checksum=False,
+        index_at_end=False,
+        key_prefix="",
+        separator=metadata.get("dimension_separator", "."),
+        n_dims=len(shape),
+        fill_value=0 if fill_value is None else fill_value,
+        absent_is_fill=absent_is_fill,
+    )
+
+
+def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
+    """Names of the codecs of a shard index; a byte order other than ours shows as a name of its own."""
+    names = {"little": "bytes", "big": "big-endian bytes"}
+    return [
+        names[codec.get("configuration", {}).get("endian", "little")] if codec["name"] == "bytes" else codec["name"]
+        for codec in sharding["index_codecs"]
+    ]
+
+
+def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(data_type).newbyteorder("<")
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise FormatError(
+            f"{path} holds {data_type!r}, not real numbers of at most 64 bits: write it again as such, float32 for "
+            "example"
+        )
+    return dtype
+
+
+def last_codecs(key: str, document: Any) -> dict[str, str]:
+    """The codec last applied to the objects of each array that a metadata object describes, by the array's path.
+
+    `document` is what is stored at the key: a `zarr.json` or `.zmetadata`, consolidated or not, a `.zarray`, or others,
+    which describe no array.
+    """
+    above, _, name = key.rpartition("/")
+    nodes = {above: document} if name in ("zarr.json", ".zarray") else {}
+    if name == "zarr.json":
+        consolidated = (document.get("consolidated_metadata") or {}).get("metadata", {})
+        nodes |= {f"{above}/{path}".lstrip("/"): node for path, node in consolidated.items()}
+    elif name == ".zmetadata":
+        consolidated = {key.rpartition("/"): node for key, node in document.get("metadata", {}).items()}
+        nodes = {f"{above}/{path}".lstrip("/"): node for (path, _, of), node in consolidated.items() if of == ".zarray"}
+    codecs = {path: _codec_names(node) for path, node in nodes.items()}
+    return {path: names[-1].removeprefix("numcodecs.") for path, names in codecs.items() if names}
+
+
+def _codec_names(node: Mapping[str, Any]) -> list[str]:
+    """The codecs of an array, v2 or v3, in the order of encoding; none of a group."""
+    if node.get("zarr_format") == 3:
+        return [codec if isinstance(codec, str) else codec["name"] for codec in node.get("codecs", [])]
+    return [coder["id"] for coder in [*(node.get("filters") or []), node.get("compressor")] if coder is not None]
+
+
+class IndptrCheck:
+    """Raises FormatError for an indptr, given in windows, that falls or leaves the `n_elements` there are."""
+
+    def __init__(self, where: str, n_elements: int) -> None:
+        self._where, self._n_elements, self._last = where, n_elements, 0
+
+    def __call__(self, first: int, window: NDArray[Any]) -> None:
+        """Looks at the entries from `first` on."""
+        if first == 0:
+            self._last = 0
+        before = np.append(self._last, window[:-1]) if len(window) else window
+        wrong = (window < before) | (window > self._n_elements)
+        if first == 0 and len(window):
+            wrong[0] |= window[0] != 0
+        if wrong.any():
+            row = max(0, first + int(np.argmax(wrong)) - 1)
+            raise FormatError(
+                f"{self._where} is wrong at row {row} ({self._n_elements} values are stored): the store is damaged"
+            )
+        self._last = int(window[-1]) if len(window) else self._last

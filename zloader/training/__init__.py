@@ -1,0 +1,1 @@
+"""Minibatches for a training loop in torch."""
