@@ -43,7 +43,7 @@ from ranges import WAYS, Ranges, drop, sequential, taking
 from readers import device_bytes
 from rivals import Figures, median, table
 
-from zloader.common.terms import parse_size
+from zloader.common.checks import parse_size
 
 _BLOCK_BYTES = (64 * 1843 * 2, 64 * 1843)  # genes, values
 _FETCHES = 6

@@ -21,7 +21,7 @@ from zarr.storage import WrapperStore
 import zloader as zl
 from zloader.access.location import Location
 from zloader.conversion.writing.destination import Destination
-from zloader.conversion.writing.objects import ObjectWriter, translated
+from zloader.conversion.writing.object_writer import ObjectWriter, translated
 
 # Chunks of 1 024 elements, shards of two of them or fewer, windows of a few rows.
 SMALL = zl.ConvertOptions(chunk_rows=1, shard_size="4KiB", window_bytes=4096)

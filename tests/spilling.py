@@ -15,8 +15,8 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
+from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.source import open_matrix
 from zloader.conversion.sources.windows import SourceMatrix, Window
 
 _TO_COMPARE = {"float16": "float32"}  # scipy does not have the former

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader.common.terms import Cache
+from zloader.common.options import Cache
 from zloader.testing import Sim
 
 pytestmark = pytest.mark.any_version

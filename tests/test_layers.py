@@ -34,7 +34,7 @@ FLOORS = {
 # Within `conversion` the wings stand on one another.
 WINGS = ["sources", "joining", "writing", "checking"]
 MAY_NAME = {
-    "tensorstore": {"zloader.reading.store"},
+    "tensorstore": {"zloader.reading.object_source"},
     "torch": {
         "zloader.order.epochs",
         "zloader.order.ranks",
@@ -44,12 +44,12 @@ MAY_NAME = {
         "zloader.commands.demo",
     },
     "anndata": {
-        "zloader.dataset.opened",
+        "zloader.dataset.store",
         "zloader.dataset.table",
         "zloader.dataset.dataset",
         "zloader.conversion.convert",
         "zloader.conversion.sources.inputs",
-        "zloader.conversion.sources.anndatas",
+        "zloader.conversion.sources.anndata_input",
         "zloader.conversion.sources.nodes",
         "zloader.conversion.sources.tenx",
         "zloader.conversion.joining.content",
@@ -57,8 +57,8 @@ MAY_NAME = {
         "zloader.conversion.joining.union",
         "zloader.conversion.joining.parts",
         "zloader.conversion.writing.elements",
-        "zloader.conversion.writing.growth",
-        "zloader.conversion.writing.fit",
+        "zloader.conversion.writing.appending",
+        "zloader.conversion.writing.appended_types",
         "zloader.conversion.checking.compare",
     },
 }
@@ -94,7 +94,7 @@ def _imports(name: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}, line {node.lineno}: write imports in full"
-            # `from zloader import gather` names a room, `from zloader.common.terms import Span` something in one.
+            # `from zloader import gather` names a room, `from zloader.common.records import Span` something in one.
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= inner & FILES.keys() or {str(node.module)}
     return found
@@ -185,7 +185,7 @@ except ImportError:
     pass
 else:
     sys.exit("the block does not work")
-import zloader.reading.fetch, zloader.reading.store, zloader.order.plan
+import zloader.reading.fetch, zloader.reading.object_source, zloader.order.plan
 assert not any(name.split(".")[0] == "torch" for name in sys.modules)
 print(*sorted(name for name in sys.modules if name.startswith("zloader.")))
 """
@@ -195,6 +195,6 @@ def test_plan_to_minibatch_runs_where_torch_is_not_installed():
     command = [sys.executable, "-c", _WITHOUT_TORCH, str(PACKAGE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    needed = _all_below("zloader.reading.fetch") | _all_below("zloader.reading.store")
+    needed = _all_below("zloader.reading.fetch") | _all_below("zloader.reading.object_source")
     packages = {name.rpartition(".")[0] for name in needed} - {"zloader", ""}
     assert set(done.stdout.split()) == needed | packages

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from zloader.common.errors import ZloaderError
 
 if TYPE_CHECKING:
-    from zloader.common.terms import Cache, CacheStatistics, FetchOptions, Statistics
+    from zloader.common.options import Cache, FetchOptions
+    from zloader.common.records import CacheStatistics, Statistics
     from zloader.conversion.append import AppendReport, append
     from zloader.conversion.convert import ConversionReport, convert
     from zloader.conversion.joining.selection import Selection
@@ -65,20 +66,20 @@ _MODULES = {
     "AppendReport": "zloader.conversion.append",
     "BlockShuffling": "zloader.order.sampling",
     "BlockWeightedSampling": "zloader.order.weighted",
-    "Cache": "zloader.common.terms",
-    "CacheStatistics": "zloader.common.terms",
+    "Cache": "zloader.common.options",
+    "CacheStatistics": "zloader.common.records",
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",
     "ConvertOptions": "zloader.conversion.writing.encode",
     "Dataset": "zloader.dataset.dataset",
-    "FetchOptions": "zloader.common.terms",
+    "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
     "Minibatch": "zloader.training.minibatch",
     "MixtureOfScanners": "zloader.order.sampling",
     "Quality": "zloader.dataset.quality",
     "Sampling": "zloader.order.sampling",
     "Selection": "zloader.conversion.joining.selection",
-    "Statistics": "zloader.common.terms",
+    "Statistics": "zloader.common.records",
     "Streaming": "zloader.order.sampling",
     "Suggestion": "zloader.dataset.suggest",
     "Verification": "zloader.conversion.verify",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader.access.files import FileSource
+from zloader.access.file_source import FileSource
 from zloader.access.location import Location
 from zloader.common.errors import (
     AccessDeniedError,
@@ -20,7 +20,8 @@ from zloader.common.errors import (
     StoreChangedError,
     TruncatedObjectError,
 )
-from zloader.common.terms import FetchOptions, Span
+from zloader.common.options import FetchOptions
+from zloader.common.records import Span
 
 pytestmark = pytest.mark.any_version
 
@@ -89,7 +90,7 @@ def pack(path, later_than=0):
 @pytest.mark.parametrize("numbered", [True, False], ids=["inode numbers stay", "they do not"])
 def test_a_file_replaced_with_size_and_time_kept(root, numbered, monkeypatch):
     if not numbered:
-        monkeypatch.setattr("zloader.access.disk._NUMBERS_STAY", set())
+        monkeypatch.setattr("zloader.access.local_listing._NUMBERS_STAY", set())
     packed = max(pack(root / key) for key in CONTENT)
     source = source_of(root)
     (root / "b").write_bytes(b"9876543210")

@@ -21,11 +21,11 @@ import pytest
 from helpers import check_minibatch, counts
 
 import zloader as zl
-from zloader.access.disk import stored_file
+from zloader.access.local_listing import stored_file
 from zloader.access.location import Location
-from zloader.access.stored import StoredObject
-from zloader.caching.caches import MirrorEntry, mirrors
-from zloader.caching.held import held, verify
+from zloader.access.stored_objects import StoredObject
+from zloader.caching.directory import MirrorEntry, mirrors
+from zloader.caching.inspection import held, verify
 from zloader.common.errors import CacheError, OptionError
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.dataset.warm import warm

@@ -20,11 +20,11 @@ import pytest
 from helpers import PATIENCE_S, check_minibatch, counts, digest
 
 import zloader as zl
-from zloader.caching.caches import Place, cache_bytes, drop, mirrors
-from zloader.caching.claims import Claims
+from zloader.caching.directory import MirrorDirectory, cache_bytes, drop, mirrors
+from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
 from zloader.common.errors import CacheError, OptionError, ReadError
-from zloader.common.terms import Cache
+from zloader.common.options import Cache
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.dataset.warm import warm
 from zloader.storage.layout import ArrayLayout
@@ -82,7 +82,7 @@ def _stored(store: Path) -> int:
     return sum(path.stat().st_size for part in ("data", "indices") for path in (store / "X" / part).rglob("c/*"))
 
 
-# ---- claims
+# ---- leases
 
 LAYOUT = ArrayLayout(
     path="X/data",
@@ -103,13 +103,13 @@ LAYOUT = ArrayLayout(
 SOME = np.arange(3, 9)
 
 
-def _place(cache) -> Place:
-    return Place(Cache(directory=cache), "f" * 32, "store")
+def _place(cache) -> MirrorDirectory:
+    return MirrorDirectory(Cache(directory=cache), "f" * 32, "store")
 
 
 def test_what_one_claims_others_leave_to_it(tmp_path):
     mirrors = [MirrorArray(_place(tmp_path), LAYOUT) for _ in range(2)]
-    first, second = (Claims(_place(tmp_path).directory) for _ in range(2))
+    first, second = (Leases(_place(tmp_path).directory) for _ in range(2))
     mine, others = mirrors[0].claim(SOME, first)
     assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
     mine, others = mirrors[1].claim(np.arange(6, 12), second)
@@ -125,7 +125,7 @@ def test_what_one_claims_others_leave_to_it(tmp_path):
 
 def test_claims_end_with_their_owner(tmp_path):
     mirror = MirrorArray(_place(tmp_path), LAYOUT)
-    first, second = (Claims(_place(tmp_path).directory) for _ in range(2))
+    first, second = (Leases(_place(tmp_path).directory) for _ in range(2))
     mirror.claim(SOME, first)
     first.close()
     mine, others = mirror.claim(SOME, second)
@@ -135,15 +135,15 @@ def test_claims_end_with_their_owner(tmp_path):
 _CLAIMS = """
 import sys
 import numpy as np
-from zloader.caching.caches import Place
-from zloader.caching.claims import Claims
+from zloader.caching.directory import MirrorDirectory
+from zloader.caching.leases import Leases
 from zloader.storage.layout import ArrayLayout
 from zloader.caching.mirror import MirrorArray
-from zloader.common.terms import Cache
+from zloader.common.options import Cache
 layout = ArrayLayout(**eval(sys.argv[2], {"dtype": np.dtype}))
-place = Place(Cache(directory=sys.argv[1]), "f" * 32, "store")
-claims = Claims(place.directory)
-MirrorArray(place, layout).claim(np.arange(3, 9), claims)
+place = MirrorDirectory(Cache(directory=sys.argv[1]), "f" * 32, "store")
+leases = Leases(place.directory)
+MirrorArray(place, layout).claim(np.arange(3, 9), leases)
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -154,12 +154,12 @@ def test_claims_of_a_killed_process_count_for_nothing(interpreter, tmp_path):
     layout = repr({name: getattr(LAYOUT, name) for name in LAYOUT.__dataclass_fields__})
     with interpreter.running(_CLAIMS, tmp_path, layout) as process:
         assert process.stdout.readline() == "claimed\n"
-        mirror, claims = MirrorArray(_place(tmp_path), LAYOUT), Claims(_place(tmp_path).directory)
-        mine, others = mirror.claim(SOME, claims)
+        mirror, leases = MirrorArray(_place(tmp_path), LAYOUT), Leases(_place(tmp_path).directory)
+        mine, others = mirror.claim(SOME, leases)
         assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
         process.kill()
         process.wait()
-        mine, others = mirror.claim(SOME, claims)
+        mine, others = mirror.claim(SOME, leases)
         assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
 
 
@@ -168,8 +168,8 @@ def test_claims_of_a_killed_process_count_for_nothing(interpreter, tmp_path):
 _FILLS = """
 import json, sys
 import zloader as zl
-from zloader.caching import claims
-claims._TRIES = 10**9  # whoever has the turn may be off the processor for longer than others wait for it
+from zloader.caching import leases
+leases._TRIES = 10**9  # whoever has the turn may be off the processor for longer than others wait for it
 store, cache, options, rank, world_size, seed = json.loads(sys.argv[1])
 dataset = zl.open_dataset(store, cache=cache, storage_options=options)
 loader = zl.Loader(

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from test_mirror import _layout, _truth
 
 import zloader as zl
-from zloader.caching.caches import MirrorEntry, Place, drop, mirrors
-from zloader.caching.claims import Claims
-from zloader.caching.held import Held, held, verify
-from zloader.caching.kept import save_column
+from zloader.caching.cached_files import save_column
+from zloader.caching.checksums import parse_sums
+from zloader.caching.directory import MirrorDirectory, MirrorEntry, drop, mirrors
+from zloader.caching.inspection import MirrorInspection, held, verify
+from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
-from zloader.caching.proof import Proof
-from zloader.caching.sums import parse_sums
-from zloader.common.terms import Cache
+from zloader.caching.verified import VerifiedMarks
+from zloader.common.options import Cache
 
 pytestmark = pytest.mark.any_version
 
@@ -131,7 +131,7 @@ def test_what_is_held_is_what_the_mirror_says_itself(store, tmp_path, fetches):
 
 
 def test_a_part_is_counted_with_the_short_chunk_at_the_end(tmp_path):
-    place = Place(Cache(directory=tmp_path), "f" * 32, "store")
+    place = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
     array, truth = MirrorArray(place, _layout()), _truth(_layout())
     (entry,) = mirrors(tmp_path)
     assert held(entry).bytes_held == 0
@@ -140,7 +140,7 @@ def test_a_part_is_counted_with_the_short_chunk_at_the_end(tmp_path):
         seen = held(entry).arrays["X/data"]
         assert (seen.chunks_held, seen.bytes_held) == (array.n_present, array.present_bytes)
     assert (seen.chunks, seen.chunks_held, seen.bytes_in_all, seen.bytes_held) == (10, 3, 190, 50)
-    array.claim(np.arange(2), owner := Claims(place.directory))
+    array.claim(np.arange(2), owner := Leases(place.directory))
     assert held(entry).chunks_held == 3, "what is claimed is not there yet"
     assert verify(entry.directory) == []
     owner.close()
@@ -157,7 +157,7 @@ def test_columns_and_objects_are_counted(copy):
 def test_nothing_is_held_where_nothing_is(copy):
     entry = copy.entry
     shutil.rmtree(copy.directory)
-    assert held(entry) == Held(arrays={}, columns=0, objects=0, kept_bytes=0)
+    assert held(entry) == MirrorInspection(arrays={}, columns=0, objects=0, kept_bytes=0)
     assert verify(entry.directory) == []
 
 
@@ -169,7 +169,7 @@ def test_what_is_right_is_compared_whole_noted_and_left_as_it_was(copy):
     os.utime(copy.file("users"), (1000, 1000))
     before, described = copy.entry, copy.file("mirror.json").read_bytes()
     files = [path for path in copy.directory.iterdir() if path.suffix in (".flat", ".sums", ".npy", ".kept")]
-    proof = Proof(copy.directory)
+    proof = VerifiedMarks(copy.directory)
     assert not any(proof.holds(path) for path in files), "a copy has other inodes"
     compared = []
     assert verify(copy.directory, compared.append) == []
@@ -181,7 +181,7 @@ def test_what_is_right_is_compared_whole_noted_and_left_as_it_was(copy):
 
 def test_chunks_larger_than_what_is_read_at_once(tmp_path):
     layout = _layout(n_elements=40 << 20, chunk_elements=17 << 20, dtype="uint8")
-    place = Place(Cache(directory=tmp_path), "f" * 32, "store")
+    place = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
     array, truth = MirrorArray(place, layout), np.resize(np.arange(251, dtype=np.uint8), 40 << 20)
     for chunk in range(3):
         array.put(chunk, truth[chunk * (17 << 20) : (chunk + 1) * (17 << 20)])
@@ -206,7 +206,7 @@ def test_a_flipped_bit_is_found_and_its_chunk_alone_read_again(whole, store, tmp
     copy.flip(f"{name}.flat", at, bit)
     array, chunk = name.replace("%2F", "/"), at // chunk_bytes(copy, name)
     other = MirrorArray(
-        Place(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url), layout(store, array)
+        MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url), layout(store, array)
     )
     assert verify(copy.directory) == [f"{array}: chunk {chunk} differs from its checksum"]
     assert other.n_present == other.layout.n_chunks - 1, "who has mapped it sees it at once"
@@ -372,7 +372,7 @@ def test_a_mirror_that_is_being_filled_is_right_all_the_time(store, tmp_path):
 
 
 def test_a_column_that_is_replaced_is_right(copy):
-    place = Place(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url)
+    place = MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url)
     save_column(place, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
     assert verify(copy.directory) == []
     assert copy.file("mine.npy").exists()

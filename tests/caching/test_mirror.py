@@ -23,13 +23,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.caching.mirror
-from zloader.caching import pages
-from zloader.caching.caches import Place
-from zloader.caching.kept import load_column as load_checked
-from zloader.caching.kept import load_object, save_object
-from zloader.caching.kept import save_column as save_windows
+from zloader.caching import page_cache
+from zloader.caching.cached_files import load_column as load_checked
+from zloader.caching.cached_files import load_object, save_object
+from zloader.caching.cached_files import save_column as save_windows
+from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import MirrorArray, open_mirror, open_place
-from zloader.common.terms import Cache
+from zloader.common.options import Cache
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
 
@@ -60,7 +60,7 @@ PRINT = "f" * 32
 
 def _place(cache, fingerprint=PRINT):
     """The mirror's place in a cache directory."""
-    return Place(Cache(directory=cache), fingerprint, "store")
+    return MirrorDirectory(Cache(directory=cache), fingerprint, "store")
 
 
 def save_column(place, name, column):
@@ -201,9 +201,9 @@ def test_letting_go_of_a_mapped_column_changes_nothing(tmp_path):
     for _ in range(2):
         assert int(column.sum()) == 499_999_500_000
         before = _resident_files()
-        pages.let_go(column)
+        page_cache.let_go(column)
         assert _resident_files() <= before - 7_000_000
-    pages.let_go(np.arange(3))  # nothing to let go of
+    page_cache.let_go(np.arange(3))  # nothing to let go of
 
 
 def _resident_files():
@@ -362,17 +362,17 @@ package = types.ModuleType("zloader")
 package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
 import numpy as np
-from zloader.caching.caches import Place
+from zloader.caching.directory import MirrorDirectory
 from zloader.storage.layout import ArrayLayout
 from zloader.caching.mirror import MirrorArray
-from zloader.common.terms import Cache
+from zloader.common.options import Cache
 
 options = json.loads(sys.argv[2])
 layout = ArrayLayout(**options | {"dtype": np.dtype(options["dtype"])})
 truth = np.load(sys.argv[3])
 
 def place(directory):
-    return Place(Cache(directory=directory), "f" * 32, "store")
+    return MirrorDirectory(Cache(directory=directory), "f" * 32, "store")
 
 def put_all(mirror, order, before_each):
     for chunk in order:

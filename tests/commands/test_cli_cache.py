@@ -18,8 +18,8 @@ from helpers import PATIENCE_S, counts, write_store
 from test_cli import params, zloader
 
 import zloader as zl
-from zloader.caching.caches import cache_bytes, drop, mirrors
-from zloader.caching.held import held
+from zloader.caching.directory import cache_bytes, drop, mirrors
+from zloader.caching.inspection import held
 
 pytestmark = pytest.mark.any_version
 
@@ -307,8 +307,8 @@ from pathlib import Path
 package = types.ModuleType("zloader")
 package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
-from zloader.caching.caches import Place
-from zloader.common.terms import Cache
+from zloader.caching.directory import Place
+from zloader.common.options import Cache
 place = Place(Cache(directory=Path(sys.argv[2])), sys.argv[3], sys.argv[4])
 print("in use", flush=True)
 sys.stdin.read()

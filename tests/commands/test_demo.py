@@ -25,8 +25,8 @@ from helpers import PATIENCE_S, write_store
 
 import zloader as zl
 from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo, unpack_bundled
+from zloader.commands.demo_server import DemoServer, workplace, write_access
 from zloader.commands.report import DemoRun, EpochFigures
-from zloader.commands.workplace import Workplace, workplace, write_access
 from zloader.common.errors import MissingColumnError, OptionError
 
 pytestmark = pytest.mark.any_version
@@ -163,7 +163,7 @@ def run(tmp_path, seaweed, monkeypatch):
         name = f"own-{uuid.uuid4().hex}"
         adata.write_h5ad(tmp_path / f"{name}.h5ad")
         view = Quiet()
-        place = Workplace(directory=tmp_path, server=seaweed)
+        place = DemoServer(directory=tmp_path, server=seaweed)
         return run_demo(DemoOptions(file=tmp_path / f"{name}.h5ad", **options), place, view), view
 
     return started

@@ -41,8 +41,8 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.append import AppendReport, append, append_to
+from zloader.conversion.writing.appended_types import unfit
 from zloader.conversion.writing.destination import Destination
-from zloader.conversion.writing.fit import unfit
 
 
 def add(dest: Path | str, *sources: Any, options: zl.ConvertOptions = SMALL, **more: Any) -> AppendReport:

@@ -34,8 +34,8 @@ from sources import (
 
 import zloader as zl
 from zloader.common import errors
+from zloader.common.checks import parse_size
 from zloader.common.progress import progress_bars
-from zloader.common.terms import parse_size
 from zloader.conversion.writing.encode import DtypeScan
 
 

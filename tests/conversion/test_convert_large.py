@@ -8,8 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
+from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.source import open_matrix
 from zloader.conversion.writing.matrices import _row_at
 
 BIG = 2**31 + 11

@@ -28,8 +28,8 @@ from sources import (
 )
 
 import zloader as zl
-from zloader.conversion.writing.belongings import MARKER
 from zloader.conversion.writing.encode import ChunkEncoder, chunk_elements, grid, shard_index
+from zloader.conversion.writing.ownership import MARKER
 
 
 def codec_names(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -40,8 +40,8 @@ from sources import (
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.convert import convert_to
-from zloader.conversion.writing.belongings import MARKER
 from zloader.conversion.writing.destination import PendingStore
+from zloader.conversion.writing.ownership import MARKER
 
 # ---- interruption
 

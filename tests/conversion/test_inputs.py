@@ -31,8 +31,8 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.sources.inputs import Input, open_inputs
-from zloader.conversion.sources.places import BlockCache, RemoteFile, places
-from zloader.conversion.sources.source import open_matrix
+from zloader.conversion.sources.locations import BlockCache, RemoteFile, places
+from zloader.conversion.sources.matrices import open_matrix
 
 MATRICES = ("X", "layers/csr", "layers/csc", "layers/dense", "raw/X")
 

@@ -16,8 +16,8 @@ from sources import LAYOUTS, counts, dense
 
 from zloader.common.errors import SourceError
 from zloader.conversion.sources.join import JoinedMatrix
+from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.source import open_matrix
 
 pytestmark = pytest.mark.any_version
 

@@ -33,9 +33,9 @@ from zloader.conversion.append import append_to
 from zloader.conversion.convert import convert_to
 from zloader.conversion.writing.destination import MARKER, Destination
 from zloader.conversion.writing.encode import ChunkEncoder
-from zloader.conversion.writing.ending import Writes, in_full
 from zloader.conversion.writing.matrices import Target
-from zloader.conversion.writing.objects import ObjectWriter, create_object, translated
+from zloader.conversion.writing.object_writer import ObjectWriter, create_object, translated
+from zloader.conversion.writing.pending_writes import Writes, in_full
 from zloader.conversion.writing.shards import ShardWriter, threads
 
 DEADLINE_S = 60

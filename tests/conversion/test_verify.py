@@ -37,12 +37,12 @@ from sources import (
 import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
-from zloader.conversion.checking.canonical import GeneOrder, IndptrCheck
+from zloader.conversion.checking.canonical import GeneOrder, IndptrScan
 from zloader.conversion.checking.differences import Sparse, bits_differ, column_difference, element_differences
 from zloader.conversion.checking.findings import Findings
 from zloader.conversion.convert import convert_to
 from zloader.conversion.verify import Verification, verify
-from zloader.conversion.writing.belongings import MARKER
+from zloader.conversion.writing.ownership import MARKER
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=7)
 
@@ -430,7 +430,7 @@ def test_order_against_the_slow_oracle(data: st.DataObject) -> None:
 def test_indptr_against_the_slow_oracle(entries: list[int], data: st.DataObject) -> None:
     indptr = np.array(entries, np.int64)
     at = sorted(data.draw(st.sets(st.integers(1, len(indptr) - 1), max_size=4)))
-    check_ = IndptrCheck(SimpleNamespace(path="indptr", n_elements=len(indptr)), 9, "row")
+    check_ = IndptrScan(SimpleNamespace(path="indptr", n_elements=len(indptr)), 9, "row")
     for start, stop in zip([0, *at], [*at, len(indptr)], strict=True):
         check_.look(start, indptr[start:stop])
     findings = Findings("url")

@@ -19,11 +19,11 @@ from anndata.experimental import write_dispatched
 from sources import assert_same, files
 
 import zloader as zl
-from zloader.access.listed import is_metadata
+from zloader.access.listed_store import is_metadata
 from zloader.access.location import Location
-from zloader.caching.kept import save_object
+from zloader.caching.cached_files import save_object
 from zloader.common.errors import CacheError, MissingObjectError, TruncatedObjectError, ZloaderError
-from zloader.conversion.sources.places import places
+from zloader.conversion.sources.locations import places
 
 N_ROWS, N_GENES = 45, 8
 SMALL = zl.ConvertOptions(chunk_rows=1, shard_size=256)  # columns of obs have two objects

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
-from zloader.order.ranks import Place, place_of
+from zloader.order.ranks import RankPlacement, place_of
 from zloader.testing import assert_resumes_anywhere
 
 N_ROWS = 101
@@ -140,7 +140,7 @@ def test_a_machine_keeps_to_its_part(store, remainder):
 @pytest.mark.parametrize("sampling", [zl.Streaming(), zl.BlockShuffling(3), zl.MixtureOfScanners(3, block_size=2)])
 @pytest.mark.parametrize("n_machines", [2, 3, 7])
 def test_two_epochs_see_every_row_of_every_part(sampling, n_machines):
-    places = [Place(rank=0, world_size=1, machine=number, machines=n_machines) for number in range(n_machines)]
+    places = [RankPlacement(rank=0, world_size=1, machine=number, machines=n_machines) for number in range(n_machines)]
     parts = [place.keep_to_part(sampling, N_ROWS) for place in places]
     often = np.zeros(N_ROWS, int)
     for epoch in range(2):

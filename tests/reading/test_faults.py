@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.access import retry
-from zloader.access.setbacks import setback_of
+from zloader.access.read_errors import setback_of
 from zloader.common.errors import (
     AccessDeniedError,
     CorruptChunkError,

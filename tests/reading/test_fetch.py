@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zloader as zl
-from zloader.caching.caches import Place
+from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import Mirror
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.order.plan import Fetch, Plan
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.parts import Part
-from zloader.reading.workshop import BufferPool
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.resources import BufferPool
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout
 from zloader.testing.source import FakeSource, Fault
@@ -38,11 +38,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "counts.zarr"
 
 
-def place_in(directory: Path) -> Place:
-    return Place(zl.Cache(directory=directory), "0" * 32, "store")
+def place_in(directory: Path) -> MirrorDirectory:
+    return MirrorDirectory(zl.Cache(directory=directory), "0" * 32, "store")
 
 
-def part_of(store: Path) -> Part:
+def part_of(store: Path) -> MatrixPart:
     opened = zl.open_dataset(store).store
     return opened.part(opened.matrix("X"), zl.FetchOptions())
 
@@ -256,7 +256,9 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
     matrix = MatrixLayout(path="X", n_rows=7, n_genes=251, genes=genes, values=values)
     edges = [0, (1 << 31) - 7, (1 << 31) + 5, (1 << 32) - 3, (1 << 32) + 9, n_elements - 11, n_elements - 2]
     indptr = np.array([*edges, n_elements])
-    part = Part(url="made up", matrix=matrix, indptr=indptr, object_sizes=EveryObject(), source=Endless(), mirror=None)
+    part = MatrixPart(
+        url="made up", matrix=matrix, indptr=indptr, object_sizes=EveryObject(), source=Endless(), mirror=None
+    )
     rows = np.array([5, 1, 3, 6, 1])
     fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))
     mirror = Mirror(place_in(tmp_path), matrix.arrays) if mirrored else None

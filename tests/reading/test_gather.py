@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from zloader.common.terms import MinibatchArrays
+from zloader.common.records import MinibatchArrays
 from zloader.reading import gather
-from zloader.reading.limits import limits_of
+from zloader.reading.value_limits import limits_of
 from zloader.selecting.genes import ChosenGenes
 
 # Stored dtypes of genes and values, and the dtype wanted; each triple is compiled once, so not every one is here.

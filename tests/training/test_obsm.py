@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import zloader as zl
 from zloader.common.errors import FormatError, MissingColumnError, MissingObjectError, OptionError
-from zloader.common.terms import MinibatchArrays
+from zloader.common.records import MinibatchArrays
 
 SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4)}
 

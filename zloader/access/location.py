@@ -20,10 +20,10 @@ import zarr.abc.store
 import zarr.storage
 from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
-from zloader.access import disk, web
+from zloader.access import local_listing, web
 from zloader.access.credentials import s3_access
 from zloader.access.google import google_errors, google_files, is_refusal
-from zloader.access.stored import StoredObject
+from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
@@ -183,7 +183,7 @@ class Location:
 
     def _found(self) -> dict[str, StoredObject]:
         if self.scheme == "file":
-            return disk.listing(self.path)
+            return local_listing.listing(self.path)
         found = self.filesystem().find(self.path, detail=True)
         # An empty object whose key ends in a slash stands for a folder in consoles of S3.
         return {key[len(self.path) + 1 :]: _stored_object(entry) for key, entry in found.items() if key[-1] != "/"}
@@ -233,7 +233,7 @@ class Location:
         with self._translated(f"look at {key} of"):
             try:
                 if self.scheme == "file":
-                    return disk.find(self.path, key)
+                    return local_listing.find(self.path, key)
                 return _stored_object(self.filesystem().info(f"{self.path}/{key}"))
             except (FileNotFoundError, NotADirectoryError):
                 return None

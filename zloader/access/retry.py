@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from zloader.access.setbacks import Setback
+from zloader.access.read_errors import ReadFailure
 from zloader.common.errors import DeadlineError, TruncatedObjectError
-from zloader.common.terms import FetchOptions, Span
+from zloader.common.options import FetchOptions
+from zloader.common.records import Span
 
 _log = logging.getLogger("zloader")
 _SMALL_BYTES = 64 << 10  # reads up to this size take about as long as one another
@@ -36,7 +37,7 @@ class Asked(Protocol):
         """Futures of the bytes of each span, all under way."""
         ...
 
-    async def outcome(self, span: Span, read: Any) -> bytes | Setback:
+    async def outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
         """What has come of a read that is done: its bytes, all of them, or why not. Raises what is final."""
         ...
 
@@ -134,7 +135,7 @@ class Retrier:
             reading.running[read] = time.monotonic()
         return outcome
 
-    async def _next_outcome(self, reading: _Reading) -> bytes | Setback | None:
+    async def _next_outcome(self, reading: _Reading) -> bytes | ReadFailure | None:
         """What comes of the first read to end; None when it is time to ask once more beside those under way."""
         while not (done := [read for read in reading.running if read.done()]):
             if self._is_overdue(reading):
@@ -160,7 +161,7 @@ class Retrier:
         patience_s = max(self._look_s, 3 * self._slowest_s) * (1 << min(reading.attempts - 1, 8))
         return time.monotonic() - max(reading.running.values()) >= patience_s
 
-    async def _pause(self, reading: _Reading, setback: Setback) -> None:
+    async def _pause(self, reading: _Reading, setback: ReadFailure) -> None:
         """Waits before the next attempt, or raises where there shall be none."""
         place, now = self._asked.place(reading.span), time.monotonic()
         reading.answer = setback.answer

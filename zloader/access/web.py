@@ -23,9 +23,9 @@ import zarr.errors
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
-from zloader.access.implied import UNDECODABLE, implied_keys, members_of
-from zloader.access.listed import ListedStore
-from zloader.access.stored import TRUSTED_SINCE, StoredObject
+from zloader.access.implied_objects import UNDECODABLE, implied_keys, members_of
+from zloader.access.listed_store import ListedStore
+from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,

@@ -1,7 +1,7 @@
 """The local mirror: decoded arrays as flat files, filled chunk by chunk.
 
 Element i of an array stands at byte i * itemsize of a sparse file NAME.flat. Beside it NAME.sums holds a word a chunk
-(sums.py): nothing while the chunk is not there, a claim (claims.py) while somebody brings it, else its checksum. The
+(checksums.py): nothing while the chunk is not there, a claim (leases.py) while somebody brings it, else its checksum. The
 word is stored after the chunk's bytes, in one aligned write, so a process killed at any moment leaves a chunk either
 whole or not there.
 
@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching import pages
-from zloader.caching.caches import Place
-from zloader.caching.claims import Claims
-from zloader.caching.drafts import file_of
-from zloader.caching.sums import PRESENT, mapped, mapped_words, opened
-from zloader.common.terms import Cache, Rows
+from zloader.caching import page_cache
+from zloader.caching.atomic_files import file_of
+from zloader.caching.checksums import PRESENT, mapped, mapped_words, opened
+from zloader.caching.directory import MirrorDirectory
+from zloader.caching.leases import Leases
+from zloader.common.options import Cache
+from zloader.common.records import Rows
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
 
@@ -42,7 +43,7 @@ _PIECE_BYTES = 256 * 1024  # of room on disk that is asked for at once
 class MirrorArray:
     """The mirror of one array. Raises OSError when its files cannot be made or opened."""
 
-    def __init__(self, place: Place, layout: ArrayLayout) -> None:
+    def __init__(self, place: MirrorDirectory, layout: ArrayLayout) -> None:
         self.layout = layout
         self._place = place
         self._path = file_of(place.directory, layout.path, "flat")
@@ -105,7 +106,7 @@ class MirrorArray:
     def ask_for(self, starts: Rows, stops: Rows) -> None:
         """Has the elements `[start, stop)` of rows brought into memory, where they are not."""
         itemsize = self.layout.dtype.itemsize
-        pages.ask_for(self._file, starts * itemsize, stops * itemsize)
+        page_cache.ask_for(self._file, starts * itemsize, stops * itemsize)
 
     def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
         """An array in which the elements `[start, stop)` of rows are, and where each row begins there.
@@ -117,20 +118,20 @@ class MirrorArray:
         runs = 1 + int(np.count_nonzero(starts[1:] != stops[:-1]))
         if int(lengths.sum()) * itemsize >= runs * _SHORT_BYTES:
             return self.elements, starts
-        read = pages.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
+        read = page_cache.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
         return read, np.cumsum(lengths) - lengths
 
-    def claim(self, chunks: Rows, claims: Claims) -> tuple[Rows, Rows]:
+    def claim(self, chunks: Rows, leases: Leases) -> tuple[Rows, Rows]:
         """Of chunks (ascending) that are not there: those that are now the owner's to bring, and those that others are.
 
         Chunks for which there is no room on disk are in neither; then the mirror takes no more.
         """
-        with claims.alone():
+        with leases.alone():
             words = self._words[chunks]
             absent = (words & np.uint64(PRESENT)) == 0
-            alive = absent & claims.alive(np.where(absent, words, np.uint64(0)))
+            alive = absent & leases.alive(np.where(absent, words, np.uint64(0)))
             mine = self._with_room(chunks[absent & ~alive])
-            self._words[mine] = claims.word
+            self._words[mine] = leases.word
         return mine, np.asarray(chunks[alive])
 
     def _with_room(self, chunks: Rows) -> Rows:
@@ -154,10 +155,10 @@ class MirrorArray:
             log.info("the mirror %s is as full as it may be: what is not in it is read through", self._path)
         return chunks[: ends[done - 1]] if done else chunks[:0]
 
-    def abandon(self, chunks: Rows, claims: Claims) -> None:
-        """Gives up the owner's claims on chunks; those that were brought stay."""
-        if claims.word:
-            self._words[chunks[self._words[chunks] == claims.word]] = 0
+    def abandon(self, chunks: Rows, leases: Leases) -> None:
+        """Gives up the owner's leases on chunks; those that were brought stay."""
+        if leases.word:
+            self._words[chunks[self._words[chunks] == leases.word]] = 0
 
     def put(self, first: int, elements: NDArray[Any]) -> None:
         """Writes decoded chunks, `first` and those that follow it; after a failure (a full disk, say) keeps no more."""
@@ -228,13 +229,13 @@ def holding(arrays: Iterable[MirrorArray]) -> Holding:
 class Mirror:
     """The mirror of some arrays of one store."""
 
-    def __init__(self, place: Place, arrays: Sequence[ArrayLayout]) -> None:
+    def __init__(self, place: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> None:
         self.place = place
         self.arrays = {layout.path: MirrorArray(place, layout) for layout in arrays}
 
-    def claims(self) -> Claims:
-        """A new owner of claims."""
-        return Claims(self.place.directory)
+    def leases(self) -> Leases:
+        """A new owner of leases."""
+        return Leases(self.place.directory)
 
     def note(self) -> None:
         """Notes what is known to be right, so that no process has to compare it again."""
@@ -242,16 +243,16 @@ class Mirror:
             array.note()
 
 
-def open_place(cache: Cache, fingerprint: str, url: str) -> Place | None:
+def open_place(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
     """Where the mirror of a store is kept, or None, with a warning, where the directory cannot be used."""
     try:
-        return Place(cache, fingerprint, url)
+        return MirrorDirectory(cache, fingerprint, url)
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", cache.directory, error)
         return None
 
 
-def open_mirror(place: Place, arrays: Sequence[ArrayLayout]) -> Mirror | None:
+def open_mirror(place: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> Mirror | None:
     """The mirror of some arrays of a store, or None, with a warning, where its files cannot be made."""
     try:
         return Mirror(place, arrays)

@@ -33,7 +33,7 @@ from zloader.commands.command import (
 from zloader.common.errors import ZloaderError
 
 if TYPE_CHECKING:
-    from zloader.common.terms import Statistics
+    from zloader.common.records import Statistics
     from zloader.training.loader import Loader
 
 KINDS = ("cold", "mixed", "warm")
@@ -100,7 +100,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
 
     A cold epoch took all its chunks from the store, a warm one all from the mirror, a mixed one from both.
     """
-    from zloader.common.terms import FetchOptions
+    from zloader.common.options import FetchOptions
     from zloader.dataset.dataset import open_dataset
     from zloader.order.sampling import Streaming, stratified
     from zloader.training.loader import Loader

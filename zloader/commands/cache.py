@@ -34,8 +34,8 @@ from zloader.commands.report import size
 from zloader.common.errors import CacheError, OptionError
 
 if TYPE_CHECKING:
-    from zloader.caching.caches import MirrorEntry
-    from zloader.caching.held import Held
+    from zloader.caching.directory import MirrorEntry
+    from zloader.caching.inspection import MirrorInspection
     from zloader.dataset.warm import Warmed
 
 # ---- warm
@@ -69,8 +69,9 @@ def warm(  # noqa: PLR0913 - one parameter a flag
 
     What is there already is not read again: after Ctrl-C or a crash, the same command goes on.
     """
+    from zloader.common.checks import parse_size, require_count
+    from zloader.common.options import Cache
     from zloader.common.progress import byte_bar
-    from zloader.common.terms import Cache, parse_size, require_count
     from zloader.dataset.dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
@@ -124,13 +125,13 @@ _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The cache.", sh
 
 
 def _mirrors(directory: Path) -> list[MirrorEntry]:
-    from zloader.caching.caches import mirrors, require_cache
+    from zloader.caching.directory import mirrors, require_cache
 
     require_cache(directory)
     return mirrors(directory.absolute())
 
 
-def _document(entry: MirrorEntry, held: Held | None = None) -> dict[str, Any]:
+def _document(entry: MirrorEntry, held: MirrorInspection | None = None) -> dict[str, Any]:
     found = dataclasses.asdict(entry)
     if held is not None:
         found |= {name: getattr(held, name) for name in ("chunks", "chunks_held", "bytes_in_all", "bytes_held")}
@@ -141,7 +142,7 @@ def _document(entry: MirrorEntry, held: Held | None = None) -> dict[str, Any]:
 @_cache.command()
 def ls(directory: _Directory, as_json: Json = False, debug: Debug = False) -> None:
     """List the mirrors in a cache, in the order in which they would make room."""
-    from zloader.caching.held import held
+    from zloader.caching.inspection import held
 
     found = [(entry, held(entry)) for entry in _mirrors(directory)]
     if as_json:
@@ -158,8 +159,8 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
 
     What is damaged is forgotten, and read from the store again when it is needed.
     """
-    from zloader.caching.held import held
-    from zloader.caching.held import verify as verify_mirror
+    from zloader.caching.inspection import held
+    from zloader.caching.inspection import verify as verify_mirror
     from zloader.common.progress import byte_bar
 
     entries = _mirrors(directory)
@@ -223,7 +224,7 @@ def clear(
     Nothing that zloader did not make is deleted.
     """
     from zloader.access.location import Location
-    from zloader.caching.caches import unmark
+    from zloader.caching.directory import unmark
 
     asked = url and {url, Location(url=url).address}  # of several stores, a mirror has all their URLs
     entries = [entry for entry in _mirrors(directory) if not asked or entry.url in asked]
@@ -257,7 +258,7 @@ def _ask(entries: Sequence[MirrorEntry]) -> None:
 
 
 def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
-    from zloader.caching.caches import drop
+    from zloader.caching.directory import drop
 
     try:
         dropped = drop(entry.directory)

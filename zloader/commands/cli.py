@@ -42,8 +42,8 @@ from zloader.commands.command import (
 from zloader.common.errors import FormatError, OptionError, ZloaderError
 
 if TYPE_CHECKING:
+    from zloader.commands.demo_server import DemoServer
     from zloader.commands.report import DemoRun
-    from zloader.commands.workplace import Workplace
     from zloader.dataset.cost import EpochCosts
     from zloader.dataset.dataset import Dataset
 
@@ -144,11 +144,11 @@ def demo(  # noqa: PLR0913 - one parameter a flag
     _require_demo_extra()
     if not os.access(report.parent, os.W_OK) or report.is_dir():
         raise OptionError(f"cannot write {report}: give the path of a file in a directory that exists with --report")
-    view = terminal.DemoView(terminal.console(stderr=as_json))
+    view = terminal.TerminalOutput(terminal.console(stderr=as_json))
     view.step("loading torch and starting SeaweedFS")
     from zloader.commands.demo import DemoOptions, run_demo
+    from zloader.commands.demo_server import workplace
     from zloader.commands.report import render
-    from zloader.commands.workplace import workplace
 
     with workplace(keep=keep) as place:
         with view:
@@ -175,9 +175,9 @@ def _demo_document(run: DemoRun, report: Path) -> dict[str, Any]:
     return document | {"seen": run.seen, "report": str(report.absolute())}
 
 
-def _serve(view: terminal.DemoView, place: Workplace, run: DemoRun) -> None:
+def _serve(view: terminal.TerminalOutput, place: DemoServer, run: DemoRun) -> None:
     """Says where everything is, and waits for a signal."""
-    from zloader.commands.workplace import write_access
+    from zloader.commands.demo_server import write_access
 
     access = write_access(place)
     with contextlib.suppress(KeyboardInterrupt, EndedError):

@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from zloader.commands.demo_server import DemoServer
 from zloader.commands.report import DemoRun, EpochFigures, Step
-from zloader.commands.workplace import Workplace
+from zloader.common.checks import require_count
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.common.terms import Rows, Statistics, require_count
+from zloader.common.records import Rows, Statistics
 from zloader.conversion.convert import convert
 from zloader.dataset.dataset import Dataset, open_dataset
 from zloader.order.permutation import key_of, shuffled
@@ -59,7 +60,7 @@ class DemoOptions:
             raise OptionError(f"seed must be a whole number of at least 0, not {self.seed}")
 
 
-class View(Protocol):
+class DemoOutput(Protocol):
     """Who is told how the demo goes."""
 
     def step(self, text: str) -> None:
@@ -75,7 +76,7 @@ class View(Protocol):
         ...
 
 
-def run_demo(options: DemoOptions, place: Workplace, view: View) -> DemoRun:
+def run_demo(options: DemoOptions, place: DemoServer, view: DemoOutput) -> DemoRun:
     """Converts, trains and evaluates. Raises MissingColumnError or OptionError for a label that cannot be learnt."""
     source = options.file or unpack_bundled(place.directory)
     _require_label(source, options.label)
@@ -275,7 +276,7 @@ class Classifier(torch.nn.Module):
 
 
 def _epochs(
-    dataset: Dataset, task: _Task, options: DemoOptions, view: View, steps: list[Step]
+    dataset: Dataset, task: _Task, options: DemoOptions, view: DemoOutput, steps: list[Step]
 ) -> Iterator[EpochFigures]:
     """Trains, epoch by epoch; appends to `steps`."""
     train = task.loader(dataset, BlockShuffling(block_size=task.block_size, indices=task.train), options.seed)

@@ -64,7 +64,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class QualityGrid:
     """The cells that there can be, and what they are of; `link_bytes_per_s` is None where speed was measured."""
 
     url: str
@@ -110,7 +110,7 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     debug: Debug = False,
 ) -> None:
     """Show how well minibatches mix the labels of a column, and how fast they come, by block_size and fetch_factor."""
-    from zloader.common.terms import parse_size, require_at_least
+    from zloader.common.checks import parse_size, require_at_least
     from zloader.dataset.dataset import open_dataset
     from zloader.training.loader import Loader
 
@@ -159,7 +159,7 @@ def _require_drawable(*paths: Path | None) -> None:
         raise OptionError(f"page and figure would both be {given[0]}: give two paths")
 
 
-def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_bytes_per_s: int | None) -> Grid:
+def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_bytes_per_s: int | None) -> QualityGrid:
     """A cell for each block_size and fetch_factor, but where a block is larger than a fetch.
 
     Speed is what the link allows, or is measured if that is None. Raises OptionError for a column without labels, or
@@ -197,7 +197,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
         )
     if not cells:
         raise OptionError("every block is larger than every fetch: raise fetch_factors or lower block_sizes")
-    return Grid(
+    return QualityGrid(
         url=dataset.url,
         label=label,
         x=str(loader.x),
@@ -220,12 +220,12 @@ def _rows_per_s(loader: Loader) -> float:
 # ---- what is shown
 
 
-def _axes_of(grid: Grid) -> tuple[list[int], list[int], dict[tuple[int, int], Cell]]:
+def _axes_of(grid: QualityGrid) -> tuple[list[int], list[int], dict[tuple[int, int], Cell]]:
     by_sizes = {(cell.block_size, cell.fetch_factor): cell for cell in grid.cells}
     return sorted({block for block, _ in by_sizes}), sorted({factor for _, factor in by_sizes}), by_sizes
 
 
-def _table(grid: Grid) -> Table:
+def _table(grid: QualityGrid) -> Table:
     """Blocks down, fetches across."""
     blocks, factors, by_sizes = _axes_of(grid)
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
@@ -242,7 +242,7 @@ def _bits(cell: Cell) -> str:
     return f"{cell.quality.entropy_bits:.2f} ({cell.stratified.entropy_bits:.2f})"
 
 
-def _figure(grid: Grid) -> Any:
+def _figure(grid: QualityGrid) -> Any:
     """Entropy by sizes as a map, and beside it entropy by speed; dashed where blocks are stratified."""
     import numpy as np
     from matplotlib.figure import Figure
@@ -277,14 +277,14 @@ def _figure(grid: Grid) -> Any:
     return figure
 
 
-def _draw(grid: Grid, to: Path | StringIO, **options: Any) -> None:
+def _draw(grid: QualityGrid, to: Path | StringIO, **options: Any) -> None:
     """A script that the font lacks is drawn as boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
         _figure(grid).savefig(to, **options)
 
 
-def _page(grid: Grid) -> str:
+def _page(grid: QualityGrid) -> str:
     """One HTML file that needs no network and no script."""
     import matplotlib as mpl
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from zloader.commands.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
 
 if TYPE_CHECKING:
-    from zloader.caching.caches import MirrorEntry
-    from zloader.caching.held import Held
+    from zloader.caching.directory import MirrorEntry
+    from zloader.caching.inspection import MirrorInspection
     from zloader.conversion.append import AppendReport
     from zloader.conversion.convert import ConversionReport
     from zloader.conversion.verify import Verification
@@ -145,7 +145,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, Held]]) -> None:
+def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:
     """The mirrors of a cache, each with what it holds, and their sums."""
     table = _table("mirror", ">held", ">of all", ">on disk", "last used", "")
     table.columns[0].overflow = "fold"
@@ -162,7 +162,7 @@ def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, Held]]) ->
     console.print(table)
 
 
-class DemoView:
+class TerminalOutput:
     """The demo on a console: lines of text, then a table that grows by epoch."""
 
     def __init__(self, console: Console) -> None:

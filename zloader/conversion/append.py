@@ -25,10 +25,10 @@ from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.convert import library_settings, refuse_overlap
 from zloader.conversion.joining.content import Content
 from zloader.conversion.sources.inputs import Source, open_inputs
+from zloader.conversion.writing.appended_matrix import FittedMatrix, check_objects, check_room, extend_matrix
+from zloader.conversion.writing.appending import AppendPlan
 from zloader.conversion.writing.destination import Destination
 from zloader.conversion.writing.encode import ConvertOptions
-from zloader.conversion.writing.extend import FittedMatrix, check_objects, check_room, extend_matrix
-from zloader.conversion.writing.growth import Growth
 from zloader.conversion.writing.matrices import MatrixScan, Target, scan_matrix
 from zloader.conversion.writing.shards import threads
 from zloader.dataset.dataset import Dataset
@@ -97,7 +97,7 @@ def append_to(
     """`append` to a Destination. Of the options only those count that bound memory."""
     started = time.perf_counter()
     keep_freed_memory()
-    growth = Growth(Dataset([destination.location], None))
+    growth = AppendPlan(Dataset([destination.location], None))
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         refuse_overlap(inputs, destination.location)
@@ -130,7 +130,7 @@ class _Addition:
     """Rows on their way to the end of a store: checked first, all of them, and then written."""
 
     def __init__(
-        self, growth: Growth, content: Content, root: zarr.Group, matrices: Sequence[FittedMatrix], bars: Bars
+        self, growth: AppendPlan, content: Content, root: zarr.Group, matrices: Sequence[FittedMatrix], bars: Bars
     ) -> None:
         self._growth, self._content, self._matrices, self._bars = growth, content, matrices, bars
         self._root: Any = root

@@ -13,16 +13,16 @@ from typing import Any
 
 from zloader.access.location import Location, location_of
 from zloader.common.errors import FormatError, TruncatedObjectError
+from zloader.common.options import MiB
 from zloader.common.progress import Bars, progress_bars
-from zloader.common.terms import MiB
 from zloader.conversion.checking.compare import Comparison
 from zloader.conversion.checking.findings import Findings, Problem
 from zloader.conversion.checking.hierarchy import Hierarchy
 from zloader.conversion.checking.scan import ChunkScan
 from zloader.conversion.convert import library_settings
 from zloader.conversion.sources.inputs import Input, Source, open_inputs
-from zloader.conversion.writing.belongings import MARKER
 from zloader.conversion.writing.encode import working_bytes
+from zloader.conversion.writing.ownership import MARKER
 from zloader.dataset.dataset import Dataset, open_dataset
 
 _THREADS = 8  # enough for the latency of S3; on few cores they cost nothing

@@ -12,14 +12,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.access.stored import joint_fingerprint
-from zloader.caching.caches import Place
-from zloader.caching.kept import load_column, save_column
-from zloader.caching.keptobs import load_obs, save_obs
+from zloader.access.stored_objects import joint_fingerprint
+from zloader.caching.cached_columns import load_obs, save_obs
+from zloader.caching.cached_files import load_column, save_column
+from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import open_place
+from zloader.common.checks import names_of
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
-from zloader.common.terms import Cache, names_of
-from zloader.dataset.opened import OpenedStore
+from zloader.common.options import Cache
+from zloader.dataset.store import OpenedStore
 from zloader.selecting.columns import (
     ObsColumn,
     as_numbers,
@@ -49,7 +50,7 @@ class Annotated:
         self._columns: dict[str, ObsColumn] = {}
         self._obsm: dict[str, NDArray[Any]] = {}
 
-    def _place_of_all(self) -> Place | None:
+    def _place_of_all(self) -> MirrorDirectory | None:
         """Where columns of all rows are kept: with the one store's mirror, or in a directory of the dataset's own."""
         if len(self.stores) == 1 or self.cache is None:
             return self.stores[0].place

@@ -15,9 +15,10 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.terms import FetchOptions, Rows, Span
+from zloader.common.options import FetchOptions
+from zloader.common.records import Rows, Span
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.opened import OpenedStore
+from zloader.dataset.store import OpenedStore
 from zloader.dataset.summary import stored_bytes
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put

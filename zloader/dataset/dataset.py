@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from zloader.access.location import Location, location_of
 from zloader.common.errors import OptionError, StoreChangedError
-from zloader.common.terms import Cache, FetchOptions, MinibatchArrays, Rows
+from zloader.common.options import Cache, FetchOptions
+from zloader.common.records import MinibatchArrays, Rows
 from zloader.dataset.annotated import each
-from zloader.dataset.opened import open_stores
 from zloader.dataset.splits import Shares, split_rows
+from zloader.dataset.store import open_stores
 from zloader.dataset.table import Table, X
 from zloader.dataset.views import Condition, RowSet, Within, mask_of
 from zloader.order.sampling import Sampling

@@ -25,7 +25,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.dataset.views import RowSet, Within
 from zloader.order.permutation import permute, words_at
 from zloader.order.plan import Fetch, Plan

@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.expressions import Mask

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from zloader.common.checks import require_count
 from zloader.common.errors import FormatError
-from zloader.common.terms import FetchOptions, require_count
+from zloader.common.options import FetchOptions
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.sampling import BlockShuffling, stratified
 

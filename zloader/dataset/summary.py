@@ -10,7 +10,7 @@ import zarr
 
 from zloader.common.errors import FormatError
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.opened import OpenedStore
+from zloader.dataset.store import OpenedStore
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import stored_length
 

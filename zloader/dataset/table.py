@@ -17,18 +17,19 @@ import scipy.sparse
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
-from zloader.access.stored import StoredObject
-from zloader.caching.caches import cache_bytes
+from zloader.access.stored_objects import StoredObject
+from zloader.caching.directory import cache_bytes
 from zloader.caching.mirror import holding
 from zloader.common.errors import FormatError, OptionError
-from zloader.common.terms import CacheStatistics, CsrArrays, FetchOptions, MinibatchArrays, Rows
+from zloader.common.options import FetchOptions
+from zloader.common.records import CacheStatistics, CsrArrays, MinibatchArrays, Rows
 from zloader.dataset.annotated import Annotated, each
-from zloader.dataset.opened import OpenedStore
+from zloader.dataset.store import OpenedStore
 from zloader.order.plan import Fetch
 from zloader.order.sampling import as_rows
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.parts import Part
-from zloader.reading.workshop import BufferPool
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.storage.layout import MatrixLayout
 
@@ -154,7 +155,7 @@ class Table(Annotated):
             self._require_same_genes("raw/var")
         return matrices
 
-    def parts(self, x: str | None, options: FetchOptions) -> list[Part]:
+    def parts(self, x: str | None, options: FetchOptions) -> list[MatrixPart]:
         """What a Recipe needs of the matrix `x`; nothing for None."""
         if x is None:
             return []

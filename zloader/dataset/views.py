@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
-from zloader.common.terms import Rows
 from zloader.order.sampling import Sampling, checked_once, require_rows
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask, matching

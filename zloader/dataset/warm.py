@@ -16,13 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from zloader.caching.mirror import MirrorArray, holding
+from zloader.common.checks import names_of, require_count
 from zloader.common.errors import OptionError
-from zloader.common.terms import FetchOptions, Rows, Source, Span, names_of, require_count
+from zloader.common.options import FetchOptions
+from zloader.common.records import ByteSource, Rows, Span
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.reading.bridge import Bridge, Put
-from zloader.reading.parts import Part, opened_readers
+from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.reader import ArrayReader
-from zloader.reading.workshop import Counters
+from zloader.reading.resources import Counters
 from zloader.storage.layout import ArrayLayout
 
 _WINDOW_BYTES = 16 << 20  # decoded, brought as one; several at once keep a link busy
@@ -97,13 +99,13 @@ def warm(
     return warmed()
 
 
-def _arrays(parts: Sequence[Part]) -> Iterator[MirrorArray]:
+def _arrays(parts: Sequence[MatrixPart]) -> Iterator[MirrorArray]:
     for part in parts:
         if part.mirror is not None:
             yield from part.mirror.arrays.values()
 
 
-async def _bring_all(parts: Sequence[Part], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
+async def _bring_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
     """Brings all chunks, window by window; puts something after each."""
     ahead = asyncio.Semaphore(_WINDOWS)
     with opened_readers(parts, options, counters, sweeping=True) as readers:
@@ -137,7 +139,7 @@ def _windows(
         yield first / array.n_chunks, np.arange(first, min(first + size, array.n_chunks)), reader, mirror
 
 
-def _throttled(parts: Sequence[Part], bytes_per_s: int | None) -> Sequence[Part]:
+def _throttled(parts: Sequence[MatrixPart], bytes_per_s: int | None) -> Sequence[MatrixPart]:
     if bytes_per_s is None:
         return parts
     pace = _Pace(bytes_per_s)
@@ -162,7 +164,7 @@ class _Pace:
 class _PacedSource:
     """A source whose reads keep to a pace."""
 
-    source: Source
+    source: ByteSource
     pace: _Pace
 
     @property

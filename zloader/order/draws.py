@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import require_count
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
-from zloader.common.terms import Rows, require_count
 from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
 from zloader.order.sampling import BlockShuffling
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 
 _ROUNDS = 8
 _LANES = 1024  # numbers that permute works on at once: they stay in the first-level cache

@@ -20,8 +20,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
-from zloader.common.terms import Rows, require_count, require_flag, require_one_of
+from zloader.common.records import Rows
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.sampling import Sampling, require_rows, require_sampling, sized
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch.distributed
 
+from zloader.common.checks import require_count, require_one_of, require_whole
 from zloader.common.errors import OptionError
-from zloader.common.terms import Rows, require_count, require_one_of, require_whole
+from zloader.common.records import Rows
 from zloader.order.draws import Draws
 from zloader.order.permutation import key_of
 from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
@@ -18,7 +19,7 @@ Locality = Literal["global", "machine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlacement:
     """A rank among those that share out the same rows: all, or those of the machine `machine` of `machines`."""
 
     rank: int
@@ -44,11 +45,13 @@ class Place:
         if dataset_rows < self.machines:
             raise OptionError(f"{dataset_rows} rows cannot be shared out to {self.machines} machines")
         begin, end = (dataset_rows * number // self.machines for number in (self.machine, self.machine + 1))
-        return Part(sampling=sampling, begin=begin, end=end, size=dataset_rows // self.machines, number=self.machine)
+        return RankShare(
+            sampling=sampling, begin=begin, end=end, size=dataset_rows // self.machines, number=self.machine
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankShare:
     """A sampling of the rows `[begin, end)` alone, which takes `size` of them: on every machine as many.
 
     Where there is a row more, an epoch leaves one out, the next epoch the row after it, and so on around the part: two
@@ -83,12 +86,14 @@ class Part:
         return self.begin + rows + (rows >= left_out)
 
 
-def place_of(rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None) -> Place:
+def place_of(
+    rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None
+) -> RankPlacement:
     """The rank from arguments, torch.distributed or the environment; with locality `"machine"` that on its machine."""
     require_one_of(["global", "machine"], locality=locality)
     rank, world_size = _rank_and_world_size(rank, world_size)
     if locality == "global":
-        return Place(rank=rank, world_size=world_size)
+        return RankPlacement(rank=rank, world_size=world_size)
     if local_world_size is None:
         local_world_size = _variable("LOCAL_WORLD_SIZE")
     local = 1 if local_world_size is None else local_world_size
@@ -101,7 +106,7 @@ def place_of(rank: int | None, world_size: int | None, locality: Locality, local
         )
     if rank >= world_size:
         raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks count from 0")
-    return Place(rank=rank % local, world_size=local, machine=rank // local, machines=world_size // local)
+    return RankPlacement(rank=rank % local, world_size=local, machine=rank // local, machines=world_size // local)
 
 
 def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:

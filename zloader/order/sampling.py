@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
+from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
-from zloader.common.terms import Rows, require_count
 from zloader.order.permutation import key_of, permute, words_at
 from zloader.selecting.columns import Column
 

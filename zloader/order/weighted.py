@@ -13,10 +13,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common.checks import require_count
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
-from zloader.common.terms import Rows, require_count
 from zloader.order.draws import Codes, Draws, require_within
 from zloader.order.sampling import DEFAULT_BLOCK_SIZE, checked_once
 from zloader.selecting.columns import Column, ObsColumn, as_numbers

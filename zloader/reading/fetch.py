@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching import pages
+from zloader.caching import page_cache
 from zloader.common.errors import OptionError
-from zloader.common.terms import CsrArrays, FetchOptions, MinibatchArrays, Rows
+from zloader.common.options import FetchOptions
+from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.order.plan import Fetch
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
-from zloader.reading.parts import Part, opened_readers
+from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.reader import ArrayReader, Elements
-from zloader.reading.workshop import BufferPool, Counters, timed
+from zloader.reading.resources import BufferPool, Counters, timed
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes
 
@@ -45,7 +46,7 @@ class Recipe:
     and `genes` those it has, None for all. `sweeping` says that the fetches are those of a whole epoch.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[MatrixPart]
     columns: Callable[[], Mapping[str, ObsColumn]]
     dense: bool
     dtype: str
@@ -199,7 +200,7 @@ class FetchScheduler:
             rows = fetch.rows[here] - (self._ends[number] - part.matrix.n_rows)
             starts, stops = part.matrix.elements_of(rows, part.indptr)
             if part.indptr is not None:
-                pages.let_go(part.indptr)
+                page_cache.let_go(part.indptr)
             lengths[here] = stops - starts
             wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]
         return _Planned(fetch=fetch, at=at, wanted=wanted, lengths=lengths)
@@ -229,7 +230,7 @@ class FetchScheduler:
             obsm={name: array[rows] for name, array in self._obsm.items()},
         )
         for array in (*(column.values for column in self._columns.values()), *self._obsm.values()):
-            pages.let_go(array)
+            page_cache.let_go(array)
         return noted
 
     async def _emit(

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.terms import CsrArrays, MinibatchArrays, Rows
-from zloader.reading.limits import Limits, limits_of
+from zloader.common.records import CsrArrays, MinibatchArrays, Rows
+from zloader.reading.value_limits import Limits, limits_of
 from zloader.selecting.genes import ChosenGenes
 
 _MOST_INT32 = np.iinfo(np.int32).max

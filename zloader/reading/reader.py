@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.claims import Claims
+from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
 from zloader.common.errors import CorruptChunkError, MissingObjectError
-from zloader.common.terms import Rows, Span
-from zloader.reading.workshop import Workshop
+from zloader.common.records import Rows, Span
+from zloader.reading.resources import Resources
 from zloader.storage import blosc
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import (
@@ -91,11 +91,11 @@ class _Slots:
 class ArrayReader:
     """Loads the elements of rows of one array, each chunk once as long as there is a mirror to keep it."""
 
-    def __init__(self, layout: ArrayLayout, mirror: MirrorArray | None, claims: Claims | None, shop: Workshop) -> None:
-        """`claims` is the epoch's owner of claims on chunks of the mirror."""
+    def __init__(self, layout: ArrayLayout, mirror: MirrorArray | None, leases: Leases | None, shop: Resources) -> None:
+        """`leases` is the epoch's owner of leases on chunks of the mirror."""
         self._layout = layout
         self._mirror = mirror
-        self._owner = claims
+        self._owner = leases
         self._shop = shop
         self._decoder = Decoder(layout)
         self._indexes: dict[int, asyncio.Task[NDArray[np.uint64]]] = {}

@@ -11,7 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError, OptionError, ZloaderError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 
 
 @dataclass(frozen=True, kw_only=True)

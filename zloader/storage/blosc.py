@@ -17,7 +17,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 
 
 def _load() -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
-from zloader.common.terms import Rows, Span
+from zloader.common.records import Rows, Span
 
 ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that was never written
 

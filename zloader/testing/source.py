@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zloader.common.errors import ReadError
-from zloader.common.terms import Span
+from zloader.common.records import Span
 
 
 @dataclass(kw_only=True)

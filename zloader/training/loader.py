@@ -12,18 +12,20 @@ from typing import Any, Literal, NoReturn
 
 import torch.utils.data
 
+from zloader.common.checks import names_of, require_count, require_one_of
 from zloader.common.errors import ConcurrentUseError, OptionError
 from zloader.common.malloc import keep_freed_memory
-from zloader.common.terms import FetchOptions, MinibatchArrays, Statistics, names_of, require_count, require_one_of
+from zloader.common.options import FetchOptions
+from zloader.common.records import MinibatchArrays, Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.epochs import EpochCount
 from zloader.order.plan import Plan
-from zloader.order.ranks import Locality, Place, place_of
+from zloader.order.ranks import Locality, RankPlacement, place_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, bound, default_block_size, require_sampling, sized, stratified
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.workshop import BufferPool, Counters
+from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 
@@ -104,7 +106,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         require_sampling(sampling)
         self._sampling = sized(bound(sampling, self.dataset.obs_column), fetch_rows)
         self._epochs = EpochCount()
-        self._sent_from: Place | None = None  # of the process that pickled this loader
+        self._sent_from: RankPlacement | None = None  # of the process that pickled this loader
         self._own: Position | None = None  # of this worker, one of several, in the epoch that begins next
         self._current: _Record | None = None  # of the epoch that state_dict speaks of
         self._record = _Record(epoch=0)
@@ -132,7 +134,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             remainder=self.remainder,
         )
 
-    def _place(self) -> Place:
+    def _place(self) -> RankPlacement:
         if self._sent_from is not None and torch.utils.data.get_worker_info() is not None:
             return self._sent_from  # torch.distributed is initialised in the rank, not in its workers
         return place_of(self.rank, self.world_size, self.locality, self.local_world_size)

@@ -13,7 +13,7 @@ import scipy.sparse
 import torch
 
 from zloader.common.errors import OptionError
-from zloader.common.terms import CsrArrays, MinibatchArrays
+from zloader.common.records import CsrArrays, MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.table import as_scipy
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.checking.findings import Findings
 from zloader.conversion.checking.stored import StoredArray
 
@@ -44,7 +44,7 @@ class _Tally:
         return f"{self.first} (the first of {self.n})" if self.n > 1 else str(self.first)
 
 
-class IndptrCheck:
+class IndptrScan:
     """Looks at the chunks of an indptr in order."""
 
     def __init__(self, array: StoredArray, n_values: int, axis: str) -> None:

@@ -16,7 +16,7 @@ from zarr.storage import MemoryStore
 
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.progress import Bars
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.checking.differences import (
     Sparse,
     bits_differ,
@@ -31,7 +31,7 @@ from zloader.conversion.checking.hierarchy import Hierarchy
 from zloader.conversion.checking.stored import ElementStream, StoredArray
 from zloader.conversion.joining.content import Content, Selection
 from zloader.conversion.joining.shuffled import ShuffledContent, arranged
-from zloader.conversion.sources.anndatas import StoredInput
+from zloader.conversion.sources.anndata_input import StoredInput
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.windows import Advance, SourceMatrix
 from zloader.conversion.writing.elements import ElementWriter

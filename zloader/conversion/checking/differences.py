@@ -11,7 +11,7 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 
 _TEXT = "OUST"  # kinds of arrays that hold text
 _SHOWN = 60  # characters of a value

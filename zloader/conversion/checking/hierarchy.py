@@ -12,12 +12,12 @@ import zarr
 import zarr.errors
 from zarr.storage import StorePath
 
-from zloader.access.implied import stored_keys
-from zloader.access.listed import ListedStore
+from zloader.access.implied_objects import stored_keys
+from zloader.access.listed_store import ListedStore
 from zloader.common.errors import FormatError
 from zloader.conversion.checking.findings import Findings
-from zloader.conversion.writing.belongings import MARKER
-from zloader.conversion.writing.objects import translated
+from zloader.conversion.writing.object_writer import translated
+from zloader.conversion.writing.ownership import MARKER
 from zloader.dataset.dataset import Dataset
 from zloader.storage.metadata import matrix_shape
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
-from zloader.conversion.checking.canonical import GeneOrder, IndptrCheck, starts_by_piece
+from zloader.conversion.checking.canonical import GeneOrder, IndptrScan, starts_by_piece
 from zloader.conversion.checking.findings import Findings
 from zloader.conversion.checking.hierarchy import Hierarchy
 from zloader.conversion.checking.stored import StoredArray
@@ -51,7 +51,7 @@ class ChunkScan:
         shape = self._hierarchy.shape(path)
         by_rows = self._hierarchy.encoding(path) == "csr_matrix"
         axes = ("row", "gene") if by_rows else ("gene", "row")
-        check = IndptrCheck(indptr, indices.n_elements, axes[0])
+        check = IndptrScan(indptr, indices.n_elements, axes[0])
         for piece in range(indptr.n_pieces):  # in order, and before its indices, which only make sense with it
             self._read_piece(indptr, piece, check.look)
         check.report(self._findings)

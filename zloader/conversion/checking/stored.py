@@ -12,11 +12,11 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.implied import UNDECODABLE
+from zloader.access.implied_objects import UNDECODABLE
 from zloader.common.errors import CorruptChunkError, FormatError, ZloaderError
-from zloader.common.terms import MiB
+from zloader.common.options import MiB
 from zloader.conversion.checking.hierarchy import Hierarchy
-from zloader.conversion.writing.objects import translated
+from zloader.conversion.writing.object_writer import translated
 from zloader.conversion.writing.shards import scan_shard
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout

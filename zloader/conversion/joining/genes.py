@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from zloader.common.errors import OptionError, SourceError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.joining.problems import Problems, listed
 from zloader.conversion.sources.inputs import Input
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zloader.common.errors import OptionError, SourceError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.joining.genes import GeneAxis
 from zloader.conversion.joining.problems import Problems, by_source, listed, refuse_unknown
 from zloader.conversion.joining.selection import Selection
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
+from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.source import open_matrix
 from zloader.conversion.sources.windows import SourceMatrix
 
 _CHOOSE = "choose those that all sources have with {0}=[...] (--{0} a,b), [] for none"

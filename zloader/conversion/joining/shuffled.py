@@ -11,7 +11,7 @@ import pandas as pd
 import scipy.sparse
 
 from zloader.common.errors import OptionError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.joining.content import Content
 from zloader.conversion.sources.shuffle import ShuffledMatrix
 from zloader.conversion.sources.windows import SourceMatrix

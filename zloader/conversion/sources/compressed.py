@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.sources.nodes import Node
 
 _INDPTR_ROWS = 1 << 20  # entries of indptr held at once

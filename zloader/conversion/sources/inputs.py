@@ -14,12 +14,12 @@ import pandas as pd
 import scipy.sparse
 import zarr
 
-from zloader.access.implied import arrays_below, require_objects, stored_keys
-from zloader.access.listed import ListedStore
+from zloader.access.implied_objects import arrays_below, require_objects, stored_keys
+from zloader.access.listed_store import ListedStore
 from zloader.common.errors import OptionError, SourceError, ZloaderError
-from zloader.conversion.sources.anndatas import Input, MemoryInput, StoredInput
+from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
+from zloader.conversion.sources.locations import BlockCache, SourceLocation, places
 from zloader.conversion.sources.nodes import Node, reading
-from zloader.conversion.sources.places import BlockCache, Place, places
 from zloader.conversion.sources.tenx import MATRIX_FILES, is_10x, read_10x
 
 __all__ = ["Input", "Source", "open_inputs"]
@@ -73,7 +73,7 @@ def _tell_apart(inputs: list[Input]) -> None:
         taken.add(one.label)
 
 
-def _open(place: Place, cache: BlockCache) -> Iterator[Input]:
+def _open(place: SourceLocation, cache: BlockCache) -> Iterator[Input]:
     if place.has("zarr.json", ".zgroup"):
         yield from _open_zarr(place)
     elif place.entry()["type"] != "directory":
@@ -87,11 +87,11 @@ def _open(place: Place, cache: BlockCache) -> Iterator[Input]:
         )
 
 
-def _in_memory(place: Place, reader: str) -> Input:
+def _in_memory(place: SourceLocation, reader: str) -> Input:
     return MemoryInput(read_10x(place, reader), place.name, place.label, objects=place.objects())
 
 
-def _open_hdf5(place: Place, cache: BlockCache) -> Input:
+def _open_hdf5(place: SourceLocation, cache: BlockCache) -> Input:
     with contextlib.suppress(ImportError):
         importlib.import_module("hdf5plugin")  # makes blosc and other filters known to HDF5
     with reading(place.name, "cannot be opened"):
@@ -114,7 +114,7 @@ def _open_hdf5(place: Place, cache: BlockCache) -> Input:
     return found
 
 
-def _open_zarr(place: Place) -> list[Input]:
+def _open_zarr(place: SourceLocation) -> list[Input]:
     objects = place.objects()
     sizes = {key: size for key, size, _ in objects} if place.can_be_listed else {}
     store = ListedStore(place.zarr_store(), place.name, sizes, all_listed=place.can_be_listed)

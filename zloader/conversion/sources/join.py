@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.access.implied import undecodable_key
+from zloader.access.implied_objects import undecodable_key
 from zloader.common.errors import FormatError, SourceError, ZloaderError
 from zloader.conversion.sources.hdf5 import in_threads
 

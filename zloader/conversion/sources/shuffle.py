@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.terms import MiB, Rows
+from zloader.common.options import MiB
+from zloader.common.records import Rows
 from zloader.conversion.sources.compressed import split_rows
 from zloader.conversion.sources.spill import Spill, behind, rows_a_bucket, smallest_index
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window, skip_rows

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import StoreError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 
 _CUTS_HELD = 1 << 20  # 8 MiB of them at once
 

@@ -7,8 +7,8 @@ import warnings
 from typing import Any
 
 from zloader.common.errors import SourceError
+from zloader.conversion.sources.locations import SourceLocation
 from zloader.conversion.sources.nodes import Node, reading
-from zloader.conversion.sources.places import Place
 
 MATRIX_FILES = ("matrix.mtx", "matrix.mtx.gz")
 
@@ -19,7 +19,7 @@ def is_10x(file: Node) -> bool:
     return any(not group.is_array and "barcodes" in group and "indptr" in group for group in groups)
 
 
-def read_10x(place: Place, reader: str) -> Any:
+def read_10x(place: SourceLocation, reader: str) -> Any:
     """The whole matrix as an AnnData, through scanpy's `read_10x_h5` or `read_10x_mtx`.
 
     All features are kept, not gene expression alone, and gene names stay as they are, also when one comes twice.
@@ -34,7 +34,7 @@ def read_10x(place: Place, reader: str) -> Any:
         return getattr(scanpy, reader)(place.path, **keep_all)
 
 
-def _scanpy(place: Place) -> Any:
+def _scanpy(place: SourceLocation) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries, while they are imported
         try:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.sources.compressed import CompressedArrays, split_rows
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.spill import Spill, behind, rows_a_bucket, smallest_index

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 
 Advance = Callable[[int], None]  # takes the number of values done since it was last called
 

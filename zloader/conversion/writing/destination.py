@@ -22,7 +22,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
-from zloader.access.listed import METADATA, is_metadata
+from zloader.access.listed_store import METADATA, is_metadata
 from zloader.access.location import Location
 from zloader.common.errors import (
     AccessDeniedError,
@@ -33,9 +33,9 @@ from zloader.common.errors import (
     StoreNotFoundError,
 )
 from zloader.conversion.joining.problems import listed
-from zloader.conversion.writing.belongings import MARKER, is_litter, is_under_way, may_belong, strangers
-from zloader.conversion.writing.ending import Writes, in_full
-from zloader.conversion.writing.objects import ObjectWriter, create_object, delete_objects, translated
+from zloader.conversion.writing.object_writer import ObjectWriter, create_object, delete_objects, translated
+from zloader.conversion.writing.ownership import MARKER, is_litter, is_under_way, may_belong, strangers
+from zloader.conversion.writing.pending_writes import Writes, in_full
 
 _ROOT = "zarr.json"
 _NOTE = "A zloader conversion that has not ended: convert again, or go on with --resume."

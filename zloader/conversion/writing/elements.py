@@ -18,7 +18,7 @@ from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore
 
 from zloader.common.errors import SourceError, StoreError, ZloaderError
-from zloader.common.terms import MiB
+from zloader.common.options import MiB
 from zloader.conversion.joining.union import is_storable, kind_of, storable
 from zloader.conversion.sources.names import require_names
 from zloader.conversion.writing.encode import ConvertOptions, grid, zarr_codecs

@@ -21,8 +21,9 @@ from zarr.codecs import (
     Crc32cCodec,
 )  # zarr also turns off blosc's own threads, whose output is not repeatable
 
+from zloader.common.checks import parse_size, require_count, require_flag, require_one_of, require_whole
 from zloader.common.errors import OptionError
-from zloader.common.terms import MiB, parse_size, require_count, require_flag, require_one_of, require_whole
+from zloader.common.options import MiB
 from zloader.storage.layout import ABSENT
 
 CODECS = ("lz4", "zstd", "none")
@@ -138,14 +139,14 @@ def _checked(body: bytes) -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class ChunkGrid:
     """How an array is cut along its first axis: `chunk` and `shard` in elements (1-D) or rows; shard = n x chunk."""
 
     chunk: int
     shard: int
 
 
-def grid(length: int, *, chunk: int, item_bytes: int, shard_bytes: int) -> Grid:
+def grid(length: int, *, chunk: int, item_bytes: int, shard_bytes: int) -> ChunkGrid:
     """The grid of an array of `length` items: chunks of about `chunk` items, shards of up to about `shard_bytes`.
 
     `item_bytes` is an item decoded. Encoded shards come out at a third to the whole of `shard_bytes`: the grid has to
@@ -154,7 +155,9 @@ def grid(length: int, *, chunk: int, item_bytes: int, shard_bytes: int) -> Grid:
     chunk = max(1, min(chunk, length, min(_MAX_CHUNK_BYTES, shard_bytes) // max(1, item_bytes)))
     chunks = max(1, -(-length // chunk))
     shards = -(-chunks // max(1, shard_bytes // (chunk * max(1, item_bytes))))
-    return Grid(chunk=chunk, shard=chunk * -(-chunks // shards))  # shards of equal size, not a last one of leftovers
+    return ChunkGrid(
+        chunk=chunk, shard=chunk * -(-chunks // shards)
+    )  # shards of equal size, not a last one of leftovers
 
 
 def chunk_elements(chunk_rows: int, *, elements: int, rows: int) -> int:

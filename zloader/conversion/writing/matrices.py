@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from zloader.access.location import Location
 from zloader.common.errors import FormatError, ReadError, SourceError
 from zloader.common.progress import Bars
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
 from zloader.conversion.writing.encode import (
     ChunkEncoder,
+    ChunkGrid,
     ConvertOptions,
     DtypeScan,
-    Grid,
     chunk_elements,
     grid,
     smallest_integer,
 )
-from zloader.conversion.writing.objects import ObjectWriter
+from zloader.conversion.writing.object_writer import ObjectWriter
 from zloader.conversion.writing.shards import ShardWriter, Threads, read_shard, stored_layout
 
 _INDPTR_CHUNK = 1 << 16  # entries; it is read whole: chunks enough for several threads, each worth its call
@@ -119,7 +119,7 @@ class Target:
         name: str,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        cut: Grid,
+        cut: ChunkGrid,
         attributes: dict[str, Any] | None = None,
     ) -> zarr.Array[Any]:
         """An array cut along its first axis. Only metadata."""

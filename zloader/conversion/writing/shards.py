@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from zloader.access.location import Location
 from zloader.common.errors import CorruptChunkError, StoreError, TruncatedObjectError
-from zloader.common.terms import MiB
+from zloader.common.options import MiB
 from zloader.conversion.writing.encode import ChunkEncoder, shard_index
-from zloader.conversion.writing.ending import in_full
-from zloader.conversion.writing.objects import ObjectWriter, translated
+from zloader.conversion.writing.object_writer import ObjectWriter, translated
+from zloader.conversion.writing.pending_writes import in_full
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ABSENT, ArrayLayout
 from zloader.storage.metadata import layout_of

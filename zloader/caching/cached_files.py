@@ -16,8 +16,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.caches import Place
-from zloader.caching.drafts import draft_of, file_of, full_name
+from zloader.caching.atomic_files import draft_of, file_of, full_name
+from zloader.caching.directory import MirrorDirectory
 from zloader.common.errors import ZloaderError
 
 log = logging.getLogger("zloader")
@@ -26,7 +26,7 @@ _PIECE = 4 << 20  # bytes read at once to compare a checksum: through a map they
 
 
 def load_column(
-    place: Place, name: str, *, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
+    place: MirrorDirectory, name: str, *, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
 ) -> NDArray[Any] | None:
     """An array kept by `save_column`, mapped and read-only, or None where there is none to trust.
 
@@ -46,7 +46,7 @@ def load_column(
 
 
 def save_column(
-    place: Place, name: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
+    place: MirrorDirectory, name: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> NDArray[Any] | None:
     """Keeps an array that comes in windows of its first axis; gives it mapped, or None where it cannot be kept."""
 
@@ -61,7 +61,7 @@ def save_column(
     return load_column(place, name, shape=shape, dtype=dtype) if kept else None
 
 
-def load_object(place: Place, key: str, size: int | None = None) -> bytes | None:
+def load_object(place: MirrorDirectory, key: str, size: int | None = None) -> bytes | None:
     """The bytes of an object kept by `save_object`, or None where there are none to trust, or not `size` of them."""
     path = file_of(place.directory, key, "kept")
     if not _is_whole(place, path):
@@ -86,7 +86,7 @@ def read_object(directory: Path, key: str) -> bytes | None:
         return None
 
 
-def save_object(place: Place, key: str, content: bytes) -> None:
+def save_object(place: MirrorDirectory, key: str, content: bytes) -> None:
     """Keeps the bytes of an object."""
 
     def write(file: BinaryIO) -> None:
@@ -95,7 +95,7 @@ def save_object(place: Place, key: str, content: bytes) -> None:
     _keep(place, file_of(place.directory, key, "kept"), len(content) + 4, write)
 
 
-def _keep(place: Place, path: Path, n_bytes: int, write: Callable[[BinaryIO], None]) -> bool:
+def _keep(place: MirrorDirectory, path: Path, n_bytes: int, write: Callable[[BinaryIO], None]) -> bool:
     """Keeps what `write` writes, at most `n_bytes` with its checksum; says whether it could."""
     try:
         with draft_of(path) as draft:
@@ -137,7 +137,7 @@ def is_right(path: Path) -> bool:
         return _checksum(path, size - 4, full_name(path)) == int.from_bytes(file.read(4), "little")
 
 
-def _is_whole(place: Place, path: Path) -> bool:
+def _is_whole(place: MirrorDirectory, path: Path) -> bool:
     """Whether a file is there and right; looked at only where nobody has since it last changed."""
     try:
         if place.proof.holds(path):

@@ -18,10 +18,10 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.caches import MirrorEntry, is_of_this_version, misnamed
-from zloader.caching.kept import is_right
-from zloader.caching.proof import Proof
-from zloader.caching.sums import parse_sums
+from zloader.caching.cached_files import is_right
+from zloader.caching.checksums import parse_sums
+from zloader.caching.directory import MirrorEntry, is_of_this_version, misnamed
+from zloader.caching.verified import VerifiedMarks
 from zloader.common.errors import CacheError
 
 _PIECE = 4 << 20  # bytes read at once
@@ -31,7 +31,7 @@ _SUFFIXES = ("flat", "sums", "npy", "kept")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldArray:
+class ArrayInspection:
     """How much of one array is in a mirror; bytes are decoded."""
 
     chunks: int
@@ -41,13 +41,13 @@ class HeldArray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class MirrorInspection:
     """What a mirror holds: its `arrays` by name, so many `columns` and `objects` kept whole, and those files' bytes.
 
     Arrays of the store that were never used are not known to the mirror.
     """
 
-    arrays: Mapping[str, HeldArray]
+    arrays: Mapping[str, ArrayInspection]
     columns: int
     objects: int
     kept_bytes: int
@@ -73,7 +73,7 @@ class Held:
         return sum(array.bytes_held for array in self.arrays.values())
 
 
-def held(entry: MirrorEntry) -> Held:
+def held(entry: MirrorEntry) -> MirrorInspection:
     """What a mirror holds; nothing where it has been dropped. A damaged .sums file counts for nothing."""
     files = _files(entry.directory)
     arrays = {}
@@ -82,14 +82,14 @@ def held(entry: MirrorEntry) -> Held:
             with _opened(path, os.O_RDONLY) as file:
                 n_bytes, chunk_bytes, sums = parse_sums(path, _content(file))
             chunks = np.flatnonzero(sums >= 0)
-            arrays[_name(path)] = HeldArray(
+            arrays[_name(path)] = ArrayInspection(
                 chunks=len(sums),
                 chunks_held=len(chunks),
                 bytes_in_all=n_bytes,
                 bytes_held=int(_sizes(chunks, n_bytes, chunk_bytes).sum()),
             )
     kept_bytes = sum(map(_size, [*files["npy"], *files["kept"]]))
-    return Held(arrays=arrays, columns=len(files["npy"]), objects=len(files["kept"]), kept_bytes=kept_bytes)
+    return MirrorInspection(arrays=arrays, columns=len(files["npy"]), objects=len(files["kept"]), kept_bytes=kept_bytes)
 
 
 def verify(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
@@ -145,7 +145,7 @@ class _Check:
         for path in files["sums"]:
             self._check_array(path)
         self._check_kept([*files["npy"], *files["kept"]])
-        Proof(directory).note(path for path in self._right if path.exists())
+        VerifiedMarks(directory).note(path for path in self._right if path.exists())
 
     def _check_array(self, path: Path) -> None:
         with _opened(path, os.O_RDWR) as sums_file:

@@ -2,7 +2,7 @@
 
 A claim is a word in the place where a chunk's checksum will stand (mirror.py), and names its owner: a number that the
 owner holds a lock on in the file `owners`, for as long as it lives. The kernel releases the lock when the owner ends,
-however it ends; its claims then count for nothing. Owners look and claim one after another (`alone`). Claims only save
+however it ends; its claims then count for nothing. Owners look and claim one after another (`alone`). Leases only save
 work: where two bring a chunk after all, they write the same bytes.
 """
 
@@ -34,7 +34,7 @@ def _lock(kind: int, owner: int) -> bytes:
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, owner, 1, 0)
 
 
-class Claims:
+class Leases:
     """One owner of claims, alive until closed. Its locks belong to the open file, so that threads have their own."""
 
     def __init__(self, directory: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from zloader.common.errors import SourceError
-from zloader.common.terms import MiB
+from zloader.common.options import MiB
 from zloader.conversion.sources.compressed import CompressedArrays
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.transpose import CscMatrix

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.terms import FetchOptions, Source, Span
+from zloader.common.options import FetchOptions
+from zloader.common.records import ByteSource, Span
 from zloader.reading.bridge import ByteBudget
 
 Result = TypeVar("Result")
@@ -67,12 +68,12 @@ class BufferPool:
 
 
 @dataclass
-class Workshop:
+class Resources:
     """What all loads from one store share in an epoch."""
 
     url: str  # of the store, for messages
     options: FetchOptions
-    source: Source
+    source: ByteSource
     object_sizes: Mapping[str, int]
     counters: Counters
     threads: ThreadPoolExecutor

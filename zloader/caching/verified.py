@@ -14,12 +14,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from zloader.caching.drafts import write_whole
+from zloader.caching.atomic_files import write_whole
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Proof:
+class VerifiedMarks:
     """The notes on the files of one directory. What cannot be read or written counts as not known."""
 
     def __init__(self, directory: Path) -> None:

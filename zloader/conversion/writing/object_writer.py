@@ -19,7 +19,7 @@ from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCreden
 
 from zloader.access.location import Location
 from zloader.common.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.common.terms import MiB
+from zloader.common.options import MiB
 
 PARTIAL = ".partial"  # ends the name of a local file that is being written, by zarr as well
 _PART_BYTES = 16 * MiB  # S3 takes 5 MiB to 5 GiB, and at most 10 000 parts

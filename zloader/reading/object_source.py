@@ -14,11 +14,12 @@ import tensorstore as ts
 
 from zloader.access.kvstore import Credentials, kvstore_spec
 from zloader.access.location import Location
+from zloader.access.read_errors import MISSING, ReadFailure, cut_short, setback_of
 from zloader.access.retry import Retrier
-from zloader.access.setbacks import MISSING, Setback, cut_short, setback_of
-from zloader.access.stored import StoredObject
+from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import ForkError, StoreChangedError, StoreError
-from zloader.common.terms import FetchOptions, Span
+from zloader.common.options import FetchOptions
+from zloader.common.records import Span
 from zloader.reading.bridge import aside
 
 
@@ -57,7 +58,7 @@ class ObjectSource:
         kvstore = await self._opening
         return [kvstore.read(span.key, byte_range=slice(span.start, span.stop)) for span in spans]
 
-    async def outcome(self, span: Span, read: Any) -> bytes | Setback:
+    async def outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
         """What has come of a read that is done. Raises StoreChangedError."""
         if (error := read.exception()) is not None:
             return setback_of(str(error))

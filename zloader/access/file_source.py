@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 
-from zloader.access.disk import numbers_stay, stored_file
+from zloader.access.local_listing import numbers_stay, stored_file
 from zloader.access.location import Location
-from zloader.access.stored import StoredObject
+from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -24,7 +24,8 @@ from zloader.common.errors import (
     StoreError,
     TruncatedObjectError,
 )
-from zloader.common.terms import FetchOptions, Span
+from zloader.common.options import FetchOptions
+from zloader.common.records import Span
 
 
 class FileSource:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import SourceError, StoreError
 from zloader.conversion.sources.join import without_zeros
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
-from zloader.conversion.writing.fit import unfit
+from zloader.conversion.writing.appended_types import unfit
 from zloader.conversion.writing.matrices import MatrixScan, Target, row_ends
 from zloader.conversion.writing.shards import ShardWriter, read_shard, stored_layout
 

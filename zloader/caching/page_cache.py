@@ -20,7 +20,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 
 _TRIED = 16  # ranges
 _advise: Any = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))

@@ -19,7 +19,7 @@ _SHORT_ATTEMPTS = 3  # an answer of the wrong length, as often as this in all, i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setback:
+class ReadFailure:
     """An answer that was not the bytes asked for.
 
     `answer` is what the server or the connection said; `error` is what to raise, with `verdict` and `advice`, once
@@ -33,7 +33,7 @@ class Setback:
     attempts: int | None = None
 
 
-MISSING = Setback(
+MISSING = ReadFailure(
     answer="there is no such object",
     error=MissingObjectError,
     advice="Was the store changed or deleted?",
@@ -41,9 +41,9 @@ MISSING = Setback(
 )
 
 
-def cut_short(answer: str) -> Setback:
+def cut_short(answer: str) -> ReadFailure:
     """That an answer had fewer bytes than were asked for."""
-    return Setback(
+    return ReadFailure(
         answer=answer,
         error=TruncatedObjectError,
         advice="The object was cut short. Restore or convert the store again",
@@ -51,13 +51,13 @@ def cut_short(answer: str) -> Setback:
     )
 
 
-def setback_of(failure: str) -> Setback:
+def setback_of(failure: str) -> ReadFailure:
     """What a failure of TensorStore's, as it words it, amounts to."""
     status, code = failure.partition(":")[0], _CODE.search(failure)
     reason = " ".join(_DETAILS.split(_PREFIX.sub("", failure, count=1))[0].split())[:300]
     answer = f"{code[1]} {reason}" if code else reason
     if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or _REFUSED.search(reason):
-        return Setback(
+        return ReadFailure(
             answer=answer,
             error=AccessDeniedError,
             verdict="is not allowed",
@@ -65,10 +65,10 @@ def setback_of(failure: str) -> Setback:
             attempts=1,
         )
     if status in _PASSING:
-        return Setback(answer=answer)
+        return ReadFailure(answer=answer)
     if status == "OUT_OF_RANGE":
         return cut_short(answer)
     if "was ignored by server" in reason:
         advice = "Does a proxy in between drop the Range header?"
-        return Setback(answer=answer, advice=advice, attempts=_SHORT_ATTEMPTS)
-    return Setback(answer=answer, advice="It makes no sense to ask again", attempts=1)
+        return ReadFailure(answer=answer, advice=advice, attempts=_SHORT_ATTEMPTS)
+    return ReadFailure(answer=answer, advice="It makes no sense to ask again", attempts=1)

@@ -31,7 +31,7 @@ from zloader.common.errors import (
     TruncatedObjectError,
     ZloaderError,
 )
-from zloader.common.terms import MiB
+from zloader.common.options import MiB
 
 Objects = list[tuple[str, int, str]]  # relative name, bytes, and a tag that changes with the bytes
 
@@ -41,7 +41,7 @@ _SUFFIXES = (".h5ad", ".zarr", ".h5", ".hdf5")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SourceLocation:
     """One source: `path` on a fsspec `filesystem`, called `name` in messages.
 
     All methods raise AccessDeniedError, StoreNotFoundError or ReadError.
@@ -125,7 +125,7 @@ def _tag(entry: Mapping[str, Any]) -> str:
     return next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
 
 
-def places(source: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> list[Place]:
+def places(source: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> list[SourceLocation]:
     """The place that a path or URL names, or those that a glob matches, sorted.
 
     Raises StoreNotFoundError where a glob matches nothing, OptionError for a scheme that is not known.
@@ -148,10 +148,10 @@ def places(source: str | os.PathLike[str], storage_options: Mapping[str, Any]) -
     return [_place(one, storage_options) for one in found]
 
 
-def _place(text: str, storage_options: Mapping[str, Any]) -> Place:
+def _place(text: str, storage_options: Mapping[str, Any]) -> SourceLocation:
     if "://" not in text:
         path = str(Path(text).expanduser().absolute())
-        return Place(url=text, name=text, path=path, filesystem=Location(url=text).filesystem())
+        return SourceLocation(url=text, name=text, path=path, filesystem=Location(url=text).filesystem())
     name = _without_secrets(text)
     if text.startswith("s3://"):
         filesystem = Location(url=text, storage_options=storage_options).filesystem()
@@ -162,7 +162,7 @@ def _place(text: str, storage_options: Mapping[str, Any]) -> Place:
         except (ImportError, ValueError, TypeError) as error:
             raise OptionError(f"cannot open {name}: {error}") from error
         filesystem.invalidate_cache()
-    return Place(url=text, name=name, path=path, filesystem=filesystem, storage_options=dict(storage_options))
+    return SourceLocation(url=text, name=name, path=path, filesystem=filesystem, storage_options=dict(storage_options))
 
 
 def _without_secrets(url: str) -> str:
@@ -172,7 +172,7 @@ def _without_secrets(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _translated(place: Place) -> Iterator[None]:
+def _translated(place: SourceLocation) -> Iterator[None]:
     """Turns the errors of file systems and their clients into ours."""
     try:
         yield
@@ -194,7 +194,7 @@ def _translated(place: Place) -> Iterator[None]:
 class _RemoteStore(WrapperStore[Store]):
     """Raises our errors."""
 
-    def __init__(self, store: Store, place: Place) -> None:
+    def __init__(self, store: Store, place: SourceLocation) -> None:
         super().__init__(store)
         self._place = place
 
@@ -215,7 +215,7 @@ class BlockCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def read(self, place: Place, size: int, numbers: range) -> list[bytes]:
+    def read(self, place: SourceLocation, size: int, numbers: range) -> list[bytes]:
         """These blocks of a file of `size` bytes; those that are not held come at the same time.
 
         Where the block before them is held, the file is being read through: then those that follow come, too.
@@ -243,14 +243,14 @@ class BlockCache:
             self._blocks.popitem(last=False)
         return blocks
 
-    def _missing(self, place: Place, numbers: Iterable[int]) -> list[int]:
+    def _missing(self, place: SourceLocation, numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if (place.url, number) not in self._blocks]
 
 
 class RemoteFile(io.RawIOBase):
     """A remote file for h5py: seekable, read in blocks. Raises AccessDeniedError, StoreNotFoundError, ReadError."""
 
-    def __init__(self, place: Place, size: int, cache: BlockCache) -> None:
+    def __init__(self, place: SourceLocation, size: int, cache: BlockCache) -> None:
         self._place, self._size, self._cache, self._at = place, size, cache, 0
 
     def readable(self) -> bool:

@@ -16,9 +16,9 @@ import h5py
 import pandas as pd
 
 from zloader.common.errors import SourceError
+from zloader.conversion.sources.locations import Objects
 from zloader.conversion.sources.names import require_names, require_text
 from zloader.conversion.sources.nodes import Node, reading
-from zloader.conversion.sources.places import Objects
 from zloader.storage.metadata import stored_length
 
 _PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")

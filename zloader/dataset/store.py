@@ -22,19 +22,20 @@ import zarr
 import zarr.errors
 from numpy.typing import NDArray
 
-from zloader.access.files import FileSource
-from zloader.access.implied import UNDECODABLE, undecodable_key
-from zloader.access.listed import ListedStore
+from zloader.access.file_source import FileSource
+from zloader.access.implied_objects import UNDECODABLE, undecodable_key
+from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
-from zloader.access.stored import StoredObject, fingerprint, mirror_fingerprint
+from zloader.access.stored_objects import StoredObject, fingerprint, mirror_fingerprint
 from zloader.access.unconverted import refuse_unconverted
-from zloader.caching.kept import load_column, save_column
-from zloader.caching.keptstore import KeptStore, OfflineSource, keep_listing, kept_listing
+from zloader.caching.cached_files import load_column, save_column
+from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, keep_listing, kept_listing
 from zloader.caching.mirror import Mirror, open_mirror, open_place
 from zloader.common.errors import CacheError, FormatError, OptionError, ZloaderError
-from zloader.common.terms import Cache, FetchOptions, Source
-from zloader.reading.parts import Part
-from zloader.reading.store import ObjectSource
+from zloader.common.options import Cache, FetchOptions
+from zloader.common.records import ByteSource
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.object_source import ObjectSource
 from zloader.selecting.columns import as_names
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import IndptrCheck, layout_of, matrix_shape, stored_length
@@ -153,7 +154,7 @@ class OpenedStore:
         if self.place is None:
             store, location = self.location.zarr_store(read_only=True), self.location
             return ListedStore(store, location.url, self.object_sizes(), all_listed=not location.is_web)
-        return KeptStore(self.location, self.objects, self.place, offline=self.offline)
+        return CachedMetadataStore(self.location, self.objects, self.place, offline=self.offline)
 
     @cached_property
     def n_obs(self) -> int:
@@ -319,16 +320,16 @@ class OpenedStore:
         """Bytes of each stored object by key."""
         return self._sizes
 
-    def source(self, options: FetchOptions) -> Source:
+    def source(self, options: FetchOptions) -> ByteSource:
         """What reads the store's objects."""
         if self.offline:
             return OfflineSource(self.location.url)
         source = FileSource if self.location.scheme == "file" else ObjectSource
         return source(self.location, self.objects, options)
 
-    def part(self, matrix: MatrixLayout, options: FetchOptions) -> Part:
+    def part(self, matrix: MatrixLayout, options: FetchOptions) -> MatrixPart:
         """What a Recipe needs of a matrix."""
-        return Part(
+        return MatrixPart(
             url=self.location.url,
             matrix=matrix,
             indptr=self.indptr(matrix),

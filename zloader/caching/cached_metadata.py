@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.storage import MemoryStore
 
-from zloader.access.listed import ListedStore, is_metadata
+from zloader.access.listed_store import ListedStore, is_metadata
 from zloader.access.location import Location
-from zloader.access.stored import StoredObject
-from zloader.caching.caches import Place, mirrors
-from zloader.caching.kept import load_object, read_object, save_object
+from zloader.access.stored_objects import StoredObject
+from zloader.caching.cached_files import load_object, read_object, save_object
+from zloader.caching.directory import MirrorDirectory, mirrors
 from zloader.common.errors import CacheError, ReadError
-from zloader.common.terms import Span
+from zloader.common.records import Span
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
@@ -32,10 +32,12 @@ _MOST = 64 << 20  # bytes of an object that is read and kept whole
 _KEPT_OTHERWISE = re.compile(r"(^|/)indptr/|^obsm/")  # as columns
 
 
-class KeptStore(ListedStore):
+class CachedMetadataStore(ListedStore):
     """A zarr store, read through a mirror."""
 
-    def __init__(self, location: Location, objects: Mapping[str, StoredObject], place: Place, *, offline: bool) -> None:
+    def __init__(
+        self, location: Location, objects: Mapping[str, StoredObject], place: MirrorDirectory, *, offline: bool
+    ) -> None:
         store = MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True)
         sizes = {key: entry.size for key, entry in objects.items()}
         super().__init__(store, location.url, sizes, all_listed=offline or not location.is_web)
@@ -74,7 +76,7 @@ def _slice(byte_range: ByteRequest | None, size: int) -> slice:
     return slice(0, size)
 
 
-def keep_listing(place: Place, origin: str, objects: Mapping[str, StoredObject]) -> None:
+def keep_listing(place: MirrorDirectory, origin: str, objects: Mapping[str, StoredObject]) -> None:
     """Keeps what `kept_listing` gives."""
     if load_object(place, _LISTING) is None:
         listed = {key: [entry.size, entry.tag, entry.stamp] for key, entry in objects.items()}

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 import zarr
 import zarr.errors
 
-from zloader.access.listed import METADATA
+from zloader.access.listed_store import METADATA
 from zloader.access.location import Location
 from zloader.common.errors import StoreExistsError
-from zloader.conversion.writing.objects import PARTIAL, translated
+from zloader.conversion.writing.object_writer import PARTIAL, translated
 
 MARKER = "zloader.partial"
 _ELEMENTS = ("X", "raw", "obs", "var", "obsm", "varm", "obsp", "varp", "layers", "uns")

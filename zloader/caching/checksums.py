@@ -1,7 +1,7 @@
 """The file of words beside a mirrored array: what the array is, and of each chunk whether it is there.
 
 NAME.sums begins with a header of eight 64-bit words: the layout of the array, a hash of the file's full_name, and a
-checksum. Then comes one word a chunk: 0 while it is not there, a claim (claims.py) while somebody brings it, else its
+checksum. Then comes one word a chunk: 0 while it is not there, a claim (leases.py) while somebody brings it, else its
 crc32c with a bit above it.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.caches import Place
-from zloader.caching.drafts import draft_of, full_name
+from zloader.caching.atomic_files import draft_of, full_name
+from zloader.caching.directory import MirrorDirectory
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
 
@@ -85,7 +85,7 @@ def parse_sums(path: Path, stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
     return n_elements * itemsize, chunk_elements * itemsize, sums.view(np.int64)
 
 
-def mapped_words(place: Place, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
+def mapped_words(place: MirrorDirectory, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
     """The words of all chunks, shared with all who map them; a file for another array counts for nothing."""
     header = _header(path, layout)
     size = 8 * (_HEADER + layout.n_chunks)
@@ -116,7 +116,7 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _write_words(place: Place, path: Path, header: NDArray[np.uint64], size: int) -> None:
+def _write_words(place: MirrorDirectory, path: Path, header: NDArray[np.uint64], size: int) -> None:
     """A file of words that are all 0; one that was there for something else goes, since nothing in it counts."""
     with draft_of(path) as draft:
         with draft.open("wb") as file:

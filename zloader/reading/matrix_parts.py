@@ -11,15 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.mirror import Mirror
-from zloader.common.terms import FetchOptions, Source
+from zloader.common.options import FetchOptions
+from zloader.common.records import ByteSource
 from zloader.reading.bridge import ByteBudget
 from zloader.reading.reader import ArrayReader
-from zloader.reading.workshop import Counters, Workshop
+from zloader.reading.resources import Counters, Resources
 from zloader.storage.layout import MatrixLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MatrixPart:
     """One store's matrix: its rows are a run of the dataset's rows.
 
     `url` names the store in messages; `indptr` belongs to a CSR matrix; `object_sizes` gives the bytes of each stored
@@ -30,13 +31,13 @@ class Part:
     matrix: MatrixLayout
     indptr: NDArray[np.integer] | None
     object_sizes: Mapping[str, int]
-    source: Source
+    source: ByteSource
     mirror: Mirror | None
 
 
 @contextlib.contextmanager
 def opened_readers(
-    parts: Sequence[Part], options: FetchOptions, counters: Counters, *, sweeping: bool
+    parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: bool
 ) -> Iterator[list[list[ArrayReader]]]:
     """The readers of each part's arrays, which share threads and one bound on the bytes in flight.
 
@@ -49,7 +50,7 @@ def opened_readers(
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         readers = []
         for part in parts:
-            shop = Workshop(
+            shop = Resources(
                 url=part.url,
                 options=options,
                 source=part.source,
@@ -59,9 +60,9 @@ def opened_readers(
                 in_flight=in_flight,
                 sweeping=sweeping,
             )
-            mirrored, claims = {}, None
+            mirrored, leases = {}, None
             if part.mirror is not None:
                 stack.callback(part.mirror.note)
-                mirrored, claims = part.mirror.arrays, stack.enter_context(contextlib.closing(part.mirror.claims()))
-            readers.append([ArrayReader(array, mirrored.get(array.path), claims, shop) for array in part.matrix.arrays])
+                mirrored, leases = part.mirror.arrays, stack.enter_context(contextlib.closing(part.mirror.leases()))
+            readers.append([ArrayReader(array, mirrored.get(array.path), leases, shop) for array in part.matrix.arrays])
         yield readers

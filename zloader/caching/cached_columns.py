@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from zloader.caching.caches import Place
-from zloader.caching.kept import load_column, load_object, save_column, save_object
+from zloader.caching.cached_files import load_column, load_object, save_column, save_object
+from zloader.caching.directory import MirrorDirectory
 from zloader.selecting.columns import ObsColumn
 
 
-def load_obs(place: Place, name: str, n_rows: int) -> ObsColumn | None:
+def load_obs(place: MirrorDirectory, name: str, n_rows: int) -> ObsColumn | None:
     """A column of so many rows kept by `save_obs`, or None where there is none to trust."""
     described = load_object(place, f"/obs/{name}")
     values = None if described is None else load_column(place, f"/obs/{name}", shape=(n_rows,))
@@ -24,7 +24,7 @@ def load_obs(place: Place, name: str, n_rows: int) -> ObsColumn | None:
     return ObsColumn(values=values, categories=categories, from_strings=noted["from_strings"])
 
 
-def save_obs(place: Place, name: str, column: ObsColumn) -> ObsColumn:
+def save_obs(place: MirrorDirectory, name: str, column: ObsColumn) -> ObsColumn:
     """Keeps a column, and gives it as it is kept; as it was where its labels are of a kind that is not kept."""
     labels = None if column.categories is None else column.categories.tolist()
     if labels is not None and not all(type(label) in (str, int, bool) for label in labels):

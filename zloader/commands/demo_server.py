@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workplace:
+class DemoServer:
     """The directory that all of the demo's files are in, and the server that runs in it."""
 
     directory: Path
@@ -25,7 +25,7 @@ class Workplace:
 
 
 @contextlib.contextmanager
-def workplace(*, keep: bool) -> Iterator[Workplace]:
+def workplace(*, keep: bool) -> Iterator[DemoServer]:
     """A running S3 server in a temporary directory. Both are gone afterwards.
 
     With `keep` the directory stays, unless what was done here failed or was interrupted.
@@ -36,13 +36,13 @@ def workplace(*, keep: bool) -> Iterator[Workplace]:
     try:
         with _own_environment(directory):
             server.start()
-            yield Workplace(directory=directory, server=server)
+            yield DemoServer(directory=directory, server=server)
         finished = True
     finally:
         _clear_up(directory, server, keep=keep and finished)
 
 
-def write_access(place: Workplace) -> Path:
+def write_access(place: DemoServer) -> Path:
     """A shell script, mode 0600, that sets the AWS_* variables for those who go on with a kept server."""
     path = place.directory / "access.sh"
     path.touch(mode=0o600)

@@ -6,7 +6,7 @@
         mirror.json             which store that is, its FINGERPRINT again, and when the mirror was begun
         users                   locked (shared) by all who use the mirror; its time is that of the last use
         stale                   there once other objects were found at the store's URL
-        owners                  see claims.py
+        owners                  see leases.py
         proved.json             see proof.py
         NAME.flat, NAME.sums    see mirror.py
         NAME.npy, NAME.kept     see kept.py
@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from zloader.caching.drafts import write_whole
-from zloader.caching.private import require_private, require_safe
-from zloader.caching.proof import Proof
+from zloader.caching.atomic_files import write_whole
+from zloader.caching.permissions import require_private, require_safe
+from zloader.caching.verified import VerifiedMarks
 from zloader.common.errors import CacheError
-from zloader.common.terms import Cache
+from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
 
@@ -46,7 +46,7 @@ _OURS = re.compile(r".+\.(flat|sums|npy|kept|draft)|mirror\.json|users|stale|own
 _SLACK = 256 * 1024  # bytes below a limit that are left to directories, and to what lies beside the elements
 
 
-class Place:
+class MirrorDirectory:
     """The directory of one store's mirror, made where it is not there, and in use as long as this object lives.
 
     Raises OSError where it cannot be made or is another store's, PermissionError where others may have written to it.
@@ -60,7 +60,7 @@ class Place:
         self._users = self._begin_use()
         self._describe(fingerprint, url)
         self.room = Room(cache)
-        self.proof = Proof(self.directory)
+        self.proof = VerifiedMarks(self.directory)
 
     def _begin_use(self) -> int:
         """The open file `users`, locked: whoever drops mirrors leaves those alone that are in use."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zloader.access.stored import TRUSTED_SINCE, StoredObject
+from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
 
 # File systems whose inode numbers stay (magic numbers of statfs(2)). Others may number a file anew when it is looked up
 # again, as FUSE and exFAT do.

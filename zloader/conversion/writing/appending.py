@@ -12,23 +12,23 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.implied import implied_keys, members_of, require_objects
+from zloader.access.implied_objects import implied_keys, members_of, require_objects
 from zloader.common.errors import FormatError, SourceError, StoreError
-from zloader.common.terms import Rows
+from zloader.common.records import Rows
 from zloader.conversion.joining.content import Content, Selection
 from zloader.conversion.joining.genes import GeneRule
 from zloader.conversion.joining.problems import Problems, listed
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.windows import SourceMatrix
+from zloader.conversion.writing.appended_types import addition
 from zloader.conversion.writing.encode import CODECS, zarr_codecs
-from zloader.conversion.writing.fit import addition
 from zloader.dataset.dataset import Dataset
 
 TOGETHER = "convert all sources together"
 
 
-class Growth:
+class AppendPlan:
     """A store that is to grow, as it was before. Raises FormatError or StoreError when it cannot."""
 
     def __init__(self, dataset: Dataset) -> None:
