@@ -1,26 +1,29 @@
-"""`zloader convert` beside the other ways to make such a store, in turns; its memory at two sizes; and into S3.
+"""Times `zloader convert` against other converters, measures its peak memory at two sizes, and times it into S3.
 
     python benchmarks/convert.py FILE.h5ad [--turns 3] [--memory 1GiB] [--only NAME...] [--python python3.12]
     python benchmarks/convert.py FILE.h5ad --s3
     python benchmarks/convert.py --scale 30000 --memory 1GiB
 
-FILE is a CSR .h5ad, for example that of `python benchmarks/synthetic.py tahoe.h5ad --rows 100000`. It is read once
-before the first turn, so that all find it in the page cache, and what one wrote is on the disk (or gone) before the
-next begins; nobody waits for the disk in his own time. Memory is touched before each run (see rivals.touch).
+FILE is a CSR .h5ad file, for example from `python benchmarks/synthetic.py tahoe.h5ad --rows 100000`. The converters
+take turns. FILE is read once before the first turn, so that every converter finds it in the page cache. Each output is
+synced to disk or deleted before the next run begins, so no run waits for the writes of another. Memory is touched
+before each run (see rivals.touch).
 
-Each conversion is a process of its own. wall, CPU and peak memory (resident set) are the operating system's figures for
-that whole process, starting Python and importing included; `call` is what the conversion alone took, by its own clock.
-Where one starts processes itself, the peak is that of the largest. The last columns say how many times as quick zloader
-is, like with like: the median of the turns' ratios. After each one the store is checked: number of rows and values,
-each row's name once (in the source's order where it was not shuffled), and the values of some rows.
+Each conversion runs in its own process. wall, CPU and peak memory (resident set) are the operating system's figures for
+the whole process, including starting Python and importing. `call` is the time of the conversion alone, by the
+converter's own clock. If a converter starts processes, its peak is that of the largest process. The last two columns
+are the speedups of zloader, shuffled against shuffled and plain against plain: the median of the ratios per turn. Each
+store is checked: the number of rows and values, that every row name occurs once (in the source's order unless
+shuffled), and the values of some rows.
 
---scale makes a file of so many rows and one of ten times as many, and measures the peak for both: CSR, shuffled, and
-CSC (which is made by the script). It ends with status 1 where a peak is beyond --memory. --s3 takes turns at
-converting to disk, into a real S3 server (SeaweedFS on loopback, on the same cores), and uploading the finished store
-with s3fs: where uploading overlaps with encoding, the second takes less than the sum of the others.
+--scale writes a file with the given number of rows and one with ten times as many, and measures the peak memory for
+both: CSR, CSR shuffled, and CSC (which the script makes). The exit status is 1 if a peak exceeds --memory. --s3 takes
+turns at converting to disk, converting into a real S3 server (SeaweedFS on loopback, on the same cores), and uploading
+the finished store with s3fs. If uploading overlaps with encoding, converting into S3 takes less time than the other two
+together.
 
-Needs some five times FILE's size on the disk of --work (make it no tmpfs: what lies there counts as memory). The last
-line is one JSON document.
+Needs about five times the size of FILE on the disk of --work. That directory must not be a tmpfs, because files there
+count as memory. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Little is imported here, because a process's peak memory counts from that of the one that started it.
+# Few imports here: a child process starts with the peak memory of its parent.
 import rivals
 from rivals import (
     COLUMNS,
     Figures,
-    apart,
     columns,
+    in_new_process,
     measured,
     median,
     ratio,
@@ -61,20 +64,20 @@ HERE = Path(__file__).resolve().parent
 ZLOADER = Path(sys.executable).with_name("zloader")
 GROWTH = 10
 _CHECKED_ROWS = 16
-_TOUCHED = 4  # times the file: what the hungriest rival needs
+_TOUCHED = 4  # times the size of FILE: the memory of the largest rival
 
 
 # ---- one conversion
 
 
 def zloader(source: Path, dest: Path | str, *, memory: str | None, shuffle: bool = False) -> list[str]:
-    """The command; without `memory` the bound is zloader's own default."""
+    """The command line. Without `memory`, zloader's default limit applies."""
     command = [str(ZLOADER), "convert", str(source), str(dest), "--json"]
     return command + ["--shuffle", "0"] * shuffle + (["--memory", memory] if memory else [])
 
 
 def size_of(source: Path) -> tuple[int, int]:
-    """Rows and values of X."""
+    """The number of rows and of values in X."""
     import h5py
 
     with h5py.File(source) as file:
@@ -82,7 +85,7 @@ def size_of(source: Path) -> tuple[int, int]:
 
 
 def check(source: Path, store: Path, in_order: bool) -> None:
-    """Ends with an AssertionError where the store, or annbatch's collection of stores, does not hold the CSR file."""
+    """Raises AssertionError if the store, or annbatch's collection of stores, differs from the CSR file."""
     import anndata
     import h5py
     import numpy as np
@@ -97,8 +100,8 @@ def check(source: Path, store: Path, in_order: bool) -> None:
         found = np.concatenate(names)
         assert len(found) == len(expected), f"{len(found)} rows instead of {len(expected)}"
         order = expected.index.get_indexer(found)
-        assert np.array_equal(np.sort(order), np.arange(len(order))), "rows are missing, or there twice"
-        assert np.array_equal(order, np.arange(len(order))) == in_order, "the order is not the one asked for"
+        assert np.array_equal(np.sort(order), np.arange(len(order))), "rows are missing or duplicated"
+        assert np.array_equal(order, np.arange(len(order))) == in_order, "the rows are in the wrong order"
         n_values = sum(int(part["X/indptr"][-1]) for part in parts)
         assert n_values == file["X/data"].shape[0], f"{n_values} values instead of {file['X/data'].shape[0]}"
         for part, here in zip(parts, names, strict=True):
@@ -106,14 +109,14 @@ def check(source: Path, store: Path, in_order: bool) -> None:
             for row in np.linspace(0, len(here) - 1, _CHECKED_ROWS).astype(int).tolist():
                 at = int(expected.index.get_loc(here[row]))
                 one, other = (scipy.sparse.csr_matrix(x[i : i + 1]) for x, i in ((stored, row), (matrix, at)))
-                assert (one != other).nnz == 0, f"row {here[row]} has other values"
+                assert (one != other).nnz == 0, f"the values of row {here[row]} differ"
 
 
-# ---- side by side
+# ---- comparison of converters
 
 
 def contenders(source: Path, options: argparse.Namespace) -> dict[str, Callable[[Path], list[str | Path]]]:
-    """What makes a store of the source at a path, by name."""
+    """The command of each converter, by name, as a function of the destination."""
     script, source = HERE / "rivals.py", source.absolute()
     annbatch = rivals.environment("annbatch", python=options.python, directory=options.environments)
 
@@ -133,23 +136,23 @@ def contenders(source: Path, options: argparse.Namespace) -> dict[str, Callable[
 
 
 def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
-    """Runs the turns; prints the table."""
+    """Runs the turns and prints the table."""
     commands = contenders(options.file, options)
-    rows, values = apart(size_of, options.file)
+    rows, values = in_new_process(size_of, options.file)
     read_through(options.file)
     runs: dict[str, list[Figures]] = {name: [] for name in commands}
     for turn in range(options.turns):
         for name, command in commands.items():
             store = work / f"{name}.zarr"
-            apart(touch, _TOUCHED * options.file.stat().st_size)
+            in_new_process(touch, _TOUCHED * options.file.stat().st_size)
             figures = measured(command(store), work=work)
-            apart(check, options.file, store, "shuffled" not in name)
+            in_new_process(check, options.file, store, "shuffled" not in name)
             figures["stored_bytes"] = stored_bytes(store)
             shutil.rmtree(store)
             runs[name].append(figures)
             print(f"turn {turn + 1}: {name}: {figures['wall_s']:.2f} s", file=sys.stderr)
     print(f"{rows:,} rows, {values:,} values, {options.file.stat().st_size / 1e6:,.0f} MB; {options.turns} turns\n")
-    header = ["", *COLUMNS, "stored MB", "zloader is", "its call is"]
+    header = ["", *COLUMNS, "stored MB", "zloader speedup", "call speedup"]
     lines = []
     for name, turns in runs.items():
         ours = runs.get("zloader-shuffled" if "shuffled" in name else "zloader", [])
@@ -163,8 +166,8 @@ def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
 
 
 def scale(options: argparse.Namespace, work: Path) -> Figures:
-    """The peak for a file and one ten times larger, by kind of input."""
-    limit = apart(parse_size, options.memory)
+    """Peak memory for a file and one ten times larger, by kind of input."""
+    limit = in_new_process(parse_size, options.memory)
     sizes = [options.scale, GROWTH * options.scale]
     runs: dict[str, list[Figures]] = {"CSR": [], "CSR, shuffled": [], "CSC": []}
     for rows in sizes:
@@ -174,13 +177,13 @@ def scale(options: argparse.Namespace, work: Path) -> Figures:
         )
         runs["CSR"].append(scaled(csr, csr, options, work))
         runs["CSR, shuffled"].append(scaled(csr, csr, options, work, shuffle=True))
-        apart(write_csc, csr, csc)
+        in_new_process(write_csc, csr, csc)
         runs["CSC"].append(scaled(csc, csr, options, work))
         csr.unlink()
         csc.unlink()
     peaks = {kind: [run["peak_bytes"] for run in figures] for kind, figures in runs.items()}
     print(f"{sizes[0]:,} and {sizes[1]:,} rows, --memory {options.memory} ({limit / 1e6:,.0f} MB)\n")
-    header = ["", *(f"{what} at {rows:,}" for rows in sizes for what in ("MB in", "cells/s", "peak MB")), "peak grows"]
+    header = ["", *(f"{what} at {rows:,}" for rows in sizes for what in ("MB in", "cells/s", "peak MB")), "peak ratio"]
     lines = []
     for kind, figures in runs.items():
         cells = [
@@ -195,18 +198,18 @@ def scale(options: argparse.Namespace, work: Path) -> Figures:
 
 
 def scaled(source: Path, csr: Path, options: argparse.Namespace, work: Path, *, shuffle: bool = False) -> Figures:
-    """One conversion, checked against the CSR file of the same values."""
+    """Runs one conversion and checks it against the CSR file with the same values."""
     store = work / "scaled.zarr"
     figures = measured(zloader(source, store, memory=options.memory, shuffle=shuffle), work=work)
-    apart(check, csr, store, not shuffle)
+    in_new_process(check, csr, store, not shuffle)
     shutil.rmtree(store)
-    rows, _ = apart(size_of, csr)
-    print(f"{source.name}, {rows} rows: {figures['peak_bytes'] / 1e6:.0f} MB at the peak", file=sys.stderr)
+    rows, _ = in_new_process(size_of, csr)
+    print(f"{source.name}, {rows} rows: {figures['peak_bytes'] / 1e6:.0f} MB peak", file=sys.stderr)
     return {**figures, "rows": rows, "bytes_in": source.stat().st_size}
 
 
 def write_csc(source: Path, dest: Path) -> None:
-    """Writes the same file with X as CSC; holds that whole in memory (8 bytes a value)."""
+    """Writes the same file with X as CSC, which is held in memory (8 bytes per value)."""
     import h5py
     import numpy as np
     import scipy.sparse
@@ -225,21 +228,21 @@ def write_csc(source: Path, dest: Path) -> None:
         ends = np.concatenate([[0], np.cumsum(lengths)])
         group.create_dataset("indptr", data=ends)
         rows, values = np.empty(ends[-1], np.int32), np.empty(ends[-1], file["X/data"].dtype)
-        place = ends[:-1].copy()  # where the next value of each gene goes
+        position = ends[:-1].copy()  # of the next value of each gene
         for start, span in zip(starts, spans, strict=True):
             here = indptr[start : start + window + 1] - span.start
             part = scipy.sparse.csr_matrix((file["X/data"][span], file["X/indices"][span], here)).tocsc()
             counts = np.diff(part.indptr)
-            at = np.repeat(place[: len(counts)] - part.indptr[:-1], counts) + np.arange(part.nnz)
+            at = np.repeat(position[: len(counts)] - part.indptr[:-1], counts) + np.arange(part.nnz)
             rows[at], values[at] = part.indices + start, part.data
-            place[: len(counts)] += counts
+            position[: len(counts)] += counts
         group.create_dataset("indices", data=rows)
         group.create_dataset("data", data=values)
 
 
 def parse_size(size: str) -> int:
-    """As zloader reads it."""
-    from zloader.conversion.writing.encode import parse_size as parsed
+    """Bytes, parsed as zloader does."""
+    from zloader.common.checks import parse_size as parsed
 
     return parsed(size)
 
@@ -248,8 +251,8 @@ def parse_size(size: str) -> int:
 
 
 def to_s3(options: argparse.Namespace, work: Path) -> Figures:
-    """Conversions to disk and into S3, and uploads of what is on the disk, in turns."""
-    rows, _ = apart(size_of, options.file)
+    """Conversions to disk, conversions into S3, and uploads of the store on disk, in turns."""
+    rows, _ = in_new_process(size_of, options.file)
     read_through(options.file)
     runs: dict[str, list[Figures]] = {"to disk": [], "to S3": [], "upload alone": []}
     store = work / "local.zarr"
@@ -259,9 +262,9 @@ def to_s3(options: argparse.Namespace, work: Path) -> Figures:
             environment = {"AWS_ACCESS_KEY_ID": keys["key"], "AWS_SECRET_ACCESS_KEY": keys["secret"]}
             command = [*zloader(options.file, f"{url}bench.zarr", memory=options.memory), "--endpoint-url", endpoint]
             runs["to S3"].append(measured(command, work=work, env=environment))
-            here, there = stored_bytes(store), apart(s3_bytes, keys, f"{url}bench.zarr")
+            here, there = stored_bytes(store), in_new_process(s3_bytes, keys, f"{url}bench.zarr")
             assert here == there, f"{there} bytes on S3, {here} on disk"
-            runs["upload alone"].append(apart(upload, keys, store, f"{url}copy.zarr"))
+            runs["upload alone"].append(in_new_process(upload, keys, store, f"{url}copy.zarr"))
             shutil.rmtree(store)
         print(f"turn {turn + 1}: {runs['to S3'][-1]['wall_s']:.2f} s", file=sys.stderr)
     print(f"{rows:,} rows, {here / 1e6:,.0f} MB stored; {options.turns} turns\n")
@@ -276,7 +279,7 @@ def to_s3(options: argparse.Namespace, work: Path) -> Figures:
 
 @contextlib.contextmanager
 def server(directory: Path) -> Iterator[tuple[str, Figures, str]]:
-    """A bucket's URL, the options of s3fs for it, and its endpoint; the server is in a process of its own."""
+    """Starts an S3 server in a new process. Yields the URL of a bucket, the s3fs options for it, and the endpoint."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(directory, theirs))
@@ -307,7 +310,7 @@ def s3_bytes(storage_options: Figures, url: str) -> int:
 
 
 def upload(storage_options: Figures, store: Path, url: str) -> Figures:
-    """Copies a store with s3fs; figures of this process, as `measured` gives them."""
+    """Uploads a store with s3fs. Returns figures of this process like those of `measured`."""
     import s3fs
 
     began = time.perf_counter()
@@ -321,17 +324,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--memory", help="zloader's, such as 1GiB (default: its own)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the table's first column")
-    parser.add_argument("--scale", type=int, metavar="ROWS", help="peaks for a file of ROWS and one ten times larger")
-    parser.add_argument("--s3", action="store_true", help="into a real S3 server")
-    parser.add_argument("--work", type=Path, help="directory to write to (default: a temporary one)")
+    parser.add_argument("--memory", help="memory limit of zloader, such as 1GiB (default: zloader's own)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="run only these converters (names: first column of the table)",
+    )
+    parser.add_argument(
+        "--scale", type=int, metavar="ROWS", help="peak memory for a file of ROWS rows and one ten times larger"
+    )
+    parser.add_argument("--s3", action="store_true", help="convert into a real S3 server")
+    parser.add_argument("--work", type=Path, help="directory to write to (default: a temporary directory)")
     rivals.add_options(parser)
     options = parser.parse_args()
     if options.file is None and options.scale is None:
-        parser.error("give a file, or --scale")
+        parser.error("give FILE or --scale")
     if options.scale and not options.memory:
-        parser.error("--scale needs the bound to hold: give --memory")
+        parser.error("--scale checks the peak against a limit: give --memory")
     what = scale if options.scale else to_s3 if options.s3 else side_by_side
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         figures = what(options, Path(directory))

@@ -1,27 +1,28 @@
-"""Cold and warm epochs from a local store, beside the limit that decoding sets.
+"""Cold and warm epochs from a local store, compared with the limit that decoding sets.
 
     python benchmarks/epochs.py STORE [--epochs 5] [--cloud] [--batch-size 64 --block-size 64 --fetch-factor 256]
 
-STORE is an AnnData Zarr on a local disk, for example that of
+STORE is an AnnData Zarr store on a local disk, for example from
 
     python benchmarks/synthetic.py /tmp/tahoe.h5ad --rows 100000 && zloader convert /tmp/tahoe.h5ad /tmp/tahoe.zarr
 
-What is measured, in turns, so that a change of the machine's speed hits all alike:
+The four measurements take turns, so that changes in the machine's speed affect all of them alike:
 
-- decode: numcodecs alone over the chunks of one epoch, from memory, in as many threads as the loader uses. Nothing that
-  reads from this store without a mirror can be faster.
-- cold: an epoch without a mirror. Every block's edge chunks are decoded again, since they are shared with blocks of
-  other fetches: with blocks of 64 rows and chunks of 32, 1.5 times the store.
-- filling: an epoch into an empty mirror. Every chunk is read and decoded once, then also checksummed and written.
-- warm: an epoch from the full mirror. Nothing is decoded; the bound is memory bandwidth: 3 bytes a value are read and
-  12 written.
+- decode: numcodecs alone over the chunks of one epoch, from memory, with as many threads as the loader. This is an
+  upper limit for every reader of this store without a mirror.
+- cold: an epoch without a mirror. Blocks of different fetches share edge chunks, which are decoded once per fetch. With
+  blocks of 64 rows and chunks of 32, that is 1.5 times the store.
+- filling: an epoch into an empty mirror. Every chunk is read and decoded once, and also checksummed and written.
+- warm: an epoch from the full mirror. Nothing is decoded. The limit is memory bandwidth: 3 bytes per value are read and
+  12 are written.
 
-With --cloud the store is served over loopback by a simulated S3 (30 ms to the first byte, log-normal with sigma 0.3;
-80 MB/s a connection; 400 MB/s in all), in a process of its own; "link" is then what 400 MB/s allow for a cold epoch's
-bytes. Its folder's name serves as the bucket, so it must be a valid one.
+With --cloud, the store is served over loopback by a simulated S3 server in its own process: 30 ms to the first byte
+(log-normal with sigma 0.3), 80 MB/s per connection, 400 MB/s in total. "link" is then the rate that 400 MB/s allow for
+the bytes of a cold epoch. The name of the store's folder serves as the bucket, so it must be a valid bucket name.
 
-The consumer takes every minibatch (torch CSR, one obs column, the index) and does nothing with it. Read from the page
-cache: one pass is thrown away first. The last line is one JSON document with all figures and their medians.
+The consumer takes every minibatch (torch CSR, one obs column, the index) and does nothing with it. One epoch is
+discarded first, so that the files are in the page cache. The last line is one JSON document with all figures and their
+medians.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ import zloader as zl
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, chunk_spans, chunks_of
 
-_TOUCHED = 4 << 30  # before cold and filling epochs, which take most memory: see rivals.touch
+_TOUCHED = 4 << 30  # bytes, before cold and filling epochs, which need the most memory; see rivals.touch
 
 
 def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
@@ -70,7 +71,7 @@ def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
 
 
 def decode_seconds(loader: zl.Loader, stored: dict[str, list[np.ndarray]]) -> float:
-    """Seconds to decode what one epoch of `loader` decodes without a mirror, and nothing else."""
+    """Seconds for decoding alone, of the chunks that one epoch of `loader` decodes without a mirror."""
     dataset, plan = loader.dataset, loader.plan(0)
     matrix = dataset.matrix()
     indptr = dataset.indptr(matrix)
@@ -102,10 +103,10 @@ CLOUD = {"--ttfb-ms": "30", "--ttfb-sigma": "0.3", "--conn-mbps": "80", "--total
 
 @contextlib.contextmanager
 def served(store: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """URL and storage options of the store behind a simulated S3."""
+    """Serves the store through a simulated S3 server. Yields its URL and storage options."""
     root, bucket = store.absolute().parent.parent, store.absolute().parent.name
-    shape = [part for option in CLOUD.items() for part in option]
-    command = [sys.executable, "-m", "zloader.testing.s3sim", "--root", str(root), *shape]
+    arguments = [part for option in CLOUD.items() for part in option]
+    command = [sys.executable, "-m", "zloader.testing.s3sim", "--root", str(root), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -116,7 +117,7 @@ def served(store: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class _PerThread:
-    """One chunk's worth of memory for each thread."""
+    """A buffer of one chunk per thread."""
 
     def __init__(self, layout: ArrayLayout) -> None:
         self._layout, self._own = layout, {}
@@ -129,7 +130,7 @@ class _PerThread:
 
 
 def epoch_seconds(loader: zl.Loader) -> float:
-    """Seconds of one epoch, and a check that no row was lost."""
+    """Seconds of one epoch. Checks the number of rows."""
     before = time.perf_counter()
     rows = sum(len(minibatch) for minibatch in loader)
     seconds = time.perf_counter() - before
@@ -145,10 +146,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--fetch-factor", type=int, default=256)
-    parser.add_argument("--cloud", action="store_true", help="through a simulated S3")
-    parser.add_argument("--cache", type=Path, help="directory for the mirrors (default: a temporary one)")
+    parser.add_argument("--cloud", action="store_true", help="read through a simulated S3 server")
+    parser.add_argument("--cache", type=Path, help="directory for the mirrors (default: a temporary directory)")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the consumer here only takes; a trainer would compute elsewhere
+    torch.set_num_threads(1)  # the consumer does not compute; a real trainer would use a GPU
     with contextlib.ExitStack() as stack:
         url, storage_options = str(options.store), None
         if options.cloud:
@@ -169,7 +170,7 @@ def measure(options: argparse.Namespace, url: str, storage_options: dict[str, An
     plain, mirrored = loader_of(None), loader_of(directory / "warm")
     stored = {layout.path: chunk_bytes(options.store, layout) for layout in plain.dataset.matrix().arrays}
     for loader in (plain, mirrored):
-        epoch_seconds(loader)  # compiles, reads the store into the page cache, fills the mirror
+        epoch_seconds(loader)  # compiles, reads the store into the page cache and fills the mirror
     seconds: dict[str, list[float]] = {"decode": [], "cold": [], "filling": [], "warm": []}
     for turn in range(options.epochs):
         seconds["decode"].append(decode_seconds(plain, stored))

@@ -1,10 +1,11 @@
-"""Does annbatch's Loader give the rows that went into a store of ours? In an environment of its own.
+"""Checks that annbatch's Loader returns the rows that zloader wrote. annbatch runs in its own environment.
 
     python benchmarks/interoperability.py FILE.h5ad [--python python3.12]
 
-Converts FILE (CSR) with each codec, shuffled and with its dtypes kept, goes through each store once with annbatch
-(shuffled, minibatches of 512, plain zarr and the zarrs pipeline), and holds every row's values, indices and obs name
-against FILE. Ends with status 1 and says where they differ. The last line is one JSON document.
+Converts FILE (CSR) with each codec, shuffled, and with its dtypes preserved. Then annbatch reads each store once
+(shuffled, minibatches of 512 rows, with plain zarr and with the zarrs pipeline), and the values, indices and obs name
+of every row are compared with FILE. If any differ, the script prints where, and its exit status is 1. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VARIANTS = {
 
 
 def read_with_annbatch(file: str, store: str, pipeline: str) -> dict[str, int]:
-    """Rows and values that annbatch gave; raises AssertionError where they differ from the file's."""
+    """The number of rows and values that annbatch returned. Raises AssertionError if they differ from the file."""
     import annbatch
     import anndata as ad
     import numpy as np
@@ -55,15 +56,15 @@ def read_with_annbatch(file: str, store: str, pipeline: str) -> dict[str, int]:
         seen.append(rows)
         values += theirs.nnz
     rows = np.concatenate(seen)
-    assert np.array_equal(np.sort(rows), np.arange(wanted.n_obs)), "not every row came once"
+    assert np.array_equal(np.sort(rows), np.arange(wanted.n_obs)), "rows are missing or duplicated"
     return {"rows": len(rows), "values": values}
 
 
 def main() -> None:
-    """Converts, reads, and prints a line for each store."""
+    """Converts, reads, and prints one line per store and pipeline."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--python", help="an interpreter of at least 3.12 for annbatch's environment")
+    parser.add_argument("--python", help="Python interpreter (3.12 or newer) for annbatch's environment")
     parser.add_argument("--read", nargs=2, metavar=("STORE", "PIPELINE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:

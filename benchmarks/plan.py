@@ -1,12 +1,12 @@
-"""What planning a fetch costs, in time and memory, for every sampling.
+"""The time and memory that planning a fetch takes, for every sampling.
 
     python benchmarks/plan.py [--rows 100000000] [--turns 30]
 
-A fetch is 16 384 rows: at 500 000 rows/s, a warm epoch on two cores, one is needed every 33 ms. A plan is arithmetic,
-so that its cost must not grow with the dataset; what does grow with it are the tables of weighted samplings, and their
-search misses the cache some ten times for each draw. Labels are 20 classes, mixed, the k-th 1/k as frequent as the
-first. "made" is the time that making the sampling takes; "peak" the most that Python and NumPy hold at once while a
-fetch is planned, beside what the sampling holds. The last line is one JSON document.
+A fetch has 16 384 rows. A warm epoch on two cores runs at 500 000 rows/s, so it needs a fetch every 33 ms. A plan is
+arithmetic, so its cost must not grow with the dataset. Only the tables of weighted samplings grow with the dataset, and
+searching one takes about ten cache misses per draw. The labels are 20 classes in random order; class k is 1/k as
+frequent as the first. "made" is the time to construct the sampling. "peak" is the most memory that Python and NumPy
+allocate while planning a fetch, not counting the sampling itself. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ MAKERS: dict[str, Callable[[Callable[[str], ObsColumn], Any], Sampling]] = {
 
 
 def measured(name: str, make: Callable[[], Sampling], rows: int, turns: int) -> Figures:
-    """The figures of one sampling; everything is compiled before."""
+    """The figures of one sampling. Everything must have been compiled before."""
     begun = time.perf_counter()
     sampling = make()
     made_s = time.perf_counter() - begun
     plan = Plan(dataset_rows=rows, sampling=sampling, batch_size=64, fetch_factor=256)
     numbers = itertools.cycle(range(0, plan.n_fetches, max(1, plan.n_fetches // 61)))
     plan.fetch(next(numbers))
-    taken = []
+    milliseconds = []
     for _ in range(turns):
         begun = time.perf_counter()
         plan.fetch(next(numbers))
-        taken.append(1e3 * (time.perf_counter() - begun))
+        milliseconds.append(1e3 * (time.perf_counter() - begun))
     tracemalloc.start()
     plan.fetch(next(numbers))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {
         "sampling": name,
-        "ms a fetch": round(statistics.median(taken), 2),
-        "fastest": round(min(taken), 2),
+        "ms a fetch": round(statistics.median(milliseconds), 2),
+        "fastest": round(min(milliseconds), 2),
         "peak MB": round(peak / 1e6, 1),
         "made s": round(made_s, 2),
     }

@@ -1,6 +1,6 @@
-"""Byte ranges of files, the ways of reading them (ways.py says which there are), and what is in the page cache.
+"""Byte ranges of files, ways to read them (listed in ways.py), and the state of the page cache.
 
-What threads do here is compiled, and calls the C library without Python's lock: it is the disk that is measured.
+The threads run compiled code that calls the C library without the GIL, so that the disk is measured and not Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rivals import Figures
 import zloader as zl
 
 SEQUENTIAL_BYTES = 1 << 20
-Share = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # offsets and sizes of ranges, fetch by fetch
+Share = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # offsets and sizes of ranges, per fetch
 WAYS = ("pread", "pread, advised", "map", "map, random", "map, advised", "map, random, advised")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,12 +43,12 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _WILLNEED = os.POSIX_FADV_WILLNEED
 
 
-# ---- what a thread does, without Python's lock
+# ---- compiled code of a thread, without the GIL
 
 
 @numba.njit(nogil=True)
 def _read(file: int, offsets: NDArray[Any], sizes: NDArray[Any], at: NDArray[Any], buffer: NDArray[Any]) -> bool:
-    """Reads range i to `buffer[at[i]:]`; whether all was there."""
+    """Reads range i to `buffer[at[i]:]`. Returns False if a range could not be read in full."""
     for i in range(len(offsets)):
         done = 0
         while done < sizes[i]:
@@ -67,19 +67,19 @@ def _advise(file: int, offsets: NDArray[Any], sizes: NDArray[Any]) -> None:
 
 @numba.njit(nogil=True)
 def _copy(source: NDArray[Any], offsets: NDArray[Any], sizes: NDArray[Any], out: NDArray[Any]) -> int:
-    """Copies each range to `out`; gives the sum of their last bytes, to compare the ways."""
+    """Copies each range to `out`. Returns the sum of their last bytes, as a checksum to compare the ways."""
     total = 0
     for i in range(len(offsets)):
-        taken = source[offsets[i] : offsets[i] + sizes[i]]
-        for j in range(len(taken)):
-            out[j] = taken[j]
-        total += out[len(taken) - 1]
+        found = source[offsets[i] : offsets[i] + sizes[i]]
+        for j in range(len(found)):
+            out[j] = found[j]
+        total += out[len(found) - 1]
     return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """Byte ranges of one file, in the order in which they are read; `fetches` cuts them into those read together."""
+    """Byte ranges of one file in reading order. Fetch i has the ranges `fetches[i]` to `fetches[i + 1]`."""
 
     path: Path
     offsets: NDArray[np.int64]
@@ -91,7 +91,7 @@ class Ranges:
         return int(self.sizes.sum())
 
     def share(self, thread: int, n_threads: int) -> Share:
-        """What one of some threads takes of each fetch."""
+        """The ranges of each fetch that thread number `thread` reads."""
         pairs = zip(self.fetches[:-1].tolist(), self.fetches[1:].tolist(), strict=True)
         cuts = [slice(first + thread, last, n_threads) for first, last in pairs]
         return [(self.offsets[cut], self.sizes[cut]) for cut in cuts]
@@ -106,8 +106,8 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def _ahead(file: int, share: Share, *, advised: bool) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The ranges of each fetch; where they are to be advised, those of the next one are by then."""
+def _per_fetch(file: int, share: Share, *, advised: bool) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yields the ranges of each fetch. With `advised`, the kernel has been advised of the next fetch by then."""
     if advised and share:
         _advise(file, *share[0])
     for number, here in enumerate(share):
@@ -116,15 +116,15 @@ def _ahead(file: int, share: Share, *, advised: bool) -> Iterator[tuple[NDArray[
         yield here
 
 
-def _take_mapped(file: int, source: NDArray[Any], share: Share, *, advised: bool) -> int:
+def _copy_mapped(file: int, source: NDArray[Any], share: Share, *, advised: bool) -> int:
     out = np.empty(max(int(sizes.max(initial=1)) for _, sizes in share), np.uint8)
-    return sum(_copy(source, *ranges, out) for ranges in _ahead(file, share, advised=advised))
+    return sum(_copy(source, *ranges, out) for ranges in _per_fetch(file, share, advised=advised))
 
 
-def _take_read(file: int, buffer: NDArray[Any], share: Share, *, advised: bool) -> int:
+def _read_and_copy(file: int, buffer: NDArray[Any], share: Share, *, advised: bool) -> int:
     out = np.empty(max(int(sizes.max(initial=1)) for _, sizes in share), np.uint8)
     total = 0
-    for offsets, sizes in _ahead(file, share, advised=advised):
+    for offsets, sizes in _per_fetch(file, share, advised=advised):
         at = np.cumsum(sizes) - sizes
         if not _read(file, offsets, sizes, at, buffer):
             raise OSError("a range could not be read")
@@ -133,32 +133,32 @@ def _take_read(file: int, buffer: NDArray[Any], share: Share, *, advised: bool) 
 
 
 @contextlib.contextmanager
-def taking(way: str, ranges: Ranges, threads: int) -> Iterator[Callable[[], Figures]]:
-    """A function that takes all ranges in one of WAYS, and gives its seconds and what is the same for all ways."""
+def reading(way: str, ranges: Ranges, threads: int) -> Iterator[Callable[[], Figures]]:
+    """Yields a function that reads all ranges in one of WAYS and returns its seconds and the checksum."""
     shares = [ranges.share(thread, threads) for thread in range(threads)]
     advised = "advised" in way
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_opened(ranges.path))
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         if way.startswith("map"):
-            mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)  # goes when nothing refers to it
+            mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)  # closed by garbage collection
             if "random" in way:
                 mapping.madvise(mmap.MADV_RANDOM)
             sources = [np.frombuffer(mapping, np.uint8)] * threads
         else:
             sources = [np.ones(max(int(sizes.sum()) for _, sizes in share), np.uint8) for share in shares]
-        function = functools.partial(_take_mapped if way.startswith("map") else _take_read, file, advised=advised)
+        function = functools.partial(_copy_mapped if way.startswith("map") else _read_and_copy, file, advised=advised)
 
-        def take() -> Figures:
+        def read() -> Figures:
             began = time.perf_counter()
             total = sum(pool.map(function, sources, shares))
             return {"seconds": time.perf_counter() - began, "total": total}
 
-        yield take
+        yield read
 
 
 def sequential(path: Path, threads: int) -> Ranges:
-    """All of a file, 1 MiB after 1 MiB; threads take turns."""
+    """The whole file in steps of 1 MiB, dealt to the threads in turns."""
     size = path.stat().st_size
     offsets = np.arange(0, size, SEQUENTIAL_BYTES, dtype=np.int64)
     sizes = np.minimum(SEQUENTIAL_BYTES, size - offsets)
@@ -167,7 +167,7 @@ def sequential(path: Path, threads: int) -> Ranges:
 
 
 def mirrored(loader: zl.Loader, mirror: Path, *, epoch: int) -> list[Ranges]:
-    """The ranges that an epoch takes of the file of each of a store's arrays; rows that follow one another are one."""
+    """The ranges that an epoch reads from the mirror file of each array. Consecutive rows form one range."""
     dataset, plan = loader.dataset, loader.plan(epoch)
     matrix = dataset.matrix()
     indptr = dataset.indptr(matrix)
@@ -190,18 +190,18 @@ def mirrored(loader: zl.Loader, mirror: Path, *, epoch: int) -> list[Ranges]:
 
 
 def drop(paths: Sequence[Path]) -> None:
-    """Has the kernel forget files that this process and others do not have mapped now; raises where it did not."""
+    """Drops files from the page cache. Raises RuntimeError if pages remain, for example of a mapped file."""
     for path in paths:
         with _opened(path) as file:
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     left = sum(map(cached_bytes, paths))
     if left > 0.01 * sum(path.stat().st_size for path in paths) + (1 << 20):
-        raise RuntimeError(f"{left / 1e6:.0f} MB stay in the page cache: does another process have them mapped?")
+        raise RuntimeError(f"{left / 1e6:.0f} MB remain in the page cache: does another process have the files mapped?")
 
 
 def cached_bytes(path: Path) -> int:
-    """Bytes of a file that are in the page cache."""
+    """The bytes of a file that are in the page cache."""
     size = path.stat().st_size
     if not size:
         return 0
@@ -215,7 +215,7 @@ def cached_bytes(path: Path) -> int:
 
 
 def unmap_pages(below: Path) -> None:
-    """Lets go of the pages of mapped files that this process has touched, so that `drop` can drop them."""
+    """Unmaps the touched pages of mapped files below a directory, so that `drop` can evict them."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, *_, path = line.split(maxsplit=5)
         if path.startswith(f"{below}{os.sep}"):

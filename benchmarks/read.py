@@ -1,38 +1,39 @@
-"""Reading side by side: zloader and annbatch, epoch by epoch in turns; and zloader's own store against its targets.
+"""Compares the reading speed of zloader and annbatch, and measures zloader's own store against its targets.
 
     python benchmarks/read.py STORE ANNBATCH_STORE [--epochs 5] [--cloud] [--shapes 512x32,64x256,32x512]
     python benchmarks/read.py STORE --own [--epochs 5] [--cloud]
 
-STORE is zloader's, ANNBATCH_STORE annbatch's collection of the same rows; for example
+STORE is a zloader store, ANNBATCH_STORE an annbatch collection of the same rows. For example:
 
     python benchmarks/synthetic.py tahoe.h5ad --rows 100000 && zloader convert tahoe.h5ad atlas/tahoe.zarr
     $(python benchmarks/rivals.py make annbatch) benchmarks/rivals.py write annbatch-shuffled-zarrs \\
         tahoe.h5ad atlas/annbatch.zarr
 
-Each side is a process of its own (readers.py says how it is set up and what it gives) that idles while another has its
-turn: zloader and annbatch from annbatch's store, zloader from its own, without a mirror, so that every epoch is cold.
-The store is read through before each, to be in the page cache; one epoch is thrown away. A shape is annbatch's
-chunk_size x preload_nchunks; zloader takes blocks of chunk_size rows and as many of them a fetch. The last columns say
-how many times as quick a side is: the median of the turns' ratios, and their range. Memory is the peak of the resident
-set; zloader's process holds torch, annbatch's not.
+The sides take turns, one epoch at a time. Each side is its own process (readers.py describes its settings and output)
+that idles during the turns of the others: annbatch and zloader on annbatch's store, and zloader on its own store,
+without a mirror, so that every epoch is cold. The store is read through before each epoch, so that it is in the page
+cache. The first epoch is discarded. A shape is annbatch's chunk_size x preload_nchunks; zloader uses blocks of
+chunk_size rows and preload_nchunks blocks per fetch. The last columns are speedups: the median of the ratios per turn,
+and their range. Memory is the peak resident set. It includes torch for zloader, and not for annbatch.
 
-annbatch allocates every load anew, 100 MB at a time, and a virtual machine may have to get such memory from its host
-first (see rivals.touch), the more so the more others take. zloader keeps freed memory (FetchOptions.tune_malloc);
-"memory kept" is annbatch with glibc told to do the same, which its documentation does not ask for.
+annbatch allocates new memory for every load, 100 MB at a time. A virtual machine may first have to get that memory from
+its host (see rivals.touch), which takes longer when other machines use more of it. zloader keeps freed memory
+(FetchOptions.tune_malloc). "memory kept" is annbatch with glibc set to keep freed memory too, which its documentation
+does not ask for.
 
-With --cloud all are behind a simulated S3 (epochs.py has its speed), one a store; GETs and MB are its own count of an
-epoch, all requests included. A store's folder serves as the bucket. zloader then also reads annbatch's store into an
-empty mirror, from opening it on.
+With --cloud, each store is served by its own simulated S3 server (epochs.py has its speed). GETs and MB are the
+server's counts per epoch, including all requests. A store's folder serves as the bucket. zloader then also reads
+annbatch's store into an empty mirror, and that time includes opening the store.
 
---own measures, from STORE in the cloud or on disk, blocks of 64 rows in fetches of 16 384:
+--own measures STORE, on disk or in the cloud, with blocks of 64 rows in fetches of 16 384 rows:
 
-- decode, cold and filling epochs (as epochs.py has them) in turns; the filling one starts with opening the store, and
-  its bytes over the link's limit are the share of the link it used, from opening to its end. Its GETs and bytes stand
-  beside those that the plan says (zloader.cost).
-- a filling epoch for a consumer that takes 3 ms a minibatch: what it waits after the first fetch.
-- three epochs of one loader for a consumer that stalls for 3 s, three times each: peak memory above what the process
-  held before, beside what FetchOptions allow: in_flight_bytes + ready_bytes + (prefetch + 1) decoded fetches, counted
-  as the values of their rows, and as the whole chunks that these lie in.
+- decode, cold and filling epochs (see epochs.py) in turns. A filling epoch includes opening the store. Its bytes
+  divided by the link's limit give the share of the link that it used. Its GETs and bytes are printed beside those that
+  the plan predicts (zloader.dataset.cost).
+- a filling epoch for a consumer that takes 3 ms per minibatch: how long the consumer waits after the first fetch.
+- three epochs of one loader for a consumer that stalls for 3 s, three times per epoch: the peak memory above the
+  memory before, beside the limit that FetchOptions set: in_flight_bytes + ready_bytes + (prefetch + 1) decoded fetches,
+  counted both as the values of their rows and as the whole chunks that contain those rows.
 
 The last line is one JSON document.
 """
@@ -74,19 +75,19 @@ _HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a store is read from: a path, or a simulated S3 of its own."""
+class StoreLocation:
+    """Where a store is read from: a path, or its own simulated S3 server."""
 
     store: Path
     url: str
     storage_options: Figures | None
 
     def options(self) -> Figures:
-        """What a reader is told of it."""
+        """The options of a reader for this location."""
         return {"store": self.url} | ({"storage_options": self.storage_options} if self.storage_options else {})
 
     def counted(self, epoch: Callable[[], Figures]) -> Figures:
-        """The figures of an epoch of a store in the page cache, with what the server counted meanwhile."""
+        """Runs an epoch with the store in the page cache. Adds the server's counts to its figures."""
         for path in self.store.rglob("*"):
             if path.is_file():
                 rivals.read_through(path)
@@ -98,55 +99,55 @@ class Place:
         requests = {"requests": counts["requests"], "served_bytes": counts["bytes_out"]}
         return {**figures, **requests, "most_at_once": counts["peak_active"]}
 
-    def _ask(self, what: str, method: str = "GET") -> Figures:
+    def _ask(self, command: str, method: str = "GET") -> Figures:
         assert self.storage_options
-        request = urllib.request.Request(f"{self.storage_options['endpoint_url']}/__sim/{what}", method=method)
+        request = urllib.request.Request(f"{self.storage_options['endpoint_url']}/__sim/{command}", method=method)
         with urllib.request.urlopen(request) as answer:
             return dict(json.load(answer))
 
 
 @contextlib.contextmanager
-def place(store: Path, *, cloud: bool) -> Iterator[Place]:
-    """A store as the readers find it."""
+def store_location(store: Path, *, cloud: bool) -> Iterator[StoreLocation]:
+    """Yields the location of a store, and serves it if `cloud`."""
     if not cloud:
-        yield Place(store=store, url=str(store.absolute()), storage_options=None)
+        yield StoreLocation(store=store, url=str(store.absolute()), storage_options=None)
         return
     with served(store) as (url, storage_options):
-        yield Place(store=store, url=url, storage_options=storage_options)
+        yield StoreLocation(store=store, url=url, storage_options=storage_options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
     """A process of readers.py that reads one store."""
 
-    place: Place
+    location: StoreLocation
     process: subprocess.Popen[str]
     errors: Path
 
     def epoch(self, **request: Any) -> Figures:
-        """Has it go through one epoch, with the place's files in the page cache."""
-        return self.place.counted(lambda: self.ask(**request))
+        """Runs one epoch with the store in the page cache."""
+        return self.location.counted(lambda: self.ask(**request))
 
     def ask(self, **request: Any) -> Figures:
-        """Has it go through one epoch, with the page cache as it is."""
+        """Runs one epoch with the page cache as it is."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
-            self.process.wait()  # it says why last
-            sys.exit(f"the process of {self.place.url} ended:\n{self.errors.read_text()[-4000:]}")
+            self.process.wait()  # the last lines of stderr give the reason
+            sys.exit(f"the reader of {self.location.url} failed:\n{self.errors.read_text()[-4000:]}")
         return dict(json.loads(answer))
 
 
 @contextlib.contextmanager
-def reader(name: str, python: str | Path, source: Place, options: Figures, work: Path) -> Iterator[Reader]:
-    """Starts one, and ends it; its name begins with what reads."""
-    what = name.split(",")[0]
-    errors = work / f"{what}.txt"
+def reader(name: str, python: str | Path, source: StoreLocation, options: Figures, work: Path) -> Iterator[Reader]:
+    """Starts a reader and ends it with the context. The first part of `name` selects the reader of readers.py."""
+    kind = name.split(",")[0]
+    errors = work / f"{kind}.txt"
     env = os.environ | (KEPT if "kept" in name else {})
-    command = [python, _HERE / "readers.py", what, json.dumps({**source.options(), **options})]
+    command = [python, _HERE / "readers.py", kind, json.dumps({**source.options(), **options})]
     with (
         errors.open("a") as stderr,
         subprocess.Popen(
@@ -154,12 +155,12 @@ def reader(name: str, python: str | Path, source: Place, options: Figures, work:
         ) as process,
     ):
         try:
-            yield Reader(place=source, process=process, errors=errors)
+            yield Reader(location=source, process=process, errors=errors)
         finally:
             process.terminate()
 
 
-# ---- side by side
+# ---- comparison with annbatch
 
 COLUMNS = ("rows/s", "(range)", "first s", "user s", "system s", "peak MB", "GETs", "MB")
 RIVALS = ("annbatch", "annbatch, memory kept")
@@ -172,17 +173,17 @@ KEPT = {
 
 
 def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
-    """Runs the turns of every shape; prints the table."""
+    """Runs the turns of every shape and prints the table."""
     annbatch = rivals.environment("annbatch", python=options.python, directory=options.environments)
-    rows, column = described(options.store)
+    rows, column = rows_and_column(options.store)
     runs: dict[str, dict[str, list[Figures]]] = {}
     lines = [["", *COLUMNS, *(cell for name in RIVALS for cell in (f"x {name}", "(range)"))]]
     for chunk_size, preload_nchunks in options.shapes:
         asked = {"chunk_size": chunk_size, "preload_nchunks": preload_nchunks, "obs": column}
         with contextlib.ExitStack() as stack:
-            theirs = stack.enter_context(place(options.annbatch_store, cloud=options.cloud))
-            ours = stack.enter_context(place(options.store, cloud=options.cloud))
-            sides: dict[str, tuple[str | Path, Place]] = dict.fromkeys(RIVALS, (annbatch, theirs))
+            theirs = stack.enter_context(store_location(options.annbatch_store, cloud=options.cloud))
+            ours = stack.enter_context(store_location(options.store, cloud=options.cloud))
+            sides: dict[str, tuple[str | Path, StoreLocation]] = dict.fromkeys(RIVALS, (annbatch, theirs))
             sides |= {"zloader": (sys.executable, theirs), "zloader, own store": (sys.executable, ours)}
             readers = {
                 name: stack.enter_context(reader(name, python, source, asked, work))
@@ -192,14 +193,14 @@ def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
             if options.cloud:
                 epochs["zloader, empty mirror"] = functools.partial(filling_epoch, readers["zloader"], work)
             shape = f"{chunk_size} x {preload_nchunks}"
-            runs[shape] = in_turns(epochs, options.epochs, rows=rows, what=shape)
+            runs[shape] = in_turns(epochs, options.epochs, rows=rows, label=shape)
         lines += [[f"{shape}, {name}", *cells(runs[shape], name)] for name in runs[shape]]
     table(lines)
     return {"rows": rows, "runs": runs}
 
 
 def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:
-    """An epoch into a mirror that is empty before it, and gone after it."""
+    """Runs an epoch into an empty mirror, and deletes the mirror afterwards."""
     mirror = work / "mirror"
     try:
         return reader.epoch(mirror=str(mirror), **request)
@@ -208,11 +209,11 @@ def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:
 
 
 def in_turns(
-    sides: Mapping[str, Callable[[], Figures]], epochs: int, *, rows: int | None, what: str
+    sides: Mapping[str, Callable[[], Figures]], epochs: int, *, rows: int | None, label: str
 ) -> dict[str, list[Figures]]:
-    """Figures of each side's epochs, one thrown away; every other turn goes backwards.
+    """Runs the epochs of all sides in turns, every other turn in reverse order. The first epoch is discarded.
 
-    `rows` is what each epoch must have, None where they differ.
+    `rows` is the required number of rows per epoch, None if it differs between sides.
     """
     for side in sides.values():
         side()
@@ -220,26 +221,26 @@ def in_turns(
     for turn in range(epochs):
         for name in list(sides)[:: -1 if turn % 2 else 1]:
             figures = sides[name]()
-            assert rows in (None, figures.get("rows", rows)), f"{name} gave {figures['rows']} rows of {rows}"
+            assert rows in (None, figures.get("rows", rows)), f"{name} returned {figures['rows']} of {rows} rows"
             runs[name].append(figures)
-        said = ", ".join(f"{name} {runs[name][-1]['seconds']:.2f} s" for name in sides)
-        print(f"{what}, turn {turn + 1}: {said}", file=sys.stderr)
+        seconds = ", ".join(f"{name} {runs[name][-1]['seconds']:.2f} s" for name in sides)
+        print(f"{label}, turn {turn + 1}: {seconds}", file=sys.stderr)
     return runs
 
 
 def cells(runs: Mapping[str, Sequence[Figures]], name: str) -> list[str]:
-    """The cells of one side: those below COLUMNS, and how many times as quick as each rival it is."""
+    """The cells of one side: those of COLUMNS, and its speedup over each rival."""
     ours = runs[name]
     counted = "requests" in ours[0]
     found = [
-        *ranged(list(map(rows_per_s, ours)), "{:,.0f}"),
+        *median_and_range(list(map(rows_per_s, ours)), "{:,.0f}"),
         *(f"{median(ours, key):.2f}" for key in ("first_minibatch_s", "user_s", "system_s")),
         f"{max(run['peak_bytes'] for run in ours) / 1e6:,.0f}",
         f"{median(ours, 'requests'):,.0f}" if counted else "",
         f"{median(ours, 'served_bytes') / 1e6:,.0f}" if counted else "",
     ]
     for theirs in (runs[rival] for rival in RIVALS if rival in runs):
-        found += ranged(as_quick(ours, theirs), "{:.2f}")
+        found += median_and_range(speedups(ours, theirs), "{:.2f}")
     return found
 
 
@@ -248,34 +249,34 @@ def rows_per_s(run: Figures) -> float:
     return float(run["rows"] / run["seconds"])
 
 
-def as_quick(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[float]:
-    """How many times as quick, turn by turn."""
+def speedups(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[float]:
+    """The ratio of the speeds in each turn."""
     return [rows_per_s(a) / rows_per_s(b) for a, b in zip(ours, theirs, strict=True)]
 
 
-def ranged(values: Sequence[float], form: str) -> list[str]:
+def median_and_range(values: Sequence[float], form: str) -> list[str]:
     """Two cells: the median and the range."""
     return [form.format(statistics.median(values)), f"({form.format(min(values))} to {form.format(max(values))})"]
 
 
-def described(store: Path) -> tuple[int, str]:
-    """Rows, and the obs column that all take: the first."""
+def rows_and_column(store: Path) -> tuple[int, str]:
+    """The number of rows, and the first obs column, which all sides load."""
     dataset = zl.open_dataset(store)
     return dataset.n_obs, dataset.obs_columns[0]
 
 
-# ---- the own store
+# ---- zloader's own store
 
 
 def own(options: argparse.Namespace, work: Path) -> Figures:
-    """Runs everything of --own; prints a line for each figure."""
+    """Runs the measurements of --own and prints one line per figure."""
     chunk_size, preload_nchunks = OWN_SHAPE
-    rows, column = described(options.store)
+    rows, column = rows_and_column(options.store)
     asked = {"chunk_size": chunk_size, "preload_nchunks": preload_nchunks, "obs": column}
     loader = zl.Loader(zl.open_dataset(options.store), sampling=zl.BlockShuffling(chunk_size), obs=[column])
     stored = {layout.path: chunk_bytes(options.store, layout) for layout in loader.dataset.matrix().arrays}
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(place(options.store, cloud=options.cloud))
+        source = stack.enter_context(store_location(options.store, cloud=options.cloud))
         start = [sys.executable, source, asked, work]
         plain, filling, stalled = (stack.enter_context(reader("zloader", *start)) for _ in range(3))
 
@@ -289,15 +290,15 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
             "filling": filled,
             "filling, 3 ms": lambda: filled(work_s=WORK_S),
         }
-        runs = in_turns(sides, options.epochs, rows=rows, what="own")
+        runs = in_turns(sides, options.epochs, rows=rows, label="own")
         runs["stalled"] = [stalled.epoch(stalls=STALLS, stall_s=STALL_S) for _ in range(STALLED_EPOCHS)]
     allowed = allowed_bytes(loader)
     speeds(runs, rows)
     waits(runs)
     spent = max(run["peak_bytes"] for run in runs["stalled"]) - runs["stalled"][0]["before_bytes"]
     print(
-        f"stalled: {spent / 1e6:,.0f} MB at the peak of three epochs, allowed are {allowed[0] / 1e6:,.0f} MB, "
-        f"with whole chunks {allowed[1] / 1e6:,.0f}"
+        f"stalled: peak of three epochs {spent / 1e6:,.0f} MB; limit {allowed[0] / 1e6:,.0f} MB, "
+        f"counting whole chunks {allowed[1] / 1e6:,.0f} MB"
     )
     for name, which in (("cold", "unmirrored"), ("filling", "first_mirrored")):
         first = runs[name][0]
@@ -306,7 +307,7 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
 
 
 def speeds(runs: Mapping[str, Sequence[Figures]], rows: int) -> None:
-    """Prints rows/s, beside the limits of decoding and of the link."""
+    """Prints rows/s beside the limits that decoding and the link set."""
     for name in ("decode", "cold", "filling"):
         figures = runs[name]
         rate = rows / median(figures, "seconds")
@@ -315,32 +316,34 @@ def speeds(runs: Mapping[str, Sequence[Figures]], rows: int) -> None:
             share = statistics.median(run["served_bytes"] / run["seconds"] / _LINK for run in figures)
             line += f", {share:.0%} of the link"
         if name != "decode":
-            line += f", {max(run['peak_bytes'] for run in figures) / 1e6:,.0f} MB at the peak"
+            line += f", peak {max(run['peak_bytes'] for run in figures) / 1e6:,.0f} MB"
         print(line)
 
 
 def waits(runs: Mapping[str, Sequence[Figures]]) -> None:
-    """Prints what the consumer waits: for the first minibatch, and after the first fetch."""
+    """Prints how long the consumer waits for the first minibatch, and after the first fetch."""
     firsts = [run["first_minibatch_s"] for run in runs["filling"]]
     print(
-        f"first minibatch: {statistics.median(firsts):.2f} s after opening began (at most {max(firsts):.2f}), "
-        f"of which opening {median(runs['filling'], 'opened_s'):.2f}"
+        f"first minibatch: {statistics.median(firsts):.2f} s (at most {max(firsts):.2f}), "
+        f"including {median(runs['filling'], 'opened_s'):.2f} s to open the store"
     )
     shares = [run["waited_s"] / run["after_s"] for run in runs["filling, 3 ms"]]
-    print(f"3 ms a minibatch: waits {statistics.median(shares):.1%} after the first fetch (at most {max(shares):.1%})")
+    print(
+        f"3 ms per minibatch: waits {statistics.median(shares):.1%} after the first fetch (at most {max(shares):.1%})"
+    )
 
 
 def reads(name: str, run: Figures, planned: EpochCost) -> None:
-    """Prints GETs and bytes of an epoch, beside what its plan says and what the server counted."""
+    """Prints the GETs and bytes of an epoch beside those of its plan and the server's counts."""
     line = f"{name}: {run['gets']:,} GETs, {run['bytes_read'] / 1e6:,.1f} MB"
     line += f"; planned {planned.gets:,}, {planned.bytes_read / 1e6:,.1f} MB"
     if "requests" in run:
-        line += f"; the server's count, metadata included: {run['requests']:,}, {run['served_bytes'] / 1e6:,.1f} MB"
+        line += f"; counted by the server, including metadata: {run['requests']:,}, {run['served_bytes'] / 1e6:,.1f} MB"
     print(line)
 
 
 def allowed_bytes(loader: zl.Loader) -> tuple[int, int]:
-    """What FetchOptions say the loader may hold, decoded fetches counted as their rows' values and as whole chunks."""
+    """The memory limit from FetchOptions, counting decoded fetches as their rows' values, and as whole chunks."""
     dataset, options = loader.dataset, loader.options
     matrix, plan = dataset.matrix(), loader.plan(0)
     indptr = dataset.indptr(matrix)
@@ -360,7 +363,7 @@ def allowed_bytes(loader: zl.Loader) -> tuple[int, int]:
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """`512x32,64x256` as pairs."""
+    """Parses `512x32,64x256` into pairs."""
     return [(int(a), int(b)) for a, b in (shape.split("x") for shape in text.split(","))]
 
 
@@ -369,15 +372,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path)
     parser.add_argument("annbatch_store", type=Path, nargs="?")
-    parser.add_argument("--own", action="store_true", help="the own store against its targets")
+    parser.add_argument("--own", action="store_true", help="measure zloader's own store against its targets")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--cloud", action="store_true", help="through a simulated S3")
-    parser.add_argument("--shapes", type=parse_shapes, default=SHAPES, help=f"default: {SHAPES}")
-    parser.add_argument("--work", type=Path, help="directory for the mirrors (default: a temporary one)")
+    parser.add_argument("--cloud", action="store_true", help="read through simulated S3 servers")
+    parser.add_argument(
+        "--shapes",
+        type=parse_shapes,
+        default=SHAPES,
+        help=f"chunk_size x preload_nchunks of each shape (default: {SHAPES})",
+    )
+    parser.add_argument("--work", type=Path, help="directory for the mirrors (default: a temporary directory)")
     rivals.add_options(parser)
     options = parser.parse_args()
     if not options.own and options.annbatch_store is None:
-        parser.error("give annbatch's store, or --own")
+        parser.error("give ANNBATCH_STORE or --own")
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         figures = (own if options.own else side_by_side)(options, Path(directory))
     print(json.dumps({"cores": len(os.sched_getaffinity(0)), "cloud": options.cloud, **figures}))

@@ -1,27 +1,29 @@
-"""One side of read.py, warm.py or disk.py: a process that goes through a store, an epoch for each line of JSON it gets.
+"""One side of read.py, warm.py or disk.py: a process that reads a store, one epoch per line of JSON on standard input.
 
     python benchmarks/readers.py zloader '{"store": ..., "chunk_size": 64, "preload_nchunks": 256, "obs": "plate"}'
 
-It answers each with a line of JSON: seconds, rows, first_minibatch_s (from asking for an epoch), waited_s and after_s
-(what the consumer waited of the time after the first fetch), CPU seconds, bytes read from a disk, and resident bytes
-before and at the peak. In between it idles. What a line may ask for:
+It answers each line with a line of JSON: seconds, rows, first_minibatch_s (since the request), after_s (the time after
+the first fetch) and waited_s (how much of that the consumer waited), CPU seconds, bytes read from disk, and resident
+bytes before the epoch and at the peak. Between requests it idles. A request may contain:
 
-- `work_s`, what the consumer does with every minibatch (it sleeps, as one does whose GPU works); `stalls` of `stall_s`.
-- `rows`, `most_s`: the epoch is left after so many rows, or with the first minibatch after so many seconds.
-- `mirror`, a directory: the epoch then begins with opening the store; null: one without a mirror.
-- `drop`, a directory: what lies there is dropped from the page cache before, and not left mapped afterwards.
+- `work_s`: seconds that the consumer works on every minibatch. It sleeps, like a process whose GPU is busy.
+- `stalls`, `stall_s`: the minibatches after which the consumer stalls, and for how many seconds.
+- `rows`, `most_s`: the epoch stops after this many rows, or with the first minibatch after this many seconds.
+- `mirror`: a directory, or null for no mirror. The epoch then includes opening the store.
+- `drop`: a directory whose files are dropped from the page cache before and after the epoch.
 
-Minibatches have 64 rows, or `batch_size`: X as CSR and one obs column. Each side gives what is cheapest for it:
-annbatch scipy matrices with int32 indices and a DataFrame (torch tensors where its environment has torch); zloader its
-default, torch CSR with int32 indices, and row numbers besides. zloader may be told to keep one loader with a `mirror`,
-another `layout`, and `genes` to select.
+Minibatches have 64 rows, or `batch_size`, with X as CSR and one obs column. Each side returns its cheapest form.
+annbatch returns scipy matrices with int32 indices (torch tensors if its environment has torch) and a DataFrame.
+zloader returns its default: torch CSR with int32 indices, and row numbers. zloader also accepts a `mirror` for the
+loader that it keeps between epochs, another `layout`, and `genes` to select.
 
-annbatch is set up as its README says, and as it was fastest: custom loading of one obs column; from disk the zarrs
-pipeline with its default number of threads; from S3 obstore below zarr's own pipeline (zarrs reads objects four
-at a time, 4 times as slowly) with 64 requests at once (default 10: half as fast; 256: no faster).
+annbatch is set up as its README recommends, with the fastest settings that were found: a custom load function that
+reads one obs column; on disk the zarrs pipeline with its default number of threads; on S3 obstore with zarr's own
+pipeline and 64 concurrent requests. (zarrs reads four objects at a time, which is 4 times slower. The default of 10
+requests is half as fast, and 256 are no faster.)
 
-"plain" takes what zloader's epochs take of a mirror and nothing else: the bytes of each block (ranges.py: `way`, in
-`threads`), or with the way "sequential" all its files from end to end. Linux only.
+"plain" reads exactly the bytes that zloader's epochs read from a mirror, with as many threads: the bytes of each block
+in the given `way` (see ranges.py), or all files from start to end if the way is "sequential". Linux only.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _REQUESTS = 64
 
 
 def zloader(options: Request) -> Epoch:
-    """Epochs of zl.Loader, told apart by whether a mirror is asked for."""
+    """Epochs of zl.Loader: of one loader for all requests, or of a new one if the request names a mirror."""
     import torch
 
     import zloader as zl
@@ -125,7 +127,7 @@ def annbatch(options: Request) -> Epoch:
 
 
 def plain(options: Request) -> Epoch:
-    """What zloader's epochs take of a full mirror, read and nothing else; what to read is worked out beforehand."""
+    """Plain reads of the bytes that zloader's epochs read from a full mirror. The ranges are computed beforehand."""
     import ranges
 
     import zloader as zl
@@ -146,17 +148,17 @@ def plain(options: Request) -> Epoch:
     files = planned()
 
     def epoch(_: Request) -> tuple[Iterator[int], Callable[[], Request]]:
-        def taken() -> Iterator[int]:
+        def read_all() -> Iterator[int]:
             for each in files:
-                with ranges.taking("pread" if way == "sequential" else way, each, threads) as take:
-                    take()
+                with ranges.reading("pread" if way == "sequential" else way, each, threads) as read:
+                    read()
             yield loader.dataset.n_obs
 
         def statistics() -> Request:
             files[:] = planned()
             return {}
 
-        return taken(), statistics
+        return read_all(), statistics
 
     return epoch
 
@@ -170,7 +172,7 @@ def _fetch_rows(options: Request) -> int:
 
 
 def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
-    """The figures of one epoch, whose first `first_fetch` minibatches do not count for waiting."""
+    """The figures of one epoch. Waiting is counted after the first `first_fetch` minibatches."""
     dropped = request.get("drop")
     if dropped:
         _drop(dropped)
@@ -215,27 +217,27 @@ def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
 
 
 def _reset_peak() -> int:
-    """Makes the kernel count the peak anew; gives the resident bytes now."""
+    """Resets the peak of the resident set. Returns the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _resident_bytes("VmRSS")
 
 
-def _resident_bytes(what: str) -> int:
-    return _counted("/proc/self/status", what) * 1024
+def _resident_bytes(field: str) -> int:
+    return _counted("/proc/self/status", field) * 1024
 
 
 def device_bytes() -> int:
-    """Bytes that this process has had read from a disk."""
+    """Bytes that the kernel has read from disk for this process."""
     return _counted("/proc/self/io", "read_bytes")
 
 
-def _counted(path: str, what: str) -> int:
+def _counted(path: str, field: str) -> int:
     lines = Path(path).read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(what)).split()[1])
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def _drop(directory: str) -> None:
-    """Has this process let go of what it has mapped of a directory, and the kernel forget the files there."""
+    """Unmaps the pages of a directory's files and drops the files from the page cache."""
     import ranges
 
     ranges.unmap_pages(Path(directory))
@@ -243,11 +245,11 @@ def _drop(directory: str) -> None:
 
 
 def main() -> None:
-    """Answers line after line until standard input ends."""
-    what, options = sys.argv[1], json.loads(sys.argv[2])
+    """Answers one line at a time until standard input ends."""
+    side, options = sys.argv[1], json.loads(sys.argv[2])
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # whatever a library prints is no answer
-        epoch = {"zloader": zloader, "annbatch": annbatch, "plain": plain}[what](options)
+        os.dup2(2, 1)  # output of libraries goes to stderr
+        epoch = {"zloader": zloader, "annbatch": annbatch, "plain": plain}[side](options)
         first_fetch = _fetch_rows(options) // _batch_size(options)
         for line in sys.stdin:
             print(json.dumps(measured(epoch, json.loads(line), first_fetch=first_fetch)), file=answers, flush=True)

@@ -1,15 +1,15 @@
-"""The other tools that benchmarks compare with: an environment for each, made once, what they do, and how it is timed.
+"""The other tools in the comparison: an environment for each, their conversions, and the code that times them.
 
     python benchmarks/rivals.py make annbatch [--python python3.12] [--environments DIR]
     python benchmarks/rivals.py write annbatch-shuffled-zarrs FILE.h5ad STORE.zarr
 
-`make` prints the path of the environment's Python. pip installs the newest version of each rival and its dependencies
-there, as its users have them; this repository's constraints.txt has no say. annbatch needs Python 3.12 and, to write,
-no torch. An environment is made anew when the requirements change, and after a month, since newer versions may be out.
+`make` prints the path of the environment's Python. pip installs the newest version of the rival and of its dependencies
+there, as its users would; this repository's constraints.txt does not apply. annbatch needs Python 3.12, and does not
+need torch to write. An environment is rebuilt when the requirements change, and after a month, to get newer versions.
 
-`write` does a rival's conversion in the Python that runs it and prints one JSON line: the seconds of the call, without
-starting Python and importing, and the versions used. Defaults are left alone, as each one's documentation has it.
-This file imports nothing but the standard library before that, so any environment's Python can run it.
+`write` runs a rival's conversion in the current Python. It prints one line of JSON: the seconds of the call, without
+starting Python and importing, and the versions. Each rival uses the defaults of its documentation. Until then this file
+imports only the standard library, so it runs in the Python of any environment.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_FRESH_S = 30 * 24 * 3600  # for so long an environment is taken to hold the newest versions
-_NEWEST_MINOR = 14  # of Python 3, to look for
+_FRESH_S = 30 * 24 * 3600  # after this time an environment is rebuilt with the newest versions
+_NEWEST_MINOR = 14  # newest minor version of Python 3 to look for
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 Figures = dict[str, Any]
 COLUMNS = ("cells/s", "(range)", "wall s", "call s", "user s", "system s", "peak MB")
@@ -42,7 +42,7 @@ COLUMNS = ("cells/s", "(range)", "wall s", "call s", "user s", "system s", "peak
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """What pip installs, and the least Python that takes it."""
+    """The requirements of a rival, and the oldest Python that supports them."""
 
     requirements: tuple[str, ...]
     least_python: tuple[int, int]
@@ -55,21 +55,21 @@ RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]", "obstore"), least_p
 
 
 def default_directory() -> Path:
-    """Where environments are kept: in the user's cache."""
+    """The default directory of the environments, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "zloader-benchmarks"
 
 
 def environment(name: str, *, python: str | None = None, directory: Path | None = None) -> Path:
-    """The Python of a rival's environment, which is made where it is not there.
+    """The Python of a rival's environment, which is created if it does not exist.
 
-    `python` is the interpreter to make it with; without it, one that is new enough is looked for on PATH.
+    `python` is the interpreter to create it with. By default, the first one on PATH that is new enough is used.
     """
     rival = RIVALS[name]
     home = (directory or default_directory()).expanduser().absolute() / name
-    made_of = json.dumps(rival.requirements)
-    executable, note = home / "bin" / "python", home / "made_of.json"  # the note is written last: all was installed
-    if note.exists() and note.read_text() == made_of and time.time() - note.stat().st_mtime < _FRESH_S:
+    requirements = json.dumps(rival.requirements)
+    executable, record = home / "bin" / "python", home / "made_of.json"  # the record is written after installing
+    if record.exists() and record.read_text() == requirements and time.time() - record.stat().st_mtime < _FRESH_S:
         return executable
     interpreter = _interpreter(rival, python)
     print(f"installing {', '.join(rival.requirements)} into {home}", file=sys.stderr)
@@ -78,18 +78,18 @@ def environment(name: str, *, python: str | None = None, directory: Path | None 
     subprocess.run([interpreter, "-m", "venv", home], check=True, stdout=sys.stderr)
     install = [executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*install, *rival.requirements], check=True, stdout=sys.stderr)
-    note.write_text(made_of)
+    record.write_text(requirements)
     return executable
 
 
 def _interpreter(rival: Rival, wanted: str | None) -> str:
-    """An interpreter that really runs and is new enough (a version manager's stub may be on PATH and not run)."""
+    """An interpreter that is new enough and really runs (a version manager's stub on PATH may not)."""
     for candidate in [wanted] if wanted else _candidates(rival):
         if _version(candidate) >= rival.least_python:
             return candidate
     least = ".".join(map(str, rival.least_python))
-    what = f"{wanted} is not" if wanted else "there is no"
-    sys.exit(f"{what} Python {least} or newer that runs: give one with --python")
+    problem = f"{wanted} is not a working" if wanted else "there is no working"
+    sys.exit(f"{problem} Python {least} or newer: give one with --python")
 
 
 def _candidates(rival: Rival) -> Iterator[str]:
@@ -99,7 +99,7 @@ def _candidates(rival: Rival) -> Iterator[str]:
 
 
 def _version(candidate: str) -> tuple[int, ...]:
-    """Major and minor; nothing for what does not run."""
+    """Major and minor version, or an empty tuple if the interpreter does not run."""
     command = [candidate, "-c", "import sys; print(*sys.version_info[:2])"]
     try:
         return tuple(map(int, subprocess.run(command, capture_output=True, check=True).stdout.split()))
@@ -111,9 +111,9 @@ def _version(candidate: str) -> tuple[int, ...]:
 
 
 def measured(command: Sequence[str | Path], *, work: Path, env: dict[str, str] | None = None) -> Figures:
-    """Runs a command and returns its figures; it prints one JSON document with `seconds`, and may print `versions`.
+    """Runs a command and returns its figures. The command prints one JSON document with `seconds` and maybe `versions`.
 
-    What was written before is on the disk when it starts. Its temporary files go to `work`.
+    Pending writes are synced to disk first. The temporary files of the command go to `work`.
     """
     os.sync()
     errors = work / "stderr.txt"
@@ -130,40 +130,40 @@ def measured(command: Sequence[str | Path], *, work: Path, env: dict[str, str] |
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{errors.read_text()[-4000:]}")
-    said = json.loads(output)
-    versions = {"versions": said["versions"]} if "versions" in said else {}
-    return {"wall_s": wall, "call_s": said["seconds"], **spent(usage), **versions}
+    printed = json.loads(output)
+    versions = {"versions": printed["versions"]} if "versions" in printed else {}
+    return {"wall_s": wall, "call_s": printed["seconds"], **spent(usage), **versions}
 
 
 def spent(usage: resource.struct_rusage) -> Figures:
-    """CPU seconds in and outside the kernel (there above all for fresh memory), and memory."""
+    """CPU seconds in user and kernel mode (the kernel's are mostly page faults of new memory), and peak memory."""
     return {"user_s": usage.ru_utime, "system_s": usage.ru_stime, "peak_bytes": usage.ru_maxrss * _RSS_UNIT}
 
 
 def touch(n_bytes: int) -> None:
-    """Takes so much memory, and gives it back: best done `apart`, before something is measured.
+    """Touches `n_bytes` of memory and frees them. Call it `in_new_process` before a measurement.
 
-    A virtual machine may have to get free memory from its host first, at 12 microseconds a page where this was found:
-    3 s a GB, for him who happens to come first and needs most.
+    A virtual machine may have to get free memory from its host. On one machine this took 12 microseconds per page, or
+    3 s per GB, which would count against the first process that needs much memory.
     """
     with mmap.mmap(-1, n_bytes) as memory:
         for at in range(0, n_bytes, mmap.PAGESIZE):
             memory[at] = 1
 
 
-def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function in a process of its own, which takes its memory along when it ends."""
+def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function in a new process, whose memory is freed when it ends, and returns the result."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *args).result()
 
 
 def stored_bytes(store: Path) -> int:
-    """Bytes of all its files."""
+    """The bytes of all files of a store."""
     return sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
 
 
 def read_through(path: Path) -> None:
-    """Brings a file into the page cache."""
+    """Reads a file into the page cache."""
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 24):
             pass
@@ -175,12 +175,12 @@ def median(figures: Sequence[Figures], key: str) -> float:
 
 
 def ratio(slow: Sequence[Figures], quick: Sequence[Figures], key: str) -> float:
-    """How many times as quick: the median over the turns."""
+    """The speedup: the median of the ratios of the turns."""
     return float(statistics.median(a[key] / b[key] for a, b in zip(slow, quick, strict=True)))
 
 
 def columns(figures: Sequence[Figures], rows: int) -> list[str]:
-    """The cells below COLUMNS: medians, the range, and the highest peak."""
+    """The cells of COLUMNS: medians, the range, and the highest peak."""
     rates = sorted(rows / run["wall_s"] for run in figures)
     return [
         f"{statistics.median(rates):,.0f}",
@@ -191,7 +191,7 @@ def columns(figures: Sequence[Figures], rows: int) -> list[str]:
 
 
 def table(lines: Sequence[Sequence[str]]) -> None:
-    """Prints a Markdown table; the first line is its header, figures are to the right."""
+    """Prints a Markdown table. The first line is the header; all columns but the first are aligned right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     for line in (lines[0], rule, *lines[1:]):
@@ -199,11 +199,11 @@ def table(lines: Sequence[Sequence[str]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-# ---- conversions, each in a Python that has what it imports
+# ---- conversions, each run by the Python of its environment
 
 
 def write_anndata(source: str, store: str) -> Callable[[], Any]:
-    """anndata alone: the file into memory, then out as Zarr v3."""
+    """anndata alone: reads the file into memory and writes it as Zarr v3."""
     import anndata
 
     anndata.settings.zarr_write_format = 3
@@ -211,42 +211,42 @@ def write_anndata(source: str, store: str) -> Callable[[], Any]:
 
 
 def write_annbatch(source: str, store: str, *, shuffle: bool, zarrs: bool) -> Callable[[], Any]:
-    """annbatch's collection of one file; the zarrs pipeline is what it recommends for local files."""
+    """annbatch's collection of one file. annbatch recommends the zarrs pipeline for local files."""
     import annbatch
     import numpy as np
     import zarr
 
     if zarrs:
-        importlib.import_module("zarrs")  # now, so that it is not timed
+        importlib.import_module("zarrs")  # here, so that the import is not timed
         zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
     rng = np.random.default_rng(0)
     return lambda: annbatch.DatasetCollection(store).add_adatas([source], shuffle=shuffle, rng=rng)
 
 
-def write(what: str, source: str, store: str) -> dict[str, Any]:
-    """Does one conversion: `anndata`, or `annbatch` with `-shuffled` and `-zarrs` behind it as wanted."""
-    name, *parts = what.split("-")
+def write(conversion: str, source: str, store: str) -> dict[str, Any]:
+    """Runs one conversion: `anndata`, or `annbatch` with optional suffixes `-shuffled` and `-zarrs`."""
+    name, *parts = conversion.split("-")
     if name == "anndata" and not parts:
-        conversion = write_anndata(source, store)
+        convert = write_anndata(source, store)
     elif name == "annbatch" and set(parts) <= {"shuffled", "zarrs"}:
-        conversion = write_annbatch(source, store, shuffle="shuffled" in parts, zarrs="zarrs" in parts)
+        convert = write_annbatch(source, store, shuffle="shuffled" in parts, zarrs="zarrs" in parts)
     else:
-        sys.exit(f"there is no conversion {what!r}")
+        sys.exit(f"unknown conversion {conversion!r}: give anndata, or annbatch with -shuffled and -zarrs")
     began = time.perf_counter()
-    conversion()
+    convert()
     seconds = time.perf_counter() - began
     packages = [name, "anndata", "zarr", *(["zarrs"] if "zarrs" in parts else [])]
     return {"seconds": seconds, "versions": {package: importlib.metadata.version(package) for package in packages}}
 
 
 def main() -> None:
-    """Makes an environment, or converts in this one."""
+    """Creates an environment, or converts in the current one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("make", help="make an environment and print the path of its Python")
+    make = commands.add_parser("make", help="create an environment and print the path of its Python")
     make.add_argument("name", choices=RIVALS)
     add_options(make)
-    conversion = commands.add_parser("write", help="convert in this environment")
+    conversion = commands.add_parser("write", help="convert with the current Python")
     for argument in ("what", "source", "store"):
         conversion.add_argument(argument)
     options = parser.parse_args()
@@ -258,8 +258,10 @@ def main() -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of every benchmark that needs a rival."""
-    parser.add_argument("--python", help="interpreter for the rivals' environments (default: one on PATH)")
-    parser.add_argument("--environments", type=Path, help=f"where they are kept (default: {default_directory()})")
+    parser.add_argument("--python", help="Python interpreter for the rivals' environments (default: one on PATH)")
+    parser.add_argument(
+        "--environments", type=Path, help=f"directory of the environments (default: {default_directory()})"
+    )
 
 
 if __name__ == "__main__":

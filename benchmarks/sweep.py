@@ -1,21 +1,22 @@
-"""What chunk_rows and the codec cost: bytes stored, speed of encoding and decoding, and the reads of an epoch.
+"""The cost of each chunk_rows and codec: stored bytes, speed of encoding and decoding, and the reads of an epoch.
 
     python benchmarks/sweep.py FILE.h5ad [--turns 5] [--threads 2] [--block-size 64] [--fetch-factor 256]
 
-FILE is a CSR .h5ad, for example that of `python benchmarks/synthetic.py sweep.h5ad --rows 20000`; it is converted once
-for each combination. A value here is one of X with its gene index, that is, two stored elements.
+FILE is a CSR .h5ad file, for example from `python benchmarks/synthetic.py sweep.h5ad --rows 20000`. It is converted
+once per combination. A value is one of X together with its gene index, so it is two stored elements.
 
-- bytes a value: those of X's data and indices, shard indexes included.
-- encode, decode: values/s of numcodecs and the checksum alone, from memory and into memory, in --threads threads, with
-  the codecs that the store names; decoding is zloader.decode's, as the loader uses it. Turns over all combinations.
-- near: what a cold epoch without a mirror takes where a fetch is many blocks of a small dataset, so that some of them
-  are neighbours and share chunks and reads: `zloader info`'s figures.
-- far: the same where no two blocks of a fetch are near each other, as in an atlas of 100 million rows. Every block is
-  then read by itself: one GET for the indices, one for the data. This is what to choose chunk_rows by.
+- bytes/value: the bytes of X's data and indices, including shard indexes.
+- encode, decode: values/s of numcodecs and the checksum alone, from memory to memory, in --threads threads, with the
+  codecs that the store names. Decoding uses zloader.storage.decode, like the loader. All combinations take turns.
+- near: the reads of a cold epoch without a mirror for a small dataset, where some blocks of a fetch are neighbours that
+  share chunks and reads. These are the figures of `zloader info`.
+- far: the same for a dataset so large that no two blocks of a fetch are near each other, such as an atlas of 100
+  million rows. Every block is then read by itself: one GET for the indices and one for the data. Use this to choose
+  chunk_rows.
 
-KB are those read for each row, chunks those decoded for each row, of indices and data together. The last column is the
-rows/s that decoding alone allows for the chunks of "far": blocks of 64 rows share their edge chunks with rows that
-nobody asked for, the larger the chunks the more. The last line is one JSON document.
+KB/row are the bytes read per row and chunks/row the chunks decoded per row, indices and data together. The last column
+is the rate in rows/s that decoding alone allows in the "far" case. A block of 64 rows shares its edge chunks with rows
+that are not needed, and larger chunks contain more of them. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from zloader.storage.layout import ArrayLayout, chunks_of
 
 CHUNK_ROWS = (8, 16, 32, 64, 128, 256)
 CODECS = ("lz4", "zstd", "none")
-_JOB_CHUNKS = 16  # what a thread takes at once
+_JOB_CHUNKS = 16  # chunks per job of a thread
 _BATCH_SIZE = 64
 Figures = dict[str, Any]
 Array = np.ndarray[Any, Any]
@@ -56,7 +57,7 @@ Array = np.ndarray[Any, Any]
 
 
 def encoder(layout: ArrayLayout) -> Callable[[Array], bytes]:
-    """Encodes one chunk with the codecs that the array names, as `zloader convert` does."""
+    """A function that encodes one chunk with the codecs of an array, like `zloader convert`."""
     names = [codec["name"] for codec in layout.codecs]
     assert names in (["bytes", "blosc", "crc32c"], ["bytes", "crc32c"]), names
     compress: Callable[[Array], bytes] = np.ndarray.tobytes
@@ -73,16 +74,16 @@ def encoder(layout: ArrayLayout) -> Callable[[Array], bytes]:
 
 
 class Codings:
-    """Every chunk of a store's X in memory, stored and decoded, and the time that either way takes."""
+    """All chunks of a store's X in memory, stored and decoded, to time encoding and decoding."""
 
     def __init__(self, store: Path, layouts: Sequence[ArrayLayout]) -> None:
         self._layouts = layouts
         self._stored = [chunk_bytes(store, layout) for layout in layouts]
-        # Ones, so that the memory is there and first touches are not timed.
+        # Filled with ones, so that page faults are not timed.
         self._decoded = [np.ones(layout.n_chunks * layout.chunk_elements, layout.dtype) for layout in layouts]
 
     def decode_seconds(self, threads: int) -> float:
-        """Seconds to decode every chunk. Afterwards all are decoded."""
+        """Seconds to decode every chunk."""
         decoders = [Decoder(layout).decode for layout in self._layouts]
 
         def decode(number: int, chunk: int) -> None:
@@ -91,10 +92,12 @@ class Codings:
         return self._seconds(decode, threads)
 
     def encode_seconds(self, threads: int) -> float:
-        """Seconds to encode what was decoded, and a check that the first chunk comes out as it is stored."""
+        """Seconds to encode every decoded chunk. Checks that the first chunk of each array equals the stored one."""
         encoders = [encoder(layout) for layout in self._layouts]
         for number, encode in enumerate(encoders):
-            assert encode(self._elements(number, 0)) == self._stored[number][0].tobytes(), "encodes to other bytes"
+            assert encode(self._elements(number, 0)) == self._stored[number][0].tobytes(), (
+                "the encoded bytes differ from the stored ones"
+            )
         return self._seconds(lambda number, chunk: encoders[number](self._elements(number, chunk)), threads)
 
     def _elements(self, number: int, chunk: int) -> Array:
@@ -122,7 +125,7 @@ class Codings:
 
 
 def reads(dataset: zl.Dataset, *, block_size: int, batch_size: int, fetch_factor: int) -> Figures:
-    """What a cold epoch takes without a mirror: GETs, bytes, chunks decoded and the values in them."""
+    """The reads of a cold epoch without a mirror: GETs, bytes, decoded chunks, and decoded over stored values."""
     sampling = zl.BlockShuffling(block_size)
     plan = zl.Loader(dataset, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor).plan(0)
     matrix = dataset.matrix()
@@ -143,9 +146,9 @@ def reads(dataset: zl.Dataset, *, block_size: int, batch_size: int, fetch_factor
 
 
 def convert(source: Path, store: Path, chunk_rows: int, codec: str, options: argparse.Namespace) -> Figures:
-    """Converts, and returns all that is counted and not timed."""
-    choice = zl.ConvertOptions(chunk_rows=chunk_rows, codec=codec)
-    zl.convert(source, store, options=choice, progress=False)
+    """Converts, and returns the figures that need no timing."""
+    converting = zl.ConvertOptions(chunk_rows=chunk_rows, codec=codec)
+    zl.convert(source, store, options=converting, progress=False)
     dataset = zl.open_dataset(str(store))
     matrix = dataset.matrix()
     stored = sum(stored_bytes(dataset.store, array) for array in matrix.arrays)
@@ -164,7 +167,7 @@ def convert(source: Path, store: Path, chunk_rows: int, codec: str, options: arg
 
 
 def timed(store: Path, threads: int) -> Mapping[str, float]:
-    """Values/s of decoding and encoding, once."""
+    """Values/s of decoding and encoding, from one run of each."""
     matrix = zl.open_dataset(str(store)).matrix()
     codings = Codings(store, matrix.arrays)
     n = matrix.values.n_elements
@@ -172,14 +175,14 @@ def timed(store: Path, threads: int) -> Mapping[str, float]:
 
 
 def decoded_per_row(result: Figures) -> float:
-    """Values decoded for each row where blocks are far from each other."""
+    """Values decoded per row in the "far" case."""
     return float(result["far"]["decoded_over_stored"] * result["values"] / result["rows"])
 
 
 def show(results: Sequence[Figures]) -> None:
     """Prints the table."""
     reading = ["GETs/1000 rows", "KB/row", "chunks/row"]
-    header = ["codec, chunk_rows", "KB a chunk", "bytes a value", "encode M/s", "decode M/s"]
+    header = ["codec, chunk_rows", "KB/chunk", "bytes/value", "encode M/s", "decode M/s"]
     reads_of = [f"{where}: {what}" for where in ("near", "far") for what in reading]
     lines = [[*header, *reads_of, "far: k rows/s"]]
     for result in results:
@@ -206,14 +209,14 @@ def show(results: Sequence[Figures]) -> None:
 
 
 def main() -> None:
-    """Converts, counts, times in turns; prints a table and one line of JSON."""
+    """Converts, counts and times; prints a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--fetch-factor", type=int, default=256)
-    parser.add_argument("--work", type=Path, help="directory to write to (default: a temporary one)")
+    parser.add_argument("--work", type=Path, help="directory to write to (default: a temporary directory)")
     options = parser.parse_args()
     if options.work is not None:
         options.work.mkdir(parents=True, exist_ok=True)

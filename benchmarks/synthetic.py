@@ -1,26 +1,26 @@
-"""Synthetic single-cell counts in the likeness of Tahoe-100M, streamed to an .h5ad of any number of rows.
+"""Synthetic single-cell counts that resemble Tahoe-100M, streamed to an .h5ad file with any number of rows.
 
     python benchmarks/synthetic.py OUT.h5ad --rows 100000 --genes 62710 --seed 0
 
-X is CSR, float32 values and int32 gene indices, uncompressed: 8 bytes a value, about 14.7 KB a row, so 1.5 GB for
-100 000 rows. Memory peaks at 0.4 GB plus 0.4 KB a row. The same arguments give the same file contents, whatever
-the machine's number of threads.
+X is CSR with float32 values and int32 gene indices, uncompressed: 8 bytes per value, about 14.7 KB per row, so 1.5 GB
+for 100 000 rows. Peak memory is 0.4 GB plus 0.4 KB per row. The same arguments give the same file contents for any
+number of threads.
 
-What is modelled, and why it matters to a loader:
+The model, and why it matters to a loader:
 
-- Values a row: log-normal (sigma 0.45) around a mean of 1 840, 2.9 % of the genes, so fetches differ in size.
+- Values per row: log-normal (sigma 0.45) with a mean of 1 840, 2.9 % of the genes, so fetches differ in size.
 - Counts: molecules are drawn one by one until a row has its number of distinct genes. Gene popularity follows a
-  Zipf-Mandelbrot law, fitted so that ones are as frequent as in Tahoe (here 79 % of the values, there 78 %) and chunks
-  compress as there (lz4 with shuffle: 1.95 bytes for a uint16 index and a narrow value). 50 values in a million
-  exceed 255. Popular genes lie anywhere on the gene axis.
-- Cell lines: 50 programmes, each the base popularity times log-normal factors and a few hundred strong marker genes. A
-  linear classifier tells them apart after one pass.
-- Drugs: each belongs to one plate and draws 0.4 % of its molecules from 64 genes of its own: a faint signal, 41 % right
-  among the 28 of a plate after three passes over 5 000 rows.
-- Order: by plate, within it by cell line, so that unshuffled minibatches know only one label, and block sampling is
-  really tested.
+  Zipf-Mandelbrot law, fitted so that ones are as frequent as in Tahoe (79 % of the values here, 78 % there) and chunks
+  compress equally well (lz4 with shuffle: 1.95 bytes per uint16 index and narrow value). 50 values per million exceed
+  255. Popular genes are spread over the gene axis.
+- Cell lines: 50 programmes, each the base popularity times log-normal factors, with a few hundred strong marker genes.
+  A linear classifier separates them after one epoch.
+- Drugs: each drug belongs to one plate and draws 0.4 % of its molecules from its own 64 genes. This is a faint signal:
+  after three epochs over 5 000 rows, a classifier is right for 41 % among the 28 drugs of a plate.
+- Order: by plate, and by cell line within a plate. Unshuffled minibatches contain a single label, which makes this a
+  real test of block sampling.
 
-The last line is one JSON document; with --check it includes the stored bytes a value of chunks of 32 rows.
+The last line is one JSON document. With --check, it includes the stored bytes per value for chunks of 32 rows.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from numpy.typing import NDArray
 
 PLATES = 14
 CELL_LINES = 50
-DRUGS = 379  # and a control on every plate
-VALUES_A_ROW = 1840
+DRUGS = 379  # plus a control on every plate
+VALUES_PER_ROW = 1840
 SIGMA_VALUES = 0.45
 
 ZIPF_EXPONENT = 1.08
 ZIPF_OFFSET = 8.0
-SIGMA_CELL_LINE = 0.5  # of the log-normal factor that a cell line puts on every gene
-MARKERS = 300  # genes that a cell line has FOLD times as often
+SIGMA_CELL_LINE = 0.5  # sigma of a cell line's log-normal factor for each gene
+MARKERS = 300  # genes per cell line that are FOLD times as popular
 FOLD = 6.0
 DRUG_GENES = 64
-DRUG_SHARE = 0.004  # of a treated row's molecules
+DRUG_SHARE = 0.004  # share of a treated row's molecules from the drug's genes
 
 WINDOW_ROWS = 4096
 CONTROL = "DMSO"
 
-_STRIDES = 64  # of a window: the grain of parallelism
+_STRIDES = 64  # parallel jobs per window
 _CHUNK_ROWS = 32
 
 
 def generate(path: Path | str, *, rows: int = 100_000, genes: int = 62_710, seed: int = 0) -> dict[str, Any]:
-    """Writes an .h5ad of `rows` x `genes` to `path`, which is replaced, and returns its figures."""
+    """Writes an .h5ad file of `rows` x `genes` to `path`, replacing it, and returns its figures."""
     began = time.monotonic()
     rng = np.random.default_rng(seed)
     obs = _obs(rows, rng)
@@ -105,7 +105,7 @@ def generate(path: Path | str, *, rows: int = 100_000, genes: int = 62_710, seed
 
 
 def stored_bytes_per_value(path: Path | str, *, chunks: int = 64) -> dict[str, float]:
-    """Bytes an index and a value take together in evenly spaced chunks of 32 rows, by codec and dtypes."""
+    """Bytes per index and value together, from evenly spaced chunks of 32 rows, by codec and dtypes."""
     codecs = {
         "lz4": numcodecs.Blosc("lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE),
         "zstd": numcodecs.Blosc("zstd", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE),
@@ -126,7 +126,7 @@ def stored_bytes_per_value(path: Path | str, *, chunks: int = 64) -> dict[str, f
     return {key: round(size / n_values, 3) for key, size in sizes.items()}
 
 
-# ---- what the rows are
+# ---- labels, lengths and gene popularity of the rows
 
 
 def _obs(rows: int, rng: np.random.Generator) -> pd.DataFrame:
@@ -134,7 +134,7 @@ def _obs(rows: int, rng: np.random.Generator) -> pd.DataFrame:
     sizes = np.bincount(plate, minlength=PLATES)
     starts = np.concatenate([[0], np.cumsum(sizes)])[plate]
     cell_line = (np.arange(rows) - starts) * CELL_LINES // sizes[plate]
-    first = plate * DRUGS // PLATES  # drugs [first, last) are this plate's; DRUGS stands for the control
+    first = plate * DRUGS // PLATES  # the plate has drugs [first, last); DRUGS is the code of the control
     last = (plate + 1) * DRUGS // PLATES
     drug = first + rng.integers(0, last - first + 1)
     drug[drug == last] = DRUGS
@@ -149,14 +149,14 @@ def _obs(rows: int, rng: np.random.Generator) -> pd.DataFrame:
 
 
 def _lengths(rows: int, genes: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Values of each row; fewer where there are not genes enough for 1 840."""
-    mean = min(VALUES_A_ROW, genes / 6)
+    """Values per row, fewer if there are too few genes for a mean of 1 840."""
+    mean = min(VALUES_PER_ROW, genes / 6)
     drawn = mean * np.exp(SIGMA_VALUES * rng.standard_normal(rows) - SIGMA_VALUES**2 / 2)
     return np.maximum(1, np.clip(drawn, min(100, genes / 12), genes / 3).astype(np.int64))
 
 
 def _programmes(genes: int, rng: np.random.Generator) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-    """Alias tables of each cell line's gene popularity, both of shape (cell lines, genes): thresholds and aliases."""
+    """Alias tables of the gene popularity: thresholds and aliases, both of shape (cell lines, genes)."""
     base = (rng.permutation(genes) + 1 + ZIPF_OFFSET) ** -ZIPF_EXPONENT
     thresholds = np.empty((CELL_LINES, genes), np.uint32)
     aliases = np.empty((CELL_LINES, genes), np.int32)
@@ -169,7 +169,7 @@ def _programmes(genes: int, rng: np.random.Generator) -> tuple[NDArray[np.uint32
 
 @numba.njit(cache=True)
 def _alias_table(scaled: NDArray[np.float64], thresholds: NDArray[np.uint32], aliases: NDArray[np.int32]) -> None:
-    """Vose's method: gene g of mean weight 1 keeps a uniform draw below its threshold, else its alias gets it."""
+    """Vose's alias method for weights with mean 1: a draw above a gene's threshold goes to the gene's alias."""
     genes = len(scaled)
     small, large = np.empty(genes, np.int32), np.empty(genes, np.int32)
     n_small = n_large = 0
@@ -192,7 +192,7 @@ def _alias_table(scaled: NDArray[np.float64], thresholds: NDArray[np.uint32], al
             n_small += 1
 
 
-# ---- drawing
+# ---- drawing counts
 
 
 @numba.njit
@@ -205,18 +205,18 @@ def _mixed(state: np.uint64) -> np.uint64:
 
 @numba.njit(parallel=True, cache=True)
 def _draw_rows(
-    place: tuple[int, int],
+    start: tuple[int, int],
     indptr: NDArray[np.int64],
     labels: tuple[NDArray[np.int8], NDArray[np.int16]],
     programmes: tuple[NDArray[np.uint32], NDArray[np.int32]],
     drug_genes: NDArray[np.int32],
     out: tuple[NDArray[np.int32], NDArray[np.float32]],
 ) -> None:
-    """Fills the rows of a window; `place` is (seed, first row), which with the row's number decides all of its draws.
+    """Fills the rows of a window. `start` is (seed, first row); the seed and the row number determine a row's draws.
 
-    Several rows go through one set of counters in turn, so that clearing costs by value and not by gene.
+    The rows of a job share one set of counters, so that clearing costs time per value and not per gene.
     """
-    seed, first_row = place
+    seed, first_row = start
     cell_lines, drugs = labels
     columns, counts = out
     rows, genes = len(indptr) - 1, programmes[0].shape[1]
@@ -234,7 +234,7 @@ def _draw_rows(
 
 @numba.njit
 def _draw(state, wanted, thresholds, aliases, drug_genes, share, counters, seen):  # noqa: ANN001, ANN202, PLR0913
-    """Counts molecules until `wanted` genes have one."""
+    """Draws molecules until `wanted` distinct genes have been counted."""
     genes = np.uint64(len(thresholds))
     low = np.uint64(0xFFFFFFFF)
     while wanted > 0:
@@ -244,7 +244,7 @@ def _draw(state, wanted, thresholds, aliases, drug_genes, share, counters, seen)
             gene = np.int64(drug_genes[(bits >> np.uint64(32)) % np.uint64(len(drug_genes))])
         else:
             gene = np.int64(((bits >> np.uint64(32)) * genes) >> np.uint64(32))
-            # the low half again, mixed: its own bits have just decided about the drug
+            # mixes the low half again, because its bits have already decided about the drug
             if (_mixed(bits) & low) >= np.uint64(thresholds[gene]):
                 gene = np.int64(aliases[gene])
         if counters[gene] == 0:
@@ -255,7 +255,7 @@ def _draw(state, wanted, thresholds, aliases, drug_genes, share, counters, seen)
 
 @numba.njit
 def _emit(counters, seen, columns, counts):  # noqa: ANN001, ANN202
-    """Writes the counted genes in ascending order, and clears."""
+    """Writes the counted genes in ascending order and clears the counters."""
     at = 0
     for word in range(len(seen)):
         bits = seen[word]
@@ -274,7 +274,7 @@ def _emit(counters, seen, columns, counts):  # noqa: ANN001, ANN202
 
 
 def _create_matrix(file: h5py.File, indptr: NDArray[np.int64], genes: int) -> tuple[h5py.Dataset, h5py.Dataset]:
-    """An empty csr_matrix X, contiguous on disk; returns its data and indices."""
+    """Creates an uninitialised csr_matrix X, contiguous on disk. Returns its data and indices."""
     file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
     group = file.create_group("X")
     group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0"})
@@ -293,13 +293,15 @@ def _write_the_rest(file: h5py.File, obs: pd.DataFrame, var: pd.DataFrame) -> No
 
 
 def main() -> None:
-    """Writes one file and says what is in it."""
+    """Writes one file and prints its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--genes", type=int, default=62_710)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check", action="store_true", help="also compress some chunks and count their bytes")
+    parser.add_argument(
+        "--check", action="store_true", help="also compress some chunks and report their bytes per value"
+    )
     options = parser.parse_args()
     figures = generate(options.path, rows=options.rows, genes=options.genes, seed=options.seed)
     if options.check:

@@ -1,18 +1,19 @@
-"""What shuffling is worth to a model: a linear drug classifier, trained on rows that stand plate by plate.
+"""The benefit of shuffling for a model: a linear drug classifier, trained on rows that are sorted by plate.
 
     python benchmarks/training.py [--rows 200000] [--seeds 3] [--by-drug]
 
-Rows are counts of 300 genes, plate after plate; each of 14 plates has four drugs of its own, mixed, and shifts genes
-a little. So rows in order show the model four drugs at a time, and after the last plate it has forgotten the first.
-With --by-drug they stand drug after drug: then blocks hold one label each, which is as hard as it gets. Every drug
-changes 12 genes, by half on average. The test is 20 000 other rows of all drugs.
+Rows are counts of 300 genes, sorted by plate. Each of 14 plates has its own four drugs in random order, and shifts the
+genes a little. In storage order the model sees four drugs at a time, and after the last plate it has forgotten the
+first. With --by-drug, rows are sorted by drug, so every block has a single label, which is the hardest case. Each drug
+changes 12 genes, by half on average. The test set has 20 000 other rows of all drugs.
 
-Every sampling goes through the same local store, as a Loader gives it, from the same zero weights; only its seed
-differs between runs. Two ways to train, minibatches of 64, counts scaled to 1 a gene and log1p, Adam at 0.002: one
-epoch at that rate, where the model knows best what it saw last; and three while the rate falls to 0, as models are
-trained in earnest. macro-F1 is the mean of F1 over the 56 drugs; one that is never guessed has 0. scDataset's paper has
-0.0023 for streaming, 0.0304 for blocks of 16 x 256 and 0.0299 for random rows, on the 380 drugs of Tahoe-100M: what can
-be compared is the ratio to random. The last line is one JSON document.
+Every sampling reads the same local store through a Loader and starts from the same zero weights; only the seed of the
+sampling differs between runs. Minibatches have 64 rows, with counts scaled to a mean of 1 per gene and log1p. There are
+two recipes, both with Adam at 0.002: one epoch at a constant rate, where the model remembers the last rows best, and
+three epochs while the rate falls to 0, as in real training. macro-F1 is the mean of F1 over the 56 drugs; a drug that
+is never predicted has 0. The scDataset paper reports 0.0023 for streaming, 0.0304 for blocks of 16 x 256 and 0.0299 for
+random rows, on the 380 drugs of Tahoe-100M. Only the ratio to random rows is comparable. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from rivals import table
 import zloader as zl
 from zloader.order.sampling import Sampling
 
-PLATES, DRUGS_A_PLATE, GENES = 14, 4, 300
-DRUGS = PLATES * DRUGS_A_PLATE
+PLATES, DRUGS_PER_PLATE, GENES = 14, 4, 300
+DRUGS = PLATES * DRUGS_PER_PLATE
 TEST_ROWS = 20_000
-SAMPLINGS: dict[str, tuple[Sampling | None, int]] = {  # with its fetch_factor
+SAMPLINGS: dict[str, tuple[Sampling | None, int]] = {  # sampling and fetch_factor
     "random rows": (zl.BlockShuffling(1), 256),
     "the defaults": (None, zl.Loader.fetch_factor),
     "blocks of 64 x 256": (zl.BlockShuffling(64), 256),
@@ -46,16 +47,16 @@ SAMPLINGS: dict[str, tuple[Sampling | None, int]] = {  # with its fetch_factor
     "blocks of 64 x 4": (zl.BlockShuffling(64), 4),
     "streaming": (zl.Streaming(), 256),
 }
-WAYS: dict[str, dict[str, Any]] = {
+RECIPES: dict[str, dict[str, Any]] = {
     "1 epoch": {"epochs": 1, "falling": False},
     "3 epochs, rate falling": {"epochs": 3, "falling": True},
 }
 
 
 def programmes(rng: np.random.Generator) -> NDArray[np.float64]:
-    """The mean count of each gene for each drug: base, plate and drug multiplied."""
+    """The mean count of each gene for each drug: base times plate factor times drug factor."""
     base = rng.lognormal(-1.2, 0.8, GENES)
-    plate = rng.lognormal(0, 0.1, (PLATES, GENES)).repeat(DRUGS_A_PLATE, axis=0)
+    plate = rng.lognormal(0, 0.1, (PLATES, GENES)).repeat(DRUGS_PER_PLATE, axis=0)
     drug = np.ones((DRUGS, GENES))
     for of_drug in drug:
         of_drug[rng.choice(GENES, 12, replace=False)] = rng.lognormal(0, 0.5, 12)
@@ -63,10 +64,10 @@ def programmes(rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 def rows_of(drugs: NDArray[np.int64], means: NDArray[np.float64], rng: np.random.Generator) -> ad.AnnData:
-    """Counts of one row for each of `drugs`."""
+    """An AnnData with one row of counts per entry of `drugs`."""
     parts = [scipy.sparse.csr_matrix(rng.poisson(means[part]), dtype=np.float32) for part in np.array_split(drugs, 20)]
     obs = {
-        "plate": pd.Categorical.from_codes(drugs // DRUGS_A_PLATE, [f"plate {k}" for k in range(PLATES)]),
+        "plate": pd.Categorical.from_codes(drugs // DRUGS_PER_PLATE, [f"plate {k}" for k in range(PLATES)]),
         "drug": pd.Categorical.from_codes(drugs, [f"drug {k:02d}" for k in range(DRUGS)]),
     }
     x = scipy.sparse.vstack(parts, format="csr")
@@ -79,7 +80,7 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 
 
 def trained(loader: zl.Loader, *, epochs: int, falling: bool) -> torch.nn.Linear:
-    """A linear layer after some epochs; `falling` lets the learning rate fall to 0 with the last step."""
+    """Trains a linear layer. With `falling`, the learning rate falls linearly to 0 at the last step."""
     model = torch.nn.Linear(GENES, DRUGS)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
@@ -95,18 +96,18 @@ def trained(loader: zl.Loader, *, epochs: int, falling: bool) -> torch.nn.Linear
     return model
 
 
-def macro_f1(guessed: NDArray[np.int64], drugs: NDArray[np.int64]) -> float:
-    """Mean over the drugs of `2 * right / (guessed + there)`."""
-    right = np.bincount(drugs[guessed == drugs], minlength=DRUGS)
-    either = np.bincount(guessed, minlength=DRUGS) + np.bincount(drugs, minlength=DRUGS)
-    return float((2 * right / np.maximum(1, either)).mean())
+def macro_f1(predicted: NDArray[np.int64], drugs: NDArray[np.int64]) -> float:
+    """Mean over the drugs of `2 * correct / (predicted + actual)`."""
+    correct = np.bincount(drugs[predicted == drugs], minlength=DRUGS)
+    either = np.bincount(predicted, minlength=DRUGS) + np.bincount(drugs, minlength=DRUGS)
+    return float((2 * correct / np.maximum(1, either)).mean())
 
 
 def _summary(scores: dict[str, list[float]]) -> dict[str, float]:
-    """Mean and standard deviation of each way's scores."""
+    """Mean and standard deviation of the scores of each recipe."""
     found = {}
-    for way, of_way in scores.items():
-        found |= {way: round(statistics.mean(of_way), 4), f"sd, {way}": round(statistics.stdev(of_way), 4)}
+    for recipe, values in scores.items():
+        found |= {recipe: round(statistics.mean(values), 4), f"sd, {recipe}": round(statistics.stdev(values), 4)}
     return found
 
 
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--by-drug", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the steps are small
+    torch.set_num_threads(1)  # the steps are too small for more threads
 
     rng = np.random.default_rng(0)
     means = programmes(rng)
@@ -127,18 +128,18 @@ def main() -> None:
         store = Path(folder) / "screen.zarr"
         drugs = np.arange(options.rows) * DRUGS // options.rows
         if not options.by_drug:
-            drugs = drugs // DRUGS_A_PLATE * DRUGS_A_PLATE + rng.integers(0, DRUGS_A_PLATE, options.rows)
+            drugs = drugs // DRUGS_PER_PLATE * DRUGS_PER_PLATE + rng.integers(0, DRUGS_PER_PLATE, options.rows)
         zl.convert(rows_of(drugs, means, rng), store, progress=False)
-        dataset = zl.open_dataset(store, cache=Path(folder) / "cache")  # a mirror: random rows are dear without
+        dataset = zl.open_dataset(store, cache=Path(folder) / "cache")  # random rows are slow without a mirror
         for name, (sampling, fetch_factor) in SAMPLINGS.items():
-            scores: dict[str, list[float]] = {way: [] for way in WAYS}
+            scores: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
             for seed in range(options.seeds):
-                for way, recipe in WAYS.items():
+                for recipe, schedule in RECIPES.items():
                     loader = zl.Loader(
                         dataset, sampling=sampling, fetch_factor=fetch_factor, obs=["drug"], layout="dense", seed=seed
                     )
-                    guessed = trained(loader, **recipe)(test).argmax(dim=1).numpy()
-                    scores[way].append(macro_f1(guessed, test_drugs))
+                    predicted = trained(loader, **schedule)(test).argmax(dim=1).numpy()
+                    scores[recipe].append(macro_f1(predicted, test_drugs))
             entropy = zl.quality(dataset.obs_column("plate").values, loader.plan(0)).entropy_bits
             figures.append({"sampling": name, "plate entropy": round(entropy, 2)} | _summary(scores))
     table([list(figures[0]), *(list(map(str, each.values())) for each in figures)])

@@ -1,28 +1,28 @@
-"""Ways of reading byte ranges of a file that is not in the page cache: mapped, advised, or with pread.
+"""Ways to read byte ranges of a file that is not in the page cache: memory-mapped, advised, or with pread.
 
     python benchmarks/ways.py DIRECTORY [--size 4GiB] [--take 384MiB] [--threads 2,8] [--turns 3]
 
-A file of `size` is written to DIRECTORY (and removed again), and ranges from all over it, `take` bytes of them, are
-read in random order: those of a block of 64 rows (236 KB of genes, 118 KB of values) and of single rows (a 64th of
-that), not aligned to anything, as a mirror has them. The file is larger than what is taken, as an atlas is larger than
-a few fetches: what a way reads beside the ranges is lost, and shows as device bytes over useful ones. Pages have 4 KiB,
-so single rows cost 2.5 times their bytes in every way.
+The script writes a file of `size` to DIRECTORY (and deletes it afterwards), and reads `take` bytes of ranges from all
+over it, in random order. The ranges are those of a block of 64 rows (236 KB of genes, 118 KB of values) and of single
+rows (a 64th of that), unaligned as in a mirror. The file is larger than the ranges, as an atlas is larger than a few
+fetches. So bytes that are read beside the ranges are wasted, and show in the ratio of device bytes to useful bytes.
+Pages have 4 KiB, so single rows cost at least 2.5 times their bytes in every way.
 
-- sequential pread: all of the file, 1 MiB after 1 MiB.
-- pread: into a buffer of a fetch, rows copied out of it. The kernel reads the pages of the range in one go, and each
-  thread has one range on its way: many small ones wait for the disk one after another.
-- pread, advised: each thread first asks for the ranges of its next fetch (POSIX_FADV_WILLNEED), so that the disk's
-  queue is full while those of this one are copied.
-- map: rows copied from the mapped file. A fault reads around itself, as far as the device's read-ahead goes
-  (/sys/block/*/queue/read_ahead_kb: 128 by default, 8192 where this was measured first); after a hundred misses the
-  kernel gives that up, and reads page by page.
-- map, random: with MADV_RANDOM, page by page from the start.
-- map, advised; map, random, advised: the ranges are asked for as above, then copied from the map.
+- sequential pread: the whole file in steps of 1 MiB.
+- pread: reads into a buffer for one fetch, then copies the rows out. The kernel reads the pages of a range in one go.
+  Each thread has one range in flight, so many small ranges wait for the disk one after another.
+- pread, advised: each thread first requests the ranges of its next fetch (POSIX_FADV_WILLNEED), so that the disk's
+  queue is full while the current ranges are copied.
+- map: copies rows from the mapped file. A page fault reads its neighbourhood, up to the read-ahead of the device
+  (/sys/block/*/queue/read_ahead_kb: 128 by default, 8192 on the machine of the first measurements). After a hundred
+  misses, the kernel stops doing that and reads page by page.
+- map, random: with MADV_RANDOM, the kernel reads page by page from the start.
+- map, advised; map, random, advised: the ranges are requested as above and then copied from the map.
 
-All copy every range into a small buffer in the end, which stands for the minibatch; "cached" is the same at once
-again, with all in the page cache and mapped: what the way costs where it was not needed. A fetch is a sixth of what is
-taken. Before each pass the file is dropped from the page cache; that it is gone is checked. MB are 10^6 bytes. Linux
-only.
+Every way copies each range into a small buffer in the end, which stands for the minibatch. "cached" is the speed of a
+second pass, with everything in the page cache and mapped: the overhead of the way when the data is already there. A
+fetch is a sixth of the ranges. Before each pass, the file is dropped from the page cache, and the script checks that it
+is gone. MB are 10^6 bytes. Linux only.
 
 The last line is one JSON document.
 """
@@ -39,7 +39,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from ranges import WAYS, Ranges, drop, sequential, taking
+from ranges import WAYS, Ranges, drop, reading, sequential
 from readers import device_bytes
 from rivals import Figures, median, table
 
@@ -50,7 +50,7 @@ _FETCHES = 6
 
 
 def _scattered(path: Path, *, take: int, blocks: bool) -> Ranges:
-    """Ranges from all over a file, at places that are not aligned; none overlap."""
+    """Unaligned ranges from all over a file, without overlap."""
     rng = np.random.default_rng(0)
     parts = 1 if blocks else 64
     pair = np.array(_BLOCK_BYTES) // parts
@@ -73,23 +73,23 @@ def _fill(path: Path, size: int) -> None:
 
 
 def _pass(way: str, ranges: Ranges, threads: int) -> Figures:
-    """One pass with nothing in the page cache, and one more with everything there."""
+    """Runs one pass with an empty page cache, and another with everything cached."""
     drop([ranges.path])
-    with taking(way, ranges, threads) as take:
+    with reading(way, ranges, threads) as read:
         before, device = resource.getrusage(resource.RUSAGE_SELF), device_bytes()
-        figures = take()
+        figures = read()
         after = resource.getrusage(resource.RUSAGE_SELF)
         return {
             **figures,
             "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             "device_bytes": device_bytes() - device,
             "useful_bytes": ranges.n_bytes,
-            "cached_s": take()["seconds"],
+            "cached_s": read()["seconds"],
         }
 
 
 def measure(path: Path, options: argparse.Namespace) -> dict[str, list[Figures]]:
-    """All ways in turns, for blocks and rows and every number of threads."""
+    """Runs all ways in turns, for blocks and rows, with each number of threads."""
     runs: dict[str, list[Figures]] = {}
     for turn in range(options.turns + 1):
         for threads in options.threads:
@@ -99,7 +99,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, list[Figures]]
                 ranges = _scattered(path, take=options.take, blocks=blocks)
                 cases |= {f"{what}: {way}, {threads}": (way, ranges) for way in WAYS}
             for name, (way, ranges) in cases.items():
-                if turn:  # the first compiles, and takes the memory
+                if turn:  # turn 0 compiles and allocates the memory
                     figures = _pass(way, ranges, threads)
                     runs.setdefault(name, []).append(figures)
                     print(f"turn {turn}, {name}: {figures['seconds']:.2f} s", file=sys.stderr)
@@ -107,7 +107,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, list[Figures]]
                     _pass(way, _scattered(path, take=4 << 20, blocks=False), threads)
     for what in ("blocks", "rows"):
         totals = {run["total"] for name, of in runs.items() if name.startswith(what) for run in of}
-        assert len(totals) == 1, f"the ways gave different bytes: {totals}"
+        assert len(totals) == 1, f"the ways read different bytes: {totals}"
     return runs
 
 
@@ -137,11 +137,14 @@ def lines(runs: dict[str, list[Figures]]) -> list[list[str]]:
 def main() -> None:
     """Measures, prints a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="on the disk to measure")
-    parser.add_argument("--size", type=parse_size, default="4GiB", help="of the file (default: 4GiB)")
-    parser.add_argument("--take", type=parse_size, default="384MiB", help="of it, in ranges (default: 384MiB)")
+    parser.add_argument("directory", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--size", type=parse_size, default="4GiB", help="size of the file (default: 4GiB)")
+    parser.add_argument("--take", type=parse_size, default="384MiB", help="bytes to read in ranges (default: 384MiB)")
     parser.add_argument(
-        "--threads", type=lambda text: [int(n) for n in text.split(",")], default="2,8", help="default: 2,8"
+        "--threads",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default="2,8",
+        help="numbers of threads (default: 2,8)",
     )
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()

@@ -1,27 +1,28 @@
-"""What many rows cost a process: opening, the first minibatch and memory, with a store of 100 million rows.
+"""The cost of many rows per process: opening, the first minibatch and memory, for a store of 100 million rows.
 
     python benchmarks/wide.py DIRECTORY [--rows 100000000] [--processes 4] [--turns 3]
 
-A store of so many rows is written to DIRECTORY (and removed again, with its mirror): 2 values a row, so that it is what
-grows with rows that counts, and not the values. Row offsets (8 bytes a row), codes of one obs column (1) and two
-float32 of obsm/X_pca (8) are 1.7 GB for 100 million rows. obs names are declared and never written, which Zarr allows:
-they would be read as empty strings, and nobody who trains asks for them. Chunks of X hold 1 024 rows, so that the
-mirror's words for 100 000 chunks are 0.8 MB; an atlas with chunks of 32 rows has 25 MB of them, for each array.
+The script writes a store with that many rows to DIRECTORY (and deletes it with its mirror afterwards). It has 2 values
+per row, so that the per-row costs dominate. Row offsets (8 bytes per row), the codes of one obs column (1 byte) and two
+float32 of obsm/X_pca (8 bytes) take 1.7 GB for 100 million rows. obs names are declared and never written, which Zarr
+allows: they would be read as empty strings, and training does not read them. Chunks of X hold 1 024 rows, so the
+mirror's words for 100 000 chunks take 0.8 MB. An atlas with chunks of 32 rows has 25 MB of them per array.
 
-The mirror is filled by one streaming epoch of zloader's. Then processes are started one beside the other, and stay:
-each imports zloader and torch, opens the store (open_dataset and Loader), takes the first minibatch of an epoch (64
-rows, blocks of 64 in fetches of 16 384, obs=["plate"], and obsm=["X_pca"] where Loader takes it), checks its values,
-and idles in that epoch. Everything is in the page cache.
+One streaming epoch of zloader fills the mirror. Then processes start one after another, and all stay alive. Each one
+imports zloader and torch, opens the store (open_dataset and Loader), takes the first minibatch of an epoch (64 rows,
+blocks of 64 in fetches of 16 384, obs=["plate"], and obsm=["X_pca"] if Loader supports it), checks its values, and
+idles in that epoch. Everything is in the page cache.
 
-Memory is what /proc has. RSS counts every mapped page that a process has touched, also those that it shares; PSS
-divides these by those who share them, among them whoever else on the machine has torch loaded: it is taken when all
-processes are there. Pages of files (RssFile: the mirror, and torch's libraries) are the page cache's, there once for
-all. What a process adds to the machine is the rest, "own": RssAnon, RssShmem, and its page tables (VmPTE), which grow
-with what is mapped. "imports" is its own before the store is opened: Python, torch, anndata and numba, which processes
-that are started apart do not share. MB are 10^6 bytes. Linux only.
+Memory figures are those of /proc. RSS counts every mapped page that a process has touched, including shared pages. PSS
+divides shared pages by the number of processes that share them, including any other process on the machine that has
+torch loaded; it is read once all processes are running. File pages (RssFile: the mirror and torch's libraries) belong
+to the page cache and exist once for all processes. The rest is the memory that a process adds to the machine, "own":
+RssAnon, RssShmem and its page tables (VmPTE), which grow with the mapped memory. "imports" is the own memory before the
+store is opened: Python, torch, anndata and numba, which separately started processes do not share. MB are 10^6 bytes.
+Linux only.
 
-Targets, for 100 million rows: opening 5 s, the first minibatch 3 s later, 600 MB RSS a process, and 100 MB more of the
-machine for each process after the first than imports take. The last line is one JSON document.
+Targets for 100 million rows: opening takes 5 s, the first minibatch 3 s more, 600 MB RSS per process, and every process
+after the first adds at most 100 MB to the machine beyond its imports. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ HALF = N_GENES // 2
 COLUMNS = ("open s", "first minibatch s", "RSS MB", "RssFile", "PSS", "own", "imports", "own above imports")
 TARGETS = {"opened_s": 5.0, "first_s": 3.0, "rss": 600e6, "further": 100e6}
 _WINDOW = 1 << 22  # rows written at a time
-_CHUNK = 1 << 20  # elements of the arrays that are not X
+_CHUNK = 1 << 20  # elements per chunk of all arrays except X
 _X_CHUNK_ROWS = 1024
-_FILL_ROWS = 1 << 20  # rows of a minibatch while the mirror is filled
+_FILL_ROWS = 1 << 20  # rows per minibatch while filling the mirror
 
 
-# ---- the store; row i has the genes i % HALF and HALF + i % HALF, with the values 1 + i % 7 and 2
+# ---- the store: row i has genes i % HALF and HALF + i % HALF, with values 1 + i % 7 and 2
 
 
 def write(store: Path, rows: int) -> None:
@@ -82,7 +83,7 @@ def write(store: Path, rows: int) -> None:
 
 
 def _obs(root: zarr.Group, rows: int) -> Any:
-    """Makes obs and var; gives the codes of the one column, to be written."""
+    """Creates obs and var. Returns the still empty codes of the obs column."""
     text = _encoding("string-array", "0.2.0")
     for name, n, columns in (("obs", rows, ["plate"]), ("var", N_GENES, [])):
         frame = {**_encoding("dataframe", "0.2.0"), "_index": "_index", "column-order": columns}
@@ -105,7 +106,7 @@ def _encoding(kind: str, version: str) -> dict[str, Any]:
 
 
 def process(store: str, cache: str, *, fill: bool) -> None:
-    """Fills the mirror; or takes the first minibatch, prints the figures, and idles until standard input ends."""
+    """Fills the mirror, or takes the first minibatch, prints the figures and idles until standard input ends."""
     import zloader as zl
 
     wanted: dict[str, Any] = {"obs": ["plate"]}
@@ -125,7 +126,7 @@ def process(store: str, cache: str, *, fill: bool) -> None:
     minibatches = iter(loader)
     minibatch = next(minibatches)
     first = time.perf_counter()
-    assert loader.statistics().gets == 0, "the mirror was not full"
+    assert loader.statistics().gets == 0, "the mirror is not full"
     figures = {"opened_s": opened - began, "first_s": first - opened, "imported": imported, **memory(os.getpid())}
     _check(minibatch)
     print(json.dumps(figures), flush=True)
@@ -144,7 +145,7 @@ def _check(minibatch: Any) -> None:
 
 
 def memory(pid: int) -> Figures:
-    """Resident bytes of a process."""
+    """Resident bytes of a process, by kind."""
     found = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -153,17 +154,17 @@ def memory(pid: int) -> Figures:
     return {**found, "own": found["RssAnon"] + found["RssShmem"] + found["VmPTE"]}
 
 
-def shared_out(pid: int) -> int:
+def pss_bytes(pid: int) -> int:
     """PSS of a process, in bytes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
 
 
-# ---- several
+# ---- several processes
 
 
 def turn(store: Path, cache: Path, processes: int) -> list[Figures]:
-    """Starts so many processes one beside the other; the figures of each."""
+    """Starts the processes one after another and keeps them alive. Returns the figures of each."""
     found: list[Figures] = []
     with contextlib.ExitStack() as stack:
         running: list[subprocess.Popen[str]] = []
@@ -174,16 +175,16 @@ def turn(store: Path, cache: Path, processes: int) -> list[Figures]:
             assert one.stdout is not None
             line = one.stdout.readline()
             if not line:
-                sys.exit("a process of zloader ended")
+                sys.exit("a zloader process failed")
             figures = json.loads(line)
             found.append({**figures, "above": figures["own"] - figures["imported"]["own"]})
         for figures, one in zip(found, running, strict=True):
-            figures["pss"] = shared_out(one.pid)
-    return found  # leaving ended their standard input, and waited for them
+            figures["pss"] = pss_bytes(one.pid)
+    return found  # leaving the context closed their standard input and waited for them
 
 
 def lines(turns: Sequence[Sequence[Figures]]) -> list[list[str]]:
-    """The table: medians of the turns, a line for each process in the order in which they came."""
+    """The table: medians over the turns, one line per process in starting order."""
     found = [["process", *COLUMNS]]
     for number, runs in enumerate(zip(*turns, strict=True)):
         imports = statistics.median(run["imported"]["own"] for run in runs)
@@ -194,7 +195,7 @@ def lines(turns: Sequence[Sequence[Figures]]) -> list[list[str]]:
 
 
 def verdicts(turns: Sequence[Sequence[Figures]]) -> Figures:
-    """What the targets are for: the worst process of each turn, the median of the turns; prints a line for each."""
+    """The worst process of each turn, as the median over the turns. Prints each figure and its target."""
     worst = {
         "opened_s": [max(run["opened_s"] for run in runs) for runs in turns],
         "first_s": [max(run["first_s"] for run in runs) for runs in turns],
@@ -203,21 +204,22 @@ def verdicts(turns: Sequence[Sequence[Figures]]) -> Figures:
     }
     measured = {name: float(statistics.median(values)) for name, values in worst.items()}
     for name, value in measured.items():
-        said = (value, TARGETS[name], "s") if name.endswith("_s") else (value / 1e6, TARGETS[name] / 1e6, "MB")
-        print(
-            f"{name}: {said[0]:,.2f} {said[2]} (target {said[1]:,.0f}): {'met' if value < TARGETS[name] else 'missed'}"
-        )
+        scale, unit = (1, "s") if name.endswith("_s") else (1e6, "MB")
+        verdict = "met" if value < TARGETS[name] else "missed"
+        print(f"{name}: {value / scale:,.2f} {unit} (target {TARGETS[name] / scale:,.0f}): {verdict}")
     return measured
 
 
 def main() -> None:
     """Measures, prints a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the store and its mirror are made")
+    parser.add_argument("directory", type=Path, help="directory for the store and its mirror")
     parser.add_argument("--rows", type=int, default=100_000_000)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--process", help=argparse.SUPPRESS)  # one process of them: the mirror; DIRECTORY is the store
+    parser.add_argument(
+        "--process", help=argparse.SUPPRESS
+    )  # run as one of the processes: the value is the mirror, DIRECTORY the store
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:

@@ -1,4 +1,4 @@
-"""Servers and settings that the whole suite shares."""
+"""Servers and settings shared by all tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers import NEVER_S, PATIENCE_S
 
 from zloader.testing import SeaweedFS, Sim
 
-# The machine may be slow or shared, so no example has a deadline. In CI the examples are the same at every run.
+# The machine may be slow or shared, so examples have no deadline. CI runs the same examples every time.
 hypothesis.settings.register_profile(
     "local", deadline=None, max_examples=50, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 @dataclass(frozen=True, kw_only=True)
 class S3:
-    """A fresh prefix in the bucket of a real S3 server, and what opens it."""
+    """A fresh prefix in the bucket of a real S3 server, and the options to open it."""
 
     bucket: str
     prefix: str
@@ -44,15 +44,15 @@ class S3:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _garbage_is_found_fast() -> None:
-    """What all imports made stays: the collector, which some tests call, need not look at it each time."""
+def _freeze_imports() -> None:
+    """Exempts imported objects from garbage collection, because some tests call the collector."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _botocore_reads_its_files_once() -> Iterator[None]:
-    """A client for each server that a test starts would parse megabytes of JSON anew."""
+def _cache_botocore_files() -> Iterator[None]:
+    """Caches botocore's JSON files. Otherwise every new client parses megabytes of them."""
     with pytest.MonkeyPatch.context() as patch:
         load = functools.cache(botocore.loaders.JSONFileLoader().load_file)
         patch.setattr(botocore.loaders.JSONFileLoader, "load_file", lambda _, path: load(path))
@@ -60,8 +60,8 @@ def _botocore_reads_its_files_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_cloud_from_the_environment() -> Iterator[None]:
-    """Keeps the credentials, profiles, endpoints and proxies of whoever runs the tests out of them."""
+def _ignore_cloud_settings() -> Iterator[None]:
+    """Hides the developer's credentials, profiles, endpoints and proxies from the tests."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("AWS_"):
@@ -74,16 +74,16 @@ def _no_cloud_from_the_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _stalls_last() -> Iterator[None]:
-    """A server that stalls holds a read up until a deadline of ours; curl would end that read after 20 s."""
+def _disable_curl_timeout() -> Iterator[None]:
+    """Raises curl's low-speed limit of 20 s, so that a read from a stalled server ends by zloader's deadline."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(int(NEVER_S)))
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ctrl_c_works() -> Iterator[None]:
-    """Also where the tests run in the background of a shell, which ignores SIGINT for them and their children."""
+def _handle_sigint() -> Iterator[None]:
+    """Restores SIGINT, which a shell ignores for background processes and their children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -91,21 +91,21 @@ def _ctrl_c_works() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    """One real S3 server for the session."""
+    """A real S3 server, started once per session."""
     with SeaweedFS(tmp_path_factory.mktemp("seaweed"), start_deadline_s=PATIENCE_S) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Interpreter]:
-    """What begins processes in milliseconds."""
+    """An interpreter that starts processes in milliseconds."""
     with Interpreter() as running:
         yield running
 
 
 @pytest.fixture
 def s3(seaweed: SeaweedFS) -> S3:
-    """A prefix of this test's own on the real S3 server."""
+    """A fresh prefix on the real S3 server for each test."""
     return S3(
         bucket=seaweed.bucket,
         prefix=uuid.uuid4().hex,
@@ -117,7 +117,7 @@ def s3(seaweed: SeaweedFS) -> S3:
 
 @pytest.fixture
 def sim(tmp_path: Path) -> Iterator[Callable[..., Sim]]:
-    """Starts simulators: `sim(root=DIR, ttfb_ms=5)` or `sim(upstream=s3.endpoint_url)`; `sim()` serves tmp_path."""
+    """Starts S3 simulators: `sim(root=DIR, ttfb_ms=5)`, `sim(upstream=s3.endpoint_url)`, or `sim()` for tmp_path."""
     with contextlib.ExitStack() as running:
 
         def start(**options: Any) -> Sim:

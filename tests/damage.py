@@ -1,6 +1,6 @@
-"""Sources damaged at random, by seed: `check` says how their conversion ends. Run as a process of its own.
+"""Randomly damaged sources, by seed: `check` converts them and yields the outcomes. Run it in its own process.
 
-HDF5 itself may crash on a damaged file, and takes its process along.
+HDF5 itself may crash on a damaged file, which ends the process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
-from sources import SMALL, assert_same, counts, files, frame
-from test_inputs import TENX
+from sources import SMALL, TENX, assert_same, counts, files, frame
 
 import zloader as zl
 
-# Sources that HDF5 reads: how they are damaged, and how often.
+# Sources that HDF5 reads, the kind of damage, and the number of seeds.
 IN_HDF5 = (
     ("h5ad", "bytes", 20),
     ("h5ad", "head", 20),
@@ -34,7 +33,7 @@ IN_HDF5 = (
     ("10x h5", "bytes", 8),
     ("10x h5", "cut", 5),
 )
-METADATA = ("zarr.json", ".zmetadata")  # of the root, which hold those of all
+METADATA = ("zarr.json", ".zmetadata")  # files of the root with the metadata of all nodes
 NAME = "broken"
 
 
@@ -80,7 +79,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 
 
 def change_bytes(path: Path, chance: random.Random) -> None:
-    """Twenty bytes of one file, or of any chunks of a directory."""
+    """Changes twenty bytes of one file, or of random chunks of a directory."""
     content = _content(path)
     for _ in range(20):
         name = chance.choice(sorted(name for name, stored in content.items() if stored))
@@ -89,7 +88,7 @@ def change_bytes(path: Path, chance: random.Random) -> None:
 
 
 def change_head(path: Path, chance: random.Random) -> None:
-    """Three bytes of the first 20 000, which hold most of the metadata of a small .h5ad file."""
+    """Changes three of the first 20 000 bytes, which contain most metadata of a small .h5ad file."""
     content = _content(path)
     for stored in content.values():
         for _ in range(3):
@@ -98,7 +97,7 @@ def change_head(path: Path, chance: random.Random) -> None:
 
 
 def change_metadata(path: Path, chance: random.Random) -> None:
-    """Three characters of the metadata, which so are JSON still, more often than not."""
+    """Changes three characters of the metadata, which usually leaves valid JSON."""
     content = _content(path)
     name = next(name for name in METADATA if name in content)
     for _ in range(3):
@@ -107,7 +106,7 @@ def change_metadata(path: Path, chance: random.Random) -> None:
 
 
 def cut(path: Path, chance: random.Random) -> None:
-    """A file, or a chunk, without its end."""
+    """Cuts off the end of a file or of a chunk."""
     content = _content(path)
     name = chance.choice(sorted(name for name, stored in content.items() if stored and "zarr" not in name))
     del content[name][chance.randrange(len(content[name])) :]
@@ -128,7 +127,7 @@ def _store(path: Path, content: dict[str, bytearray]) -> None:
 
 
 def as_read(source: Path, kind: str) -> ad.AnnData:
-    """The source as anndata, or scanpy, reads it."""
+    """The source as read by anndata or scanpy."""
     if not kind.startswith("10x"):
         return ad.read_zarr(source) if source.is_dir() else ad.read_h5ad(source)
     import scanpy
@@ -138,26 +137,26 @@ def as_read(source: Path, kind: str) -> ad.AnnData:
     return scanpy.read_10x_h5(source, gex_only=False)
 
 
-def check(kind: str, damage: str, n: int, place: Path) -> Iterator[str]:
-    """Converts a source after each of `n` damages. Yields `refused` or `equal` for each; raises for any other end."""
-    place.mkdir()
-    whole = SOURCES[kind](place / "whole")
+def check(kind: str, damage: str, n: int, directory: Path) -> Iterator[str]:
+    """Converts `n` damaged copies of a source. Yields `refused` or `equal` for each, and raises for anything else."""
+    directory.mkdir()
+    whole = SOURCES[kind](directory / "whole")
     untouched = as_read(whole, kind)
     for seed in range(n):
-        at = place / f"{seed}"
+        at = directory / f"{seed}"
         at.mkdir()
         source = at / NAME
         shutil.copytree(whole, source) if whole.is_dir() else shutil.copy(whole, source)
         DAMAGES[damage](source, random.Random(seed))
         try:
             zl.convert(source, at / "out.zarr", options=SMALL, progress=False)
-        except zl.errors.ZloaderError as error:
+        except zl.ZloaderError as error:
             if str(source) not in str(error):
                 raise AssertionError(f"seed {seed}: the error does not name the source") from error
             yield "refused"
         else:
             wanted = untouched
-            with contextlib.suppress(Exception):  # what it reads of the root, and we do not, may be what is damaged
+            with contextlib.suppress(Exception):  # the damage may be in metadata that only anndata reads
                 wanted = as_read(source, kind)
             assert_equal(ad.read_zarr(at / "out.zarr"), wanted)
             yield "equal"
@@ -165,7 +164,7 @@ def check(kind: str, damage: str, n: int, place: Path) -> Iterator[str]:
 
 
 def assert_equal(out: ad.AnnData, wanted: ad.AnnData) -> None:
-    """Names and values; the canonical form, and dtypes in which they are stored, are not those of the source."""
+    """Compares names and values. The canonical form and the stored dtypes may differ from the source."""
     np.testing.assert_array_equal(plain(out.X), plain(wanted.X))
     for frames in ("obs", "var"):
         pd.testing.assert_frame_equal(

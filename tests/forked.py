@@ -1,4 +1,4 @@
-"""Processes that begin in milliseconds: forks of an interpreter that has imported what takes seconds."""
+"""Starts processes in milliseconds by forking an interpreter that has already imported the slow modules."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ _IMPORTED = [
     "s3fs",
     "torch.multiprocessing",
 ]
-# It has opened nothing and started no thread, so that whatever it forks is as good as new.
+# The parent opens no files and starts no threads, so that a fork of it is as good as a new process.
 _PARENT = """
 import gc, importlib, json, os, socket, sys
-asked = socket.socket(fileno=int(sys.argv[1]))
+requests = socket.socket(fileno=int(sys.argv[1]))
 for name in sys.argv[2:]:
     importlib.import_module(name)
-gc.freeze()  # else every child spends seconds on taking down what was imported
+gc.freeze()  # otherwise every child spends seconds on freeing the imported modules
 while True:
-    message, files, *_ = socket.recv_fds(asked, 1 << 20, 3)
+    message, files, *_ = socket.recv_fds(requests, 1 << 20, 3)
     if not message:
         sys.exit()
     order = json.loads(message)
-    if "begin" in order:
+    if "start" in order:
         answer = os.fork()
         if answer == 0:
             break
         for file in files:
             os.close(file)
     else:
-        pid, status = os.waitpid(order["wait"], 0 if order["until it ends"] else os.WNOHANG)
+        pid, status = os.waitpid(order["wait"], 0 if order["block"] else os.WNOHANG)
         answer = os.waitstatus_to_exitcode(status) if pid else None
-    asked.send(json.dumps(answer).encode())
-asked.close()
-for place, file in enumerate(files):
-    os.dup2(file, place)
+    requests.send(json.dumps(answer).encode())
+requests.close()
+for number, file in enumerate(files):
+    os.dup2(file, number)
     os.close(file)
 os.environ.clear()
 os.environ.update(order["environment"])
 os.chdir(order["directory"])
 sys.argv[1:] = order["arguments"]
-exec(order["begin"])
+exec(order["start"])
 """
 
 
 class Interpreter:
-    """Runs scripts; it ends with the process that made it."""
+    """Runs scripts in forked processes. It ends with the process that created it."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # Python 3.12 warns of every fork of a process with threads, such as those of a library for linear algebra.
+            # Python 3.12 warns about every fork of a process with threads, such as those of a linear algebra library.
             command = [
                 sys.executable,
                 "-W",
@@ -87,24 +87,24 @@ class Interpreter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._orders.close()
+        self._requests.close()
         self._process.wait(PATIENCE_S)
 
     def order(self, files: tuple[int, ...] = (), **order: Any) -> Any:
-        """Tells the parent to begin a process or to wait for one; gives its answer."""
-        with self._turn:
-            socket.send_fds(self._orders, [json.dumps(order).encode()], files)
-            return json.loads(self._orders.recv(100))
+        """Tells the parent to start a process or to wait for one. Returns its answer."""
+        with self._lock:
+            socket.send_fds(self._requests, [json.dumps(order).encode()], files)
+            return json.loads(self._requests.recv(100))
 
     @contextlib.contextmanager
     def running(self, script: str, *arguments: Any, stdin: int | None = None, **variables: str) -> Iterator[Forked]:
-        """A process that runs a script; it does not outlive the context. `variables` are of its environment."""
+        """Runs a script in a process that ends with the context. `variables` are added to its environment."""
         theirs, ours = zip(os.pipe(), os.pipe()[::-1], os.pipe()[::-1], strict=True)
         process = None
         try:
             files = theirs if stdin is None else (stdin, *theirs[1:])
-            place = {"environment": dict(os.environ) | variables, "directory": str(Path.cwd())}
-            pid = self.order(files, begin=script, arguments=[str(each) for each in arguments], **place)
+            setting = {"environment": dict(os.environ) | variables, "directory": str(Path.cwd())}
+            pid = self.order(files, start=script, arguments=[str(each) for each in arguments], **setting)
             process = Forked(self, pid, *ours)
         finally:
             for file in theirs if process else (*theirs, *ours):
@@ -113,14 +113,14 @@ class Interpreter:
             yield process
 
     def run(self, script: str, *arguments: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Runs a script to its end."""
+        """Runs a script until it ends."""
         with self.running(script, *arguments, **variables) as process:
             out, err = process.communicate()
             return subprocess.CompletedProcess([script, *arguments], process.wait(), out, err)
 
 
 class Forked:
-    """A process with pipes, in what it does like subprocess.Popen."""
+    """A process with pipes, with an interface like subprocess.Popen."""
 
     def __init__(self, interpreter: Interpreter, pid: int, stdin: int, stdout: int, stderr: int) -> None:
         self.pid = pid
@@ -142,33 +142,33 @@ class Forked:
         self.stderr.close()
 
     def poll(self) -> int | None:
-        """The status if it has ended."""
+        """The exit status, or None while the process runs."""
         return self._ended(wait=False)
 
     def wait(self) -> int:
-        """Waits for the end; gives the status, or minus the signal that killed it."""
+        """Waits for the end. Returns the exit status, negative for a signal."""
         status = self._ended(wait=True)
         assert status is not None
         return status
 
     def _ended(self, *, wait: bool) -> int | None:
         if self.returncode is None:
-            self.returncode = self._interpreter.order(wait=self.pid, **{"until it ends": wait})
+            self.returncode = self._interpreter.order(wait=self.pid, block=wait)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal, if it lives."""
+        """Sends a signal, if the process is alive."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, within_s: float = PATIENCE_S) -> tuple[str, str]:
-        """What else it writes, to stdout and stderr, until it ends; one that does not is killed."""
-        late = threading.Timer(within_s, os.kill, (self.pid, signal.SIGKILL))
-        late.start()
+        """Returns the remaining output on stdout and stderr. Kills the process after `within_s`."""
+        watchdog = threading.Timer(within_s, os.kill, (self.pid, signal.SIGKILL))
+        watchdog.start()
         try:
             self.stdin.close()
             with ThreadPoolExecutor(1) as reader:
@@ -177,4 +177,4 @@ class Forked:
             self.wait()
             return out, err.result()
         finally:
-            late.cancel()
+            watchdog.cancel()

@@ -1,9 +1,9 @@
-"""One round of the fuzz test: a random AnnData is converted, read in many ways and damaged, and never silently wrong.
+"""One round of the fuzz test: converts a random AnnData, reads it in many ways, damages it, and checks every value.
 
     python tests/fuzzing.py FIRST_SEED ROUNDS [DIRECTORY]
 
-runs rounds until one fails, and prints its seed. Everything follows from the seed. The oracle is the AnnData itself: a
-row is known by its obs name, whatever order the store has it in.
+runs rounds until one fails, and prints its seed. The seed determines everything. The oracle is the AnnData itself: rows
+are matched by obs name, because the store may have them in another order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = ("float32", "float64", "int32", "uint16", "int8")
 
 
 def random_anndata(rng: np.random.Generator, prefix: str = "cell", *, like: ad.AnnData | None = None) -> ad.AnnData:
-    """Any rows and genes, of any layout and dtype; or more rows of what `like` has."""
+    """A random number of rows and genes in any layout and dtype, or more rows that match `like`."""
     n_rows, n_genes = int(rng.integers(1, 300)), int(rng.integers(1, 60)) if like is None else like.n_vars
     dtype = np.dtype(rng.choice(DTYPES)) if like is None else like.X.dtype
     x = sp.random(n_rows, n_genes, rng.choice([0.0, 0.05, 0.5, 1.0]), "csr", np.float64, random_state=rng)
@@ -64,7 +64,7 @@ def random_anndata(rng: np.random.Generator, prefix: str = "cell", *, like: ad.A
 
 
 class Round:
-    """A store and its oracle. `log` tells the actions, for whoever looks into a failure."""
+    """A store and its oracle. `log` lists the actions, to help to explain a failure."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.rng = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ class Round:
         self.oracle = random_anndata(self.rng)
 
     def run(self) -> None:
-        """Converts, perhaps appends, then some actions in any order; raises AssertionError for a wrong value."""
+        """Converts, sometimes appends, then runs random actions. Raises AssertionError for a wrong value."""
         self.convert()
         if self.rng.random() < 0.3:
             self.append()
@@ -87,7 +87,7 @@ class Round:
     # --- Writing
 
     def convert(self) -> None:
-        """A conversion; some fail or are killed at some object, and are then resumed or done again."""
+        """Converts. Some conversions fail at a random object, and are then resumed or repeated."""
         rng = self.rng
         source: Any = self.oracle
         kind = str(rng.choice(["memory", "h5ad", "zarr"]))
@@ -114,10 +114,10 @@ class Round:
             self.note(failed_after=survives, resume=resume)
         zl.convert(source, self.store, options=options, overwrite=True, resume=resume, progress=False)
         found = zl.open_dataset(self.store).obs().index
-        assert sorted(found) == sorted(self.oracle.obs_names), "rows were lost or invented"
+        assert sorted(found) == sorted(self.oracle.obs_names), "rows are missing or unexpected"
 
     def append(self) -> None:
-        """More rows; refused where the store is shuffled, or where its dtypes do not hold them."""
+        """Appends rows. This is refused if the store is shuffled or its dtypes cannot hold them."""
         more = random_anndata(self.rng, "more", like=self.oracle)
         try:
             report = zl.append(self.store, more, progress=False)
@@ -131,14 +131,14 @@ class Round:
     # --- Reading
 
     def open(self) -> zl.Dataset:
-        """The dataset, with a cache (perhaps a small one) or without."""
+        """Opens the dataset, with a cache (sometimes a small one) or without."""
         most = [None, 400_000][int(self.rng.random() < 0.3)]
         cache = zl.Cache(self.cache, max_bytes=most) if self.rng.random() < 0.7 else None
         self.note(cache=most if cache else "none")
         return zl.open_dataset(self.store, cache=cache)
 
     def read(self) -> None:
-        """An epoch or two of a Loader with random options, perhaps of a view, perhaps interrupted and resumed."""
+        """An epoch of a Loader with random options, sometimes of a view, sometimes interrupted and resumed."""
         rng, dataset = self.rng, self.open()
         if rng.random() < 0.3 and dataset.n_obs > 2:
             dataset = dataset.where(np.sort(rng.choice(dataset.n_obs, dataset.n_obs // 2, replace=False)))
@@ -177,7 +177,7 @@ class Round:
         np.testing.assert_array_equal(rows, np.sort(wanted))
 
     def check(self, dataset: zl.Dataset, minibatch: zl.Minibatch, options: dict[str, Any]) -> np.ndarray:
-        """Holds a minibatch against the oracle by value; gives its row numbers."""
+        """Compares the values of a minibatch with the oracle. Returns its row numbers."""
         rows = np.asarray(minibatch.index)
         names = dataset.whole.stores[0].names("obs")[rows]
         wanted = self.oracle[names]
@@ -198,7 +198,7 @@ class Round:
         return rows
 
     def take(self) -> None:
-        """Some rows as an AnnData, in any order, some twice."""
+        """Takes some rows as an AnnData, in random order and with repetitions."""
         dataset = self.open()
         rows = self.rng.integers(0, dataset.n_obs, int(self.rng.integers(1, 20)))
         self.note(take=rows.tolist())
@@ -210,12 +210,12 @@ class Round:
     # --- Damage
 
     def damage_store(self) -> None:
-        """An object of the store changes, is cut short, emptied or lost: an error or the right values, never others."""
+        """Changes, truncates, empties or deletes an object: reading raises an error or returns the right values."""
         objects = [path for path in sorted(self.store.rglob("*")) if path.is_file() and path.name != "zarr.json"]
         path = objects[int(self.rng.integers(len(objects)))]
         before, stat = path.read_bytes(), path.stat()
-        self.harm(path)
-        shutil.rmtree(self.cache, ignore_errors=True)  # a mirror may hold what the object had
+        self.damage(path)
+        shutil.rmtree(self.cache, ignore_errors=True)  # a mirror may contain the undamaged values
         for action in (self.read, self.take):
             try:
                 action()
@@ -226,18 +226,18 @@ class Round:
         shutil.rmtree(self.cache, ignore_errors=True)
 
     def damage_mirror(self) -> None:
-        """A file of a mirror changes, is cut short, emptied or lost: the values are right all the same."""
+        """Changes, truncates, empties or deletes files of a mirror: reading still returns the right values."""
         files = [path for path in sorted(self.cache.rglob("*")) if path.is_file()]
         for _ in range(min(len(files), int(self.rng.integers(1, 4)))):
             path = files[int(self.rng.integers(len(files)))]
             if path.exists():
-                self.harm(path)
+                self.damage(path)
         self.read()
 
-    def harm(self, path: Path) -> None:
+    def damage(self, path: Path) -> None:
         content = bytearray(path.read_bytes())
         how = str(self.rng.choice(["flip", "truncate", "empty", "delete"]))
-        self.note(harmed=str(path.relative_to(self.directory)), how=how)
+        self.note(damaged=str(path.relative_to(self.directory)), how=how)
         if how == "delete":
             path.unlink()
             return
@@ -246,7 +246,7 @@ class Round:
         path.write_bytes(content if how == "flip" else content[: len(content) // 2] if how == "truncate" else b"")
 
     def killed_reader(self) -> None:
-        """A process that fills the mirror is killed in the midst of it."""
+        """Kills a process while it fills the mirror."""
         after = int(self.rng.integers(1, 4))
         self.note(killed_after=after)
         subprocess.run([sys.executable, "-c", _KILLED, str(self.store), str(self.cache), str(after)], check=False)
@@ -269,25 +269,29 @@ def source_writer(adata: ad.AnnData, kind: str) -> Any:
 
 
 def run_round(seed: int, directory: Path) -> None:
-    """One round; raises with the seed and what was done."""
-    logging.getLogger("zloader").setLevel(logging.CRITICAL)  # damage is told in warnings
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one = Round(seed, directory)
-        try:
-            one.run()
-        except Exception as error:
-            story = "\n  ".join(one.log)
-            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\n  {story}") from error
+    """Runs one round. An error names the seed and lists the actions."""
+    logger = logging.getLogger("zloader")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # damage is logged as warnings
+    fuzz = Round(seed, directory)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fuzz.run()
+    except Exception as error:
+        actions = "\n  ".join(fuzz.log)
+        raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\n  {actions}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def main() -> None:
-    """Rounds from a seed on."""
+    """Runs the given number of rounds, starting with the given seed."""
     first, rounds = int(sys.argv[1]), int(sys.argv[2])
     for seed in range(first, first + rounds):
         with tempfile.TemporaryDirectory(dir=sys.argv[3] if len(sys.argv) > 3 else None) as directory:
             run_round(seed, Path(directory))
-        print(f"seed {seed} held", flush=True)
+        print(f"seed {seed} passed", flush=True)
 
 
 if __name__ == "__main__":

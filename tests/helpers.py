@@ -1,4 +1,4 @@
-"""Small stores with awkward edges, and the in-memory oracle that minibatches are held against."""
+"""Small stores with edge cases, and checks of minibatches against the AnnData they were written from."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import torch.utils.data
 import zloader as zl
 from zloader.conversion.writing.encode import ConvertOptions
 
-# Chunks of about 1 024 values and shards of two: a few hundred rows cross many of both.
+# Chunks of about 1 024 values and shards of two chunks, so that a few hundred rows cross many of both.
 SMALL = ConvertOptions(chunk_rows=1, shard_size=2048)
-# How long a test waits for what must happen before it calls it a hang. Far beyond what a busy machine needs.
 TESTS = Path(__file__).parent
+# How long a test waits before it reports a hang: far longer than a busy machine needs.
 PATIENCE_S = 600.0
-# A deadline of ours in tests of what must not wait for it.
+# A deadline for tests in which nothing may wait for the deadline.
 NEVER_S = 3600.0
 
 
 def counts(n_rows: int, n_genes: int, *, density: float = 0.3, seed: int = 0) -> ad.AnnData:
-    """Random counts with empty rows at the start, in the middle and at the end, and obs columns of every kind."""
+    """Random counts with empty rows at the start, middle and end, and with obs columns of every kind."""
     rng = np.random.default_rng(seed)
     x = scipy.sparse.random(n_rows, n_genes, density, "csr", np.float32, random_state=rng)
     x.data[:] = rng.integers(1, 400, x.nnz)
@@ -54,14 +54,14 @@ def counts(n_rows: int, n_genes: int, *, density: float = 0.3, seed: int = 0) ->
 
 
 def write_store(adata: ad.AnnData, dest: str | Path, tmp: Path, **options: Any) -> None:
-    """Converts `adata` to a store of small chunks and shards at `dest`."""
+    """Converts `adata` to a store with small chunks and shards at `dest`."""
     tmp.mkdir(parents=True, exist_ok=True)
     adata.write_h5ad(tmp / "source.h5ad", convert_strings_to_categoricals=False)
     zl.convert(tmp / "source.h5ad", dest, options=SMALL, progress=False, **options)
 
 
 def dense(x: Any) -> np.ndarray:
-    """Any form of a minibatch's x as a dense array."""
+    """The x of a minibatch, in any layout, as a dense array."""
     if isinstance(x, torch.Tensor):
         return x.to_dense().numpy()
     if isinstance(x, ad.AnnData):
@@ -70,7 +70,7 @@ def dense(x: Any) -> np.ndarray:
 
 
 def check_minibatch(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
-    """Holds one minibatch against the AnnData it came from, by value; gives its row numbers."""
+    """Compares the values of a minibatch with the AnnData. Returns its row numbers."""
     rows = minibatch.index.numpy()
     if minibatch.x is not None:
         np.testing.assert_array_equal(dense(minibatch.x), adata.X[rows].toarray())
@@ -84,7 +84,7 @@ def check_minibatch(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
 
 
 def assert_threads_end(prefix: str = "zloader") -> None:
-    """The threads whose names begin so end by themselves."""
+    """Waits until all threads whose names start with `prefix` have ended."""
     deadline = time.monotonic() + PATIENCE_S
     threads = [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
     for thread in threads:
@@ -93,7 +93,7 @@ def assert_threads_end(prefix: str = "zloader") -> None:
 
 
 class InTurn(torch.utils.data.IterableDataset):
-    """Loaders one after the other, by name, for the same workers, which may take seconds to begin."""
+    """Named loaders in sequence, so that they share the workers, which may take seconds to start."""
 
     def __init__(self, loaders: dict[str, Any]) -> None:
         self.loaders = loaders
@@ -108,7 +108,7 @@ class InTurn(torch.utils.data.IterableDataset):
 
 
 def digest(loader: Any) -> str:
-    """A hash of every byte of an epoch, in order."""
+    """A hash of all bytes of an epoch, in order."""
     total = hashlib.sha256()
     for minibatch in loader:
         for part in (minibatch.x.crow_indices(), minibatch.x.col_indices(), minibatch.x.values(), minibatch.index):

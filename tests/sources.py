@@ -1,7 +1,8 @@
-"""Sources for conversion: .h5ad files good and bad, and places where writing fails."""
+"""Sources for conversion: valid and invalid .h5ad files, and destinations where writing fails."""
 
 from __future__ import annotations
 
+import gzip
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.io
 import scipy.sparse as sp
 import zarr
 from zarr.abc.buffer import Buffer
@@ -23,9 +25,9 @@ from zloader.access.location import Location
 from zloader.conversion.writing.destination import Destination
 from zloader.conversion.writing.object_writer import ObjectWriter, translated
 
-# Chunks of 1 024 elements, shards of two of them or fewer, windows of a few rows.
+# Chunks of 1 024 elements, shards of at most two chunks, windows of a few rows.
 SMALL = zl.ConvertOptions(chunk_rows=1, shard_size="4KiB", window_bytes=4096)
-# From pandas 3 on text has a dtype of its own, which anndata stores with a mask: where the strings of a column are.
+# Since pandas 3, text has its own dtype, which anndata stores with a mask. STRINGS is the path of a column's strings.
 HAS_TEXT_DTYPE = isinstance(pd.Series(["a"]).dtype, pd.StringDtype)
 STRINGS = "values" if HAS_TEXT_DTYPE else ""
 LAYOUTS: dict[str, Callable[[sp.csr_matrix], Any]] = {
@@ -36,7 +38,7 @@ LAYOUTS: dict[str, Callable[[sp.csr_matrix], Any]] = {
 
 
 def counts(n_rows: int = 60, n_genes: int = 300, seed: int = 0, dtype: Any = np.float32) -> sp.csr_matrix:
-    """Counts with some empty rows, about 5 000 values."""
+    """Counts with about 5 000 values and some empty rows."""
     x = sp.random(n_rows, n_genes, 0.3, "csr", random_state=seed)
     x.data = np.random.default_rng(seed).integers(1, 100, x.nnz).astype(dtype)
     x.data[np.repeat(np.arange(n_rows) % 7 == 3, np.diff(x.indptr))] = 0
@@ -57,7 +59,7 @@ def write_h5ad(path: Path, x: Any, **parts: Any) -> Path:
 
 
 def write_csr(path: Path, x: sp.csr_matrix, **parts: Any) -> Path:
-    """As `write_h5ad`, with the arrays of X exactly as they are: no canonical form, any dtype, any lie."""
+    """Like `write_h5ad`, but writes the arrays of X as they are: any order, any dtype, invalid or not."""
     empty = sp.csr_matrix(x.shape, dtype=np.float32)
     write_h5ad(path, empty, **parts)
     with h5py.File(path, "r+") as file:
@@ -76,7 +78,7 @@ def dense(x: Any) -> np.ndarray:
 
 
 def assert_same(out: Any, wanted: Any) -> None:
-    """Equal in kind, dtype and value, all the way down."""
+    """Asserts equal types, dtypes and values, recursively."""
     if isinstance(wanted, Mapping):
         assert set(out) == set(wanted)
         for key in wanted:
@@ -95,7 +97,7 @@ def assert_same(out: Any, wanted: Any) -> None:
 
 
 def layers_of(adata: ad.AnnData) -> dict[str, Any]:
-    """The layers by name; anndata 0.13 has X among them, without a name."""
+    """The layers by name, without X, which anndata 0.13 includes under the name None."""
     return {name: layer for name, layer in adata.layers.items() if name is not None}
 
 
@@ -162,7 +164,7 @@ def full_anndata() -> ad.AnnData:
 
 
 class FailingStore(WrapperStore[Store]):
-    """Calls `before` for every object that it stores."""
+    """A store that calls `before` with the key of every object it stores."""
 
     def __init__(self, store: Store, before: Callable[[str], None] = lambda key: None) -> None:
         super().__init__(store)
@@ -174,7 +176,7 @@ class FailingStore(WrapperStore[Store]):
 
 
 class FailingDestination(Destination):
-    """Calls `fail` instead of storing object number `survives` and all that follow; `stored` has those before."""
+    """A destination that calls `fail` for every object after the first `survives`; `stored` lists the keys tried."""
 
     def __init__(self, location: Location, *, survives: int = 10**9, fail: Callable[[], None] = lambda: None) -> None:
         super().__init__(location)
@@ -200,3 +202,36 @@ class FailingDestination(Destination):
 
 def disk_full() -> None:
     raise OSError(28, "No space left on device")
+
+
+def write_10x_h5(path: Path, x: sp.csr_matrix) -> Path:
+    n_rows, n_genes = x.shape
+    with h5py.File(path, "w") as file:
+        matrix = file.create_group("matrix")
+        matrix["shape"] = np.array([n_genes, n_rows], np.int32)
+        matrix["data"] = x.data.astype(np.int32)
+        matrix["indices"], matrix["indptr"] = x.indices.astype(np.int64), x.indptr.astype(np.int64)
+        matrix["barcodes"] = np.array([f"cell{i}" for i in range(n_rows)], "S")
+        features = matrix.create_group("features")
+        features["id"] = np.array([f"ENSG{i}" for i in range(n_genes)], "S")
+        features["name"] = np.array(TENX_GENES, "S")
+        features["feature_type"] = np.array(TENX_KINDS, "S")
+        features["genome"] = np.array(["GRCh38"] * n_genes, "S")
+    return path
+
+
+def write_10x_mtx(path: Path, x: sp.csr_matrix) -> Path:
+    path.mkdir()
+    with gzip.open(path / "matrix.mtx.gz", "wb") as file:
+        scipy.io.mmwrite(file, x.T.astype(np.int32))
+    lines = zip([f"ENSG{i}" for i in range(x.shape[1])], TENX_GENES, TENX_KINDS, strict=True)
+    with gzip.open(path / "features.tsv.gz", "wt") as file:
+        file.writelines("\t".join(line) + "\n" for line in lines)
+    with gzip.open(path / "barcodes.tsv.gz", "wt") as file:
+        file.writelines(f"cell{i}\n" for i in range(x.shape[0]))
+    return path
+
+
+TENX_GENES = [f"gene{i}" for i in range(299)] + ["gene0"]
+TENX_KINDS = ["Gene Expression"] * 290 + ["Antibody Capture"] * 10
+TENX = {"plate.h5": write_10x_h5, "plate": write_10x_mtx}

@@ -1,4 +1,4 @@
-"""What the tests of shuffling and transposing share: any matrices, what windows say, and the temporary files."""
+"""Helpers for the tests of shuffling and transposing: random matrices, checks of windows, and temporary files."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.windows import SourceMatrix, Window
 
-_TO_COMPARE = {"float16": "float32"}  # scipy does not have the former
+_TO_COMPARE = {"float16": "float32"}  # scipy does not support float16
 LENGTHS = st.lists(st.just(0) | st.integers(0, 30) | st.integers(0, 300), max_size=40)
 
 
 @st.composite
 def any_csr(draw: st.DrawFn) -> sp.csr_matrix:
-    """Rows short, long and empty, with genes in any order, some twice, or canonical; or no rows."""
+    """Short, long and empty rows, or no rows. Genes are canonical, or in any order with duplicates."""
     lengths = draw(LENGTHS)
     n_genes = draw(st.sampled_from([1, 7, 256, 257, 70_000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     indices = rng.integers(0, n_genes, sum(lengths)).astype(draw(st.sampled_from([np.int32, np.int64])))
-    values = rng.integers(0, 100, sum(lengths)).astype(draw(st.sampled_from([np.float32, np.uint8])))
+    values = rng.integers(0, 100, sum(lengths)).astype(draw(st.sampled_from([np.float32, np.uint16])))
     x = sp.csr_matrix((values, indices, np.concatenate([[0], np.cumsum(lengths)])), shape=(len(lengths), n_genes))
     if draw(st.booleans()):
         x.sum_duplicates()
@@ -44,7 +44,7 @@ def opened(x: Any, window_bytes: int) -> SourceMatrix:
 
 @contextlib.contextmanager
 def stored(x: Any, dtype: str) -> Iterator[Any]:
-    """An element of an HDF5 file in memory with the values of `x` in any dtype, also in those that scipy has not."""
+    """Writes `x` to an HDF5 file in memory, in any dtype, including dtypes that scipy does not support."""
     with h5py.File.in_memory() as file:
         if not sp.issparse(x):
             file["X"] = x.astype(dtype)
@@ -56,14 +56,14 @@ def stored(x: Any, dtype: str) -> Iterator[Any]:
 
 
 def with_values(x: Any, dtype: str) -> Any:
-    """What `matrix_of` makes of the windows of `stored(x, dtype)`."""
+    """The expected result of `matrix_of` for the windows of `stored(x, dtype)`."""
     if not sp.issparse(x):
         return x.astype(dtype)
     return sp.csr_matrix((x.data.astype(_TO_COMPARE.get(dtype, dtype)), x.indices, x.indptr), shape=x.shape)
 
 
 class CountedArray:
-    """Counts the items that are read of an array."""
+    """An array that counts the items read from it."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array, self.n_read = array, 0
@@ -75,18 +75,18 @@ class CountedArray:
 
 
 def counted(x: Any) -> dict[str, CountedArray]:
-    """A compressed matrix for CompressedArrays."""
+    """The arrays of a compressed matrix as counted arrays, for CompressedArrays."""
     return {name: CountedArray(getattr(x, name)) for name in ("data", "indices", "indptr")}
 
 
 def matrix_of(windows: Iterable[Window], shape: tuple[int, int], dtype: Any, *, dense: bool = False) -> Any:
-    """The matrix whose rows these are, at their places; every window is well formed, and every row comes once."""
+    """Assembles the matrix from its windows. Asserts that windows are well formed and every row occurs once."""
     parts = list(windows)
     for window in parts:
         assert (window.lengths.dtype, window.values.dtype, window.values.ndim) == (np.int64, np.dtype(dtype), 1)
         assert len(window.values) == window.lengths.sum()
         assert len(window.genes) == (0 if dense else len(window.values))
-    placed = [window.places for window in parts if window.places is not None]
+    placed = [window.positions for window in parts if window.positions is not None]
     assert len(placed) in (0, len(parts))
     order: Any = slice(None)
     if placed:
@@ -105,7 +105,7 @@ def matrix_of(windows: Iterable[Window], shape: tuple[int, int], dtype: Any, *, 
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
-    """Equal arrays; for CSR equal in which values are stored, too, and in what order."""
+    """Asserts equal arrays. For CSR, the stored values and their order must be equal too."""
     assert found.shape == wanted.shape
     if not sp.issparse(wanted):
         np.testing.assert_array_equal(found, wanted)
@@ -119,13 +119,13 @@ def assert_bounded(window: Window, window_bytes: int) -> None:
 
 
 def consumed(windows: Iterable[Window]) -> None:
-    """Takes windows and keeps none."""
+    """Iterates over windows without keeping them."""
     for _ in windows:
         pass
 
 
 def peak_bytes(do: Callable[[], None]) -> int:
-    """Bytes allocated at most while something is done."""
+    """The peak of the bytes allocated during a call."""
     tracemalloc.start()
     try:
         do()
@@ -136,7 +136,7 @@ def peak_bytes(do: Callable[[], None]) -> int:
 
 @contextlib.contextmanager
 def temporary_directory(path: Path) -> Iterator[None]:
-    """Where temporary files are made, so that `open_spills` counts only those."""
+    """Creates temporary files in `path`, so that `open_spills` counts only those."""
     before, tempfile.tempdir = tempfile.tempdir, str(path)
     try:
         yield
@@ -145,20 +145,20 @@ def temporary_directory(path: Path) -> Iterator[None]:
 
 
 def open_spills() -> int:
-    """How many temporary files without a name this process has open, below the directory for them."""
+    """The number of unnamed temporary files in the temporary directory that this process has open."""
     links = [_target(link) for link in Path("/proc/self/fd").iterdir()]
     return sum(link.startswith(tempfile.gettempdir()) and link.endswith("(deleted)") for link in links)
 
 
 def _target(link: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+    with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory
         return str(link.readlink())
     return ""
 
 
 @contextlib.contextmanager
 def files_no_longer_than(n_bytes: int) -> Iterator[None]:
-    """A disk that is full soon."""
+    """Limits the size of files, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:

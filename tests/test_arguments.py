@@ -1,4 +1,4 @@
-"""Arguments that make no sense are refused with an error of ours that says which it is, before anything is done."""
+"""Invalid arguments raise an error that names the argument, before anything else happens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zloader.common.errors import OptionError, StoreNotFoundError, ZloaderError
 pytestmark = pytest.mark.any_version
 
 SIZES = {"batch_size": 8, "fetch_factor": 2, "sampling": zl.BlockShuffling(4)}
-# What somebody may have in a variable by mistake.
+# Values that a variable may contain by mistake.
 ODD: dict[str, Any] = {
     "array": np.array([1, 2]),
     "missing": pd.NA,
@@ -47,7 +47,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
     return zl.open_dataset(store)
 
 
-def odd_but(*allowed: str) -> list[Any]:
+def odd_except(*allowed: str) -> list[Any]:
     return [pytest.param(value, id=name) for name, value in ODD.items() if name not in allowed]
 
 
@@ -61,33 +61,33 @@ def load(dataset: zl.Dataset, **options: Any) -> zl.Minibatch:
 @pytest.mark.parametrize(
     "x", ["X/data", "../a/X", "/X", "X/", "", "layers", "layers/", "obsm/e", "raw/X", "x", b"X", 5, ["X"]]
 )
-def test_a_matrix_is_named_as_it_is_listed(dataset: zl.Dataset, x: Any) -> None:
+def test_unknown_matrices_are_refused(dataset: zl.Dataset, x: Any) -> None:
     with pytest.raises(ZloaderError, match="there are: X, layers/d"):
         load(dataset, x=x)
 
 
 @pytest.mark.parametrize("option", ["obs", "obsm"])
 @pytest.mark.parametrize("names", [5, True, [1], [None], [pd.NA], [["e"]], "e", b"e", None, pd.NA, np.array([1])])
-def test_names_are_lists_of_strings(dataset: zl.Dataset, option: str, names: Any) -> None:
+def test_names_must_be_lists_of_strings(dataset: zl.Dataset, option: str, names: Any) -> None:
     with pytest.raises(OptionError, match=f"{option} must be a list of names"):
         load(dataset, **{option: names})
 
 
 @pytest.mark.parametrize("names", [["cell_type"], ("cell_type",), np.array(["cell_type"]), pd.Index(["cell_type"])])
-def test_names_in_any_kind_of_list(dataset: zl.Dataset, names: Any) -> None:
+def test_names_may_be_any_iterable_of_strings(dataset: zl.Dataset, names: Any) -> None:
     for given in (names, iter(names)):
         loader = zl.Loader(dataset, obs=given, **SIZES)
         assert [list(minibatch.obs) for _ in range(2) for minibatch in loader] == [["cell_type"]] * 2 * len(loader)
 
 
 @pytest.mark.parametrize("option", ["layout", "dtype", "remainder", "locality"])
-@pytest.mark.parametrize("value", odd_but())
-def test_words(dataset: zl.Dataset, option: str, value: Any) -> None:
+@pytest.mark.parametrize("value", odd_except())
+def test_options_with_a_fixed_set_of_words(dataset: zl.Dataset, option: str, value: Any) -> None:
     with pytest.raises(OptionError, match=f"{option} must be one of"):
         load(dataset, **{option: value})
 
 
-@pytest.mark.parametrize("value", odd_but("flag"))
+@pytest.mark.parametrize("value", odd_except("flag"))
 def test_flags(dataset: zl.Dataset, value: Any) -> None:
     for make in (
         lambda: load(dataset, drop_last=value),
@@ -99,7 +99,7 @@ def test_flags(dataset: zl.Dataset, value: Any) -> None:
 
 
 @pytest.mark.parametrize("option", ["batch_size", "fetch_factor", "world_size"])
-@pytest.mark.parametrize("value", odd_but("none", "huge"))
+@pytest.mark.parametrize("value", odd_except("none", "huge"))
 def test_counts(dataset: zl.Dataset, option: str, value: Any) -> None:
     with pytest.raises(OptionError, match=f"{option} must be a whole number"):
         load(dataset, **{"rank": 0, "world_size": 1, option: value})
@@ -119,14 +119,14 @@ FETCH_COUNTS = [
 
 
 @pytest.mark.parametrize("option", FETCH_COUNTS)
-@pytest.mark.parametrize("value", odd_but())
-def test_counts_of_fetching(option: str, value: Any) -> None:
+@pytest.mark.parametrize("value", odd_except())
+def test_counts_of_fetch_options(option: str, value: Any) -> None:
     with pytest.raises(OptionError, match=f"{option} must be a whole number"):
         zl.FetchOptions(**{option: value})
 
 
-@pytest.mark.parametrize("value", odd_but())
-def test_options_of_conversions(value: Any) -> None:
+@pytest.mark.parametrize("value", odd_except())
+def test_convert_options(value: Any) -> None:
     for option in ("chunk_rows", "window_bytes", "shuffle_seed"):
         if value is not None or option == "chunk_rows":
             with pytest.raises(OptionError, match=f"{option} must be a whole number"):
@@ -136,13 +136,13 @@ def test_options_of_conversions(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [1.5, "1.5", "1.5 B", float("inf"), True, -1, "x", "", [], pd.NA, 0])
-def test_sizes_of_caches(tmp_path: Path, value: Any) -> None:
+def test_cache_sizes(tmp_path: Path, value: Any) -> None:
     with pytest.raises(OptionError):
         zl.Cache(tmp_path, max_bytes=value)
 
 
 @pytest.mark.parametrize("value", [5, "", b"cache", [], {}, True, 1.5, np.array([1]), "a\0b", pd.NA])
-def test_a_cache_is_a_directory(dataset: zl.Dataset, value: Any) -> None:
+def test_a_cache_must_be_a_directory(dataset: zl.Dataset, value: Any) -> None:
     with pytest.raises(OptionError, match="a cache is a directory"):
         zl.open_dataset(dataset.url, cache=value)
 
@@ -153,15 +153,15 @@ NUMBERS = ["epoch", "worker", "of_workers", "of_ranks", "worker_minibatches"]
 
 
 @pytest.mark.parametrize("part", NUMBERS)
-@pytest.mark.parametrize("value", [*odd_but(), pytest.param("1", id="digits")])
-def test_numbers_of_states(dataset: zl.Dataset, part: str, value: Any) -> None:
+@pytest.mark.parametrize("value", [*odd_except(), pytest.param("1", id="digits")])
+def test_numbers_in_states(dataset: zl.Dataset, part: str, value: Any) -> None:
     loader = zl.Loader(dataset, **SIZES)
     with pytest.raises(OptionError, match="the state is damaged"):
         loader.load_state_dict(loader.state_dict() | {part: value})
 
 
 @pytest.mark.parametrize("stretches", [[[1, 1.5]], [[True, 1]], [[1]], [[1, 2, 3]], [[10**30, 1]], [1], 5, None, "12"])
-def test_stretches_of_states(dataset: zl.Dataset, stretches: Any) -> None:
+def test_stretches_in_states(dataset: zl.Dataset, stretches: Any) -> None:
     loader = zl.Loader(dataset, **SIZES)
     with pytest.raises(OptionError, match="the state is damaged"):
         loader.load_state_dict(loader.state_dict() | {"stretches": stretches})
@@ -175,14 +175,14 @@ def test_states_of_other_runs(dataset: zl.Dataset, value: Any) -> None:
             loader.load_state_dict(loader.state_dict() | {part: value})
 
 
-# ---- Places
+# ---- Locations
 
 
 @pytest.mark.parametrize("url", ["s3://b/a/../c", "s3://b/./c", "s3://b/a//c", "gs://b/../c", "http://h/a/../c"])
-def test_keys_without_steps(url: str) -> None:
-    """Some clients resolve `..` and others do not: what one of them wrote another one would not find."""
+def test_urls_with_relative_parts(url: str) -> None:
+    """Some clients resolve `..` and others do not, so one client might not find the objects that another wrote."""
     for act in (lambda: zl.open_dataset(url), lambda: zl.verify(url), lambda: zl.convert(counts(4, 3), url)):
-        with pytest.raises(OptionError, match="a part that is"):
+        with pytest.raises(OptionError, match=r"no part of an object.s key can be"):
             act()
 
 
@@ -201,13 +201,13 @@ def test_urls(url: Any) -> None:
 
 @pytest.mark.parametrize("options", [[1], 5, "x", [("key", "x")], True])
 def test_storage_options(options: Any) -> None:
-    with pytest.raises(OptionError, match="storage_options are a dict"):
+    with pytest.raises(OptionError, match="storage_options must be a dict"):
         zl.open_dataset("s3://bucket/a.zarr", storage_options=options)
 
 
 # ---- Sources and datasets
 
-NO_SOURCES = {
+INVALID_SOURCES = {
     "array": np.zeros((3, 3)),
     "frame": pd.DataFrame({"a": [1]}),
     "number": 5,
@@ -223,11 +223,11 @@ NO_SOURCES = {
 }
 
 
-@pytest.mark.parametrize("source", NO_SOURCES.values(), ids=NO_SOURCES)
+@pytest.mark.parametrize("source", INVALID_SOURCES.values(), ids=INVALID_SOURCES)
 def test_sources(dataset: zl.Dataset, tmp_path: Path, source: Any) -> None:
-    with pytest.raises(OptionError, match="a source is a path, a URL or an AnnData"):
+    with pytest.raises(OptionError, match="sources must be paths, URLs or AnnData"):
         zl.convert(source, tmp_path / "a.zarr", progress=False)
-    with pytest.raises(OptionError, match="a source is a path, a URL or an AnnData"):
+    with pytest.raises(OptionError, match="sources must be paths, URLs or AnnData"):
         zl.append(dataset.url, source, progress=False)
     assert not (tmp_path / "a.zarr").exists()
 
@@ -240,11 +240,11 @@ def test_a_path_with_a_null_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [5, None, [], "a.zarr", b"x"])
 def test_datasets(value: Any) -> None:
     for act in (zl.Loader, zl.warm, zl.suggest):
-        with pytest.raises(OptionError, match="dataset must be what"):
+        with pytest.raises(OptionError, match="dataset must be a Dataset from"):
             act(value)
 
 
 @pytest.mark.parametrize("value", [5, [], {}, None, pd.NA, np.array(["cell_type"])])
-def test_names_of_columns(dataset: zl.Dataset, value: Any) -> None:
+def test_column_names(dataset: zl.Dataset, value: Any) -> None:
     with pytest.raises(ZloaderError, match="there is no obs column"):
         dataset.categories(value)

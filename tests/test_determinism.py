@@ -1,4 +1,4 @@
-"""The same seed gives the same bytes, whatever the timing, the caches, the concurrency and the place they come from."""
+"""The same seed gives the same bytes, for any timing, cache state, concurrency and storage."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _loader(dataset, sampling, **options) -> zl.Loader:
 
 @pytest.fixture(scope="module")
 def wanted(store) -> dict[str, str]:
-    """The digest of epoch 0 with each sampling, from disk, one thing at a time."""
+    """The digest of epoch 0 with each sampling, read from disk without concurrency."""
     plain = {"prefetch": 1, "threads": 1, "in_flight_bytes": 1}
     return {name: digest(_loader(zl.open_dataset(store), sampling, **plain)) for name, sampling in SAMPLINGS.items()}
 
 
 def _cache(opened: Callable[[Cache], zl.Dataset], where: Path, mirror: str) -> Cache | None:
-    """A cache in the state that `mirror` names, for the store that is `opened` with it."""
+    """A cache in the state `mirror`, filled with the dataset that `opened` returns."""
     if mirror == "none":
         return None
     cache = Cache(where, max_bytes="400KB" if mirror == "limited" else None)
@@ -82,16 +82,16 @@ def _cache(opened: Callable[[Cache], zl.Dataset], where: Path, mirror: str) -> C
     ready_bytes=st.sampled_from([1, 50_000, 1 << 26]),
 )
 def test_an_epoch_is_the_same_bytes(store, wanted, tmp_path, name, mirror, remote, **options):
-    """In flight are one read at a time up to all; the simulator's answers take random times."""
+    """From one read in flight to all reads at once. The simulator answers with random latency."""
     directory = tmp_path / str(next(_NUMBERS))
     with contextlib.ExitStack() as stack:
-        place: dict[str, Any] = {"url": store}
+        location: dict[str, Any] = {"url": store}
         if remote:
             server = stack.enter_context(Sim(root=store.parent.parent, ttfb_ms=3, ttfb_sigma=1.0))
             access = {"key": "any", "secret": "any", "endpoint_url": server.url}
-            place = {"url": f"s3://{store.parent.name}/{store.name}", "storage_options": access}
-        cache = _cache(lambda cache: zl.open_dataset(cache=cache, **place), directory, mirror)
-        dataset = zl.open_dataset(cache=cache, **place)
+            location = {"url": f"s3://{store.parent.name}/{store.name}", "storage_options": access}
+        cache = _cache(lambda cache: zl.open_dataset(cache=cache, **location), directory, mirror)
+        dataset = zl.open_dataset(cache=cache, **location)
         assert digest(_loader(dataset, SAMPLINGS[name], **options)) == wanted[name]
 
 
@@ -113,8 +113,8 @@ print(json.dumps(digest(loader)))
 def test_another_process_gives_the_same_bytes(store, wanted, hash_seed, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
     command = [sys.executable, "-c", _DIGEST, str(Path(__file__).parent), str(store)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    assert json.loads(said.stdout) == wanted["classes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert json.loads(done.stdout) == wanted["classes"]
 
 
 def test_seeds_and_epochs_differ(store, wanted):

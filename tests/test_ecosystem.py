@@ -1,4 +1,4 @@
-"""What anndata, pandas and zarr of other versions write and read, in the environment that runs the tests."""
+"""Files and stores from other versions of anndata, pandas and zarr, and from the installed versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARCHIVES = sorted(versions.DATA.glob("*.zip"))
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Without what anndata's own helpers, and the libraries below anndata, say about formats and their future."""
+    """Ignores the warnings of anndata's test helpers and dependencies about formats and deprecations."""
     with warnings.catch_warnings(), ad.settings.override(allow_write_nullable_strings=True):
         warnings.simplefilter("ignore")
         yield
@@ -62,7 +62,7 @@ def converted(source: Any, tmp: Path) -> ad.AnnData:
 
 
 def text_columns(n_rows: int) -> pd.DataFrame:
-    """Text in every dtype that pandas has for it, with missing values and without; categories of every kind."""
+    """Text in every dtype of pandas, with and without missing values, and categories of every kind."""
     words = [f"word {row % 3} ä" for row in range(n_rows)]
     some = [word if row % 4 else None for row, word in enumerate(words)]
     columns = {
@@ -83,7 +83,7 @@ def text_columns(n_rows: int) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-# Each source for every shape and for every type of X.
+# Every shape and every type of X, with the kinds of source in rotation.
 GENERATED = [
     pytest.param(shape, x_type, list(SOURCES)[(row + column) % 3], id=f"{shape}-{x_type}")
     for row, shape in enumerate(SHAPES)
@@ -93,7 +93,7 @@ GENERATED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "x_type", "source"), GENERATED)
-def test_whatever_anndata_generates_is_converted_and_equal(
+def test_generated_anndata_equal_their_conversion(
     tmp_path: Path, shape: tuple[int, int], x_type: str, source: str
 ) -> None:
     kinds = (sp.csr_matrix, np.ndarray, pd.DataFrame, sp.csr_array)
@@ -144,13 +144,13 @@ def test_labels_are_plain_python_values(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.stem)
 def written_elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What other versions of anndata, pandas and zarr wrote, unpacked."""
+    """The unpacked stores and files of another version of anndata, pandas and zarr."""
     directory = tmp_path_factory.mktemp(request.param.stem)
     shutil.unpack_archive(request.param, directory)
     return directory
 
 
-def test_what_other_versions_wrote_opens_and_is_converted(written_elsewhere: Path, tmp_path: Path) -> None:
+def test_stores_of_other_versions_open_and_convert(written_elsewhere: Path, tmp_path: Path) -> None:
     stores = sorted(path for path in written_elsewhere.iterdir() if path.suffix == ".zarr")
     assert stores
     for store in stores:
@@ -162,7 +162,7 @@ def test_what_other_versions_wrote_opens_and_is_converted(written_elsewhere: Pat
 
 
 def assert_as_written(dataset: zl.Dataset) -> None:
-    """Every value that versions.py writes, as the dataset and a Loader give it."""
+    """Compares every value that versions.py writes with the dataset and with a Loader's minibatches."""
     adata, columns = versions.wanted(), versions.obs()
     assert (dataset.n_obs, dataset.n_vars) == adata.shape
     assert dataset.var_names.tolist() == adata.var_names.tolist()
@@ -173,8 +173,8 @@ def assert_as_written(dataset: zl.Dataset) -> None:
     minibatches = list(loader)
     x = np.concatenate([minibatch.x.to_dense().numpy() for minibatch in minibatches])
     np.testing.assert_array_equal(x, adata.X.toarray())
-    assert set(obs) >= columns.keys() - {"some string"}  # anndata 0.10 could not write that
-    for name in set(obs) - {"src_path"}:  # annbatch's own
+    assert set(obs) >= columns.keys() - {"some string"}  # anndata 0.10 cannot write it
+    for name in set(obs) - {"src_path"}:  # added by annbatch
         values = columns[name]
         assert obs[name].astype(object).where(obs[name].notna(), None).tolist() == values, name
         numbers = np.concatenate([minibatch.obs[name].numpy() for minibatch in minibatches]).tolist()

@@ -1,6 +1,6 @@
-"""The whole path with random data, options, kills and damage, against an oracle: `fuzzing.py` has the round.
+"""The whole pipeline with random data, options, kills and damage, against an oracle. `fuzzing.py` implements a round.
 
-ZLOADER_FUZZ_ROUNDS=1000 makes it about an hour instead of a minute; the seeds are then others at every run.
+ZLOADER_FUZZ_ROUNDS=1000 extends the run from a minute to about an hour, with different seeds in every run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2,
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_ever_silently_wrong(tmp_path: Path, seed: int) -> None:
+def test_values_are_right_or_an_error_is_raised(tmp_path: Path, seed: int) -> None:
     run_round(seed, tmp_path)
 
 
-@pytest.mark.skipif(not ROUNDS, reason="ZLOADER_FUZZ_ROUNDS says how many more rounds to run")
+@pytest.mark.skipif(not ROUNDS, reason="set ZLOADER_FUZZ_ROUNDS to the number of additional rounds")
 def test_more_rounds(tmp_path: Path) -> None:
     first = secrets.randbelow(1 << 40)
     for seed in range(first, first + ROUNDS):

@@ -1,4 +1,4 @@
-"""Imports point down the floors, and only some modules may name the large libraries."""
+"""Imports point to lower floors, and only some modules may import the large libraries."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ FLOORS = {
     "testing": 2,
     "common": 1,
 }
-# Within `conversion` the wings stand on one another.
+# The subfolders (wings) of `conversion`, lowest first. Each may import from itself and from lower ones.
 WINGS = ["sources", "joining", "writing", "checking"]
-MAY_NAME = {
+MAY_IMPORT = {
     "tensorstore": {"zloader.reading.object_source"},
     "torch": {
         "zloader.order.epochs",
         "zloader.order.ranks",
         "zloader.training.minibatch",
+        "zloader.training.epoch",
         "zloader.training.loader",
-        "zloader.transforms",
         "zloader.commands.demo",
     },
     "anndata": {
         "zloader.dataset.store",
-        "zloader.dataset.table",
         "zloader.dataset.dataset",
         "zloader.conversion.convert",
         "zloader.conversion.sources.inputs",
@@ -62,8 +61,8 @@ MAY_NAME = {
         "zloader.conversion.checking.compare",
     },
 }
-# Other people's tests use `zloader.testing`, so it may need little.
-TESTING_MAY_NAME = {*sys.stdlib_module_names, "s3fs", "botocore"}  # whose errors s3fs lets through
+# `zloader.testing` is also for the tests of other projects, so it has few dependencies.
+TESTING_MAY_IMPORT = {*sys.stdlib_module_names, "s3fs", "botocore"}  # s3fs raises botocore's errors
 
 
 def _module_name(file: Path) -> str:
@@ -76,25 +75,25 @@ TESTING = [name for name in FILES if name.startswith("zloader.testing")]
 
 
 def _floor(name: str) -> float:
-    """The floor of a module's folder. The package itself ("zloader") is above all: it shows what every folder has."""
+    """The floor of a module's folder. The package itself is above all floors, because it exports from every folder."""
     return FLOORS[name.split(".")[1]] if name != "zloader" else math.inf
 
 
 def _wing(name: str) -> int:
-    """The place of a module among the wings of `conversion`; what lies in no wing is above them."""
+    """The index of a module's wing in `conversion`. Modules outside the wings are above them."""
     folder = name.split(".")[2]
     return WINGS.index(folder) if folder in WINGS else len(WINGS)
 
 
 def _imports(name: str) -> set[str]:
-    """Every module that the file names in an import statement, anywhere in it; those of zloader in full."""
+    """The modules in all import statements of the file, with full names for those of zloader."""
     found = set()
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}, line {node.lineno}: write imports in full"
-            # `from zloader import gather` names a room, `from zloader.common.records import Span` something in one.
+            assert node.level == 0, f"{name}, line {node.lineno}: use absolute imports"
+            # `from zloader.reading import gather` names a module, `from zloader.common.records import Span` a member.
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= inner & FILES.keys() or {str(node.module)}
     return found
@@ -108,14 +107,14 @@ def _libraries(name: str) -> set[str]:
     return {module.split(".")[0] for module in _imports(name)} - {"zloader"}
 
 
-def _all_below(name: str) -> set[str]:
-    """The room and every room that it needs, directly or not."""
+def _dependencies(name: str) -> set[str]:
+    """The module and every module that it imports, directly or indirectly."""
     found: set[str] = set()
     left = {name}
     while left:
-        room = left.pop()
-        found.add(room)
-        left |= _own(room) - found
+        module = left.pop()
+        found.add(module)
+        left |= _own(module) - found
     return found
 
 
@@ -125,9 +124,9 @@ def test_imports_point_down(name):
         assert module in FILES, f"{name} imports {module}, which does not exist"
         if module.split(".")[1:2] == name.split(".")[1:2]:
             if module.startswith("zloader.conversion."):
-                assert _wing(module) <= _wing(name), f"{name} imports {module}, a wing above it"
+                assert _wing(module) <= _wing(name), f"{name} imports {module}, which is in a higher wing"
         else:
-            assert _floor(module) < _floor(name), f"{name} imports {module}, which is not below it"
+            assert _floor(module) < _floor(name), f"{name} imports {module}, which is not on a lower floor"
 
 
 def test_every_folder_has_a_floor():
@@ -145,28 +144,28 @@ def test_there_are_no_cycles():
     assert set(order) == set(FILES)
 
 
-@pytest.mark.parametrize("library", MAY_NAME)
-def test_a_large_library_is_named_where_it_belongs(library):
+@pytest.mark.parametrize("library", MAY_IMPORT)
+def test_large_libraries_are_imported_only_where_allowed(library):
     naming = {name for name in FILES if library in _libraries(name)}
-    assert naming, f"nobody imports {library}: is this test looking in the right place?"
-    assert naming <= MAY_NAME[library]
+    assert naming, f"no module imports {library}: does this test look in the right directory?"
+    assert naming <= MAY_IMPORT[library]
 
 
 @pytest.mark.parametrize("name", TESTING)
-def test_the_servers_for_tests_need_little(name):
-    assert _libraries(name) <= TESTING_MAY_NAME
+def test_zloader_testing_has_few_dependencies(name):
+    assert _libraries(name) <= TESTING_MAY_IMPORT
 
 
-def test_plan_to_minibatch_names_no_torch():
-    needed = _all_below("zloader.reading.fetch")
-    passed = ("zloader.order.plan", "zloader.reading.reader", "zloader.caching.mirror", "zloader.reading.gather")
-    assert {*passed} <= needed
+def test_plan_to_minibatch_does_not_import_torch():
+    needed = _dependencies("zloader.reading.fetch")
+    steps = ("zloader.order.plan", "zloader.reading.reader", "zloader.caching.mirror", "zloader.reading.gather")
+    assert {*steps} <= needed
     assert not needed & {"zloader", "zloader.training.loader", "zloader.dataset.dataset"}
     assert "torch" not in set().union(*map(_libraries, needed))
 
 
-# `import zloader.reading.fetch` would run the package's __init__, which shows the Loader as well. So the package is put
-# in place empty: then exactly the modules that fetch needs are run, and whatever they import with them.
+# `import zloader.reading.fetch` would run `zloader/__init__.py`, which exports the Loader. So the script installs an
+# empty package instead. Then only the modules that fetch needs run, and their imports.
 _WITHOUT_TORCH = """
 import importlib.abc, sys, types
 
@@ -195,6 +194,6 @@ def test_plan_to_minibatch_runs_where_torch_is_not_installed():
     command = [sys.executable, "-c", _WITHOUT_TORCH, str(PACKAGE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    needed = _all_below("zloader.reading.fetch") | _all_below("zloader.reading.object_source")
+    needed = _dependencies("zloader.reading.fetch") | _dependencies("zloader.reading.object_source")
     packages = {name.rpartition(".")[0] for name in needed} - {"zloader", ""}
     assert set(done.stdout.split()) == needed | packages

@@ -1,24 +1,47 @@
-"""What the README says is true: its lines run, its options exist, its commands are what CI runs."""
+"""README, CONTRIBUTING and docs are correct: code runs, options and links exist, commands are those that CI runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
+import typer.main
 from helpers import counts
+from test_layers import FLOORS
 
 import zloader as zl
+from zloader.commands.cli import app
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 
 
-def fenced(marker: str) -> str:
+def doc(name: str) -> str:
+    """The text of a page of docs/."""
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def fenced(page: str, marker: str) -> str:
     """The fenced lines below a marker."""
-    return re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", README, re.DOTALL)[1]
+    return re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", page, re.DOTALL)[1]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def named_in_table(page: str, header: str) -> set[str]:
+    """The names in back-quotes in the first column of the table with this header."""
+    rows = page[page.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])}
 
 
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch, capsys):
@@ -26,7 +49,7 @@ def test_the_example_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     adata.obs["cell_type"] = adata.obs["cell_type"].cat.add_categories("rest").fillna("rest")
     adata.write_h5ad(tmp_path / "pbmc.h5ad")
     monkeypatch.chdir(tmp_path)
-    code = fenced("example")
+    code = fenced(README.read_text(), "example")
     exec(code, {"__name__": "__main__"})
     shown = capsys.readouterr().out
     assert "epoch 0: 150 rows" in shown
@@ -36,14 +59,30 @@ def test_the_example_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     assert len(lines) <= 13
 
 
-def test_the_lines_about_views_run_as_they_stand(tmp_path):
+@pytest.fixture
+def pbmc(tmp_path, monkeypatch):
+    """A directory with the pbmc.h5ad and pbmc.zarr that the pages of docs/ use."""
     adata = counts(150, 40)
     adata.obs["donor"] = [f"donor {row % 10}" for row in range(150)]
+    adata.obs["plate"] = [f"plate {row // 30}" for row in range(150)]
     adata.obs["cell_type"] = ["T", "B", "NK"] * 50
     adata.obs["n_counts"] = 10.0 * np.arange(150)
+    adata.write_h5ad(tmp_path / "pbmc.h5ad")
     zl.convert(adata, tmp_path / "pbmc.zarr", progress=False)
-    names = {"__name__": "__main__", "zl": zl, "dataset": zl.open_dataset(tmp_path / "pbmc.zarr")}
-    exec(fenced("views"), names)
+    monkeypatch.chdir(tmp_path)
+    return adata
+
+
+@pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "python")], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page, pbmc):
+    names = {"__name__": "__main__"}
+    for number, code in enumerate(blocks(page, "python"), 1):
+        exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_the_lines_about_views_run_as_they_stand(pbmc):
+    names = {"__name__": "__main__", "zl": zl, "dataset": zl.open_dataset("pbmc.zarr")}
+    exec(fenced(doc("views"), "views"), names)
     donors = [{row % 10 for row in names[part].row_numbers} for part in ("train", "val")]
     assert sorted([*donors[0], *donors[1]]) == list(range(10))
     wanted = [row for row in range(51, 150, 3) if row % 10 in donors[0]]
@@ -51,19 +90,69 @@ def test_the_lines_about_views_run_as_they_stand(tmp_path):
     assert sorted(np.concatenate([minibatch.index for minibatch in names["loader"]])) == wanted
 
 
-def test_the_options_it_lists_exist():
-    table = README[README.index("| option | meaning |") : README.index("With `torch.utils")]
-    rows = [line.split("|")[1] for line in table.splitlines()[2:] if line]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert len(named) > 8
-    assert named <= {field.name for field in dataclasses.fields(zl.Loader)}
-    fetching = set(re.findall(r"(\w+)=\.\.\.", table))
-    assert fetching <= {field.name for field in dataclasses.fields(zl.FetchOptions)}
+def test_the_options_of_the_loader_are_those_it_lists():
+    named = named_in_table(doc("loader"), "| option | meaning |")
+    assert named == {field.name for field in dataclasses.fields(zl.Loader)} - {"dataset"}
+
+
+def test_the_options_of_reading_exist():
+    page = doc("loader")
+    named = named_in_table(page[page.index("## Reading options") :], "| option | meaning |")
+    assert len(named) > 4
+    assert named <= {field.name for field in dataclasses.fields(zl.FetchOptions)}
+
+
+def test_every_sampling_is_listed():
+    samplings = {name for name in zl.__all__ if hasattr(getattr(zl, name), "shuffles_fetch")}
+    assert len(samplings) == 6
+    listed = doc("shuffling").split("## Which sizes to take")[0]
+    assert samplings <= set(re.findall(r"`zl\.(\w+)", listed))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_zloader_take_these_flags(page):
+    for line in "".join(blocks(page, "bash")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["zloader"]:
+            command = typer.main.get_command(app)
+            context = command.make_context("zloader", [], resilient_parsing=True)
+            arguments = words[1:]
+            while hasattr(command, "commands"):
+                name, command, arguments = command.resolve_command(context, arguments)
+            command.make_context(name, list(arguments), parent=context)  # a wrong flag or number raises
+
+
+def test_every_command_is_in_the_readme():
+    commands = set(typer.main.get_command(app).commands)
+    assert commands <= set(re.findall(r"`(?:zloader )?(\w+)`", README.read_text()))
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "benchmarks" / "README.md"], ids=lambda page: f"{page.parent.name}-{page.stem}"
+)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("https://"):
+            assert (page.parent / target).is_file(), f"{page.name} links to {target}"
+
+
+def test_the_readme_is_short_and_links_every_page():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", text))
+    assert linked == {page.name for page in DOCS}
+
+
+def test_the_figures_of_the_readme_are_those_of_its_page():
+    rows = [line for line in README.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 4
+    assert set(rows) <= set(doc("performance").splitlines())
 
 
 def test_the_commands_are_those_that_ci_runs():
     for marker in ("tests", "demo"):
-        command = fenced(marker)
+        command = fenced(README.read_text(), marker)
         assert command.count("\n") == 1
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e ")
     ci = ROOT / ".ci" / "run"
@@ -71,8 +160,25 @@ def test_the_commands_are_those_that_ci_runs():
     assert "for name in tests demo" in ci.read_text()
 
 
+def tree_paths() -> set[str]:
+    """The modules of the tree of docs/architecture.md, relative to zloader/."""
+    paths, folders = set(), []
+    for line in fenced(doc("architecture"), "tree").splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        folders = folders[: len(indent) // 2]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            paths.add("".join([*folders, name]).removeprefix("zloader/"))
+    return paths
+
+
 def test_the_tree_names_every_module():
-    tree = README[README.index("zloader/\n") : README.index("## Limits")]
     package = ROOT / "zloader"
-    modules = {path.name for path in package.rglob("*.py") if "testing" not in path.parts} - {"__init__.py"}
-    assert modules == set(re.findall(r"\w+\.py", tree))
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
+    assert tree_paths() == modules | {"__init__.py"}
+
+
+def test_the_table_of_folders_has_their_floors():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert {name: int(floor) for name, floor in re.findall(r"^\| `(\w+)/` \| (\d+) \|", text, re.MULTILINE)} == FLOORS

@@ -1,11 +1,11 @@
-"""Writes one small AnnData with the versions of anndata, pandas and zarr that are installed: the stores in tests/data.
+"""Writes a small AnnData with the installed versions of anndata, pandas and zarr, to make the archives in tests/data.
 
     python tests/versions.py
 
-adds `tests/data/anndata-VERSION.zip`: the results of `write_h5ad`, `write_zarr` and, where zloader is installed, of
-`zloader.convert`. Where annbatch is installed, it adds `annbatch-VERSION.zip`, with annbatch's collection. It runs on
-Python 3.9 and anndata 0.8 or newer, and needs nothing of the tests. Every value follows from its row and column, so
-that `wanted` gives the same in every version.
+adds `tests/data/anndata-VERSION.zip` with the results of `write_h5ad`, `write_zarr` and, if zloader is installed,
+`zloader.convert`. If annbatch is installed, it instead adds `annbatch-VERSION.zip`, which also has annbatch's
+collection. It runs on Python 3.9 and anndata 0.8 or newer, and imports nothing from the tests. Every value depends only
+on its row and column, so `wanted` is the same for every version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def x() -> sp.csr_matrix:
 
 
 def obs() -> dict[str, list]:
-    """The values of every obs column, None where one is missing, in the order of the columns."""
+    """The values of every obs column, in the order of the columns, with None for missing values."""
     rows = range(N_ROWS)
     return {
         "text": [f"word {row % 3} ä" for row in rows],
@@ -53,7 +53,7 @@ def obs() -> dict[str, list]:
 
 
 def wanted() -> ad.AnnData:
-    """What is written, in the dtypes of this pandas."""
+    """The AnnData to write, in the dtypes of the installed pandas."""
     columns = {name: pd.Series(values) for name, values in obs().items()}
     for name in columns:
         if "label" in name:
@@ -82,7 +82,7 @@ def _has_nullable_strings() -> bool:
 
 
 def write(directory: Path) -> str:
-    """All stores that can be written here, and what wrote them."""
+    """Writes every kind of store that is possible here. Returns the name of the archive."""
     adata = wanted()
     if hasattr(ad.settings if hasattr(ad, "settings") else None, "allow_write_nullable_strings"):
         ad.settings.allow_write_nullable_strings = True
@@ -102,7 +102,7 @@ def write(directory: Path) -> str:
 
 
 def main() -> None:
-    """Writes the archive of these versions."""
+    """Writes the archive for the installed versions."""
     warnings.simplefilter("ignore")
     DATA.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:

@@ -1,7 +1,21 @@
 """zloader trains PyTorch models straight from single-cell AnnData kept as sharded Zarr in object storage.
 
-A public name is imported with its module when it is first used: torch alone takes a second and 180 MB, and whoever asks
-for `zloader --help` needs none of it.
+Convert a file once, open the store, and iterate over shuffled minibatches:
+
+>>> import zloader as zl
+>>> report = zl.convert("cells.h5ad", "cells.zarr", progress=False)
+>>> dataset = zl.open_dataset("cells.zarr")
+>>> loader = zl.Loader(dataset, batch_size=64, obs=["cell_type"])
+>>> for minibatch in loader:
+...     x, labels = minibatch.x, minibatch.obs["cell_type"]
+>>> x.layout, labels.dtype
+(torch.sparse_csr, torch.int64)
+
+Stores may also be at `s3://`, `gs://` and `https://` URLs. `zl.open_dataset(url, cache="/nvme/zloader")` keeps a local
+mirror, so that every epoch after the first is read from disk instead of the network.
+
+Each public name is imported with its module on first use, because torch alone takes a second and 180 MB, and commands
+such as `zloader --help` do not need it.
 """
 
 import importlib
@@ -61,7 +75,7 @@ __all__ = [
     "warm",
 ]
 
-# The module of each public name; a test compares it with the imports above, which are for type checkers and editors.
+# The module of each public name. A test compares it with the imports above, which serve type checkers and editors.
 _MODULES = {
     "AppendReport": "zloader.conversion.append",
     "BlockShuffling": "zloader.order.sampling",
@@ -94,7 +108,7 @@ _MODULES = {
     "warm": "zloader.dataset.warm",
 }
 
-if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
+if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pass a type checker
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

@@ -1,4 +1,4 @@
-"""Every way of giving credentials means the same to the listing and to the reads, and none of them is ever shown."""
+"""Credentials from any source have the same effect on the listing and on the reads, and are never exposed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADATA = counts(120, 31, seed=5)
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `atlas/counts.zarr` below."""
+    """A directory that contains `atlas/counts.zarr`."""
     folder = tmp_path_factory.mktemp("bucket")
     write_store(ADATA, folder / "atlas" / "counts.zarr", folder / "tmp")
     return folder
@@ -49,8 +49,8 @@ def url(bucket, s3) -> str:
     return location.url
 
 
-class Listening(Sim):
-    """Keeps the heads of requests; checks no signature."""
+class Recording(Sim):
+    """Records the headers of requests; does not check signatures."""
 
     def __init__(self, root: Path) -> None:
         self.heads: list[dict[str, str]] = []
@@ -62,16 +62,16 @@ class Listening(Sim):
 
 
 @pytest.fixture(scope="module")
-def listening(bucket) -> Iterator[Listening]:
-    """One for all tests: a client of s3fs costs half a second, and is kept for equal options."""
-    with Listening(bucket) as server:
+def recording(bucket) -> Iterator[Recording]:
+    """One server for all tests: creating an s3fs client takes 0.5 s, and equal options reuse the client."""
+    with Recording(bucket) as server:
         yield server
 
 
 @pytest.fixture
-def server(listening) -> Listening:
-    listening.faults = []
-    return listening
+def server(recording) -> Recording:
+    recording.faults = []
+    return recording
 
 
 def endpoint(server: Sim) -> dict[str, str]:
@@ -83,7 +83,7 @@ def open_loader(url: str, storage_options: dict[str, Any]) -> zl.Loader:
     return zl.Loader(dataset, batch_size=16, fetch_factor=2, obs=["donor"])
 
 
-# ---- every form
+# ---- every source of credentials
 
 
 def options_only(s3, monkeypatch, tmp_path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def profile_variable(s3, monkeypatch, tmp_path) -> dict[str, Any]:
 
 def profile_option(s3, monkeypatch, tmp_path) -> dict[str, Any]:
     write_profiles(s3, monkeypatch, tmp_path, name="lab")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")  # a profile that was asked for comes before the variables
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")  # an explicit profile takes precedence over the variables
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "else")
     return {"profile": "lab"}
 
@@ -145,11 +145,11 @@ def services_of_a_profile(s3, monkeypatch, tmp_path) -> dict[str, Any]:
     return {"profile": "lab"}
 
 
-def program(s3, monkeypatch, tmp_path) -> dict[str, Any]:
+def credential_process(s3, monkeypatch, tmp_path) -> dict[str, Any]:
     key, secret = s3.storage_options["key"], s3.storage_options["secret"]
     answer = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret, "Expiration": "2999-01-01T00:00:00Z"}
     (tmp_path / "answer.json").write_text(json.dumps(answer))
-    profile = tmp_path.name  # s3fs keeps what a program said until it expires
+    profile = tmp_path.name  # s3fs caches the output of the process until it expires
     (tmp_path / "config").write_text(f"[profile {profile}]\ncredential_process = cat {tmp_path}/answer.json\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     return {"profile": profile, "endpoint_url": s3.endpoint_url}
@@ -164,18 +164,18 @@ FORMS = [
     profile_variable,
     profile_option,
     services_of_a_profile,
-    program,
+    credential_process,
 ]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_every_form_opens_the_listing_and_the_reads(url, s3, monkeypatch, tmp_path, form):
+def test_every_source_works_for_the_listing_and_the_reads(url, s3, monkeypatch, tmp_path, form):
     loader = open_loader(url, form(s3, monkeypatch, tmp_path))
     assert sum(len(minibatch.index) for minibatch in loader) == 120
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_every_form_with_a_wrong_secret_is_denied_at_once(url, s3, monkeypatch, tmp_path, form):
+def test_every_source_with_a_wrong_secret_is_denied_at_once(url, s3, monkeypatch, tmp_path, form):
     @dataclass
     class Wrong:
         storage_options: dict[str, Any]
@@ -188,19 +188,19 @@ def test_every_form_with_a_wrong_secret_is_denied_at_once(url, s3, monkeypatch, 
     assert "wrong-but-secret" not in "".join(traceback.format_exception(caught.value))
 
 
-# ---- what both clients send
+# ---- the requests of both clients
 
 
 @dataclass
 class Sent:
-    """The heads of requests, by the client that sent them."""
+    """The headers of requests, by the client that sent them."""
 
     listing: list[dict[str, str]]
     reads: list[dict[str, str]]
 
 
-def listened(server: Listening, options: dict[str, Any]) -> Sent:
-    """Opens and reads the store with some options; gives what was sent."""
+def recorded(server: Recording, options: dict[str, Any]) -> Sent:
+    """Opens and reads the store with some options; returns the requests."""
     server.heads.clear()
     loader = open_loader("s3://atlas/counts.zarr", options | endpoint(server))
     assert sum(len(minibatch.index) for minibatch in loader) == 120
@@ -209,15 +209,15 @@ def listened(server: Listening, options: dict[str, Any]) -> Sent:
 
 
 def signed_with(heads: list[dict[str, str]]) -> set[tuple[str, str, str | None]]:
-    """Key, region and session token of requests."""
+    """Key, region and session token in the signatures of requests."""
     found = (re.search(r"Credential=([^/]+)/\d+/([^/]+)/s3/", head["authorization"]) for head in heads)
     return {(match[1], match[2], head.get("x-amz-security-token")) for match, head in zip(found, heads, strict=True)}
 
 
-def test_nobody_signs_for_a_public_bucket(server, monkeypatch):
+def test_requests_to_a_public_bucket_are_unsigned(server, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "with a secret")
-    sent = listened(server, {"anon": True})
+    sent = recorded(server, {"anon": True})
     assert sent.listing
     assert sent.reads
     assert not any("authorization" in head for head in sent.listing + sent.reads)
@@ -261,26 +261,26 @@ def test_nobody_signs_for_a_public_bucket(server, monkeypatch):
         ),
     ],
 )
-def test_both_sign_alike(server, monkeypatch, options, variables, expected):
+def test_both_clients_sign_alike(server, monkeypatch, options, variables, expected):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    sent = listened(server, options)
+    sent = recorded(server, options)
     assert signed_with(sent.listing) == {expected}
     assert signed_with(sent.reads) == {expected}
 
 
-def test_both_sign_alike_with_a_profile(server, monkeypatch, tmp_path):
+def test_both_clients_sign_alike_with_a_profile(server, monkeypatch, tmp_path):
     lines = "[lab]\naws_access_key_id = K7\naws_secret_access_key = s\naws_session_token = T7\n"
     (tmp_path / "credentials").write_text(lines)
     (tmp_path / "config").write_text("[profile lab]\nregion = ca-west-1\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    sent = listened(server, {"profile": "lab"})
+    sent = recorded(server, {"profile": "lab"})
     assert signed_with(sent.listing) == signed_with(sent.reads) == {("K7", "ca-west-1", "T7")}
 
 
 class _Metadata(http.server.BaseHTTPRequestHandler):
-    """A machine's metadata service, with a role; it answers for containers as well."""
+    """The metadata service of a machine with a role; also serves as that of a container."""
 
     protocol_version = "HTTP/1.1"
 
@@ -314,20 +314,20 @@ def metadata_service() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["machine", "container"])
-def test_both_sign_alike_with_a_role(server, monkeypatch, metadata_service, kind):
+def test_both_clients_sign_alike_with_a_role(server, monkeypatch, metadata_service, kind):
     if kind == "machine":
         monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata_service)
     else:
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{metadata_service}container")
-    sent = listened(server, {})
+    sent = recorded(server, {})
     assert signed_with(sent.listing) == signed_with(sent.reads) == {("K8", "us-east-1", "T8")}
 
 
-# ---- none, or no longer
+# ---- missing and expired credentials
 
 
-def test_no_credentials_show_at_once(server):
+def test_missing_credentials_raise_at_once(server):
     with pytest.raises(AccessDeniedError, match=r"no credentials for S3.*anon=True.*AWS_ACCESS_KEY_ID"):
         zl.open_dataset("s3://atlas/counts.zarr", storage_options=endpoint(server))
 
@@ -339,27 +339,27 @@ def test_no_credentials_and_a_metadata_service_that_never_answers(server, monkey
         with pytest.raises(AccessDeniedError, match="no credentials for S3"):
             zl.open_dataset("s3://atlas/counts.zarr", storage_options=endpoint(server))
         silent.setblocking(False)
-        asked = 0
+        requests = 0
         with contextlib.suppress(BlockingIOError):
             while True:
                 silent.accept()[0].close()
-                asked += 1
-        assert asked == 2  # by botocore, which waits a second each time; TensorStore would ask again
+                requests += 1
+        assert requests == 2  # from botocore, which waits one second each; TensorStore would add more
 
 
-def test_half_of_the_credentials(monkeypatch):
+def test_a_key_without_a_secret(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "K9")
     with pytest.raises(AccessDeniedError, match="Partial credentials"):
         zl.open_dataset("s3://atlas/counts.zarr")
 
 
-def test_a_profile_that_is_not_there():
+def test_a_profile_that_does_not_exist():
     with pytest.raises(AccessDeniedError, match="nobody"):
         zl.open_dataset("s3://atlas/counts.zarr", storage_options={"profile": "nobody"})
 
 
 @pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (400, "ExpiredToken")])
-def test_credentials_that_end_while_training(server, status, code):
+def test_credentials_that_expire_during_training(server, status, code):
     loader = open_loader("s3://atlas/counts.zarr", {"key": "K", "secret": "hush", **endpoint(server)})
     digest(loader)
     server.faults = [{"kind": "status", "status": status, "code": code, "message": "The token has expired."}]
@@ -371,17 +371,17 @@ def test_credentials_that_end_while_training(server, status, code):
 # ---- secrets
 
 SECRETS = {"key": "key-5b1d", "secret": "secret-77aa", "token": "token-90cd"}
-PLACES = ["storage_options", "client_kwargs", "variables", "profile"]
+SOURCES = ["storage_options", "client_kwargs", "variables", "profile"]
 
 
-def hide(place: str, monkeypatch, tmp_path) -> dict[str, Any]:
-    """Puts the secrets somewhere; gives the storage_options."""
+def hide(source: str, monkeypatch, tmp_path) -> dict[str, Any]:
+    """Puts the secrets into a source of credentials; returns the storage_options."""
     names = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
-    if place == "storage_options":
+    if source == "storage_options":
         return dict(SECRETS)
-    if place == "client_kwargs":
+    if source == "client_kwargs":
         return {"client_kwargs": {names[name]: value for name, value in SECRETS.items()}}
-    if place == "variables":
+    if source == "variables":
         for name, value in SECRETS.items():
             monkeypatch.setenv(names[name].upper(), value)
         return {}
@@ -395,9 +395,9 @@ def leaks(text: str) -> list[str]:
     return [name for name, value in SECRETS.items() if value in text]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_secrets_are_in_no_repr_and_no_pickle_that_needs_none(server, monkeypatch, tmp_path, place):
-    options = hide(place, monkeypatch, tmp_path) | endpoint(server)
+@pytest.mark.parametrize("source", SOURCES)
+def test_secrets_are_in_no_repr_and_only_in_pickles_that_need_them(server, monkeypatch, tmp_path, source):
+    options = hide(source, monkeypatch, tmp_path) | endpoint(server)
     loader = open_loader("s3://atlas/counts.zarr", options)
     digest(loader)
     shown = [loader, loader.dataset, loader.dataset.location, loader.options, loader.statistics(), s3_access(options)]
@@ -405,13 +405,13 @@ def test_secrets_are_in_no_repr_and_no_pickle_that_needs_none(server, monkeypatc
         assert not leaks(repr(thing) + str(thing))
     assert not leaks(pickle.dumps(loader.statistics()).decode("latin-1"))
     needed = pickle.dumps(loader.dataset).decode("latin-1")
-    assert leaks(needed) == (list(SECRETS) if place in ("storage_options", "client_kwargs") else [])
+    assert leaks(needed) == (list(SECRETS) if source in ("storage_options", "client_kwargs") else [])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_secrets_are_in_no_error(server, monkeypatch, tmp_path, place):
-    options = hide(place, monkeypatch, tmp_path) | endpoint(server)
+@pytest.mark.parametrize("source", SOURCES)
+def test_secrets_are_in_no_error(server, monkeypatch, tmp_path, source):
+    options = hide(source, monkeypatch, tmp_path) | endpoint(server)
     refusal = {"kind": "status", "status": 403, "code": "AccessDenied", "method": "*"}
     loader = open_loader("s3://atlas/counts.zarr", options)
     loader.dataset.indptr(loader.dataset.matrix())
@@ -428,20 +428,20 @@ def test_secrets_are_in_no_error(server, monkeypatch, tmp_path, place):
         assert not leaks("".join(traceback.format_exception(caught.value)))
 
 
-# botocore shows the headers that it sends, and among them the key and a session token, when asked for DEBUG.
-TALKATIVE = ("botocore", "aiobotocore")
+# At level DEBUG, botocore logs the headers that it sends, which include the key and the session token.
+LOGS_HEADERS = ("botocore", "aiobotocore")
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_secrets_are_in_no_log_record(server, monkeypatch, tmp_path, place, caplog, capfd):
+@pytest.mark.parametrize("source", SOURCES)
+def test_secrets_are_in_no_log_record(server, monkeypatch, tmp_path, source, caplog, capfd):
     caplog.set_level(logging.DEBUG)
-    options = hide(place, monkeypatch, tmp_path) | endpoint(server)
+    options = hide(source, monkeypatch, tmp_path) | endpoint(server)
     digest(open_loader("s3://atlas/counts.zarr", options))
     assert any(record.name.startswith("botocore") for record in caplog.records)
     for record in caplog.records:
         found = leaks(record.getMessage())
         assert "secret" not in found
-        assert not found or record.name.startswith(TALKATIVE)
+        assert not found or record.name.startswith(LOGS_HEADERS)
     printed = capfd.readouterr()
     assert not leaks(printed.out + printed.err)
 
@@ -451,7 +451,7 @@ def descriptors() -> dict[str, str]:
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             found[name] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of this listing itself
             continue
     return found
 
@@ -461,12 +461,12 @@ def files(found: dict[str, str]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_credentials_in_memory_end_with_their_epoch(server):
+def test_the_in_memory_credentials_file_is_closed_after_each_epoch(server):
     loader = open_loader("s3://atlas/counts.zarr", {**SECRETS, **endpoint(server)})
     digest(loader)
     minibatches = iter(loader)
     next(minibatches)
-    del minibatches  # an epoch that was left
+    del minibatches  # an epoch that was abandoned
     gc.collect()
     assert not [target for target in descriptors().values() if "zloader-credentials" in target]
     before = descriptors()
@@ -475,33 +475,33 @@ def test_credentials_in_memory_end_with_their_epoch(server):
     gc.collect()
     after = descriptors()
     assert not files(after) - files(before)
-    assert len(after) < len(before) + 16  # connections, which curl keeps for a while
+    assert len(after) < len(before) + 16  # curl keeps connections open for a while
 
 
-def test_credentials_in_memory_are_readable_by_nobody_else():
-    gc.collect()  # what other tests left
+def test_the_in_memory_credentials_file_is_private_to_the_process():
+    gc.collect()  # files left by other tests
     credentials = Credentials()
     access = s3_access({**SECRETS, "endpoint_url": "http://127.0.0.1:9"})
     path = credentials.spec(access)["credentials_file"]
     assert "secret-77aa" in Path(path).read_text()
     assert not os.get_inheritable(int(Path(path).name))
-    credentials.spec(access)  # once more closes the one before
+    credentials.spec(access)  # closes the previous file
     assert sum("zloader-credentials" in target for target in descriptors().values()) == 1
     del credentials
     assert not [target for target in descriptors().values() if "zloader-credentials" in target]
 
 
-def test_tensorstore_is_told_no_more_than_it_needs(monkeypatch):
+def test_the_spec_for_tensorstore_is_minimal(monkeypatch):
     plain = kvstore_spec(Location(url="s3://bucket/a b", storage_options={"anon": True}), Credentials())
     assert (plain["bucket"], plain["path"], plain["aws_credentials"]) == ("bucket", "a b/", {"type": "anonymous"})
-    assert not plain.keys() & {"endpoint", "aws_region", "requester_pays"}  # it asks for the bucket's region
+    assert not plain.keys() & {"endpoint", "aws_region", "requester_pays"}  # TensorStore looks up the bucket's region
     paying = {"key": "k", "secret": "s", "requester_pays": True, "client_kwargs": {"region_name": "eu-west-1"}}
     spec = kvstore_spec(Location(url="s3://bucket", storage_options=paying), Credentials())
     assert (spec["path"], spec["requester_pays"], spec["aws_region"]) == ("", True, "eu-west-1")
     assert "k" not in json.dumps(spec["aws_credentials"]["profile"])
 
 
-def test_variables_may_be_ignored(monkeypatch):
+def test_configured_endpoints_can_be_ignored(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     assert s3_access({"anon": True}).endpoint is None

@@ -1,4 +1,4 @@
-"""The same store through every kind of URL gives the same minibatches; what cannot be read or written says so."""
+"""Every kind of URL gives the same minibatches, and errors name what cannot be read or written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OBS = ["cell_type", "donor", "n_counts", "passed", "odd & #name? 50%"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `bucket/two words/counts.zarr` below."""
+    """A directory that contains `bucket/two words/counts.zarr`."""
     folder = tmp_path_factory.mktemp("root")
     write_store(ADATA, folder / "bucket" / "two words" / "counts.zarr", folder / "tmp")
     return folder
@@ -86,7 +86,7 @@ def test_minibatches_are_the_same_from_everywhere(root, sim, s3, tmp_path):
     assert digest(loader(mirrored)) == digests["path"]
 
 
-# ---- web servers: what is there
+# ---- web servers: finding the objects
 
 
 OPEN = """
@@ -96,13 +96,13 @@ print(len(zloader.open_dataset(sys.argv[1]).obs()))
 
 
 @pytest.mark.slow
-def test_a_process_that_read_from_a_web_server_ends_quietly(root, sim):
+def test_a_process_that_read_from_a_web_server_exits_without_warnings(root, sim):
     command = [sys.executable, "-c", OPEN, f"{sim(root=root).url}/bucket/two words/counts.zarr"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.stdout.strip(), done.stderr) == ("160", "")
 
 
-def test_the_objects_of_a_web_store_are_those_of_its_listing(root, sim):
+def test_the_objects_found_on_a_web_server_match_a_local_listing(root, sim):
     server = sim(root=root)
     there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr").location.listing()
     web = open_web(server).location
@@ -112,7 +112,7 @@ def test_the_objects_of_a_web_store_are_those_of_its_listing(root, sim):
     assert web.find_object("X/data/c/99") is None
 
 
-def test_what_is_asked_for_at_once_is_bounded(root, sim):
+def test_concurrent_requests_are_bounded(root, sim):
     server = sim(root=root, ttfb_ms=20)
     location = open_web(server).location
     server.tally.clear()
@@ -120,11 +120,11 @@ def test_what_is_asked_for_at_once_is_bounded(root, sim):
     assert server.tally.wait_idle(30)
     assert n_objects < server.stats()["requests"] < n_objects + 10
     assert server.stats()["peak_active"] <= 64
-    assert server.stats()["bytes_out"] < 100_000  # metadata alone
+    assert server.stats()["bytes_out"] < 100_000  # only metadata
 
 
 @given(shape=st.lists(st.integers(0, 7), max_size=3), zarr_format=st.sampled_from([2, 3]), sharded=st.booleans())
-def test_the_keys_of_an_array_are_those_that_zarr_writes(shape, zarr_format, sharded):
+def test_the_keys_of_an_array_match_those_that_zarr_writes(shape, zarr_format, sharded):
     from zloader.access.implied_objects import stored_keys
 
     store = zarr.storage.MemoryStore()
@@ -144,7 +144,7 @@ def test_a_zarr_v2_store_with_chunks_left_out(tmp_path, sim):
     adata.X = adata.X.toarray()
     adata.X[10:30] = 0
     with warnings.catch_warnings(), ad.settings.override(zarr_write_format=2):
-        warnings.simplefilter("ignore")  # anndata 0.13 will not write this format for ever
+        warnings.simplefilter("ignore")  # anndata 0.13 deprecates writing this format
         adata.write_zarr(tmp_path / "bucket" / "v2.zarr", chunks=(10, 9))
     zarr.consolidate_metadata(tmp_path / "bucket" / "v2.zarr", zarr_format=2)
     for chunk in ("1.0", "2.0"):
@@ -168,12 +168,12 @@ def test_a_web_store_that_is_not_consolidated(root, sim, tmp_path):
     assert open_web(server, "bucket/a.zarr").n_obs == 160
 
 
-def test_nothing_at_an_address(root, sim):
+def test_an_address_without_a_store(root, sim):
     server = sim(root=root)
     with pytest.raises(StoreNotFoundError, match=r"no zarr\.json or \.zgroup at http://.*/bucket/nothing"):
         open_web(server, "bucket/nothing")
     server.stop()
-    with pytest.raises(StoreError, match=r"cannot read http://.*does its server run"):
+    with pytest.raises(StoreError, match=r"cannot read http://.*is its server running"):
         open_web(server)
 
 
@@ -195,7 +195,7 @@ def test_an_object_that_changes(root, sim, tmp_path):
         digest(epochs)
 
 
-# ---- web servers that do not do as they should
+# ---- misbehaving web servers
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -213,7 +213,7 @@ class _Away(_Quiet):
 
 
 class _Barred(_Quiet):
-    """Wants a password; ranges work."""
+    """Requires a password; supports ranges."""
 
     protocol_version = "HTTP/1.1"
 
@@ -233,7 +233,7 @@ class _Barred(_Quiet):
 
 @pytest.fixture
 def static(root) -> Iterator[Callable[..., str]]:
-    """Serves `root` by a handler of http.server's; gives the URL of the store or of another path."""
+    """Serves `root` with a handler class of http.server; returns the URL of the store or of another path."""
     running: list[tuple[http.server.ThreadingHTTPServer, threading.Thread]] = []
 
     def start(handler: type, path: str = "/bucket/two%20words/counts.zarr") -> str:
@@ -251,19 +251,19 @@ def static(root) -> Iterator[Callable[..., str]]:
 
 
 def test_a_server_without_ranges(static):
-    with pytest.raises(StoreError, match=r"does not serve byte ranges.*status 200.*use a server that does"):
+    with pytest.raises(StoreError, match=r"does not support byte ranges.*status 200.*use another server"):
         zl.open_dataset(static(_Quiet))
 
 
 def test_a_server_that_redirects(static):
     with pytest.raises(
-        StoreError, match=r"is redirected to https://elsewhere\.example/.*open the store there"
+        StoreError, match=r"redirects to https://elsewhere\.example/.*open the store at that address"
     ) as caught:
         zl.open_dataset(static(_Away))
     assert "hush" not in str(caught.value)
 
 
-def test_a_server_that_wants_credentials(static):
+def test_a_server_that_requires_credentials(static):
     url = static(_Barred)
     with pytest.raises(AccessDeniedError, match=r"status 401.*headers"):
         zl.open_dataset(url)
@@ -283,7 +283,7 @@ LATER = {
 
 
 @pytest.mark.parametrize(("fault", "error", "says"), LATER.values(), ids=LATER)
-def test_a_server_that_goes_bad_after_opening(root, sim, fault, error, says):
+def test_a_server_that_fails_after_opening(root, sim, fault, error, says):
     server = sim(root=root)
     dataset = open_web(server)
     dataset.take([0])
@@ -292,7 +292,7 @@ def test_a_server_that_goes_bad_after_opening(root, sim, fault, error, says):
         digest(loader(dataset, **({"deadline_s": 1.5} if error is DeadlineError else {})))
 
 
-def test_a_server_that_is_busy_for_a_moment(root, sim):
+def test_a_server_that_is_briefly_overloaded(root, sim):
     server = sim(root=root)
     server.faults = [{"kind": "status", "status": 503, "p": 0.3, "count": 30}]
     assert open_web(server).n_obs == 160
@@ -305,7 +305,7 @@ def test_a_server_that_is_busy_for_a_moment(root, sim):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.zarr", "https://host/a.zarr", "gs://bucket/a.zarr"])
-def test_places_that_can_only_be_read(url):
+def test_read_only_locations(url):
     with pytest.raises(OptionError, match="written to a local path or s3://"):
         Location(url=url).require_writable()
     with pytest.raises(OptionError, match="written to a local path or s3://"):
@@ -327,7 +327,7 @@ def test_verify_reads_a_web_store(root, sim):
     assert (verified.problems, verified.rows) == ((), 160)
 
 
-# ---- URLs and what TensorStore is told
+# ---- URLs and the specs for TensorStore
 
 
 @pytest.mark.parametrize(
@@ -342,18 +342,18 @@ def test_verify_reads_a_web_store(root, sim):
         pytest.param("s3://me:hush@bucket/a.zarr", "user and password", id="password of s3"),
     ],
 )
-def test_urls_that_make_no_sense(url, says):
+def test_invalid_urls(url, says):
     with pytest.raises(OptionError, match=says) as caught:
         zl.open_dataset(url)
     assert "hush" not in str(caught.value)
 
 
-def test_options_that_make_no_sense():
-    with pytest.raises(OptionError, match="take only headers, not anon, auth"):
+def test_invalid_options():
+    with pytest.raises(OptionError, match="accept only headers, not anon, auth"):
         zl.open_dataset("http://host/a.zarr", storage_options={"anon": True, "auth": ("a", "b")})
     with pytest.raises(OptionError, match=r"storage_options.*no_such_option"):
         zl.open_dataset("s3://bucket/a.zarr", storage_options={"key": "k", "secret": "s", "no_such_option": 1})
-    with pytest.raises(OptionError, match="cannot hold a session"):
+    with pytest.raises(OptionError, match="cannot contain a session"):
         zl.open_dataset("s3://bucket/a.zarr", storage_options={"session": object()})
 
 
@@ -361,7 +361,7 @@ def spec(url: str, **storage_options: Any) -> dict[str, Any]:
     return kvstore_spec(Location(url=url, storage_options=storage_options), Credentials())
 
 
-def test_what_tensorstore_is_told_of_web_and_google():
+def test_the_specs_of_web_and_google_locations():
     web = spec("https://host:8080/a%20b/c.zarr/", headers={"X-Key": "v"})
     assert (web["driver"], web["base_url"], web["headers"]) == ("http", "https://host:8080/a%20b/c.zarr/", ["X-Key: v"])
     google = spec("gs://bucket/a b/c.zarr")
@@ -376,17 +376,17 @@ def test_what_tensorstore_is_told_of_web_and_google():
         spec("gs://bucket/c.zarr", endpoint_url="http://127.0.0.1:1")
 
 
-# ---- gs://, against a few lines that answer as Google's servers do
+# ---- gs://, against a minimal imitation of Google's servers
 
 
 class _Google(_Quiet):
-    """The parts of Google's JSON and XML interfaces that reading takes; a token where the class has one."""
+    """The parts of Google's JSON and XML APIs that reading needs; requires a token if the class has one."""
 
     protocol_version = "HTTP/1.1"
     token = ""
 
     def do_POST(self) -> None:
-        """Gives out tokens."""
+        """Issues tokens."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self._send(200, json.dumps({"access_token": self.token, "token_type": "Bearer", "expires_in": 3600}).encode())
 
@@ -477,7 +477,7 @@ def test_a_bucket_of_google_that_is_not_public(static, server):
 
 READ = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/access"]
 import test_schemes as tests
 print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE))))
 """
@@ -485,7 +485,7 @@ print(tests.digest(tests.loader(tests.zl.open_dataset(tests.GOOGLE))))
 
 @pytest.mark.slow
 def test_the_default_credentials_of_google(interpreter, root, static, tmp_path):
-    """In a process of its own: TensorStore looks for credentials once, and has no other way to set an endpoint."""
+    """Runs in a subprocess: TensorStore reads credentials and endpoint from the environment only once."""
     pytest.importorskip("gcsfs")
     from cryptography.hazmat.primitives.asymmetric import rsa
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat

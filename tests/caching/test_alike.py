@@ -1,4 +1,4 @@
-"""Stores that look alike have mirrors of their own, and a mirror that is not what it seems is not believed."""
+"""Stores that look alike get separate mirrors, and a mirror that was moved or mixed up is not used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zloader.access.local_listing import stored_file
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject
 from zloader.caching.directory import MirrorEntry, mirrors
-from zloader.caching.inspection import held, verify
+from zloader.caching.inspection import inspect_mirror, verify
 from zloader.common.errors import CacheError, OptionError
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.dataset.warm import warm
@@ -53,32 +53,32 @@ def files_in(store: Path) -> list[Path]:
     return sorted(path for path in store.rglob("*") if path.is_file())
 
 
-def as_packed(*stores: Path) -> None:
-    """Gives all files the time that archives, containers and package managers give them."""
+def set_equal_times(*stores: Path) -> None:
+    """Sets the modification time of all files to a constant, as archives, containers and package managers do."""
     for path in [path for store in stores for path in files_in(store)]:
         os.utime(path, (1, 1))
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Path:
-    """A directory with the stores one.zarr and other.zarr, which differ in values alone."""
+    """A directory with the stores one.zarr and other.zarr, which differ only in their values."""
     folder = tmp_path_factory.mktemp("alike") / "bucket"
     one, other = write(ONE, folder / "one.zarr"), write(OTHER, folder / "other.zarr")
     assert zl.open_dataset(one).object_sizes() == zl.open_dataset(other).object_sizes()
-    as_packed(one, other)
+    set_equal_times(one, other)
     return folder
 
 
 @pytest.fixture
 def stores(pair, tmp_path) -> tuple[Path, Path]:
-    """Copies of both, made within one tick of the clock as far as their times tell."""
+    """Copies of both stores with equal modification times."""
     copies = tuple(Path(shutil.copytree(pair / name, tmp_path / name)) for name in ("one.zarr", "other.zarr"))
-    as_packed(*copies)
+    set_equal_times(*copies)
     return copies
 
 
-def seen(dataset: zl.Dataset, adata: ad.AnnData) -> zl.Statistics:
-    """An epoch, held against the AnnData by all its values."""
+def read_epoch(dataset: zl.Dataset, adata: ad.AnnData) -> zl.Statistics:
+    """Reads an epoch and compares all its values with the AnnData."""
     loader = zl.Loader(dataset, batch_size=32, fetch_factor=2, obs=["lane", "donor"], obsm=["X_pca"])
     rows = []
     for minibatch in loader:
@@ -89,7 +89,7 @@ def seen(dataset: zl.Dataset, adata: ad.AnnData) -> zl.Statistics:
 
 
 def epoch(store: Path, cache: Path, adata: ad.AnnData) -> zl.Statistics:
-    return seen(zl.open_dataset(store, cache=cache), adata)
+    return read_epoch(zl.open_dataset(store, cache=cache), adata)
 
 
 def entry_of(cache: Path, url: Path | str) -> MirrorEntry:
@@ -100,7 +100,7 @@ def entry_of(cache: Path, url: Path | str) -> MirrorEntry:
 # ---- local stores
 
 
-def test_two_stores_of_one_listing(stores, tmp_path, caplog):
+def test_two_stores_with_equal_listings(stores, tmp_path, caplog):
     one, other = stores
     assert zl.open_dataset(one).fingerprint == zl.open_dataset(other).fingerprint
     for store, adata in [(one, ONE), (other, OTHER)]:
@@ -118,21 +118,21 @@ def test_two_stores_of_one_listing(stores, tmp_path, caplog):
 def _in_place(one, other):
     for path in files_in(one):
         path.write_bytes((other / path.relative_to(one)).read_bytes())
-    as_packed(one)
+    set_equal_times(one)
 
 
-def _by_new_files(one, other):
+def _with_new_files(one, other):
     for path in files_in(one):
         os.replace(other / path.relative_to(one), path)  # noqa: PTH105
 
 
-def _by_another_directory(one, other):
+def _with_another_directory(one, other):
     one.rename(one.with_name("away"))
     other.rename(one)
 
 
-@pytest.mark.parametrize("replace", [_in_place, _by_new_files, _by_another_directory])
-def test_a_store_that_is_replaced_with_sizes_and_times_kept(stores, tmp_path, caplog, replace):
+@pytest.mark.parametrize("replace", [_in_place, _with_new_files, _with_another_directory])
+def test_replacing_a_store_with_equal_sizes_and_times(stores, tmp_path, caplog, replace):
     one, other = stores
     epoch(one, tmp_path / "cache", ONE)
     before = zl.open_dataset(one)
@@ -144,19 +144,19 @@ def test_a_store_that_is_replaced_with_sizes_and_times_kept(stores, tmp_path, ca
     assert all("is stale" in record.getMessage() for record in caplog.records)
 
 
-def test_a_link_that_leads_elsewhere(stores, tmp_path):
+def test_a_symlink_that_changes_its_target(stores, tmp_path):
     one, other = stores
     current = tmp_path / "current"
     current.symlink_to(one)
     epoch(current, tmp_path / "cache", ONE)
-    assert epoch(one, tmp_path / "cache", ONE).gets == 0, "both lead to one store"
+    assert epoch(one, tmp_path / "cache", ONE).gets == 0, "the link and its target are the same store"
     current.unlink()
     current.symlink_to(other)
     epoch(current, tmp_path / "cache", OTHER)
     assert epoch(one, tmp_path / "cache", ONE).gets == 0
 
 
-def test_paths_that_read_the_same_in_two_directories(stores, tmp_path, monkeypatch):
+def test_equal_relative_paths_in_two_directories(stores, tmp_path, monkeypatch):
     one, other = stores
     for folder, store in [("a", one), ("b", other)]:
         (tmp_path / folder).mkdir()
@@ -165,42 +165,42 @@ def test_paths_that_read_the_same_in_two_directories(stores, tmp_path, monkeypat
         warm(zl.open_dataset("counts.zarr", cache=tmp_path / "cache"))
     for folder, adata in [("a", ONE), ("b", OTHER)]:
         monkeypatch.chdir(tmp_path / folder)
-        seen(zl.open_dataset("counts.zarr", cache=tmp_path / "cache", offline=True), adata)
+        read_epoch(zl.open_dataset("counts.zarr", cache=tmp_path / "cache", offline=True), adata)
         url = f"file://{tmp_path}/{folder}/counts.zarr/"
-        seen(zl.open_dataset(url, cache=tmp_path / "cache", offline=True), adata)
+        read_epoch(zl.open_dataset(url, cache=tmp_path / "cache", offline=True), adata)
 
 
 @pytest.mark.parametrize("change", [lambda path: path.chmod(0o640), lambda path: path.touch()], ids=["chmod", "touch"])
-def test_a_file_of_another_mode_or_time_costs_a_mirror_and_no_value(stores, tmp_path, change):
+def test_a_changed_mode_or_time_only_makes_a_new_mirror(stores, tmp_path, change):
     epoch(stores[0], tmp_path / "cache", ONE)
     change(stores[0] / "zarr.json")
     assert epoch(stores[0], tmp_path / "cache", ONE).gets
     assert epoch(stores[0], tmp_path / "cache", ONE).gets == 0
 
 
-def _stored(*, since_2016: int = 1, numbered: bool = True, **changed: int) -> StoredObject:
-    """A file of which `os.stat` says this."""
+def _stored(*, since_2016: int = 1, stable_inode: bool = True, **changed: int) -> StoredObject:
+    """The StoredObject of a file with these fields in `os.stat`."""
     changed_s = 1_451_606_400 + since_2016
     times = {"st_mtime": 1.0, "st_ctime": float(changed_s), "st_ctime_ns": changed_s * 10**9}
     found: Any = SimpleNamespace(**({"st_ino": 7, "st_dev": 5, "st_size": 3} | times | changed))
-    return stored_file(found, numbered=numbered)
+    return stored_file(found, stable_inode=stable_inode)
 
 
-def test_what_tells_a_file_from_another():
-    assert _stored(st_dev=6) == _stored(), "devices have other numbers after a boot"
+def test_identity_of_files():
+    assert _stored(st_dev=6) == _stored(), "device numbers may change after a reboot"
     assert _stored(st_ino=8) != _stored()
-    assert _stored(st_ino=8, numbered=False) == _stored(numbered=False)
-    assert _stored(since_2016=2, numbered=False) != _stored(numbered=False)
+    assert _stored(st_ino=8, stable_inode=False) == _stored(stable_inode=False)
+    assert _stored(since_2016=2, stable_inode=False) != _stored(stable_inode=False)
 
 
-def test_a_time_of_change_that_was_made_up_tells_nothing():
-    """As in an image of a file system, all of whose times were set when it was made."""
+def test_artificial_change_times_are_ignored():
+    """For example in a file system image, where all times were set when it was built."""
     assert _stored(since_2016=-1).stamp == ""
     assert _stored().stamp != ""
 
 
-def test_a_state_goes_with_a_copy_of_the_store(stores, tmp_path):
-    """Times of change and inodes are others there, and on other machines."""
+def test_a_state_is_valid_for_a_copy_of_the_store(stores, tmp_path):
+    """Change times and inodes differ in copies and on other machines."""
     copy = shutil.copytree(stores[0], tmp_path / "elsewhere" / "copy.zarr")
     loaders = [
         zl.Loader(zl.open_dataset(store, cache=tmp_path / "cache"), batch_size=32) for store in (*stores[:1], copy)
@@ -211,8 +211,8 @@ def test_a_state_goes_with_a_copy_of_the_store(stores, tmp_path):
     assert len(mirrors(tmp_path / "cache")) == 2
 
 
-def test_links_in_a_store_count_as_what_they_lead_to(pair, tmp_path):
-    """Files as git-annex has them, and a directory; neither one that it is in, nor what leads nowhere, does harm."""
+def test_links_in_a_store_are_followed(pair, tmp_path):
+    """Links to files, as git-annex makes them, and to directories. Cycles and dangling links do no harm."""
     store, away = Path(shutil.copytree(pair / "one.zarr", tmp_path / "s.zarr")), tmp_path / "away"
     away.mkdir()
     shutil.move(store / "X" / "data", away / "data")
@@ -243,7 +243,7 @@ def test_links_in_a_store_count_as_what_they_lead_to(pair, tmp_path):
 
 
 class _Tagged(http.server.SimpleHTTPRequestHandler):
-    """Serves ranges of files, with the tags that `tags` makes of their status."""
+    """Serves ranges of files, with the headers that `tags` returns for a file's status."""
 
     protocol_version = "HTTP/1.1"
 
@@ -286,12 +286,12 @@ def _modified(seconds: float) -> dict[str, str]:
     return {"Last-Modified": email.utils.formatdate(seconds, usegmt=True)}
 
 
-TELLING = {
+IDENTIFYING = {
     "Last-Modified": lambda status: _modified(1_600_000_000),
     "as nginx": lambda status: _modified(1_600_000_000) | {"ETag": f'"{1_600_000_000:x}-{status.st_size:x}"'},
     "weak ETag": lambda status: {"ETag": f'W/"{status.st_size:x}"'},
 }
-NOT_TELLING = {
+NOT_IDENTIFYING = {
     "nothing": lambda status: {},
     "times of 1970": lambda status: _modified(status.st_mtime),
     "as nginx, times of 1970": lambda status: _modified(1) | {"ETag": f'"1-{status.st_size:x}"'},
@@ -300,59 +300,59 @@ NOT_TELLING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tags", TELLING.values(), ids=TELLING)
-def test_two_stores_of_one_listing_on_a_web_server(pair, tmp_path, tags, caplog):
+@pytest.mark.parametrize("tags", IDENTIFYING.values(), ids=IDENTIFYING)
+def test_two_stores_with_equal_listings_on_a_web_server(pair, tmp_path, tags, caplog):
     cache = tmp_path / "cache"
     with served(pair, tags) as server:
         for name, adata in [("one", ONE), ("other", OTHER)]:
-            assert seen(zl.open_dataset(f"{server}/{name}.zarr", cache=cache), adata).gets
+            assert read_epoch(zl.open_dataset(f"{server}/{name}.zarr", cache=cache), adata).gets
         for name, adata in [("one", ONE), ("other", OTHER)]:
-            assert seen(zl.open_dataset(f"{server}/{name}.zarr/", cache=cache), adata).gets == 0
-    assert seen(zl.open_dataset(f"{server}/other.zarr", cache=cache, offline=True), OTHER).gets == 0
+            assert read_epoch(zl.open_dataset(f"{server}/{name}.zarr/", cache=cache), adata).gets == 0
+    assert read_epoch(zl.open_dataset(f"{server}/other.zarr", cache=cache, offline=True), OTHER).gets == 0
     assert len(mirrors(cache)) == 2
     assert not caplog.records
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tags", NOT_TELLING.values(), ids=NOT_TELLING)
-def test_a_web_server_that_tells_no_change_gets_no_mirror(stores, tmp_path, tags, caplog):
+@pytest.mark.parametrize("tags", NOT_IDENTIFYING.values(), ids=NOT_IDENTIFYING)
+def test_no_mirror_for_a_web_server_that_does_not_reveal_changes(stores, tmp_path, tags, caplog):
     one, other = stores
     cache = tmp_path / "cache"
     with served(tmp_path, tags) as server:
         dataset = zl.open_dataset(f"{server}/one.zarr", cache=cache)
-        assert seen(dataset, ONE).gets
+        assert read_epoch(dataset, ONE).gets
         (record,) = caplog.records
-        assert f"cannot keep a mirror of {server}/one.zarr: nothing would tell a change" in record.getMessage()
+        assert f"cannot keep a mirror of {server}/one.zarr: a change of " in record.getMessage()
         with pytest.raises(OptionError, match="cannot be used"):
             dataset.cache_statistics()
         with pytest.raises(OptionError, match="cannot be used"):
             warm(dataset)
-        _by_another_directory(one, other)
-        assert seen(zl.open_dataset(f"{server}/one.zarr", cache=cache), OTHER).gets
+        _with_another_directory(one, other)
+        assert read_epoch(zl.open_dataset(f"{server}/one.zarr", cache=cache), OTHER).gets
     assert mirrors(cache) == []
     with pytest.raises(CacheError, match="no mirror of"):
         zl.open_dataset(f"{server}/one.zarr", cache=cache, offline=True)
 
 
-def test_a_store_in_s3_has_one_mirror_by_whichever_url(pair, sim, tmp_path):
+def test_a_store_in_s3_has_one_mirror_for_all_its_urls(pair, sim, tmp_path):
     server = sim(root=pair.parent)
     copies = [("s3://bucket/one.zarr", server.url), ("s3://bucket/one.zarr/", server.url)]
     copies.append(("s3://bucket/one.zarr", server.url.replace("127.0.0.1", "localhost")))
     gets = []
     for url, endpoint in copies:
         options = {"anon": True, "endpoint_url": endpoint}
-        gets.append(seen(zl.open_dataset(url, cache=tmp_path / "cache", storage_options=options), ONE).gets)
+        gets.append(read_epoch(zl.open_dataset(url, cache=tmp_path / "cache", storage_options=options), ONE).gets)
     assert gets[0] > 0
     assert gets[1:] == [0, 0]
     assert len(mirrors(tmp_path / "cache")) == 1
 
 
-# ---- mirrors under another's name
+# ---- renamed and mixed-up mirrors
 
 
 @pytest.fixture
 def cache(stores, tmp_path) -> Path:
-    """The mirrors of both stores, filled."""
+    """A cache with full mirrors of both stores."""
     for store, adata in zip(stores, (ONE, OTHER), strict=True):
         warm(zl.open_dataset(store, cache=tmp_path / "cache"))
         assert epoch(store, tmp_path / "cache", adata).gets == 0
@@ -365,7 +365,7 @@ def swap(one: Path, other: Path) -> None:
     one.with_name("away").rename(other)
 
 
-def test_a_mirror_under_another_ones_name_is_left_alone(stores, cache, caplog):
+def test_a_mirror_with_the_name_of_another_is_left_alone(stores, cache, caplog):
     directories = [entry_of(cache, store).directory for store in stores]
     swap(*directories)
     content = {path: path.read_bytes() for path in cache.rglob("*.*")}
@@ -386,7 +386,7 @@ def test_a_mirror_under_another_ones_name_is_left_alone(stores, cache, caplog):
 
 
 @pytest.mark.parametrize("described", ["swapped", "gone", "damaged"])
-def test_a_mirror_under_another_ones_name_that_does_not_say_so(stores, cache, described, caplog):
+def test_a_mirror_with_the_name_of_another_and_no_valid_description(stores, cache, described, caplog):
     directories = [entry_of(cache, store).directory for store in stores]
     swap(*directories)
     files = [directory / "mirror.json" for directory in directories]
@@ -399,12 +399,12 @@ def test_a_mirror_under_another_ones_name_that_does_not_say_so(stores, cache, de
         assert epoch(store, cache, adata).gets == 0
     assert any("or was moved" in record.getMessage() for record in caplog.records)
     for store in stores:
-        verify(entry_of(cache, store).directory)  # deletes what nobody has read meanwhile
+        verify(entry_of(cache, store).directory)  # deletes chunks that were not read in the meantime
         assert verify(entry_of(cache, store).directory) == []
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"url": "x"}'])
-def test_a_mirror_that_does_not_say_what_it_is(stores, cache, content, caplog):
+def test_a_mirror_without_a_valid_description(stores, cache, content, caplog):
     file = entry_of(cache, stores[0]).directory / "mirror.json"
     was = json.loads(file.read_bytes())
     file.unlink()
@@ -413,7 +413,7 @@ def test_a_mirror_that_does_not_say_what_it_is(stores, cache, content, caplog):
     assert epoch(stores[0], cache, ONE).gets == 0
     assert json.loads(file.read_bytes()) | {"made": ""} == was | {"made": ""}
     assert [record.getMessage() for record in caplog.records] == [
-        f"{file} is damaged: it is written anew" for _ in range(content is not None)
+        f"{file} is damaged; replacing it" for _ in range(content is not None)
     ]
 
 
@@ -424,14 +424,14 @@ FILES = {
     "obs": ["%2Fobs%2Flane.npy"],
     "obsm": ["obsm%2FX_pca.npy"],
     "listing": ["%2Flisting.kept"],
-    "what is proved": ["X%2Fdata.flat", "X%2Fdata.sums", "obsm%2FX_pca.npy", "proved.json"],
+    "verified marks": ["X%2Fdata.flat", "X%2Fdata.sums", "obsm%2FX_pca.npy", "proved.json"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("verified", [False, True])
-def test_files_of_one_mirror_in_another(stores, cache, names, verified):
+def test_files_swapped_between_mirrors(stores, cache, names, verified):
     directories = [entry_of(cache, store).directory for store in stores]
     for name in names:
         swap(*(directory / name for directory in directories))
@@ -440,11 +440,11 @@ def test_files_of_one_mirror_in_another(stores, cache, names, verified):
     for store, adata in zip(stores, (ONE, OTHER), strict=True):
         epoch(store, cache, adata)
         assert epoch(store, cache, adata).gets == 0
-        assert seen(zl.open_dataset(store, cache=cache, offline=True), adata).gets == 0
+        assert read_epoch(zl.open_dataset(store, cache=cache, offline=True), adata).gets == 0
     assert all(verify(directory) == [] for directory in directories)
 
 
-def test_files_of_one_array_under_the_name_of_another(stores, cache, caplog):
+def test_files_swapped_between_arrays(stores, cache, caplog):
     directory = entry_of(cache, stores[0]).directory
     swap(directory / "%2Fobs%2Flane.npy", directory / "%2Fobs%2Fn_counts.npy")
     for suffix in ("flat", "sums"):
@@ -459,7 +459,7 @@ def test_a_mirror_of_an_older_version_is_stale(stores, cache, caplog):
     older = one.directory.with_name(f"{one.fingerprint}-v2")
     one.directory.rename(older)
     (entry,) = (entry for entry in mirrors(cache) if entry.url == one.url)
-    assert (entry.stale, held(entry).chunks_held, verify(older)) == (True, 0, [])
+    assert (entry.stale, inspect_mirror(entry).chunks_held, verify(older)) == (True, 0, [])
     with pytest.raises(CacheError, match="no mirror of"):
         zl.open_dataset(stores[0], cache=cache, offline=True)
     assert epoch(stores[0], cache, ONE).gets

@@ -1,4 +1,4 @@
-"""The cache as a whole: shared by processes, within its limits, kept for its owner, and enough to work offline."""
+"""The cache as a whole: shared by processes, within its limits, private to its owner, and sufficient offline."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def _loader(store, cache, **options) -> zl.Loader:
 
 
 def _epoch(loader) -> zl.Statistics:
-    """One epoch, every minibatch held against the AnnData."""
+    """Reads one epoch and compares every minibatch with the AnnData."""
     rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
     assert np.sort(rows).tolist() == list(range(ROWS))
     return loader.statistics()
 
 
 def _first_minibatch(store, cache) -> None:
-    """Fills the mirror with the first few fetches, which are the first rows."""
+    """Fills the mirror with the first few fetches, which contain the first rows."""
     dataset = zl.open_dataset(store, cache=cache)
     fetching = zl.FetchOptions(least_read_bytes=1, prefetch=1)
     loader = zl.Loader(dataset, batch_size=32, fetch_factor=8, sampling=zl.Streaming(), options=fetching)
@@ -103,36 +103,36 @@ LAYOUT = ArrayLayout(
 SOME = np.arange(3, 9)
 
 
-def _place(cache) -> MirrorDirectory:
+def _directory(cache) -> MirrorDirectory:
     return MirrorDirectory(Cache(directory=cache), "f" * 32, "store")
 
 
-def test_what_one_claims_others_leave_to_it(tmp_path):
-    mirrors = [MirrorArray(_place(tmp_path), LAYOUT) for _ in range(2)]
-    first, second = (Leases(_place(tmp_path).directory) for _ in range(2))
-    mine, others = mirrors[0].claim(SOME, first)
+def test_leased_chunks_are_not_leased_twice(tmp_path):
+    mirrors = [MirrorArray(_directory(tmp_path), LAYOUT) for _ in range(2)]
+    first, second = (Leases(_directory(tmp_path).path) for _ in range(2))
+    mine, others = mirrors[0].acquire(SOME, first)
     assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
-    mine, others = mirrors[1].claim(np.arange(6, 12), second)
+    mine, others = mirrors[1].acquire(np.arange(6, 12), second)
     assert (mine.tolist(), others.tolist()) == ([9, 10, 11], [6, 7, 8])
-    mine, others = mirrors[0].claim(SOME, first)  # another load of the same epoch
+    mine, others = mirrors[0].acquire(SOME, first)  # another load of the same epoch
     assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
     mirrors[0].put(3, np.arange(10, dtype="<u2"))
-    mirrors[0].abandon(SOME, first)
-    mine, others = mirrors[1].claim(SOME, second)
-    assert (mine.tolist(), others.tolist()) == ([4, 5, 6, 7, 8], [])  # 3 is there
+    mirrors[0].release(SOME, first)
+    mine, others = mirrors[1].acquire(SOME, second)
+    assert (mine.tolist(), others.tolist()) == ([4, 5, 6, 7, 8], [])  # 3 is present
     assert mirrors[1].missing(SOME).tolist() == [4, 5, 6, 7, 8]
 
 
-def test_claims_end_with_their_owner(tmp_path):
-    mirror = MirrorArray(_place(tmp_path), LAYOUT)
-    first, second = (Leases(_place(tmp_path).directory) for _ in range(2))
-    mirror.claim(SOME, first)
+def test_leases_expire_with_their_owner(tmp_path):
+    mirror = MirrorArray(_directory(tmp_path), LAYOUT)
+    first, second = (Leases(_directory(tmp_path).path) for _ in range(2))
+    mirror.acquire(SOME, first)
     first.close()
-    mine, others = mirror.claim(SOME, second)
+    mine, others = mirror.acquire(SOME, second)
     assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
 
 
-_CLAIMS = """
+_LEASES = """
 import sys
 import numpy as np
 from zloader.caching.directory import MirrorDirectory
@@ -141,25 +141,25 @@ from zloader.storage.layout import ArrayLayout
 from zloader.caching.mirror import MirrorArray
 from zloader.common.options import Cache
 layout = ArrayLayout(**eval(sys.argv[2], {"dtype": np.dtype}))
-place = MirrorDirectory(Cache(directory=sys.argv[1]), "f" * 32, "store")
-leases = Leases(place.directory)
-MirrorArray(place, layout).claim(np.arange(3, 9), leases)
-print("claimed", flush=True)
+directory = MirrorDirectory(Cache(directory=sys.argv[1]), "f" * 32, "store")
+leases = Leases(directory.path)
+MirrorArray(directory, layout).acquire(np.arange(3, 9), leases)
+print("leased", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.slow
-def test_claims_of_a_killed_process_count_for_nothing(interpreter, tmp_path):
+def test_leases_of_a_killed_process_expire(interpreter, tmp_path):
     layout = repr({name: getattr(LAYOUT, name) for name in LAYOUT.__dataclass_fields__})
-    with interpreter.running(_CLAIMS, tmp_path, layout) as process:
-        assert process.stdout.readline() == "claimed\n"
-        mirror, leases = MirrorArray(_place(tmp_path), LAYOUT), Leases(_place(tmp_path).directory)
-        mine, others = mirror.claim(SOME, leases)
+    with interpreter.running(_LEASES, tmp_path, layout) as process:
+        assert process.stdout.readline() == "leased\n"
+        mirror, leases = MirrorArray(_directory(tmp_path), LAYOUT), Leases(_directory(tmp_path).path)
+        mine, others = mirror.acquire(SOME, leases)
         assert (mine.tolist(), others.tolist()) == ([], SOME.tolist())
         process.kill()
         process.wait()
-        mine, others = mirror.claim(SOME, leases)
+        mine, others = mirror.acquire(SOME, leases)
         assert (mine.tolist(), others.tolist()) == (SOME.tolist(), [])
 
 
@@ -169,7 +169,7 @@ _FILLS = """
 import json, sys
 import zloader as zl
 from zloader.caching import leases
-leases._TRIES = 10**9  # whoever has the turn may be off the processor for longer than others wait for it
+leases._TRIES = 10**9  # the process that has the lock may be descheduled for longer than others wait
 store, cache, options, rank, world_size, seed = json.loads(sys.argv[1])
 dataset = zl.open_dataset(store, cache=cache, storage_options=options)
 loader = zl.Loader(
@@ -184,7 +184,7 @@ print(json.dumps([rows, statistics.bytes_read, statistics.gets]), flush=True)
 
 
 def _run_at_once(interpreter, requests):
-    """What processes say that run `_FILLS` at the same time, one for each request."""
+    """Runs `_FILLS` in one process per request, all at the same time; returns their outputs."""
     with contextlib.ExitStack() as running:
         processes = [running.enter_context(interpreter.running(_FILLS, json.dumps(request))) for request in requests]
         for process in processes:
@@ -197,7 +197,7 @@ def _run_at_once(interpreter, requests):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_ranks", [True, False], ids=["ranks", "jobs of their own"])
-def test_four_processes_on_one_cold_mirror_read_every_chunk_about_once(interpreter, store, sim, tmp_path, as_ranks):
+def test_four_processes_on_one_cold_mirror_read_each_chunk_about_once(interpreter, store, sim, tmp_path, as_ranks):
     server = sim(root=store.parent.parent, ttfb_ms=10)
     url = f"s3://{store.parent.name}/{store.name}"
     cache = str(tmp_path / "cache")
@@ -205,13 +205,13 @@ def test_four_processes_on_one_cold_mirror_read_every_chunk_about_once(interpret
     said = _run_at_once(interpreter, [(url, cache, _options(server), *share) for share in shares])
     assert sum(rows for rows, _, _ in said) == (ROWS if as_ranks else 4 * ROWS)
     assert sum(n_bytes for _, n_bytes, _ in said) < 1.1 * _stored(store)
-    assert _epoch(_loader(store, None)).bytes_read  # the store is as it was
+    assert _epoch(_loader(store, None)).bytes_read  # the store is unchanged
     dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
     after = zl.Loader(dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), obs=["cell_type"])
     assert _epoch(after).gets == 0
 
 
-_FILLS_AND_TELLS = """
+_FILLS_AND_REPORTS = """
 import json, os, sys
 import zloader as zl
 store, cache, options, seed = json.loads(sys.argv[1])
@@ -227,23 +227,23 @@ for minibatch in loader:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("minibatches", [0, 3, 20, 60])
-def test_loaders_killed_while_they_fill_leave_nothing_wrong_and_nobody_waiting(
+def test_loaders_killed_while_filling_leave_no_wrong_values_and_block_nobody(
     interpreter, store, sim, tmp_path, minibatches
 ):
     server = sim(root=store.parent.parent, ttfb_ms=20)
     url, cache = f"s3://{store.parent.name}/{store.name}", str(tmp_path / "cache")
     request = [url, cache, _options(server), minibatches]
-    with interpreter.running(_FILLS_AND_TELLS, json.dumps(request)) as process:
+    with interpreter.running(_FILLS_AND_REPORTS, json.dumps(request)) as process:
         assert all(process.stdout.read(1) == "." for _ in range(minibatches))
         if not minibatches:
-            while server.stats().get("requests", 0) < 8:  # it reads its first fetch
+            while server.stats().get("requests", 0) < 8:  # it is reading its first fetch
                 assert process.poll() is None
         process.kill()
     dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
     sizes = {"batch_size": 32, "fetch_factor": 8, "sampling": zl.BlockShuffling(8)}
     patient = zl.FetchOptions(deadline_s=2 * PATIENCE_S)
     loader = zl.Loader(dataset, **sizes, obs=["cell_type"], options=patient)
-    assert _epoch(loader).elapsed_s < PATIENCE_S  # whoever waited for the dead would do so for a deadline
+    assert _epoch(loader).elapsed_s < PATIENCE_S  # waiting for the killed process would take a whole deadline
     assert _epoch(loader).gets == 0
 
 
@@ -251,7 +251,7 @@ def test_loaders_killed_while_they_fill_leave_nothing_wrong_and_nobody_waiting(
 
 
 class _Watch:
-    """Looks, over and over on a thread, at what a cache takes on disk."""
+    """Measures the disk space of a cache continuously, in a thread."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
@@ -273,7 +273,7 @@ class _Watch:
 
 
 def _bytes_of(cache: Path, store: Path) -> tuple[int, int]:
-    """What a whole mirror takes, on disk and of it the elements."""
+    """Bytes of a full mirror: its disk space, and the elements in it."""
     dataset = zl.open_dataset(store, cache=cache)
     warmed = warm(dataset)
     assert warmed.bytes_held == warmed.bytes_in_all
@@ -282,7 +282,7 @@ def _bytes_of(cache: Path, store: Path) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_a_mirror_fills_up_to_its_limit_and_is_then_read_through(store, tmp_path, share):
+def test_a_mirror_fills_up_to_its_limit_and_the_rest_is_read_from_the_store(store, tmp_path, share):
     whole, elements = _bytes_of(tmp_path / "whole", store)
     limit = int(share * elements) + 300 * 1024 + (whole - elements)
     cache = Cache(directory=tmp_path / "limited", max_bytes=limit)
@@ -292,9 +292,9 @@ def test_a_mirror_fills_up_to_its_limit_and_is_then_read_through(store, tmp_path
         warm_epochs = [_epoch(_loader(store, cache)) for _ in range(2)]
     assert limit - 530 * 1024 < watch.most <= limit
     assert cold.bytes_read <= unmirrored.bytes_read
-    held = warm(zl.open_dataset(store, cache=cache))
-    assert held.full
-    capacity = held.chunks_held / held.chunks
+    warmed = warm(zl.open_dataset(store, cache=cache))
+    assert warmed.full
+    capacity = warmed.chunks_held / warmed.chunks
     assert share - 0.15 < capacity < share + 0.1
     for epoch in warm_epochs:
         hits = epoch.chunks_from_mirror / (epoch.chunks_from_mirror + epoch.chunks_decoded)
@@ -303,25 +303,25 @@ def test_a_mirror_fills_up_to_its_limit_and_is_then_read_through(store, tmp_path
 
 
 def test_processes_share_one_limit(store, tmp_path):
-    """Two that fill mirrors of different stores, and one more of each."""
+    """Four loaders fill the mirrors of two stores, two loaders per store."""
     other = _convert(counts(2000, 300, density=0.5, seed=9), tmp_path / "bucket" / "other.zarr")
     cache = Cache(directory=tmp_path / "cache", max_bytes="2MB")
     with _Watch(cache.directory) as watch, ThreadPoolExecutor(4) as threads:
-        loaders = [_loader(one, cache) for one in (store, other, store, other)]
+        loaders = [_loader(url, cache) for url in (store, other, store, other)]
         rows = list(threads.map(lambda loader: sum(map(len, loader)), loaders))
     assert rows == [ROWS, 2000, ROWS, 2000]
     assert 1_000_000 < watch.most <= 2_000_000
 
 
 @pytest.mark.parametrize("limit", ["1KB", "100KB", "350KB"])
-def test_a_limit_below_one_fetch_reads_on_without(store, tmp_path, limit):
+def test_a_limit_below_one_fetch_disables_the_mirror(store, tmp_path, limit):
     cache = Cache(directory=tmp_path / "cache", max_bytes=limit)
     for _ in range(2):
         assert _epoch(_loader(store, cache)).rows == ROWS
-    assert cache_bytes(cache.directory) <= max(cache.most, 40_000)  # a directory and what says whose it is
+    assert cache_bytes(cache.directory) <= max(cache.most, 40_000)  # the directory and its description
 
 
-def test_the_disk_is_left_as_free_as_asked_for(store, tmp_path):
+def test_min_free_bytes_are_left_free(store, tmp_path):
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
     cache = Cache(directory=tmp_path / "cache", min_free_bytes=free + (1 << 40))
@@ -329,7 +329,7 @@ def test_the_disk_is_left_as_free_as_asked_for(store, tmp_path):
     assert cache_bytes(cache.directory) < 200_000
 
 
-def test_unused_mirrors_make_room_stale_ones_first(store, tmp_path, caplog):
+def test_unused_mirrors_are_dropped_stale_ones_first(store, tmp_path, caplog):
     caplog.set_level(logging.INFO, "zloader")
     one, two, three = (tmp_path / "bucket" / name for name in ("one.zarr", "two.zarr", "three.zarr"))
     for copy in (one, two, three):
@@ -338,7 +338,7 @@ def test_unused_mirrors_make_room_stale_ones_first(store, tmp_path, caplog):
     cache = Cache(directory=tmp_path / "cache", max_bytes=int(2.5 * whole) + 300 * 1024)
     for copy in (one, two):
         warm(zl.open_dataset(copy, cache=cache))
-    os.utime(two / "zarr.json")  # so that its mirror is stale
+    os.utime(two / "zarr.json")  # makes its mirror stale
     assert zl.open_dataset(two, cache=cache).n_obs == ROWS
     first, *_ = mirrors(cache.directory)
     assert (first.url, first.stale) == (str(two), True)
@@ -361,7 +361,7 @@ def test_a_mirror_in_use_is_never_dropped(store, tmp_path):
     assert not entry.directory.exists()
 
 
-def test_dropping_leaves_what_zloader_did_not_make(store, tmp_path):
+def test_dropping_keeps_files_that_zloader_did_not_create(store, tmp_path):
     _epoch(_loader(store, tmp_path))
     (entry,) = mirrors(tmp_path)
     (entry.directory / "thesis.txt").write_text("precious")
@@ -372,7 +372,7 @@ def test_dropping_leaves_what_zloader_did_not_make(store, tmp_path):
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_directory_that_vanishes_while_it_is_used_does_no_harm(store, tmp_path):
+def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path):
     loader = _loader(store, tmp_path / "cache")
     iterator = iter(loader)
     next(iterator)
@@ -382,7 +382,7 @@ def test_a_directory_that_vanishes_while_it_is_used_does_no_harm(store, tmp_path
     assert _epoch(_loader(store, tmp_path / "cache")).rows == ROWS
 
 
-def test_warm_holds_whole_rows_where_there_is_no_room_for_all(store, tmp_path, monkeypatch):
+def test_warm_caches_whole_rows_if_not_all_fit(store, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["zloader.dataset.warm"], "_WINDOW_BYTES", 50_000)
     dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes="1.5MB"))
     assert warm(dataset).full
@@ -391,7 +391,7 @@ def test_warm_holds_whole_rows_where_there_is_no_room_for_all(store, tmp_path, m
     assert 0.2 < min(shares) <= max(shares) < min(shares) + 0.3
 
 
-def test_the_dataset_says_what_its_cache_holds(store, tmp_path):
+def test_cache_statistics(store, tmp_path):
     dataset = zl.open_dataset(store, cache=Cache(directory=tmp_path, max_bytes="1GB"))
     before = dataset.cache_statistics()
     assert (before.chunks_held, before.bytes_held, before.share, before.full) == (0, 0, 0.0, False)
@@ -408,7 +408,7 @@ def test_the_dataset_says_what_its_cache_holds(store, tmp_path):
 
 @contextlib.contextmanager
 def _mounted(directory: Path, *arguments: str):
-    """Something mounted there; skips the test where nobody may mount."""
+    """A mount on `directory`; skips the test if mounting is not permitted."""
     directory.mkdir(exist_ok=True)
     done = subprocess.run(["mount", *arguments, str(directory)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -420,7 +420,7 @@ def _mounted(directory: Path, *arguments: str):
 
 
 @pytest.mark.parametrize("size", ["64k", "1m"])
-def test_a_full_disk_is_a_warning_and_reading_goes_on(store, tmp_path, caplog, size):
+def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, caplog, size):
     with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={size}", "tmpfs") as disk:
         for _ in range(2):
             assert _epoch(_loader(store, disk / "cache")).rows == ROWS
@@ -428,7 +428,7 @@ def test_a_full_disk_is_a_warning_and_reading_goes_on(store, tmp_path, caplog, s
     assert digest(_loader(store, tmp_path / "cache")) == digest(_loader(store, None))
 
 
-def test_a_mirror_on_a_disk_that_can_only_be_read_is_used(store, tmp_path):
+def test_a_mirror_on_a_read_only_disk_is_used(store, tmp_path):
     warm(zl.open_dataset(store, cache=tmp_path / "cache"))
     with _mounted(tmp_path / "cache", "--bind", "-o", "ro", str(tmp_path / "cache")) as cache:
         with pytest.raises(OSError, match="Read-only"):
@@ -436,10 +436,10 @@ def test_a_mirror_on_a_disk_that_can_only_be_read_is_used(store, tmp_path):
         assert _epoch(_loader(store, cache)).gets == 0
 
 
-# ---- changed objects, and none
+# ---- changed objects, and offline use
 
 
-def test_changed_objects_get_a_mirror_of_their_own(store, tmp_path, caplog):
+def test_changed_objects_get_a_new_mirror(store, tmp_path, caplog):
     copy = tmp_path / "bucket" / "copy.zarr"
     shutil.copytree(store, copy)
     _epoch(_loader(copy, tmp_path / "cache"))
@@ -454,7 +454,7 @@ def test_changed_objects_get_a_mirror_of_their_own(store, tmp_path, caplog):
     assert loader.statistics().gets
 
 
-def test_offline_opens_and_reads_what_the_mirror_holds(store, tmp_path):
+def test_offline_opens_and_reads_the_mirror(store, tmp_path):
     moved = tmp_path / "bucket" / "moved.zarr"
     shutil.copytree(store, moved)
     warm(zl.open_dataset(moved, cache=tmp_path / "cache"))
@@ -471,7 +471,7 @@ def test_offline_opens_and_reads_what_the_mirror_holds(store, tmp_path):
     assert again.n_obs == ROWS
 
 
-def test_offline_says_what_is_not_there(store, tmp_path):
+def test_offline_errors_name_what_is_missing(store, tmp_path):
     with pytest.raises(CacheError, match=r"no mirror of .*counts\.zarr.*zloader warm"):
         zl.open_dataset(store, cache=tmp_path / "cache", offline=True)
     with pytest.raises(OptionError, match="give cache="):
@@ -484,7 +484,7 @@ def test_offline_says_what_is_not_there(store, tmp_path):
         dataset.obs()
 
 
-def test_warm_opening_asks_for_a_listing_alone(store, sim, tmp_path):
+def test_opening_with_a_warm_cache_only_requests_a_listing(store, sim, tmp_path):
     server = sim(root=store.parent.parent)
     url = f"s3://{store.parent.name}/{store.name}"
 
@@ -498,10 +498,10 @@ def test_warm_opening_asks_for_a_listing_alone(store, sim, tmp_path):
     assert server.stats()["requests"] - before == 1
 
 
-# ---- whose it is
+# ---- permissions and secrets
 
 
-def test_everything_is_for_the_owner_alone_and_holds_no_secret(store, sim, tmp_path):
+def test_all_files_are_private_and_contain_no_secret(store, sim, tmp_path):
     server = sim(root=store.parent.parent)
     options = _options(server) | {"key": "AKIAVERYSECRETKEY", "secret": "sesame-open-now"}
     dataset = zl.open_dataset(
@@ -516,13 +516,13 @@ def test_everything_is_for_the_owner_alone_and_holds_no_secret(store, sim, tmp_p
             assert b"AKIAVERYSECRETKEY" not in content
 
 
-def test_warm_goes_on_where_it_was_and_keeps_to_a_pace(store, tmp_path):
+def test_warm_continues_where_it_stopped_and_respects_a_rate_limit(store, tmp_path):
     _first_minibatch(store, tmp_path)
     seen = []
     first = warm(zl.open_dataset(store, cache=tmp_path), on_progress=seen.append)
     assert 0 < first.bytes_read < _stored(store) * 1.02
     assert (first.chunks_held, first.full) == (first.chunks, False)
-    assert [one.chunks_held for one in seen] == sorted(one.chunks_held for one in seen)
+    assert [warmed.chunks_held for warmed in seen] == sorted(warmed.chunks_held for warmed in seen)
     assert warm(zl.open_dataset(store, cache=tmp_path)).gets == 0
     paced = warm(zl.open_dataset(store, cache=tmp_path / "slowly"), bytes_per_s=_stored(store))
     assert paced.elapsed_s > 0.5

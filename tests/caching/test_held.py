@@ -1,4 +1,4 @@
-"""What a mirror holds, seen from outside; and whatever was done to its files, verify finds it, an epoch heals it."""
+"""Inspection of mirrors; and any damage to their files is found by verify and repaired by an epoch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from test_mirror import _layout, _truth
 
 import zloader as zl
 from zloader.caching.cached_files import save_column
-from zloader.caching.checksums import parse_sums
+from zloader.caching.checksums import parse_checksums
 from zloader.caching.directory import MirrorDirectory, MirrorEntry, drop, mirrors
-from zloader.caching.inspection import MirrorInspection, held, verify
+from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
 from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
 from zloader.caching.verified import VerifiedMarks
@@ -37,7 +37,7 @@ def loader_of(store: Path, cache: Path) -> zl.Loader:
 
 
 def epoch(store: Path, cache: Path) -> zl.Statistics:
-    """One epoch, every minibatch held against the AnnData."""
+    """Reads one epoch and compares every minibatch with the AnnData."""
     loader = loader_of(store, cache)
     rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
     assert np.sort(rows).tolist() == list(range(ROWS))
@@ -53,7 +53,7 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(store, tmp_path_factory) -> Path:
-    """A cache with one mirror, all of it filled."""
+    """A cache with one full mirror."""
     cache = tmp_path_factory.mktemp("whole") / "cache"
     epoch(store, cache)
     return cache
@@ -61,7 +61,7 @@ def whole(store, tmp_path_factory) -> Path:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of the filled cache, to be damaged."""
+    """A copy of the full cache, for damaging."""
 
     cache: Path
     store: Path
@@ -89,10 +89,10 @@ class Copy:
         os.truncate(self.file(name), n_bytes)
 
     def heals(self) -> zl.Statistics:
-        """What it cost to fill it again; then everything is right."""
+        """Repairs the mirror with an epoch, checks that it is intact, and returns the statistics of that epoch."""
         filled = epoch(self.store, self.cache)
         assert verify(self.directory) == []
-        assert held(self.entry).chunks_held == held(self.entry).chunks
+        assert inspect_mirror(self.entry).chunks_held == inspect_mirror(self.entry).chunks
         assert epoch(self.store, self.cache).gets == 0
         return filled
 
@@ -105,20 +105,20 @@ def copy(whole, store, tmp_path) -> Copy:
 
 def chunk_bytes(copy: Copy, name: str) -> int:
     file = copy.file(f"{name}.sums")
-    return parse_sums(file, file.read_bytes())[1]
+    return parse_checksums(file, file.read_bytes())[1]
 
 
-# ---- what is there
+# ---- inspection
 
 
 @pytest.mark.parametrize("fetches", [0, 1, 3, None])
-def test_what_is_held_is_what_the_mirror_says_itself(store, tmp_path, fetches):
+def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
     loader = loader_of(store, tmp_path)
     for number, _ in enumerate(loader):
         if fetches is not None and number + 1 >= 2 * fetches:
             break
     (entry,) = mirrors(tmp_path)
-    seen = held(entry)
+    seen = inspect_mirror(entry)
     mirror = loader.dataset.store.mirror(loader.dataset.matrix("X"))
     assert seen.arrays.keys() == mirror.arrays.keys() == {"X/data", "X/indices"}
     for name, array in mirror.arrays.items():
@@ -130,76 +130,76 @@ def test_what_is_held_is_what_the_mirror_says_itself(store, tmp_path, fetches):
         assert seen.chunks_held < seen.chunks
 
 
-def test_a_part_is_counted_with_the_short_chunk_at_the_end(tmp_path):
-    place = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
-    array, truth = MirrorArray(place, _layout()), _truth(_layout())
+def test_a_partial_mirror_with_a_short_last_chunk(tmp_path):
+    directory = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
+    array, truth = MirrorArray(directory, _layout()), _truth(_layout())
     (entry,) = mirrors(tmp_path)
-    assert held(entry).bytes_held == 0
+    assert inspect_mirror(entry).bytes_held == 0
     for chunk in (2, 3, 9):
         array.put(chunk, truth[chunk * 10 : (chunk + 1) * 10])
-        seen = held(entry).arrays["X/data"]
+        seen = inspect_mirror(entry).arrays["X/data"]
         assert (seen.chunks_held, seen.bytes_held) == (array.n_present, array.present_bytes)
     assert (seen.chunks, seen.chunks_held, seen.bytes_in_all, seen.bytes_held) == (10, 3, 190, 50)
-    array.claim(np.arange(2), owner := Leases(place.directory))
-    assert held(entry).chunks_held == 3, "what is claimed is not there yet"
+    array.acquire(np.arange(2), owner := Leases(directory.path))
+    assert inspect_mirror(entry).chunks_held == 3, "a leased chunk is not present yet"
     assert verify(entry.directory) == []
     owner.close()
 
 
 def test_columns_and_objects_are_counted(copy):
-    seen = held(copy.entry)
-    kept = [*copy.directory.glob("*.npy"), *copy.directory.glob("*.kept")]
-    assert seen.columns + seen.objects == len(kept) > 5
+    seen = inspect_mirror(copy.entry)
+    cached = [*copy.directory.glob("*.npy"), *copy.directory.glob("*.kept")]
+    assert seen.columns + seen.objects == len(cached) > 5
     assert seen.columns > 1
-    assert seen.kept_bytes == sum(path.stat().st_size for path in kept)
+    assert seen.kept_bytes == sum(path.stat().st_size for path in cached)
 
 
-def test_nothing_is_held_where_nothing_is(copy):
+def test_a_mirror_that_does_not_exist_is_empty(copy):
     entry = copy.entry
     shutil.rmtree(copy.directory)
-    assert held(entry) == MirrorInspection(arrays={}, columns=0, objects=0, kept_bytes=0)
+    assert inspect_mirror(entry) == MirrorInspection(arrays={}, columns=0, objects=0, kept_bytes=0)
     assert verify(entry.directory) == []
 
 
-# ---- what is right
+# ---- intact mirrors
 
 
-def test_what_is_right_is_compared_whole_noted_and_left_as_it_was(copy):
+def test_an_intact_mirror_is_compared_completely_recorded_and_left_unchanged(copy):
     (copy.directory / "stale").touch()
     os.utime(copy.file("users"), (1000, 1000))
     before, described = copy.entry, copy.file("mirror.json").read_bytes()
     files = [path for path in copy.directory.iterdir() if path.suffix in (".flat", ".sums", ".npy", ".kept")]
-    proof = VerifiedMarks(copy.directory)
-    assert not any(proof.holds(path) for path in files), "a copy has other inodes"
+    verified = VerifiedMarks(copy.directory)
+    assert not any(verified.contains(path) for path in files), "the copies have other inodes"
     compared = []
     assert verify(copy.directory, compared.append) == []
-    assert sum(compared) == held(before).bytes_held + held(before).kept_bytes
-    assert all(proof.holds(path) for path in files)
+    assert sum(compared) == inspect_mirror(before).bytes_held + inspect_mirror(before).kept_bytes
+    assert all(verified.contains(path) for path in files)
     assert (copy.entry.used_s, copy.entry.stale) == (1000, True)
     assert copy.file("mirror.json").read_bytes() == described
 
 
-def test_chunks_larger_than_what_is_read_at_once(tmp_path):
+def test_chunks_larger_than_one_read(tmp_path):
     layout = _layout(n_elements=40 << 20, chunk_elements=17 << 20, dtype="uint8")
-    place = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
-    array, truth = MirrorArray(place, layout), np.resize(np.arange(251, dtype=np.uint8), 40 << 20)
+    directory = MirrorDirectory(Cache(directory=tmp_path), "f" * 32, "store")
+    array, truth = MirrorArray(directory, layout), np.resize(np.arange(251, dtype=np.uint8), 40 << 20)
     for chunk in range(3):
         array.put(chunk, truth[chunk * (17 << 20) : (chunk + 1) * (17 << 20)])
     compared = []
-    assert verify(place.directory, compared.append) == []
+    assert verify(directory.path, compared.append) == []
     assert compared == [17 << 20, 17 << 20, 6 << 20]
-    with (place.directory / "X%2Fdata.flat").open("r+b") as file:
+    with (directory.path / "X%2Fdata.flat").open("r+b") as file:
         file.seek((40 << 20) - 1)
         file.write(b"\xff")
-    assert verify(place.directory) == ["X/data: chunk 2 differs from its checksum"]
+    assert verify(directory.path) == ["X/data: chunk 2 differs from its checksum"]
 
 
-# ---- what is damaged
+# ---- damaged mirrors
 
 
 @settings(max_examples=15)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), name=st.sampled_from([VALUES, GENES]))
-def test_a_flipped_bit_is_found_and_its_chunk_alone_read_again(whole, store, tmp_path_factory, where, bit, name):
+def test_a_flipped_bit_is_found_and_only_its_chunk_is_read_again(whole, store, tmp_path_factory, where, bit, name):
     copy = Copy(tmp_path_factory.mktemp("flipped") / "cache", store)
     shutil.copytree(whole, copy.cache)
     at = int(where * copy.file(f"{name}.flat").stat().st_size)
@@ -209,7 +209,7 @@ def test_a_flipped_bit_is_found_and_its_chunk_alone_read_again(whole, store, tmp
         MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url), layout(store, array)
     )
     assert verify(copy.directory) == [f"{array}: chunk {chunk} differs from its checksum"]
-    assert other.n_present == other.layout.n_chunks - 1, "who has mapped it sees it at once"
+    assert other.n_present == other.layout.n_chunks - 1, "every process that maps the file sees it at once"
     del other
     assert verify(copy.directory) == [], "it is a miss now"
     assert copy.heals().chunks_decoded == 1
@@ -220,7 +220,7 @@ def layout(store: Path, array: str):
     return found
 
 
-def test_chunks_side_by_side_are_told_as_one(copy):
+def test_adjacent_chunks_are_reported_together(copy):
     size = chunk_bytes(copy, VALUES)
     for chunk in (1, 2, 3, 7):
         copy.flip(f"{VALUES}.flat", chunk * size)
@@ -233,7 +233,7 @@ def test_chunks_side_by_side_are_told_as_one(copy):
 
 @pytest.mark.parametrize("bit", range(0, 40, 7))
 def test_a_flipped_bit_in_a_word(copy, bit):
-    """In the checksum; bit 32, which says that the chunk is there, makes a miss that nobody can tell from another."""
+    """Bits below 32 are the checksum. Flipping bit 32 (PRESENT) only marks the chunk as absent, which is no problem."""
     copy.flip(f"{VALUES}.sums", 64 + 8 * 5 + bit // 8, bit % 8)
     found = verify(copy.directory)
     assert found == (["X/data: chunk 5 differs from its checksum"] if bit < 32 else [])
@@ -241,27 +241,27 @@ def test_a_flipped_bit_in_a_word(copy, bit):
 
 
 @pytest.mark.parametrize("at", [0, 5, 8, 17, 24, 33, 45, 63])
-def test_a_damaged_header_counts_for_nothing(copy, at):
+def test_a_damaged_header_discards_all_chunks(copy, at):
     copy.flip(f"{GENES}.sums", at)
     (problem,) = verify(copy.directory)
     assert problem.startswith("X%2Findices.sums ")
-    assert problem.endswith(": nothing of X/indices counts as there")
-    assert held(copy.entry).arrays.keys() == {"X/data"}
-    assert copy.heals().chunks_decoded == held(copy.entry).arrays["X/indices"].chunks
+    assert problem.endswith(": all chunks of X/indices count as absent")
+    assert inspect_mirror(copy.entry).arrays.keys() == {"X/data"}
+    assert copy.heals().chunks_decoded == inspect_mirror(copy.entry).arrays["X/indices"].chunks
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 8, 63, 64, 100, 10_000])
-def test_a_sums_file_of_another_size_counts_for_nothing(copy, n_bytes):
+def test_a_sums_file_of_another_size_discards_all_chunks(copy, n_bytes):
     copy.resize(f"{VALUES}.sums", n_bytes)
     (problem,) = verify(copy.directory)
-    assert "nothing of X/data counts as there" in problem
-    assert copy.heals().chunks_decoded == held(copy.entry).arrays["X/data"].chunks
+    assert "all chunks of X/data count as absent" in problem
+    assert copy.heals().chunks_decoded == inspect_mirror(copy.entry).arrays["X/data"].chunks
 
 
-def test_a_flat_file_cut_short(copy):
+def test_a_truncated_flat_file(copy):
     size, whole_bytes = chunk_bytes(copy, VALUES), copy.file(f"{VALUES}.flat").stat().st_size
     copy.resize(f"{VALUES}.flat", 3 * size + 1)
-    last = held(copy.entry).arrays["X/data"].chunks - 1
+    last = inspect_mirror(copy.entry).arrays["X/data"].chunks - 1
     assert verify(copy.directory) == [
         f"X%2Fdata.flat has {3 * size + 1} bytes instead of {whole_bytes}",
         f"X/data: chunks 3 to {last} differ from their checksums",
@@ -270,7 +270,7 @@ def test_a_flat_file_cut_short(copy):
     assert copy.heals().chunks_decoded == last - 2
 
 
-def test_a_flat_file_that_has_grown_is_cut_again(copy):
+def test_a_flat_file_that_has_grown_is_truncated(copy):
     whole_bytes = copy.file(f"{VALUES}.flat").stat().st_size
     copy.resize(f"{VALUES}.flat", whole_bytes + 5)
     assert verify(copy.directory) == [f"X%2Fdata.flat has {whole_bytes + 5} bytes instead of {whole_bytes}"]
@@ -278,9 +278,9 @@ def test_a_flat_file_that_has_grown_is_cut_again(copy):
     assert copy.heals().chunks_decoded == 0
 
 
-def test_a_flat_file_that_is_gone(copy):
+def test_a_deleted_flat_file(copy):
     copy.file(f"{VALUES}.flat").unlink()
-    last = held(copy.entry).arrays["X/data"].chunks - 1
+    last = inspect_mirror(copy.entry).arrays["X/data"].chunks - 1
     assert verify(copy.directory) == [
         "X%2Fdata.flat cannot be read: No such file or directory",
         f"X/data: chunks 0 to {last} differ from their checksums",
@@ -299,44 +299,44 @@ def test_a_damaged_column_or_object_is_deleted(copy, name, damage):
     else:
         copy.resize(name, size - 1 if damage == "cut" else 0)
     (problem,) = verify(copy.directory)
-    assert problem.endswith(f"{name} differed from its checksum, and is deleted")
+    assert problem.endswith(f"{name} differed from its checksum and was deleted")
     assert not file.exists()
     assert copy.heals().chunks_decoded == 0
     assert file.stat().st_size == size
 
 
-# ---- what is not ours
+# ---- foreign files
 
 
-def test_what_zloader_did_not_make_is_not_touched(copy):
+def test_files_that_zloader_did_not_create_are_left_alone(copy):
     for name in ("thesis.txt", "X", "sums", "flat.txt"):
         copy.file(name).write_text("precious")
     copy.file("folder").mkdir()
-    before = held(copy.entry)
+    before = inspect_mirror(copy.entry)
     assert verify(copy.directory) == []
-    assert held(copy.entry) == before
+    assert inspect_mirror(copy.entry) == before
     assert all(copy.file(name).read_text() == "precious" for name in ("thesis.txt", "X", "sums", "flat.txt"))
     assert copy.file("folder").is_dir()
 
 
 @pytest.mark.parametrize("name", ["X%2Fdata.flat", "X%2Fdata.sums", "X%2Findptr.npy", "zarr.json.kept", "more.sums"])
 def test_a_link_is_never_followed(copy, name, tmp_path):
-    """Neither read, nor cut to the size that it should have, nor deleted."""
+    """The target is not read, truncated or deleted."""
     precious = tmp_path / "precious"
     precious.write_bytes((copy.file(name).read_bytes() if copy.file(name).exists() else b"") + b"precious")
     copy_of = precious.read_bytes()
     copy.file(name).unlink(missing_ok=True)
     copy.file(name).symlink_to(precious)
     problems = verify(copy.directory)
-    assert problems[0] == f"{name} is no file of zloader's, and in its way: remove it"
+    assert problems[0] == f"{name} is not a regular file, but has the name of a cached one: remove it"
     assert precious.read_bytes() == copy_of
     assert copy.file(name).is_symlink()
-    assert "more" not in held(copy.entry).arrays
+    assert "more" not in inspect_mirror(copy.entry).arrays
     copy.file(name).unlink()
     copy.heals()
 
 
-# ---- several at once
+# ---- concurrent use
 
 
 def test_a_mirror_is_not_dropped_while_it_is_verified(copy):
@@ -346,7 +346,7 @@ def test_a_mirror_is_not_dropped_while_it_is_verified(copy):
     assert drop(copy.directory)
 
 
-def test_a_mirror_that_is_being_filled_is_right_all_the_time(store, tmp_path):
+def test_a_mirror_that_is_being_filled_is_intact_at_every_moment(store, tmp_path):
     loader = loader_of(store, tmp_path)
     (entry,) = mirrors(tmp_path)
     found: list[str] = []
@@ -367,12 +367,12 @@ def test_a_mirror_that_is_being_filled_is_right_all_the_time(store, tmp_path):
         looking.join()
     assert found == []
     assert np.sort(rows).tolist() == list(range(ROWS))
-    assert held(entry).chunks_held == held(entry).chunks
+    assert inspect_mirror(entry).chunks_held == inspect_mirror(entry).chunks
     assert epoch(store, tmp_path).gets == 0
 
 
-def test_a_column_that_is_replaced_is_right(copy):
-    place = MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url)
-    save_column(place, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
+def test_a_replaced_column_is_intact(copy):
+    directory = MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url)
+    save_column(directory, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
     assert verify(copy.directory) == []
     assert copy.file("mine.npy").exists()

@@ -1,4 +1,4 @@
-"""A mirror keeps chunks, and whatever happens to its files, a chunk is right or missing."""
+"""A mirror stores chunks, and whatever happens to its files, each chunk is either correct or missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zloader.caching.cached_files import load_column as load_checked
 from zloader.caching.cached_files import load_object, save_object
 from zloader.caching.cached_files import save_column as save_windows
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.mirror import MirrorArray, open_mirror, open_place
+from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directory
 from zloader.common.options import Cache
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
@@ -58,17 +58,17 @@ def _layout(path="X/data", *, n_elements=95, chunk_elements=10, dtype="<u2"):
 PRINT = "f" * 32
 
 
-def _place(cache, fingerprint=PRINT):
-    """The mirror's place in a cache directory."""
+def _directory(cache, fingerprint=PRINT):
+    """The directory of the mirror in a cache."""
     return MirrorDirectory(Cache(directory=cache), fingerprint, "store")
 
 
-def save_column(place, name, column):
-    return save_windows(place, name, [column], shape=column.shape, dtype=column.dtype)
+def save_column(directory, name, column):
+    return save_windows(directory, name, [column], shape=column.shape, dtype=column.dtype)
 
 
-def load_column(place, name, like):
-    return load_checked(place, name, shape=like.shape, dtype=like.dtype)
+def load_column(directory, name, like):
+    return load_checked(directory, name, shape=like.shape, dtype=like.dtype)
 
 
 LAYOUT = _layout()
@@ -76,7 +76,7 @@ ALL = np.arange(LAYOUT.n_chunks)
 
 
 def _truth(layout, seed=0):
-    """Elements without a single zero byte, so that no loss of bytes goes unseen."""
+    """Elements without zero bytes, so that every lost byte is noticed."""
     n_bytes = layout.n_elements * layout.dtype.itemsize
     return np.random.default_rng(seed).integers(1, 256, n_bytes, np.uint8).view(layout.dtype)
 
@@ -89,15 +89,15 @@ def _chunk(chunk, layout=LAYOUT, truth=TRUTH):
 
 
 def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH):
-    mirror = MirrorArray(_place(directory), layout)
+    mirror = MirrorArray(_directory(directory), layout)
     for chunk in chunks:
         mirror.put(int(chunk), _chunk(chunk, layout, truth))
     return mirror
 
 
-def _check_what_is_there(directory, layout=LAYOUT, truth=TRUTH):
-    """Opens the mirror anew and holds every chunk that it says is there against the truth; gives the others."""
-    mirror = MirrorArray(_place(directory), layout)
+def _check_present_chunks(directory, layout=LAYOUT, truth=TRUTH):
+    """Opens the mirror again and compares every present chunk with the truth; returns the missing chunks."""
+    mirror = MirrorArray(_directory(directory), layout)
     chunks = np.arange(layout.n_chunks)
     missing = mirror.missing(chunks)
     for chunk in np.setdiff1d(chunks, missing).tolist():
@@ -107,18 +107,18 @@ def _check_what_is_there(directory, layout=LAYOUT, truth=TRUTH):
     return missing.tolist()
 
 
-# ---- what is put is there
+# ---- writing and reading chunks
 
 
-def test_what_is_put_is_there_and_nothing_else(tmp_path):
-    mirror = MirrorArray(_place(tmp_path), LAYOUT)
+def test_exactly_the_written_chunks_are_present(tmp_path):
+    mirror = MirrorArray(_directory(tmp_path), LAYOUT)
     assert mirror.missing(ALL).tolist() == ALL.tolist()
     for chunk in (7, 0, 9):  # the last chunk is a short one
         mirror.put(chunk, _chunk(chunk))
-    assert mirror.holds(np.array([0, 9, 7]))
-    assert not mirror.holds(np.array([0, 1]))
+    assert mirror.contains(np.array([0, 9, 7]))
+    assert not mirror.contains(np.array([0, 1]))
     assert mirror.missing(ALL).tolist() == [1, 2, 3, 4, 5, 6, 8]
-    assert mirror.missing(np.array([9, 3, 0, 1])).tolist() == [3, 1]  # in the order asked for
+    assert mirror.missing(np.array([9, 3, 0, 1])).tolist() == [3, 1]  # in the order given
     slots = [np.zeros(5, "<u2"), np.zeros(10, "<u2")]
     mirror.copy(np.array([9, 7]), slots)
     np.testing.assert_array_equal(np.concatenate(slots), np.concatenate([_chunk(9), _chunk(7)]))
@@ -126,43 +126,43 @@ def test_what_is_put_is_there_and_nothing_else(tmp_path):
     assert not mirror.elements.flags.writeable
 
 
-def test_another_process_sees_it_once_it_has_compared_it(tmp_path):
-    """Another MirrorArray knows as little of this one as one in another process."""
-    other = MirrorArray(_place(tmp_path), LAYOUT)
+def test_another_process_verifies_chunks_on_first_use(tmp_path):
+    """Two MirrorArrays share no more than two processes do."""
+    other = MirrorArray(_directory(tmp_path), LAYOUT)
     _fill(tmp_path, [2, 3])
-    assert not other.holds(np.array([2]))
+    assert not other.contains(np.array([2]))
     assert other.missing(np.array([2, 3, 4])).tolist() == [4]
-    assert other.holds(np.array([2, 3]))
+    assert other.contains(np.array([2, 3]))
     np.testing.assert_array_equal(other.elements[20:40], TRUTH[20:40])
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "<u2", "<i4", "<i8", "<f4", "<f8"])
-def test_every_dtype_is_kept(tmp_path, dtype):
+def test_every_dtype(tmp_path, dtype):
     layout = _layout(dtype=dtype)
     values = np.resize(np.array([0, 1, 5, 200], np.float64), 95).astype(dtype)
     _fill(tmp_path, layout=layout, truth=values)
-    assert _check_what_is_there(tmp_path, layout, values) == []
-    assert MirrorArray(_place(tmp_path), layout).elements.dtype == np.dtype(dtype)
+    assert _check_present_chunks(tmp_path, layout, values) == []
+    assert MirrorArray(_directory(tmp_path), layout).elements.dtype == np.dtype(dtype)
 
 
-def test_a_chunk_of_zeros_is_told_from_one_that_is_not_there(tmp_path):
+def test_a_chunk_of_zeros_differs_from_an_absent_one(tmp_path):
     zeros = np.zeros(95, "<u2")
     _fill(tmp_path, [1, 5], truth=zeros)
-    assert _check_what_is_there(tmp_path, truth=zeros) == [0, 2, 3, 4, 6, 7, 8, 9]
+    assert _check_present_chunks(tmp_path, truth=zeros) == [0, 2, 3, 4, 6, 7, 8, 9]
 
 
-def test_a_chunk_whose_checksum_is_zero_is_there(tmp_path):
+def test_a_chunk_whose_checksum_is_zero_is_present(tmp_path):
     layout = _layout(n_elements=8, chunk_elements=4, dtype="uint8")
     values = np.frombuffer(b"\xab\x9b\xe0\x9b" * 2, np.uint8)
     assert checksum(values[:4]) == 0
     _fill(tmp_path, [1], layout, values)
-    assert _check_what_is_there(tmp_path, layout, values) == [0]
+    assert _check_present_chunks(tmp_path, layout, values) == [0]
 
 
 def test_an_array_without_elements_has_a_mirror(tmp_path):
-    mirror = MirrorArray(_place(tmp_path), _layout(n_elements=0))
+    mirror = MirrorArray(_directory(tmp_path), _layout(n_elements=0))
     assert mirror.missing(np.empty(0, np.int64)).tolist() == []
-    assert mirror.holds(np.empty(0, np.int64))
+    assert mirror.contains(np.empty(0, np.int64))
     assert len(mirror.elements) == 0
 
 
@@ -170,12 +170,12 @@ def test_an_array_without_elements_has_a_mirror(tmp_path):
     rows=st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 900)), max_size=40),
     joined=st.lists(st.booleans(), min_size=40, max_size=40),
 )
-def test_rows_are_where_it_says_whether_read_or_mapped(tmp_path_factory, rows, joined):
-    """Rows anywhere, in any order, also empty ones and such that follow one another."""
+def test_rows_are_correct_whether_read_or_mapped(tmp_path_factory, rows, joined):
+    """Rows anywhere, in any order, including empty and adjacent rows."""
     layout = _layout(n_elements=5000, chunk_elements=1000)
     truth = _truth(layout)
-    place = _place(tmp_path_factory.getbasetemp() / "rows")
-    mirror = MirrorArray(place, layout)
+    directory = _directory(tmp_path_factory.getbasetemp() / "rows")
+    mirror = MirrorArray(directory, layout)
     if mirror.missing(np.arange(5)).size:
         mirror.put(0, truth)
     starts, stops = [], []
@@ -188,22 +188,22 @@ def test_rows_are_where_it_says_whether_read_or_mapped(tmp_path_factory, rows, j
         np.testing.assert_array_equal(source[begin : begin + stop - start], truth[start:stop])
 
 
-def test_a_file_cut_short_while_it_is_read_raises(tmp_path):
+def test_a_file_truncated_during_a_read_raises(tmp_path):
     mirror = _fill(tmp_path)
     os.truncate(_damaged(tmp_path, "flat"), 100)
-    with pytest.raises(OSError, match="cut short"):
+    with pytest.raises(OSError, match="is truncated"):
         mirror.rows(np.array([60]), np.array([70]))
 
 
-def test_letting_go_of_a_mapped_column_changes_nothing(tmp_path):
-    place = _place(tmp_path)
-    column = save_column(place, "x", np.arange(1_000_000))
+def test_releasing_a_mapped_column_frees_memory_and_keeps_the_values(tmp_path):
+    directory = _directory(tmp_path)
+    column = save_column(directory, "x", np.arange(1_000_000))
     for _ in range(2):
         assert int(column.sum()) == 499_999_500_000
         before = _resident_files()
-        page_cache.let_go(column)
+        page_cache.release(column)
         assert _resident_files() <= before - 7_000_000
-    page_cache.let_go(np.arange(3))  # nothing to let go of
+    page_cache.release(np.arange(3))  # not a memory map: no effect
 
 
 def _resident_files():
@@ -213,7 +213,7 @@ def _resident_files():
 
 def test_the_file_is_flat_and_sparse(tmp_path):
     layout = _layout(n_elements=10_000_000, chunk_elements=1000)
-    mirror = MirrorArray(_place(tmp_path), layout)
+    mirror = MirrorArray(_directory(tmp_path), layout)
     mirror.put(5000, np.full(1000, 7, "<u2"))
     file = _damaged(tmp_path, "flat")
     assert file.stat().st_size == 20_000_000
@@ -222,7 +222,7 @@ def test_the_file_is_flat_and_sparse(tmp_path):
     assert np.flatnonzero(stored).tolist() == list(range(5_000_000, 5_001_000))
 
 
-# ---- files that were damaged since
+# ---- damaged files
 
 
 def _damaged(tmp_path, suffix):
@@ -232,88 +232,88 @@ def _damaged(tmp_path, suffix):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """The files of a mirror that holds every chunk."""
+    """The files of a full mirror."""
     cache = tmp_path_factory.mktemp("full")
-    _fill(cache).note()
-    return {file.suffix: file for file in _place(cache).directory.iterdir()}
+    _fill(cache).record_verified()
+    return {file.suffix: file for file in _directory(cache).path.iterdir()}
 
 
 @contextlib.contextmanager
 def _copy_of(full):
-    """Writes the files of a full mirror anew, for each example; gives the cache, and its mirror's directory."""
+    """Copies the files of a full mirror, for each example; yields the cache and the directory of its mirror."""
     cache = full[".flat"].parent.parent / "copy"
-    directory = _place(cache).directory
+    directory = _directory(cache).path
     for file in full.values():
         (directory / file.name).write_bytes(file.read_bytes())
-    mirror = MirrorArray(_place(cache), LAYOUT)
+    mirror = MirrorArray(_directory(cache), LAYOUT)
     assert mirror.missing(ALL).tolist() == []
-    mirror.note()
-    assert MirrorArray(_place(cache), LAYOUT).holds(ALL)  # without being looked at
+    mirror.record_verified()
+    assert MirrorArray(_directory(cache), LAYOUT).contains(ALL)  # without reading the chunks
     yield cache, directory
     for file in directory.iterdir():
         file.unlink()
 
 
-@given(place=st.integers(0, 2 * 95 - 1), change=st.integers(1, 255))
-def test_a_flipped_byte_of_the_elements_is_a_miss(full, place, change):
+@given(offset=st.integers(0, 2 * 95 - 1), change=st.integers(1, 255))
+def test_a_flipped_byte_of_the_elements_is_a_miss(full, offset, change):
     with _copy_of(full) as (cache, directory):
         file = directory / full[".flat"].name
         stored = bytearray(file.read_bytes())
-        stored[place] ^= change
+        stored[offset] ^= change
         file.write_bytes(stored)
-        assert _check_what_is_there(cache) == [place // 20]
+        assert _check_present_chunks(cache) == [offset // 20]
 
 
-@given(place=st.integers(0, 64 + 8 * 10 - 1), change=st.integers(1, 255))
-def test_a_flipped_byte_of_the_checksums_is_a_miss(full, place, change):
+@given(offset=st.integers(0, 64 + 8 * 10 - 1), change=st.integers(1, 255))
+def test_a_flipped_byte_of_the_checksums_is_a_miss(full, offset, change):
     with _copy_of(full) as (cache, directory):
         file = directory / full[".sums"].name
         stored = bytearray(file.read_bytes())
         assert len(stored) == 64 + 80
-        stored[place] ^= change
+        stored[offset] ^= change
         file.write_bytes(stored)
-        assert _check_what_is_there(cache) == (ALL.tolist() if place < 64 else [(place - 64) // 8])
+        assert _check_present_chunks(cache) == (ALL.tolist() if offset < 64 else [(offset - 64) // 8])
 
 
 @given(length=st.integers(0, 2 * 95 - 1))
-def test_elements_that_were_cut_short_are_misses(full, length):
+def test_truncated_elements_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
         os.truncate(directory / full[".flat"].name, length)
-        assert _check_what_is_there(cache) == list(range(length // 20, 10))
+        assert _check_present_chunks(cache) == list(range(length // 20, 10))
 
 
 @given(length=st.integers(0, 64 + 8 * 10 - 1))
-def test_checksums_that_were_cut_short_are_misses(full, length):
+def test_truncated_checksums_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
         os.truncate(directory / full[".sums"].name, length)
-        assert _check_what_is_there(cache) == ALL.tolist()
+        assert _check_present_chunks(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("suffix", [".flat", ".sums"])
-def test_a_file_that_is_gone_is_a_miss(full, suffix):
+def test_a_deleted_file_is_a_miss(full, suffix):
     with _copy_of(full) as (cache, directory):
         (directory / full[suffix].name).unlink()
-        assert _check_what_is_there(cache) == ALL.tolist()
+        assert _check_present_chunks(cache) == ALL.tolist()
 
 
 @pytest.mark.parametrize("suffix", [".flat", ".sums"])
-def test_a_file_that_is_too_long_gives_nothing_wrong(full, suffix):
+def test_a_file_that_is_too_long_gives_no_wrong_values(full, suffix):
     with _copy_of(full) as (cache, directory):
         file = directory / full[suffix].name
         file.write_bytes(file.read_bytes() + b"\x07" * 100)
-        _check_what_is_there(cache)
+        _check_present_chunks(cache)
         assert file.stat().st_size == len(full[suffix].read_bytes())
 
 
-def test_a_sidecar_of_another_array_or_version_counts_for_nothing(full):
+def test_checksums_of_another_array_are_ignored(full):
     for other in (_layout(chunk_elements=19), _layout(dtype="<i2")):
         with _copy_of(full) as (cache, _):
             truth = _truth(other)
-            assert _check_what_is_there(cache, other, truth) == list(range(other.n_chunks))
+            assert _check_present_chunks(cache, other, truth) == list(range(other.n_chunks))
 
 
-def test_a_clock_gone_back_proves_nothing(full):
-    """Another file with the same size and an older, or the same, time of change."""
+def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
+    """As after the clock was set back: the size and the modification time are the same, the bytes differ."""
     with _copy_of(full) as (cache, directory):
         file = directory / full[".flat"].name
         before = file.stat()
@@ -321,39 +321,39 @@ def test_a_clock_gone_back_proves_nothing(full):
         stored[50] ^= 1
         file.write_bytes(stored)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert _check_what_is_there(cache) == [2]
+        assert _check_present_chunks(cache) == [2]
 
 
-def test_proof_of_another_boot_counts_for_nothing(full):
-    """After power loss the files may hold less than their times say."""
+def test_verified_marks_of_another_boot_are_ignored(full):
+    """After power loss, files may have lost writes although their times are unchanged."""
     with _copy_of(full) as (cache, directory):
-        proved = directory / "proved.json"
-        proved.write_text(json.dumps(json.loads(proved.read_text()) | {"boot": "another"}))
-        assert not MirrorArray(_place(cache), LAYOUT).holds(ALL)
+        marks = directory / "proved.json"
+        marks.write_text(json.dumps(json.loads(marks.read_text()) | {"boot": "another"}))
+        assert not MirrorArray(_directory(cache), LAYOUT).contains(ALL)
         for torn in ("", "[]", "{", '{"boot": 1}', "null"):
-            proved.write_text(torn)
-            assert not MirrorArray(_place(cache), LAYOUT).holds(ALL)
-        assert _check_what_is_there(cache) == []
+            marks.write_text(torn)
+            assert not MirrorArray(_directory(cache), LAYOUT).contains(ALL)
+        assert _check_present_chunks(cache) == []
 
 
-def test_a_damaged_chunk_is_reported_and_can_be_put_again(full, caplog):
+def test_a_damaged_chunk_is_reported_and_can_be_written_again(full, caplog):
     with _copy_of(full) as (cache, directory):
         file = directory / full[".flat"].name
         file.write_bytes(b"\x00" + file.read_bytes()[1:])
-        mirror = MirrorArray(_place(cache), LAYOUT)
+        mirror = MirrorArray(_directory(cache), LAYOUT)
         assert mirror.missing(ALL).tolist() == mirror.missing(ALL).tolist() == [0]
         assert [record.levelname for record in caplog.records] == ["WARNING"]  # once
         mirror.put(0, _chunk(0))
         assert mirror.missing(ALL).tolist() == []
-        assert _check_what_is_there(cache) == []
+        assert _check_present_chunks(cache) == []
 
 
-# ---- several processes, and those that are killed
+# ---- several processes, and killed ones
 
-# Fills mirrors in children of its own, which it forks at once where a new interpreter would take a second to start.
-# One command a line: `start DIRECTORY SEED`, answered by the child's process id and a dot before each chunk; `kill PID`
-# and `wait PID`, answered by what waitpid says; `limit DIRECTORY BYTES`, where no file may grow beyond so many bytes.
-# The package is put in place without its __init__, which would import torch.
+# Fills mirrors in forked children, since starting a new interpreter would take a second. Reads one command per line:
+# `start DIRECTORY SEED` prints the child's process ID, and a dot before each chunk; `kill PID` and `wait PID` print the
+# status from waitpid; `limit DIRECTORY BYTES` fills with a limit on the size of each file.
+# The package is set up without its __init__, which would import torch.
 _NURSERY = """
 import json, logging, os, resource, sys, traceback, types
 from pathlib import Path
@@ -371,7 +371,7 @@ options = json.loads(sys.argv[2])
 layout = ArrayLayout(**options | {"dtype": np.dtype(options["dtype"])})
 truth = np.load(sys.argv[3])
 
-def place(directory):
+def mirror_directory(directory):
     return MirrorDirectory(Cache(directory=directory), "f" * 32, "store")
 
 def put_all(mirror, order, before_each):
@@ -383,14 +383,14 @@ def put_all(mirror, order, before_each):
 def fill(directory, seed):
     order = np.random.default_rng(int(seed)).permutation(layout.n_chunks).tolist()
     os.write(1, b"%d\\n" % os.getpid())
-    put_all(MirrorArray(place(directory), layout), order, lambda: os.write(1, b"."))
+    put_all(MirrorArray(mirror_directory(directory), layout), order, lambda: os.write(1, b"."))
 
 def fill_with_limit(directory, n_bytes):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zloader").addHandler(handler)
-    mirror = MirrorArray(place(directory), layout)
+    mirror = MirrorArray(mirror_directory(directory), layout)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(n_bytes), resource.RLIM_INFINITY))
     put_all(mirror, range(layout.n_chunks), lambda: None)
     missing = mirror.missing(np.arange(layout.n_chunks)).tolist()
@@ -424,7 +424,7 @@ class _Nursery:
         self._process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
 
     def start(self, directory, seed):
-        """Starts a process that fills; gives its id."""
+        """Starts a process that fills the mirror; returns its ID."""
         self.say("start", directory, seed)
         return int(self.line())
 
@@ -432,14 +432,14 @@ class _Nursery:
         return self._process.stdout.readline()
 
     def after(self, n_chunks):
-        """Returns when the processes have begun on so many chunks."""
+        """Waits until the processes have started `n_chunks` chunks."""
         while n_chunks:
             read = self._process.stdout.read(n_chunks)
             assert read.strip(b".") == b""
             n_chunks -= len(read)
 
     def end(self, how, pid):
-        """Kills a process, or waits for it; gives the status that waitpid says."""
+        """Kills a process, or waits for it; returns the status from waitpid."""
         self.say(how, pid)
         self.line()  # dots
         return int(self.line())
@@ -459,7 +459,7 @@ def nursery(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_process_killed_at_any_moment_leaves_nothing_wrong(nursery, tmp_path):
+def test_a_process_killed_at_any_moment_leaves_no_wrong_values(nursery, tmp_path):
     chance = random.Random(5)
     n_missing = []
     for attempt in range(200):
@@ -467,29 +467,29 @@ def test_a_process_killed_at_any_moment_leaves_nothing_wrong(nursery, tmp_path):
         directory.mkdir()
         pid = nursery.start(directory, attempt)
         nursery.after(chance.randrange(BIG.n_chunks))
-        assert nursery.end("kill", pid) in (9, 0)  # 0: it was faster
-        missing = _check_what_is_there(directory, BIG, BIG_TRUTH)
+        assert nursery.end("kill", pid) in (9, 0)  # 0: it had finished
+        missing = _check_present_chunks(directory, BIG, BIG_TRUTH)
         n_missing.append(len(missing))
         _fill(directory, missing, BIG, BIG_TRUTH)
-        assert _check_what_is_there(directory, BIG, BIG_TRUTH) == []
-    assert sum(0 < n < BIG.n_chunks for n in n_missing) > 100  # so they were killed in the middle of it
+        assert _check_present_chunks(directory, BIG, BIG_TRUTH) == []
+    assert sum(0 < n < BIG.n_chunks for n in n_missing) > 100  # most were killed while filling
 
 
-def test_processes_killed_over_and_over_fill_it_in_the_end(nursery, tmp_path):
-    """The same mirror, now with another process that goes on filling it."""
+def test_processes_killed_repeatedly_fill_the_mirror_in_the_end(nursery, tmp_path):
+    """Two processes fill one mirror; the first is killed, then the second."""
     chance = random.Random(6)
     for attempt in range(8):
         first, second = nursery.start(tmp_path, attempt), None
         nursery.after(chance.randrange(8))
         nursery.say("start", tmp_path, 100 + attempt)
-        # Dots of the first stand before the second's process id.
+        # The first process's dots come before the second's process ID.
         second = int(re.sub(rb"^\.*", b"", nursery.line()))
         assert nursery.end("kill", first) in (9, 0)
-        _check_what_is_there(tmp_path, BIG, BIG_TRUTH)
+        _check_present_chunks(tmp_path, BIG, BIG_TRUTH)
         assert nursery.end("kill", second) in (9, 0)
-        _check_what_is_there(tmp_path, BIG, BIG_TRUTH)
+        _check_present_chunks(tmp_path, BIG, BIG_TRUTH)
     assert nursery.end("wait", nursery.start(tmp_path, 0)) == 0
-    assert _check_what_is_there(tmp_path, BIG, BIG_TRUTH) == []
+    assert _check_present_chunks(tmp_path, BIG, BIG_TRUTH) == []
 
 
 def test_two_processes_fill_one_mirror_at_once(nursery, tmp_path):
@@ -503,31 +503,31 @@ def test_two_processes_fill_one_mirror_at_once(nursery, tmp_path):
             pids += [int(word) for word in re.findall(rb"\d+", nursery.line())]
         statuses = [nursery.end("wait", pid) for pid in pids]
         assert statuses == [0, 0]
-        assert _check_what_is_there(directory, BIG, BIG_TRUTH) == []
+        assert _check_present_chunks(directory, BIG, BIG_TRUTH) == []
 
 
 def test_a_write_that_fails_warns_once_and_stays_correct(nursery, tmp_path):
-    """As on a full disk: the system refuses to let the file grow, in the middle of chunk 10."""
+    """As on a full disk: the file cannot grow further, in the middle of chunk 10."""
     nursery.say("limit", tmp_path, 10 * 40_000 + 12_345)
     found = json.loads(nursery.line())
     assert found["missing"] == list(range(10, BIG.n_chunks))
     assert found["writable"] is False
     assert len(found["warnings"]) == 1
     assert "cannot write the mirror" in found["warnings"][0]
-    assert _check_what_is_there(tmp_path, BIG, BIG_TRUTH) == list(range(10, BIG.n_chunks))
-    _fill(tmp_path, range(10, BIG.n_chunks), BIG, BIG_TRUTH)  # once there is room again
-    assert _check_what_is_there(tmp_path, BIG, BIG_TRUTH) == []
+    assert _check_present_chunks(tmp_path, BIG, BIG_TRUTH) == list(range(10, BIG.n_chunks))
+    _fill(tmp_path, range(10, BIG.n_chunks), BIG, BIG_TRUTH)  # once there is space again
+    assert _check_present_chunks(tmp_path, BIG, BIG_TRUTH) == []
 
 
-def test_all_that_open_a_new_cache_at_once_get_their_mirror(tmp_path, caplog):
-    """As the ranks of one machine do."""
+def test_threads_that_open_a_new_cache_at_once_share_its_mirror(tmp_path, caplog):
+    """The ranks of one machine do this."""
     n_threads = 8
     barrier = threading.Barrier(n_threads)
 
     def open_one(cache):
         barrier.wait(timeout=PATIENCE_S)
-        place = open_place(Cache(directory=cache), PRINT, "store")
-        return None if place is None else open_mirror(place, [LAYOUT])
+        directory = open_mirror_directory(Cache(directory=cache), PRINT, "store")
+        return None if directory is None else open_mirror(directory, [LAYOUT])
 
     with ThreadPoolExecutor(n_threads) as threads:
         for attempt in range(100):
@@ -537,7 +537,7 @@ def test_all_that_open_a_new_cache_at_once_get_their_mirror(tmp_path, caplog):
             assert None not in mirrors
             arrays = [mirror.arrays[LAYOUT.path] for mirror in mirrors]
             arrays[attempt % n_threads].put(3, _chunk(3))
-            assert [array.n_present for array in arrays] == [1] * n_threads  # all look at the same file
+            assert [array.n_present for array in arrays] == [1] * n_threads  # all map the same file
 
 
 # ---- the directory
@@ -547,27 +547,27 @@ def test_the_directory_belongs_to_the_fingerprint_and_to_its_owner(tmp_path):
     before = os.umask(0)
     try:
         cache = tmp_path / "some" / "cache"
-        first, second = _place(cache, "a" * 32), _place(cache, "b" * 32)
-        assert _place(cache, "a" * 32).directory == first.directory
-        MirrorArray(first, LAYOUT).note()
+        first, second = _directory(cache, "a" * 32), _directory(cache, "b" * 32)
+        assert _directory(cache, "a" * 32).path == first.path
+        MirrorArray(first, LAYOUT).record_verified()
         save_column(first, "indptr", np.arange(3))
-        first.proof.note([])
+        first.verified.record([])
     finally:
         os.umask(before)
-    assert first.directory != second.directory
-    for directory in (cache, first.directory, second.directory):
+    assert first.path != second.path
+    for directory in (cache, first.path, second.path):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    for file in first.directory.iterdir():
+    for file in first.path.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
     assert (cache / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
 
 
 def test_a_cache_that_was_there_before_keeps_its_mode(tmp_path):
     tmp_path.chmod(0o755)
-    directory = _place(tmp_path).directory
+    directory = _directory(tmp_path).path
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert not (tmp_path / "CACHEDIR.TAG").exists()  # backups go on with what else is in it
+    assert not (tmp_path / "CACHEDIR.TAG").exists()  # backups still include its other files
 
 
 def _below_a_file(tmp_path):
@@ -580,25 +580,25 @@ def _a_file(tmp_path):
     return tmp_path / "file"
 
 
-def _where_nothing_can_be_made(tmp_path):
-    return Path("/proc/self/zloader")  # no permission bits: root may do anything with those
+def _where_nothing_can_be_created(tmp_path):
+    return Path("/proc/self/zloader")  # permission bits would not stop root
 
 
 def _with_a_directory_where_a_file_belongs(tmp_path):
-    directory = _place(tmp_path).directory
+    directory = _directory(tmp_path).path
     (directory / "X%2Fdata.flat").mkdir()
     return tmp_path
 
 
 def _open_to_others(tmp_path):
-    _place(tmp_path).directory.chmod(0o770)
+    _directory(tmp_path).path.chmod(0o770)
     return tmp_path
 
 
 def _of_another_user(tmp_path):
     if os.geteuid():
         pytest.skip("only root can give files away")
-    os.chown(_place(tmp_path).directory, 12345, 12345)
+    os.chown(_directory(tmp_path).path, 12345, 12345)
     return tmp_path
 
 
@@ -630,16 +630,16 @@ def _in_a_cache_of_another_user(tmp_path):
 
 def _with_a_link_where_a_file_belongs(tmp_path):
     (tmp_path / "precious").write_bytes(b"1")
-    (_place(tmp_path).directory / "X%2Fdata.flat").symlink_to(tmp_path / "precious")
+    (_directory(tmp_path).path / "X%2Fdata.flat").symlink_to(tmp_path / "precious")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    "place",
+    "damage",
     [
         _below_a_file,
         _a_file,
-        _where_nothing_can_be_made,
+        _where_nothing_can_be_created,
         _with_a_directory_where_a_file_belongs,
         _open_to_others,
         _of_another_user,
@@ -650,39 +650,39 @@ def _with_a_link_where_a_file_belongs(tmp_path):
         _with_a_link_where_a_file_belongs,
     ],
 )
-def test_a_cache_that_cannot_be_used_gives_none_and_one_warning(tmp_path, caplog, place):
-    cache = place(tmp_path)
-    place = open_place(Cache(directory=cache), PRINT, "store")
-    assert place is None or open_mirror(place, [LAYOUT]) is None
+def test_an_unusable_cache_gives_none_and_one_warning(tmp_path, caplog, damage):
+    cache = damage(tmp_path)
+    directory = open_mirror_directory(Cache(directory=cache), PRINT, "store")
+    assert directory is None or open_mirror(directory, [LAYOUT]) is None
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("zloader", logging.WARNING)
     assert str(cache) in record.getMessage()
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o1770, 0o755])
-def test_a_cache_in_which_others_can_rename_nothing_is_used(tmp_path, caplog, mode):
-    """Such as /tmp itself, with other users' mirrors in it."""
+def test_a_cache_in_which_others_cannot_rename_files_is_used(tmp_path, caplog, mode):
+    """For example /tmp, which contains other users' mirrors."""
     (tmp_path / f"{'a' * 32}-v3").mkdir(mode=0)
     tmp_path.chmod(mode)
-    assert open_mirror(_place(tmp_path), [LAYOUT]) is not None
+    assert open_mirror(_directory(tmp_path), [LAYOUT]) is not None
     assert not caplog.records
 
 
-def test_a_cache_that_the_group_of_its_user_alone_may_write_to_is_used(tmp_path, monkeypatch):
-    """Many systems give each user such a group, and let it write by default."""
+def test_a_cache_that_is_writable_by_a_private_group_is_used(tmp_path, monkeypatch):
+    """Many systems give each user a private group, with write access by default."""
     tmp_path.chmod(0o775)
     group = SimpleNamespace(gr_name="me", gr_mem=[])
     monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me"))
     monkeypatch.setattr("grp.getgrgid", lambda _: group)
-    _place(tmp_path)
+    _directory(tmp_path)
     group.gr_mem = ["me"]
-    _place(tmp_path)
+    _directory(tmp_path)
     group.gr_mem = ["me", "you"]
     with pytest.raises(PermissionError, match="mode 0o775"):
-        _place(tmp_path)
+        _directory(tmp_path)
     group.gr_mem, group.gr_name = [], "lab"
     with pytest.raises(PermissionError, match="mode 0o775"):
-        _place(tmp_path)
+        _directory(tmp_path)
 
 
 NAMES = [
@@ -701,21 +701,21 @@ NAMES = [
 ]
 
 
-def test_odd_names_stay_inside_and_apart(tmp_path):
-    place = _place(tmp_path / "cache")
-    mirror = open_mirror(place, [_layout(name) for name in NAMES])
+def test_files_of_odd_names_stay_inside_and_distinct(tmp_path):
+    directory = _directory(tmp_path / "cache")
+    mirror = open_mirror(directory, [_layout(name) for name in NAMES])
     assert list(mirror.arrays) == NAMES
-    directory = place.directory
-    before = len(list(directory.iterdir()))
+    path = directory.path
+    before = len(list(path.iterdir()))
     for number, name in enumerate(NAMES):
         mirror.arrays[name].put(0, np.full(10, number, "<u2"))
-        save_column(place, name, np.array([number]))
+        save_column(directory, name, np.array([number]))
     for number, name in enumerate(NAMES):
         assert mirror.arrays[name].elements[:10].tolist() == [number] * 10
-        assert load_column(place, name, np.array([0])).tolist() == [number]
-    assert all(file.is_file() for file in directory.iterdir())
-    assert len(list(directory.iterdir())) == before + len(NAMES) + 1  # and proved.json
-    outside = {path for path in tmp_path.rglob("*") if directory not in path.parents and path != directory}
+        assert load_column(directory, name, np.array([0])).tolist() == [number]
+    assert all(file.is_file() for file in path.iterdir())
+    assert len(list(path.iterdir())) == before + len(NAMES) + 1  # and proved.json
+    outside = {found for found in tmp_path.rglob("*") if path not in found.parents and found != path}
     assert outside == {tmp_path / "cache", *(tmp_path / "cache" / name for name in ("CACHEDIR.TAG", "zloader-cache"))}
 
 
@@ -736,46 +736,46 @@ def _equal(found, wanted):
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_is_kept(tmp_path, name, caplog):
-    place = _place(tmp_path)
-    assert load_column(place, name, COLUMNS[name]) is None
-    save_column(place, name, COLUMNS[name])
-    column = load_column(place, name, COLUMNS[name])
+def test_a_column_is_cached(tmp_path, name, caplog):
+    directory = _directory(tmp_path)
+    assert load_column(directory, name, COLUMNS[name]) is None
+    save_column(directory, name, COLUMNS[name])
+    column = load_column(directory, name, COLUMNS[name])
     assert _equal(column, COLUMNS[name])
     assert not column.flags.writeable
     assert not caplog.records
-    assert {file.name for file in place.directory.iterdir()} == {"users", "mirror.json", f"{name}.npy", "proved.json"}
+    assert {file.name for file in directory.path.iterdir()} == {"users", "mirror.json", f"{name}.npy", "proved.json"}
 
 
-def test_a_column_is_mapped_and_outlives_its_replacement(tmp_path):
-    place = _place(tmp_path)
-    save_column(place, "x", np.arange(1000))
-    column = load_column(place, "x", np.arange(1000))
+def test_a_mapped_column_outlives_its_replacement(tmp_path):
+    directory = _directory(tmp_path)
+    save_column(directory, "x", np.arange(1000))
+    column = load_column(directory, "x", np.arange(1000))
     assert isinstance(column.base, np.memmap)
-    save_column(place, "x", np.zeros(1000))
+    save_column(directory, "x", np.zeros(1000))
     np.testing.assert_array_equal(column, np.arange(1000))
-    np.testing.assert_array_equal(load_column(place, "x", np.zeros(1000)), np.zeros(1000))
+    np.testing.assert_array_equal(load_column(directory, "x", np.zeros(1000)), np.zeros(1000))
 
 
-def test_a_torn_column_is_not_used(tmp_path, caplog):
-    place = _place(tmp_path)
-    save_column(place, "x", COLUMNS["indptr"])
-    file = place.directory / "x.npy"
+def test_a_truncated_column_is_not_used(tmp_path, caplog):
+    directory = _directory(tmp_path)
+    save_column(directory, "x", COLUMNS["indptr"])
+    file = directory.path / "x.npy"
     whole = file.read_bytes()
     for length in range(len(whole)):
         caplog.clear()
         file.write_bytes(whole[:length])
-        assert load_column(place, "x", COLUMNS["indptr"]) is None, f"{length} of {len(whole)} bytes"
+        assert load_column(directory, "x", COLUMNS["indptr"]) is None, f"{length} of {len(whole)} bytes"
         assert len(caplog.records) == 1
     file.write_bytes(whole)
-    assert _equal(load_column(place, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
+    assert _equal(load_column(directory, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
 
 
 def test_a_column_with_a_flipped_bit_is_not_used(tmp_path):
-    """In the values, in the checksum, and in the header, which says how the values are to be understood."""
-    place = _place(tmp_path)
-    save_column(place, "x", COLUMNS["indptr"])
-    file = place.directory / "x.npy"
+    """In the values, in the checksum, or in the header with shape and dtype."""
+    directory = _directory(tmp_path)
+    save_column(directory, "x", COLUMNS["indptr"])
+    file = directory.path / "x.npy"
     whole = file.read_bytes()
     wrong = []
     for at in range(len(whole)):
@@ -783,49 +783,47 @@ def test_a_column_with_a_flipped_bit_is_not_used(tmp_path):
             flipped = bytearray(whole)
             flipped[at] ^= 1 << bit
             file.write_bytes(flipped)
-            column = load_column(place, "x", COLUMNS["indptr"])
+            column = load_column(directory, "x", COLUMNS["indptr"])
             if column is not None and not _equal(column, COLUMNS["indptr"]):
                 wrong.append((at, bit, column.dtype.str))
     assert wrong == []
 
 
-def test_drafts_left_behind_do_not_disturb(tmp_path):
-    place = _place(tmp_path)
-    own, others = (
-        place.directory / f"x.npy.{name}.draft" for name in (f"{os.getpid()}.{threading.get_ident()}", "1.1")
-    )
+def test_leftover_drafts_are_ignored(tmp_path):
+    directory = _directory(tmp_path)
+    own, others = (directory.path / f"x.npy.{name}.draft" for name in (f"{os.getpid()}.{threading.get_ident()}", "1.1"))
     own.write_bytes(b"half a file" * 1000)
     others.write_bytes(b"half a file")
-    assert load_column(place, "x", COLUMNS["indptr"]) is None
-    save_column(place, "x", COLUMNS["indptr"])
-    assert _equal(load_column(place, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
+    assert load_column(directory, "x", COLUMNS["indptr"]) is None
+    save_column(directory, "x", COLUMNS["indptr"])
+    assert _equal(load_column(directory, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
 
 
-def test_a_column_that_cannot_be_kept_is_a_warning(tmp_path, caplog):
-    place = _place(tmp_path)
-    (place.directory / "x.npy").mkdir()
-    save_column(place, "x", COLUMNS["indptr"])
+def test_a_column_that_cannot_be_cached_causes_a_warning(tmp_path, caplog):
+    directory = _directory(tmp_path)
+    (directory.path / "x.npy").mkdir()
+    save_column(directory, "x", COLUMNS["indptr"])
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert not list(place.directory.glob("*.draft"))
-    assert load_column(place, "x", COLUMNS["indptr"]) is None
+    assert not list(directory.path.glob("*.draft"))
+    assert load_column(directory, "x", COLUMNS["indptr"]) is None
 
 
 @pytest.mark.parametrize("other", [np.zeros(3, np.int64), np.zeros((4, 1), np.int64), np.zeros(4, np.float64)])
 def test_a_column_of_another_shape_or_dtype_is_not_used(tmp_path, caplog, other):
-    place = _place(tmp_path)
-    save_column(place, "x", COLUMNS["indptr"])
-    assert load_column(place, "x", other) is None
+    directory = _directory(tmp_path)
+    save_column(directory, "x", COLUMNS["indptr"])
+    assert load_column(directory, "x", other) is None
     (record,) = caplog.records
     assert "int64 of shape (4,)" in record.getMessage()
-    assert load_column(place, "x", COLUMNS["indptr"]) is not None
+    assert load_column(directory, "x", COLUMNS["indptr"]) is not None
 
 
 def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
-    place = _place(tmp_path)
-    save_object(place, "zarr.json", b"12345")
-    assert load_object(place, "zarr.json", 5) == load_object(place, "zarr.json") == b"12345"
+    directory = _directory(tmp_path)
+    save_object(directory, "zarr.json", b"12345")
+    assert load_object(directory, "zarr.json", 5) == load_object(directory, "zarr.json") == b"12345"
     assert not caplog.records
-    assert load_object(place, "zarr.json", 6) is None
+    assert load_object(directory, "zarr.json", 6) is None
     (record,) = caplog.records
     assert "5 of 6 bytes" in record.getMessage()

@@ -1,4 +1,4 @@
-"""The command line: convert and info as a user calls them, and how errors look."""
+"""The command line: convert and info as a user calls them, and the form of error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
 
 
 def zloader(*arguments, status=0):
-    """Runs the command in this process; stdout and stderr apart."""
+    """Runs the command in this process, with stdout and stderr separate."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == status, f"{done.stdout}\n{done.stderr}\n{done.exception!r}"
     return done
@@ -180,14 +180,14 @@ def test_info_as_text(tmp_path):
     assert "[red]lane" in text
     assert "uint16 (was float32)" in text
     assert any(line.split()[-3] == str(cost.gets) for line in text.splitlines() if line.startswith("without a mirror"))
-    assert "…" not in text, "nothing is cut off where there is no terminal"
+    assert "…" not in text, "nothing is truncated without a terminal"
 
 
 def test_info_of_a_matrix_that_is_not_there_still_shows_the_store(tmp_path):
     write_store(counts(30, 20), tmp_path / "cells.zarr", tmp_path)
     done = zloader("info", tmp_path / "cells.zarr", "--x", "layers/none", status=1)
     assert "30 x 20" in done.stdout
-    assert "no epoch can be read: there is no matrix 'layers/none'" in done.stdout
+    assert "cannot estimate an epoch: there is no matrix 'layers/none'" in done.stdout
     shown = json.loads(zloader("info", tmp_path / "cells.zarr", "--x", "layers/none", "--json", status=1).stdout)
     assert "there is no matrix" in shown["epoch"]["problem"]
 

@@ -1,4 +1,4 @@
-"""warm, and the commands of `zloader cache`: what they say, what they leave alone, and how they end."""
+"""`zloader warm` and `zloader cache`: their output, the files they leave in place, and how they end on signals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_cli import params, zloader
 
 import zloader as zl
 from zloader.caching.directory import cache_bytes, drop, mirrors
-from zloader.caching.inspection import held
+from zloader.caching.inspection import inspect_mirror
 
 pytestmark = pytest.mark.any_version
 
@@ -49,7 +49,7 @@ def store(bucket) -> Path:
 
 @pytest.fixture(scope="module")
 def filled(store, tmp_path_factory) -> Path:
-    """A cache with the mirror of a store, that of another one, and one that is stale."""
+    """A cache with mirrors of three stores, and a stale mirror of one of these stores."""
     cache = tmp_path_factory.mktemp("filled") / "cache"
     more = _store(tmp_path_factory.mktemp("more") / "more.zarr", 1)
     changed = _store(tmp_path_factory.mktemp("changed") / "changed.zarr", 2)
@@ -87,7 +87,7 @@ def test_after_warm_the_first_epoch_is_warm(store, tmp_path):
     flags = (store, "--cache", tmp_path, "--x", "X", "--x", "layers/twice")
     first = documented("warm", *flags)
     assert (first["chunks_held"], first["whole"], first["full"]) == (first["chunks"], True, False)
-    assert first["bytes_held"] == first["bytes_in_all"] == held(entry_of(tmp_path, store)).bytes_held
+    assert first["bytes_held"] == first["bytes_in_all"] == inspect_mirror(entry_of(tmp_path, store)).bytes_held
     assert first["gets"] > 0
     assert (first["url"], first["cache"]) == (str(store), str(tmp_path))
     assert epoch(store, tmp_path).gets == epoch(store, tmp_path, "layers/twice").gets == 0
@@ -100,10 +100,10 @@ def test_warm_keeps_to_limits(store, tmp_path):
     done = zloader("warm", store, "--cache", tmp_path, "--max-bytes", "330kB", "--json")
     seen = json.loads(done.stdout)
     assert (seen["whole"], seen["full"]) == (False, True)
-    assert "the cache may not grow further" in done.stderr
+    assert "the cache is full" in done.stderr
     assert cache_bytes(tmp_path) <= 330_000
     done = zloader("warm", store, "--cache", tmp_path / "other", "--min-free", "999TB", status=1)
-    assert "nothing can be filled" in done.stderr
+    assert "cannot fill the mirror" in done.stderr
     began = time.perf_counter()
     paced = documented("warm", store, "--cache", tmp_path / "slowly", "--limit", "60kB/s")
     assert time.perf_counter() - began > 0.5
@@ -155,10 +155,10 @@ def test_warm_ends_on_a_signal_and_goes_on_when_run_again(interpreter, bucket, s
         while not any(array.chunks_held == array.chunks for array in arrays_in(tmp_path / "cache")):
             assert process.poll() is None, process.stderr.read()
         process.send_signal(number)
-        found, said = process.communicate(zl.FetchOptions.deadline_s / 2)  # which it does not wait for
+        found, said = process.communicate(zl.FetchOptions.deadline_s / 2)  # it does not wait for the deadline
     assert process.returncode == 128 + number
-    assert "what was brought stays: the same command goes on from there" in said
-    if found:  # else the first window has not been told of
+    assert "downloaded chunks stay in the cache: run the same command to continue" in said
+    if found:  # else the first window was not reported before the signal
         assert json.loads(found)["whole"] is False
     server.faults = []
     again = documented("warm", *flags)
@@ -169,7 +169,7 @@ def test_warm_ends_on_a_signal_and_goes_on_when_run_again(interpreter, bucket, s
 
 
 def arrays_in(cache: Path):
-    return [array for entry in mirrors(cache) for array in held(entry).arrays.values()]
+    return [array for entry in mirrors(cache) for array in inspect_mirror(entry).arrays.values()]
 
 
 # ---- ls
@@ -190,7 +190,7 @@ def test_ls_shows_what_there_is(cache, store):
 
 
 def test_ls_as_text(cache, store):
-    os.truncate(entry_of(cache, store).directory / "X%2Fdata.sums", 0)  # so that half of the arrays is not there
+    os.truncate(entry_of(cache, store).directory / "X%2Fdata.sums", 0)  # one of the mirror's two arrays is lost
     text = zloader("cache", "ls", cache).stdout
     lines = text.splitlines()
     assert "stale" in lines[1]
@@ -230,7 +230,7 @@ def test_verify_finds_all_right(cache):
     seen = documented("cache", "verify", cache)
     assert seen["ok"]
     assert [mirror["problems"] for mirror in seen["mirrors"]] == [[]] * 4
-    wholes = [held(entry) for entry in mirrors(cache)]
+    wholes = [inspect_mirror(entry) for entry in mirrors(cache)]
     assert seen["bytes_compared"] == sum(each.bytes_held + each.kept_bytes for each in wholes)
     text = zloader("cache", "verify", cache).stdout
     assert text.startswith("mirrors: 4, compared: ")
@@ -245,8 +245,8 @@ def test_verify_names_what_is_damaged_and_it_is_read_again(cache, store):
     again = shutil.copytree(cache, cache.parent / "again")
     text = zloader("cache", "verify", cache, status=1).stdout
     assert f"{store}: X/data: chunk 0 differs from its checksum\n" in text
-    assert f"{store}: X/indptr: X%2Findptr.npy differed from its checksum, and is deleted\n" in text
-    assert text.endswith("problems: 2; what was damaged will be read from the store again\n")
+    assert f"{store}: X/indptr: X%2Findptr.npy differed from its checksum and was deleted\n" in text
+    assert text.endswith("problems: 2; damaged data will be read from the store again\n")
     seen = documented("cache", "verify", again, status=1)
     assert not seen["ok"]
     assert sorted(len(mirror["problems"]) for mirror in seen["mirrors"]) == [0, 0, 0, 2]
@@ -293,7 +293,7 @@ def test_clear_leaves_what_zloader_did_not_make(cache, store):
     (cache / "CACHEDIR.TAG").write_text(OTHERS)
     done = zloader("cache", "clear", cache, "--yes")
     for path in (directory / "more.npy", directory / "thesis.txt"):
-        assert f"left there, zloader did not make it: {path}\n" in done.stdout
+        assert f"not made by zloader, not deleted: {path}\n" in done.stdout
     assert {path.name for path in directory.iterdir()} == {"thesis.txt", "more.npy"}
     left = {directory.name, "notes.txt", f"{'a' * 32}-v3", "CACHEDIR.TAG"}
     assert {path.name for path in cache.iterdir()} == left
@@ -307,9 +307,9 @@ from pathlib import Path
 package = types.ModuleType("zloader")
 package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
-from zloader.caching.directory import Place
+from zloader.caching.directory import MirrorDirectory
 from zloader.common.options import Cache
-place = Place(Cache(directory=Path(sys.argv[2])), sys.argv[3], sys.argv[4])
+directory = MirrorDirectory(Cache(directory=Path(sys.argv[2])), sys.argv[3], sys.argv[4])
 print("in use", flush=True)
 sys.stdin.read()
 """
@@ -322,7 +322,7 @@ def test_clear_leaves_what_another_process_uses(cache, store):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
         assert user.stdout.readline() == b"in use\n"
         done = zloader("cache", "clear", cache, "--yes").stdout
-        assert f"in use, left alone: {store} in {entry.directory}\n" in done
+        assert f"in use, not deleted: {store} in {entry.directory}\n" in done
         assert [left.url for left in mirrors(cache)] == [str(store)]
         assert (cache / "zloader-cache").exists()
         assert (cache / "CACHEDIR.TAG").exists()
@@ -336,13 +336,13 @@ def test_clear_leaves_what_another_process_uses(cache, store):
 
 def test_clear_does_not_delete_unasked(cache):
     done = zloader("cache", "clear", cache, status=1)
-    assert done.stderr == "error: mirrors to delete: 4. Give --yes where nobody can be asked\n"
+    assert done.stderr == "error: mirrors to delete: 4. Add --yes, because there is no terminal to confirm on\n"
     assert len(mirrors(cache)) == 4
 
 
 @pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, 3), ("", 1, 3), ("y", 0, 0)])
 def test_clear_asks_on_a_terminal(interpreter, cache, answer, status, left):
-    """Meanwhile one of the mirrors is dropped by somebody else."""
+    """One of the mirrors is dropped by another process before the answer."""
     asked, terminal = pty.openpty()
     try:
         with interpreter.running(CLI, "cache", "clear", cache, stdin=terminal) as process:

@@ -1,4 +1,4 @@
-"""The quality command: its entropies are the plans', its speeds the link's or measured, and its drawings open."""
+"""`zloader quality`: its entropies are the plans', its speeds are the link's or measured, and its figures are valid."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_as_text_blocks_go_down_and_fetches_across(store):
         rf"{re.escape(str(store))}: 1,400 rows by plate; random minibatches of 16 have 3\.\d\d bits", head
     )
     assert speed == (
-        "Cells: bits of blocks in random order (stratified, as by default), rows/s that a link of 400 MB/s allows "
-        "without a mirror"
+        "Each cell: bits for blocks in random order (for stratified blocks, the default), rows/s at 400 MB/s without "
+        "a mirror"
     )
     assert columns.split() == ["block_size", "fetch_factor", "1", "fetch_factor", "4"]
     assert [line.split()[0] for line in lines] == ["2", "8", "64"]
@@ -88,7 +88,7 @@ def test_the_page_and_the_picture(store, tmp_path):
     text = page.read_text()
     assert not re.search(r"<script|src=|https?://(?!www\.w3\.org)", text)
     assert "1,400 rows by plate" in text
-    assert "; rows/s are those that a link of 400 MB/s allows without a mirror. Stratified blocks (dashed) are" in text
+    assert "Rows/s are at 400 MB/s without a mirror. A Loader uses stratified blocks (dashed lines)" in text
     drawn = ET.fromstring(re.search(r"<svg.*</svg>", text, re.DOTALL)[0])
     words = " ".join("".join(node.itertext()).strip() for node in drawn.iter())
     rows = re.findall(r"<tr><td>(\d+)</td><td>(\d+)</td><td>(\d\.\d\d) ± [\d.]+</td><td>(\d\.\d\d) ±", text)
@@ -128,7 +128,7 @@ def test_ticks_do_not_overlap_and_markers_are_within_the_frame(store, label, lin
         boxes = [label.get_window_extent().get_points()[:, end] for label in axis.get_ticklabels() if label.get_text()]
         assert len(boxes) > 1
         assert all(first[1] < second[0] for first, second in itertools.pairwise(boxes))
-    frame = axes.get_window_extent().padded(-5)  # half a marker of 6 points, at 100 dots an inch
+    frame = axes.get_window_extent().padded(-5)  # half a marker of 6 points at 100 dots per inch
     for line in axes.lines:
         if line.get_marker() == "o" and len(line.get_xdata()):
             heights = axes.transData.transform(line.get_xydata())[:, 1]
@@ -140,7 +140,7 @@ def test_ticks_do_not_overlap_and_markers_are_within_the_frame(store, label, lin
     [
         (("--png", "q.txt/q.png"), "cannot write q.txt/q.png"),
         (("--html", "q.txt/q.html"), "cannot write q.txt/q.html"),
-        (("--png", "q.png", "--html", "../here/q.png"), "page and figure would both be ../here/q.png"),
+        (("--png", "q.png", "--html", "../here/q.png"), "--html and --png both name ../here/q.png"),
     ],
 )
 def test_a_path_that_will_not_do_is_refused_before_anything_is_read(tmp_path, monkeypatch, flags, said):
@@ -157,13 +157,13 @@ def test_a_path_that_will_not_do_is_refused_before_anything_is_read(tmp_path, mo
     [
         (("--label", "nothing"), "there is no obs column 'nothing'"),
         (("--label", "n_counts"), "obs column 'n_counts' holds float32"),
-        (("--label", "plate", "--block-sizes", "4;16"), "'4;16' is no list of whole numbers"),
+        (("--label", "plate", "--block-sizes", "4;16"), "'4;16' is not a list of whole numbers"),
         (("--label", "plate", "--block-sizes", "0"), "block_size must be a whole number of at least 1"),
         (
             ("--label", "plate", "--block-sizes", "512", "--fetch-factors", "2"),
             "every block is larger than every fetch",
         ),
-        (("--label", "plate", "--batch-size", "2000"), "no minibatch of the plan has 2000 rows"),
+        (("--label", "plate", "--batch-size", "2000"), "no full minibatch of 2000 rows"),
         (("--label", "plate", "--batch-size", "0"), "batch_size must be a whole number of at least 1"),
         (("--label", "plate", "--x", "layers/none"), "there is no matrix 'layers/none'"),
         (("--label", "plate", "--link-speed", "fast"), "'fast' is not a size"),

@@ -1,4 +1,4 @@
-"""The demo from end to end: what it shows, that it cleans up however it ends, and which labels it takes."""
+"""The demo end to end: its output, its cleanup however it ends, and the labels it accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from helpers import PATIENCE_S, write_store
 
 import zloader as zl
 from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo, unpack_bundled
-from zloader.commands.demo_server import DemoServer, workplace, write_access
+from zloader.commands.demo_server import DemoServer, running_demo_server, write_access
 from zloader.commands.report import DemoRun, EpochFigures
 from zloader.common.errors import MissingColumnError, OptionError
 
@@ -37,7 +37,7 @@ BUNDLED_DIGEST = "1f614964c37e8b0e3e6dddd5df73791c5ddc1bc1c45c414cdfde0526c58c37
 
 
 class Quiet:
-    """A view that only keeps what it is told."""
+    """A DemoOutput that only records its calls."""
 
     def __init__(self) -> None:
         self.epochs: list[EpochFigures] = []
@@ -58,21 +58,21 @@ def environment(tmp: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp), "AWS_PROFILE": "no-such-profile", "http_proxy": "http://127.0.0.1:1"}
 
 
-def processes_that_name(place: Path) -> list[str]:
+def processes_that_name(path: Path) -> list[str]:
     """Command lines of running processes that mention a path."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = entry.read_bytes()
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
-        if os.fsencode(place) in line:
+        if os.fsencode(path) in line:
             found.append(line.replace(b"\0", b" ").decode())
     return found
 
 
 def cells(n_rows: int, n_genes: int = 120, *, seed: int = 0) -> ad.AnnData:
-    """Counts in which three kinds of cells differ, with columns that can and that cannot be learnt."""
+    """Counts of three kinds of cells, with obs columns that can be labels and columns that cannot."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(0, 3, n_rows)
     rates = rng.gamma(0.5, 2.0, (3, n_genes))
@@ -114,7 +114,7 @@ def test_end_to_end(tmp_path):
     assert later[-1]["loss"] < first["loss"] / 10
     assert "Epochs 2 to 3 made 0 GETs" in shown["seen"]
     assert shown["report"] == str(page)
-    assert "Epochs 2 to 3 made 0 GETs" in done.stderr, "what is no JSON goes to stderr"
+    assert "Epochs 2 to 3 made 0 GETs" in done.stderr, "with --json, text goes to stderr"
     text = page.read_text()
     assert "Baron et al. 2016" in text
     assert not re.search(r"zloader-demo-|/tmp|127\.0\.0\.1|secret", text)
@@ -133,7 +133,7 @@ def test_end_to_end(tmp_path):
     ],
 )
 def test_whatever_ends_it_leaves_nothing(interpreter, tmp_path, after, number, flags):
-    """In the midst of it: more epochs than there is time for."""
+    """The signal arrives in mid-run: there are more epochs than there is time for."""
     tmp, words = tmp_path / "tmp", ["demo", "--json", "--report", tmp_path / "page.html", *flags]
     with interpreter.running(CLI, *words, **environment(tmp)) as demo:
         for line in demo.stderr:
@@ -143,7 +143,7 @@ def test_whatever_ends_it_leaves_nothing(interpreter, tmp_path, after, number, f
         out, err = demo.communicate()
     assert "Traceback" not in err
     assert processes_that_name(tmp) == []
-    if after == "report":  # with --keep this is how it ends
+    if after == "report":  # with --keep a signal is the normal end
         assert demo.returncode == 0
         (kept,) = tmp.iterdir()
         assert {"seaweedfs", "cache", "access.sh"} <= {path.name for path in kept.iterdir()}
@@ -162,23 +162,23 @@ def run(tmp_path, seaweed, monkeypatch):
     def started(adata: ad.AnnData, **options) -> tuple[DemoRun, Quiet]:
         name = f"own-{uuid.uuid4().hex}"
         adata.write_h5ad(tmp_path / f"{name}.h5ad")
-        view = Quiet()
-        place = DemoServer(directory=tmp_path, server=seaweed)
-        return run_demo(DemoOptions(file=tmp_path / f"{name}.h5ad", **options), place, view), view
+        output = Quiet()
+        demo_server = DemoServer(directory=tmp_path, s3=seaweed)
+        return run_demo(DemoOptions(file=tmp_path / f"{name}.h5ad", **options), demo_server, output), output
 
     return started
 
 
 def test_a_file_of_ones_own(run):
-    done, view = run(cells(500), epochs=2)
+    done, output = run(cells(500), epochs=2)
     assert re.fullmatch(r"own-\w+\.h5ad", done.source)
     assert (done.bundled, done.label, done.categories) == (False, "kind", 3)
     assert (done.train_rows, done.held_out_rows, done.unlabelled) == (360, 90, 50)
     assert done.conversion.dtypes_changed["X/data"] == "float32 -> uint8"
-    assert view.epochs == done.epochs
+    assert output.epochs == done.epochs
     assert [epoch.cold for epoch in done.epochs] == [True, False]
     assert done.epochs[-1].held_out_accuracy > 0.9 > done.guess_accuracy
-    assert view.progressed[-1] == (2, 360, 360)
+    assert output.progressed[-1] == (2, 360, 360)
     assert sum(step.rows for step in done.steps) == 720
     assert 0 < done.opening_bytes < done.conversion.bytes_out
 
@@ -193,7 +193,7 @@ def test_a_label_of_ones_own_dense_values_below_zero_and_the_seed(run):
 
 
 def test_a_label_that_is_not_there_is_refused_before_anything_is_converted(run):
-    with pytest.raises(MissingColumnError, match=r"no obs column 'knd' in .*\.h5ad; there are: 'barcode', 'age'"):
+    with pytest.raises(MissingColumnError, match=r"no obs column 'knd' in .*\.h5ad; its columns are: 'barcode', 'age'"):
         run(cells(20), label="knd")
 
 
@@ -206,14 +206,14 @@ def test_which_label_is_learnt(tmp_path):
     dataset = zl.open_dataset(tmp_path / "own.zarr")
     assert choose_label(dataset, None) == "kind"
     assert choose_label(dataset, "batch") == "batch"
-    with pytest.raises(OptionError, match=r"'age' cannot be learnt.*barcode \(300 cat.*age \(numbers\).*kind \(3 cat"):
+    with pytest.raises(OptionError, match=r"'age' cannot be a label.*barcode \(300 cat.*age \(numbers\).*kind \(3 cat"):
         choose_label(dataset, "age")
-    with pytest.raises(OptionError, match="'species' cannot be learnt"):
+    with pytest.raises(OptionError, match="'species' cannot be a label"):
         choose_label(dataset, "species")
     adata = cells(300)
     adata.obs = adata.obs[["barcode", "age"]]
     write_store(adata, tmp_path / "none.zarr", tmp_path)
-    with pytest.raises(OptionError, match=r"no obs column can be learnt.*--label.*age \(numbers\)"):
+    with pytest.raises(OptionError, match=r"no obs column can be a label.*--label.*age \(numbers\)"):
         choose_label(zl.open_dataset(tmp_path / "none.zarr"), None)
 
 
@@ -243,20 +243,20 @@ def test_the_environment_is_the_demos_own_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_PROFILE", "mine")
     monkeypatch.setenv("NO_PROXY", "example.org")
     before = dict(os.environ)
-    with workplace(keep=True) as place:
+    with running_demo_server(keep=True) as demo_server:
         assert "AWS_PROFILE" not in os.environ
         assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
-        access = write_access(place)
+        access = write_access(demo_server)
         assert access.stat().st_mode & 0o777 == 0o600
-        assert place.server.storage_options["secret"] in access.read_text()
+        assert demo_server.s3.storage_options["secret"] in access.read_text()
     assert dict(os.environ) == before
-    assert place.directory.parent == tmp_path
-    assert (place.directory / "seaweedfs" / "data").is_dir()
+    assert demo_server.directory.parent == tmp_path
+    assert (demo_server.directory / "seaweedfs" / "data").is_dir()
 
 
 def test_only_what_went_well_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(ZeroDivisionError), workplace(keep=True):
+    with pytest.raises(ZeroDivisionError), running_demo_server(keep=True):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
     assert processes_that_name(tmp_path) == []

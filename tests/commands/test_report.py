@@ -1,4 +1,4 @@
-"""The demo's page: whole, self-contained, readable by a screen reader, and silent about paths and keys."""
+"""The demo's page: well-formed, self-contained, accessible to screen readers, and free of paths and credentials."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Collects what is in a page; fails where tags do not close in order."""
+    """Collects the tags and text of a page. Fails if tags do not close in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -155,7 +155,8 @@ def test_it_says_what_happened():
         "180,000 (10.0%)",
         "3.0 MB",
         "X/data float32 → uint8",
-        "cell_type, 5 categories; guessing the commonest is right 30.0%",
+        "cell_type, 5 categories",
+        "majority-class accuracy 30.0%",
         "100 cells without a cell_type",
         "blocks of 16 cells",
         "12.3 kB of metadata",
@@ -190,8 +191,8 @@ def test_throughput_counts_every_row():
 def test_epochs_that_went_on_reading_are_not_called_warm():
     run = demo_run(epochs=[figures(1, gets=56), figures(2, gets=3, started_s=0.6)])
     assert "warm" not in "".join(epoch.source for epoch in run.epochs)
-    assert "0 GETs" not in run.seen
-    assert "did not hold everything" in run.seen
+    assert "0 GETs" not in run.summary
+    assert "the mirror was incomplete" in run.summary
 
 
 @pytest.mark.parametrize(

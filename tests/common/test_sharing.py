@@ -1,4 +1,4 @@
-"""Arrays that go to spawned workers: one copy for all, the same values, and nothing left when they go."""
+"""Spawned workers share one copy of each large array, see the same values, and leave no file behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 4_000_000
 
 
 class Sent(sharing.SharesArrays):
-    """Something that holds arrays."""
+    """An object that holds arrays."""
 
     def __init__(self, **arrays) -> None:
         self.__dict__.update(arrays)
@@ -35,16 +35,16 @@ class Sent(sharing.SharesArrays):
 
 
 def files() -> int:
-    """How many arrays wait in files for processes that may yet be spawned."""
+    """Number of arrays in files that spawned processes may still open."""
     found = 0
     for link in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # it was that of the listing, or has just been closed
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself, or one just closed
             found += "zloader-array" in str(link.readlink())
     return found
 
 
 def mapped_kib() -> tuple[int, int]:
-    """What of such files this process has mapped, and how much of that it has copies of."""
+    """KiB of these files mapped by this process, and KiB copied by its writes."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     ours = "".join(mapping for mapping in mappings if "zloader-array" in mapping)
     size, own = (
@@ -59,13 +59,13 @@ def look(twice: list[Sent], again: bytes, pipe) -> None:
     sums = {name: array.sum() for name, array in sent.arrays.items() if name != "dates"}
     mapped = mapped_kib()
     for array in sent.arrays.values():
-        array[:1] = 0  # changes nothing for others
+        array[:1] = 0  # must not change the array of other processes
     kinds = {name: (array.dtype.str, array.shape, type(array).__name__) for name, array in sent.arrays.items()}
     pipe.send((sums, kinds, mapped, sent is same, nested.arrays["weights"][:3].tolist()))
 
 
 class Nested:
-    """Pickles a copy within its pickle."""
+    """Pickles a copy inside its own pickle."""
 
     def __init__(self, sent: Sent) -> None:
         self.sent = sent
@@ -112,7 +112,7 @@ def test_an_ordinary_pickle_holds_the_arrays():
 
 
 class Both(IterableDataset):
-    """Two loaders, one after the other, in one pickle."""
+    """Several loaders in one pickle, iterated one after the other."""
 
     def __init__(self, *loaders) -> None:
         self.loaders = loaders
@@ -140,7 +140,7 @@ def test_the_weights_of_spawned_workers_are_sent_once(tmp_path):
     through = DataLoader(both, batch_size=None, num_workers=2, multiprocessing_context="spawn")
     seen = [minibatch.index.tolist() for minibatch in through]
     assert sorted(rows for rows in seen if rows in here) == sorted(here)
-    assert len(seen) == 90  # the copy counts epochs with its original
+    assert len(seen) == 90  # the copy shares the epoch count of its original
     n_files = files()
     assert sum(1 for _ in through) == 90
-    assert files() == n_files == 2  # the weights, and the running sums of those drawn with replacement
+    assert files() == n_files == 2  # the weights, and the running weight for drawing with replacement

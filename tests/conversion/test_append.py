@@ -1,4 +1,4 @@
-"""Rows added at the end of a store: what comes out, what is refused, and that nothing is ever at risk."""
+"""Rows appended to a store: the result, the inputs that are refused, and that the old store always stays readable."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.append import AppendReport, append, append_to
-from zloader.conversion.writing.appended_types import unfit
+from zloader.conversion.writing.appended_types import first_unrepresentable
 from zloader.conversion.writing.destination import Destination
 
 
@@ -52,7 +52,7 @@ def add(dest: Path | str, *sources: Any, options: zl.ConvertOptions = SMALL, **m
 
 
 def cells(first: int, n: int, *, seed: int, n_genes: int = 300) -> ad.AnnData:
-    """Some rows of what fits together; X, a layer, raw (of other genes) and obsm."""
+    """Rows of a family of compatible AnnData, with X, a layer, raw (over other genes) and obsm."""
     rng = np.random.default_rng(seed)
     obs = pd.DataFrame(
         {
@@ -81,13 +81,13 @@ def cells(first: int, n: int, *, seed: int, n_genes: int = 300) -> ad.AnnData:
 
 
 def united(column: pd.Series) -> pd.Series:
-    """A column by its values, whatever the order of its categories."""
+    """A column without the order of its categories."""
     is_text = isinstance(column.dtype, pd.CategoricalDtype) and not column.cat.ordered
     return column.astype(object) if is_text else column
 
 
 def assert_equal_values(out: ad.AnnData, wanted: ad.AnnData) -> None:
-    """By value, down to dtypes of obs; stored dtypes of matrices are those of the store."""
+    """Equal values, and equal dtypes in obs. Matrices keep the dtypes of the store."""
     assert list(out.obs_names) == list(wanted.obs_names)
     assert list(out.var_names) == list(wanted.var_names)
     assert list(out.obs) == list(wanted.obs)
@@ -104,7 +104,7 @@ def assert_equal_values(out: ad.AnnData, wanted: ad.AnnData) -> None:
 
 
 def assert_reads(dest: Path | str, wanted: ad.AnnData) -> None:
-    """Both anndata and our own way of reading give these values."""
+    """anndata and zloader read the same values."""
     assert_equal_values(ad.read_zarr(dest), wanted)
     dataset = zl.open_dataset(dest)
     rows = np.random.default_rng(0).permutation(dataset.n_obs)
@@ -142,7 +142,7 @@ def start(tmp_path: Path, template: Path) -> Path:
     return shutil.copytree(template / "a.zarr", tmp_path / "a.zarr")
 
 
-# What comes out.
+# Results.
 
 
 def test_all_that_goes_by_rows(start: Path) -> None:
@@ -184,7 +184,7 @@ def test_layouts(tmp_path: Path, layout: str, there: str) -> None:
     dest = tmp_path / "a.zarr"
     convert(write_h5ad(tmp_path / "a.h5ad", LAYOUTS[there](counts())), dest)
     if (there, layout) in (("dense", "csr"), ("dense", "csc")):
-        assert_refused(dest, "sparse, and dense in the store", source)
+        assert_refused(dest, "sparse, but dense in the store", source)
         return
     add(dest, source)
     assert_reads(dest, joined(ad.read_h5ad(tmp_path / "a.h5ad"), ad.read_h5ad(source)))
@@ -298,13 +298,13 @@ def test_many_new_categories(tmp_path: Path) -> None:
     assert list(ad.read_zarr(tmp_path / "a.zarr").obs["k"]) == ["one"] * 60 + list(obs["k"])
     assert_refused(
         tmp_path / "a.zarr",
-        r"'k' .* with 1 new categories there are 128, and the store has room for 127 \(int8\)",
+        r"'k' .* its 1 new categories make 128, but the store has room for 127 \(int8 codes\)",
         ad.AnnData(counts(), obs=frame(60, "e").assign(k="new"), var=frame(300, "gene")),
     )
 
 
 def test_as_it_was_converted(tmp_path: Path) -> None:
-    """What was chosen of the first source is taken of the next ones."""
+    """The selection of the conversion also applies to the appended sources."""
     select = zl.Selection(
         x="layers/raw", layers=[], gene_column="id", source_column="plate", unique_obs_names=True, obs=["n"]
     )
@@ -341,7 +341,7 @@ def test_names_that_are_a_column(tmp_path: Path) -> None:
     assert list(out.obs["id"]) == list(out.obs_names) == [f"{prefix}{i}" for prefix in "ab" for i in range(60)]
     other = named("c")
     other.obs.index = [f"other {i}" for i in range(60)]
-    assert_refused(tmp_path / "a.zarr", "column 'id' names the rows of .*, but not those of the sources", other)
+    assert_refused(tmp_path / "a.zarr", "column 'id' is the index of .*, but differs from the obs names", other)
 
 
 def test_what_the_store_has_not_is_left_out(start: Path) -> None:
@@ -383,7 +383,7 @@ def test_on_s3(s3: Any) -> None:
     pd.testing.assert_series_equal(united(out.obs["kind"]), united(wanted.obs["kind"]), check_names=False)
 
 
-# Nothing is at risk.
+# Safety.
 
 
 class _NothingIsDeleted(WrapperStore[Store]):
@@ -433,7 +433,7 @@ def test_a_failure_at_any_object_leaves_the_old_store(start: Path, tmp_path: Pat
         (dest / "X/data/c/7.partial").write_bytes(b"as kill -9 leaves it")
         add(dest, new)
         assert files(dest) == whole
-    _restore(dest, before)  # and with another source the second time, which takes less room
+    _restore(dest, before)  # then append another, smaller source
     with pytest.raises(errors.StoreError, match="No space left"):
         append_to(FailingDestination(Location(url=str(dest)), survives=n_objects - 1, fail=disk_full), new)
     add(dest, last)
@@ -450,13 +450,13 @@ def _restore(dest: Path, content: dict[str, bytes]) -> None:
         (dest / key).write_bytes(stored_bytes)
 
 
-# What is refused.
+# Refusals.
 
 
 def assert_refused(
     dest: Path, match: str, *sources: Any, error: type[Exception] = errors.ZloaderError, **more: Any
 ) -> None:
-    """With this error, and without a byte written."""
+    """Refused with this error before any byte is written."""
     before = files(dest)
     with pytest.raises(error, match=match):
         add(dest, *sources, **more)
@@ -518,23 +518,26 @@ def _fine_pca(adata: ad.AnnData) -> None:
     ("change", "match"),
     [
         (lambda a: a[:, :-2], r"var lacks 2 genes of the store \(gene298, gene299\): convert all sources together"),
-        (_without("layers", "two"), "lacks layers/two, which .* has: add that, or convert all sources together"),
+        (_without("layers", "two"), "lacks layers/two, which .* has: add it, or convert all sources together"),
         (_without("obsm", "X_pca"), "lacks obsm/X_pca"),
         (_without("obs", "float"), "lacks obs/float"),
         (_without_raw, "lacks raw/X"),
-        (_other_raw, r"raw/var lacks 40 genes of the store \(raw0, .*raw9 and 30 more\) and has 300 that the store"),
-        (_wide, "obsm/X_pca has 6 columns, and 5 in the store"),
+        (_other_raw, r"raw/var lacks 40 genes of the store \(raw0, .*raw9 and 30 more\) and has 300 genes"),
+        (_wide, "obsm/X_pca has 6 columns, but 5 in the store"),
         (_sparse_pca, "obsm/X_pca"),
-        (_framed_pca, "obsm/X_pca of the sources is not of the form that"),
-        (_fine_pca, r"obsm/X_pca holds .* \(float64\) in row 0 .* has float32"),
-        (_with_x(lambda x: _put(x, 4, np.float32(0.5))), r"^X holds 0.5 \(float32\) in row 4 .* has uint8.*preserve_"),
+        (_framed_pca, "obsm/X_pca of the sources is not stored in the same form as"),
+        (_fine_pca, r"obsm/X_pca holds .* \(float64\) in row 0 .* store's float32"),
+        (
+            _with_x(lambda x: _put(x, 4, np.float32(0.5))),
+            r"^X holds 0.5 \(float32\) in row 4 .* store's uint8.*preserve_",
+        ),
         (_with_x(lambda x: _put(x, 9, np.float64(np.nan))), r"^X holds nan \(float64\) in row 9"),
         (_with_x(lambda x: _put(x, 9, np.int32(300))), r"^X holds 300 \(int32\) in row 9"),
         (_with_x(lambda x: _put(x, 9, np.int64(-1)).tocsc()), r"^X holds -1 \(int64\) in row 9"),
         (_with_x(lambda x: _put(x, 9, np.float32(-0.0))), r"^X holds -0.0 \(float32\) in row 9"),
         (
             _with_obs("kind", lambda n: np.arange(n)),
-            "obs column 'kind' does not fit .* it holds numbers, and the store's text",
+            "obs column 'kind' does not fit .* it holds numbers, but the store's column holds text",
         ),
         (
             _with_obs("ordered", lambda n: pd.Categorical(["lo"] * n)),
@@ -542,19 +545,25 @@ def _fine_pca(adata: ad.AnnData) -> None:
         ),
         (
             _with_obs("ordered", lambda n: pd.Categorical(["lo"] * n, ["hi", "lo"], ordered=True)),
-            r"'ordered' .* hi, lo \(ordered\), and in the store lo, hi \(ordered\): ordered ones must",
+            r"'ordered' .* hi, lo \(ordered\), but in the store lo, hi \(ordered\): ordered",
         ),
         (_with_obs("kind", lambda n: pd.Categorical(["a"] * n, ordered=True)), r"'kind' .* a \(ordered\)"),
-        (_with_obs("numbered", lambda n: np.arange(n) + 0.5), r"'numbered' .* 0.5 \(float64\), .* none of the int64"),
+        (
+            _with_obs("numbered", lambda n: np.arange(n) + 0.5),
+            r"'numbered' .* 0.5 \(float64\), .* store's int64 cannot hold",
+        ),
         pytest.param(
             _with_obs("text", lambda n: pd.array([None] * n, dtype="string")),
             "'text' .* 20 values are missing",
             marks=pytest.mark.skipif(HAS_TEXT_DTYPE, reason="pandas' dtype for text may have missing values"),
         ),
-        (_with_obs("text", lambda n: np.arange(n)), "'text' .* it holds numbers, and the store's text"),
-        (_with_obs("flag", lambda n: np.arange(n)), "'flag' .* it holds numbers, and the store's true or false"),
+        (_with_obs("text", lambda n: np.arange(n)), "'text' .* it holds numbers, but the store's column holds text"),
+        (_with_obs("flag", lambda n: np.arange(n)), "'flag' .* it holds numbers, but the store's .* true or false"),
         (_with_obs("flag", lambda n: pd.array([None] * n, dtype="boolean")), "'flag' .* 20 values are missing"),
-        (_with_obs("count", lambda n: np.full(n, 2**40)), r"'count' .* 1099511627776 \(int64\), .* none of the int32"),
+        (
+            _with_obs("count", lambda n: np.full(n, 2**40)),
+            r"'count' .* 1099511627776 \(int64\), .* store's int32 cannot hold",
+        ),
     ],
 )
 def test_sources_that_do_not_fit(start: Path, change: Callable[[ad.AnnData], Any], match: str) -> None:
@@ -568,7 +577,7 @@ def test_all_that_is_wrong_is_said(tmp_path: Path, start: Path) -> None:
     first.var_names = [*first.var_names[:-1], "another"]
     del second.layers["two"]
     match = (
-        r"a\.h5ad: var lacks 1 genes of the store \(gene299\) and has 1 that the store has not \(another\)[^$]*\n"
+        r"a\.h5ad: var lacks 1 genes of the store \(gene299\) and has 1 genes that the store lacks \(another\)[^$]*\n"
         r".*b\.h5ad lacks layers/two"
     )
     sources = [stored(tmp_path / f"{name}.h5ad", adata) for name, adata in (("a", first), ("b", second))]
@@ -591,7 +600,7 @@ def test_stores_that_cannot_grow(tmp_path: Path) -> None:
     adata.obsm["frame"] = adata.obs[["float"]]
     adata.obsm["sparse"] = counts(60, 4)
     zl.convert(adata, tmp_path / "a.zarr", options=SMALL, progress=False)
-    match = "rows cannot be added to obsp/graph, obsm/frame, obsm/sparse of .*: convert all sources together"
+    match = "cannot append rows to obsp/graph, obsm/frame, obsm/sparse of .*: convert all sources together"
     assert_refused(tmp_path / "a.zarr", match, adata, error=errors.StoreError)
     with pytest.raises(errors.StoreNotFoundError):
         append(tmp_path / "nothing.zarr", adata, progress=False)
@@ -606,7 +615,7 @@ TEXT = str(PurePosixPath("obs/text", STRINGS))
 
 @pytest.mark.parametrize("path", ["X/data", "X/indptr", "obsm/X_pca", "obs/float", TEXT, "obs/kind/categories"])
 def test_a_damaged_store_is_no_ground_to_build_on(start: Path, path: str) -> None:
-    add(start, cells(60, 7, seed=1))  # so that last objects are not full
+    add(start, cells(60, 7, seed=1))  # so that the last objects are not full
     before, more = files(start), cells(67, 20, seed=2)
     key = max((key for key in before if key.startswith(f"{path}/c/")), key=lambda key: (len(key), key))
     (start / key).write_bytes(before[key][:3] + bytes([before[key][3] ^ 4]) + before[key][4:])
@@ -617,14 +626,14 @@ def test_a_damaged_store_is_no_ground_to_build_on(start: Path, path: str) -> Non
         name: damaged[name] for name in (key, "zarr.json")
     }
     (start / key).unlink()
-    assert_refused(start, "is not there: the store is incomplete", more, error=errors.MissingObjectError)
+    assert_refused(start, "is missing: the store is incomplete", more, error=errors.MissingObjectError)
 
 
 def test_a_store_laid_out_for_far_less(tmp_path: Path) -> None:
     tiny = ad.AnnData(X=sp.csr_matrix((1, 300), dtype=np.float32), obs=frame(1, "c"), var=frame(300, "gene"))
     zl.convert(tiny, tmp_path / "a.zarr", progress=False)
     more = ad.AnnData(X=counts(150, dtype=np.float32), obs=frame(150, "d"), var=frame(300, "gene"))
-    match = r"X/data would be cut into \d+ objects, since the store was laid out for 0 items"
+    match = r"X/data would be split into \d+ objects, because the store was laid out for 0 items"
     assert_refused(tmp_path / "a.zarr", match, more, error=errors.StoreError)
 
 
@@ -634,7 +643,7 @@ def test_a_store_laid_out_for_far_less(tmp_path: Path) -> None:
     after=st.sampled_from(["u1", "i1", "u2", "i4", "i8", "u8", "f2", "f4", "f8"]),
 )
 def test_unfit_is_the_first_value_that_changes(values: list[float], before: str, after: str) -> None:
-    """Against Python's own numbers; -0.0 counts as another value than 0."""
+    """Compared with Python numbers. -0.0 and 0 are different values."""
     if np.dtype(before).kind != "f":
         limits = np.iinfo(before)
         values = [value for value in values if np.isfinite(value) and limits.min <= value <= limits.max]
@@ -650,4 +659,6 @@ def test_unfit_is_the_first_value_that_changes(values: list[float], before: str,
             isinstance(number, float) and number == 0 and np.signbit(number)
         )
 
-    assert unfit(array, np.dtype(after)) == next((i for i, value in enumerate(array) if changes(value)), None)
+    assert first_unrepresentable(array, np.dtype(after)) == next(
+        (i for i, value in enumerate(array) if changes(value)), None
+    )

@@ -1,4 +1,4 @@
-"""Compressed arrays in windows: bounded, and everything once, in order."""
+"""Windows of compressed arrays are bounded and give every element once, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One or many sources as one AnnData: all of it against anndata.concat, and everything that is refused."""
+"""One or more sources as one AnnData, compared with anndata.concat, and the sources that are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHERS = [f"g{i}" for i in (9, 7, 1, 3, 23, 8, 4, 62)]
 
 
 def an_adata(seed, genes=GENES, layout="csr", n_rows=7, dtype=np.float32):
-    """Every part that several sources can share, some of it only partly."""
+    """AnnData with every kind of element that sources can share; some elements are only partly shared."""
     rng = np.random.default_rng(seed)
     names = [f"cell{seed}-{i}" for i in range(n_rows)]
     numbers = [int(gene[1:]) for gene in genes]
@@ -70,7 +70,7 @@ def contents(adatas, **select):
 
 
 def whole(matrix):
-    """A matrix as it will be stored."""
+    """The matrix that will be stored."""
     with matrix:
         windows = list(matrix.windows())
     values = np.concatenate([window.values for window in windows])
@@ -91,7 +91,7 @@ def same_names_allowed():
 
 
 def built(content):
-    """All of it, as AnnData."""
+    """The whole content as an AnnData."""
     parts = {"layers": {}, "obsm": {}, "varm": {}, "obsp": {}, "varp": {}, "raw": {"varm": {}}, "X": None, "uns": {}}
     matrices = [(matrix.name, whole(matrix)) for matrix in content.matrices(4096)]
     for path, element in [*matrices, *content.elements()]:
@@ -111,7 +111,7 @@ def built(content):
 
 
 def concatenated(adatas, join, genes=None):
-    """What anndata makes of them, but with all columns of obs."""
+    """The result of anndata.concat, with all columns of obs."""
     with same_names_allowed():
         wanted = ad.concat(adatas, join=join, merge="same", uns_merge="same", fill_value=0)
         wanted.obs = ad.concat(adatas, join="outer").obs
@@ -119,12 +119,12 @@ def concatenated(adatas, join, genes=None):
 
 
 def assert_as(out, wanted):
-    """The same AnnData; a matrix may be CSR for CSC, and text with missing values nullable for objects."""
+    """Equal AnnData. CSR may stand for CSC, and nullable text for objects with missing values."""
     assert_same(dict(out.obsm), dict(wanted.obsm))
     layers = {key: value.tocsr() if sp.issparse(value) else value for key, value in layers_of(wanted).items()}
     assert_same(layers_of(out), layers)
     assert sp.issparse(out.X) == sp.issparse(wanted.X)
-    assert wanted.X.dtype in (out.X.dtype, np.float64)  # anndata 0.13 widens a dense X where it joins genes
+    assert wanted.X.dtype in (out.X.dtype, np.float64)  # anndata 0.13 widens a dense X when it joins genes
     np.testing.assert_array_equal(dense(out.X), dense(wanted.X))
     pd.testing.assert_frame_equal(out.var, wanted.var)
     for column in wanted.obs:
@@ -181,7 +181,7 @@ def test_genes_named_come_in_that_order_and_are_zero_where_they_are_not():
     for adata in adatas:
         adata.raw = None
     genes = ["g62", "g1", "g3", "g35", "g9"]
-    # Genes that nobody asked for have no say in what is the same everywhere.
+    # Genes that are not selected do not affect which elements agree.
     chosen = [adata[:, [gene for gene in adata.var_names if gene in genes]].copy() for adata in adatas]
     assert_as(built(contents(adatas, genes=genes)), concatenated(chosen, "outer", genes))
     assert_as(built(contents(adatas[:1], genes=pd.Index(GENES[3:0:-1]))), adatas[0][:, GENES[3:0:-1]].copy())
@@ -271,7 +271,7 @@ def test_a_layer_becomes_x_and_is_no_layer_any_more():
 
 def test_raw_becomes_x_with_its_var_and_varm():
     adata = full_anndata()
-    with pytest.raises(OptionError, match=r"leave them out with layers=\[\] \(--layers ''\)"):
+    with pytest.raises(OptionError, match=r"leave them out with layers=\[\] \(--layers none\)"):
         contents([adata], x="raw/X")
     out = built(contents([adata], x="raw/X", layers=[]))
     np.testing.assert_array_equal(dense(out.X), dense(adata.raw.X))
@@ -326,10 +326,10 @@ def test_the_name_of_the_index_stays_where_all_agree():
         adata.obs_names.name = "barcode"
     assert contents(adatas).obs_names().name == "barcode"
     adatas[1].obs["barcode"] = list(adatas[1].obs_names)
-    assert contents(adatas).obs_names().name is None  # for there is a column of that name, with missing values
+    assert contents(adatas).obs_names().name is None  # because a column of that name has missing values
 
 
-# What is refused.
+# Refusals.
 
 
 def refused(adatas, error=SourceError, **select):
@@ -339,7 +339,7 @@ def refused(adatas, error=SourceError, **select):
 
 
 def two(**changes):
-    """Two small sources that fit; `changes` are those of the second."""
+    """Two small compatible sources; `changes` apply to the second."""
     first, second = (
         ad.AnnData(counts(3, 10, seed), obs=pd.DataFrame({"n": 1}, index=list("abc")), var=pd.DataFrame(index=GENES))
         for seed in range(2)
@@ -361,7 +361,7 @@ def test_all_problems_are_told_at_once():
     second = second[:, GENES[:-2]].copy()
     second.var_names = [*GENES[:-3], "other"]
     message = refused([first, second])
-    for part in ("layers/spliced", "obsm/X_pca", "no raw", "obs column 'n'", "lacks 3 genes", "has 1 that"):
+    for part in ("layers/spliced", "obsm/X_pca", "raw is missing", "obs column 'n'", "lacks 3 genes", "has 1 that"):
         assert part in message
     assert message.count("\n") == 4
 
@@ -370,26 +370,26 @@ def test_layers_and_obsm_must_be_in_all_sources():
     first, second = two()
     first.layers["spliced"], first.obsm["X_pca"] = first.X, np.zeros((3, 2))
     message = refused([first, second])
-    assert f"there is no layers/spliced in {SECOND}, but in other sources: choose" in message
-    assert "layers=[...] (--layers a,b), [] for none" in message
+    assert f"layers/spliced is missing in {SECOND}, but other sources have it: choose" in message
+    assert "layers=[...] (--layers a,b), or [] (--layers none)" in message
     assert "obsm=[...] (--obsm a,b)" in message
-    assert "no layers/spliced in" in refused([first, second], layers=["spliced"], obsm=[])
+    assert "layers/spliced is missing in" in refused([first, second], layers=["spliced"], obsm=[])
     assert built(contents([first, second], layers=[], obsm=[])).shape == (6, 10)
 
 
 def test_x_and_raw_must_be_in_all_sources():
     first, second = two()
     first.raw = first
-    assert f"there is no raw in {SECOND}" in refused([first, second])
+    assert f"raw is missing in {SECOND}" in refused([first, second])
     assert "raw=False (--no-raw)" in refused([first, second])
-    assert "there is no raw/X in" in refused([first, second], x="raw/X")
+    assert "raw/X is missing in" in refused([first, second], x="raw/X")
     assert contents([first, second], raw=False).raw_var is None
     second.layers["a"] = second.X
-    assert "there is no layers/a in the AnnData in memory (source 0)" in refused(
+    assert "layers/a is missing in the AnnData in memory (source 0)" in refused(
         [first, second], x="layers/a", raw=False
     )
     del second.X
-    assert f"there is no X in {SECOND}" in refused([first, second], raw=False, layers=[])
+    assert f"X is missing in {SECOND}" in refused([first, second], raw=False, layers=[])
 
 
 @pytest.mark.parametrize("select", [{"layers": ["q"]}, {"obsm": ["q"]}, {"obs": ["q"]}, {"x": "layers/q"}])
@@ -407,7 +407,7 @@ def test_obsm_must_fit():
     first.obsm["X_pca"], second.obsm["X_pca"] = np.zeros((3, 2)), np.zeros((3, 5))
     first.obsm["mixed"], second.obsm["mixed"] = np.zeros((3, 2)), pd.DataFrame({"a": 1}, index=list("abc"))
     message = refused([first, second])
-    assert f"obsm/X_pca cannot be joined, it is 2 wide in {FIRST}, 5 wide in {SECOND}" in message
+    assert f"obsm/X_pca cannot be joined: it is 2 wide in {FIRST}, 5 wide in {SECOND}" in message
     assert f"dense in {FIRST}, dataframe in {SECOND}" in message
     first.obsm["X_pca"], second.obsm["X_pca"] = sp.csr_matrix(np.eye(3)), np.eye(3)
     del first.obsm["mixed"], second.obsm["mixed"]
@@ -418,7 +418,7 @@ def test_differing_genes_need_a_decision():
     first, second = two(var_names=[*GENES[2:], "x", "y"])
     message = refused([first, second])
     assert f"{SECOND}: var lacks 2 genes of {FIRST} (g3, g1)" in message
-    assert "has 2 that are not there (x, y)" in message
+    assert f"has 2 that {FIRST} lacks (x, y)" in message
     assert "pass join='inner' or 'outer' (--join), or pass genes=... (--genes)" in message
     second.var_names = [f"x{i}" for i in range(10)]
     assert "no gene is in all sources" in refused([first, second], join="inner")
@@ -440,15 +440,15 @@ def test_repeated_gene_names_are_listed_where_genes_are_joined():
         adata.var["id"] = [f"id{i}" for i in range(24)]
     message = refused(adatas, join="outer")
     shown = ", ".join(repeated[:10])
-    assert f"{SECOND}: var: 12 gene names come more than once ({shown} and 2 more)" in message
+    assert f"{SECOND}: var: 12 repeated gene names ({shown} and 2 more)" in message
     assert "gene_column=... (--gene-column)" in message
-    assert "come more than once" in refused(adatas[1:], genes=["r1"])
+    assert "12 repeated gene names" in refused(adatas[1:], genes=["r1"])
     assert len(contents(adatas, gene_column="id").var) == 24
 
 
 def test_genes_nobody_has():
     message = refused(two(), OptionError, genes=["g3", *(f"no{i}" for i in range(11))])
-    assert "no source has 11 of the genes asked for: no0, no1" in message
+    assert "no source has 11 of the requested genes: no0, no1" in message
     assert "and 1 more" in message
 
 
@@ -459,7 +459,7 @@ def test_a_column_that_cannot_name_genes():
     assert "has no column 'q' to name genes by. It has: id" in refused([first], gene_column="q")
     second.var["id"] = ["i1", "i1", *(f"i{i}" for i in range(2, 10))]
     message = refused([first, second], gene_column="id")
-    assert "1 gene names come more than once (i1) in the column 'id'" in message
+    assert "1 repeated gene name (i1) in the column 'id'" in message
     second.var["id"] = [None, None, *(f"i{i}" for i in range(2, 10))]
     assert "has 2 genes without a value in 'id'" in refused([first, second], gene_column="id")
 
@@ -477,14 +477,14 @@ def test_columns_of_different_kinds_are_not_united(one, other, words, tmp_path):
     adatas = two()
     adatas[0].obs["n"], adatas[1].obs["n"] = one, other
     message = refused(adatas)
-    assert f"obs column 'n' cannot be united, it holds {words.format(FIRST)}" in message
+    assert f"obs column 'n' cannot be joined: it holds {words.format(FIRST)}" in message
     assert "obs=[...] (--obs a,b)" in message
     assert contents(adatas, obs=[]).obs_columns == []
     if not isinstance(one, pd.DatetimeIndex):
         for number, adata in enumerate(adatas):
             adata.write_h5ad(tmp_path / f"{number}.h5ad")
         inputs = open_inputs(str(tmp_path / "*.h5ad"))
-        with pytest.raises(SourceError, match="obs column 'n' cannot be united"):
+        with pytest.raises(SourceError, match="obs column 'n' cannot be joined"):
             Content(inputs, Selection())
         for source in inputs:
             source.close()
@@ -494,12 +494,12 @@ def test_columns_of_different_kinds_are_not_united(one, other, words, tmp_path):
 def test_objects_of_no_one_kind_are_refused(values):
     adata = two()[0]
     adata.obs["n"] = pd.Series(values, index=adata.obs_names, dtype=object)
-    assert "obs column 'n' cannot be stored, it holds objects (" in refused([adata])
+    assert "obs column 'n' cannot be stored: it holds objects (" in refused([adata])
 
 
 def test_the_source_column_must_be_new():
     adatas = two()
-    assert "obs has 'n' already" in refused(adatas, OptionError, source_column="n")
+    assert "obs already has a column 'n'" in refused(adatas, OptionError, source_column="n")
     assert contents(adatas, source_column="n", obs=[]).obs_columns == ["n"]
     adatas[0].obs_names.name = "barcode"
     assert contents(adatas[:1], source_column="barcode").obs_names().name is None
@@ -528,11 +528,11 @@ def test_nothing_to_convert():
         ({"x": "layers/"}, "x must be"),
         ({"x": "raw"}, "x must be"),
         ({"join": "left"}, "join must be"),
-        ({"join": "inner", "genes": ["a"]}, "not by both"),
-        ({"genes": []}, "genes lists none"),
-        ({"genes": ["a", "b", "a"]}, r"genes has 1 names more than once: a"),
+        ({"join": "inner", "genes": ["a"]}, "exclude each other"),
+        ({"genes": []}, "genes is empty"),
+        ({"genes": ["a", "b", "a"]}, "genes has repeated names: a"),
         ({"layers": "counts"}, r"layers must be a list of names, such as \['counts'\]"),
-        ({"obs": ["a", "a"]}, "obs has 1 names more than once"),
+        ({"obs": ["a", "a"]}, "obs has repeated names: a"),
     ],
 )
 def test_options_that_make_no_sense(options, words):

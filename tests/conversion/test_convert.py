@@ -1,8 +1,10 @@
-"""Conversion: what goes in comes out, in dtypes that lose nothing."""
+"""Conversion keeps every value and narrows dtypes only without loss."""
 
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import importlib
 import json
 import os
 import sys
@@ -37,6 +39,16 @@ from zloader.common import errors
 from zloader.common.checks import parse_size
 from zloader.common.progress import progress_bars
 from zloader.conversion.writing.encode import DtypeScan
+
+
+@pytest.mark.parametrize("module", ["convert", "append", "verify", "joining.selection"])
+def test_the_examples_in_the_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_h5ad(tmp_path / "pbmc.h5ad", counts())
+    write_h5ad(tmp_path / "more.h5ad", counts(40, seed=1))
+    results = doctest.testmod(importlib.import_module(f"zloader.conversion.{module}"))
+    assert results.failed == 0
+    assert results.attempted >= 3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -141,10 +153,16 @@ def test_any_rows_in_any_grid_against_scipy(x: sp.csr_matrix, csc: bool, **optio
     )
     with tempfile.TemporaryDirectory() as directory:
         source, dest = Path(directory) / "a.h5ad", Path(directory) / "a.zarr"
-        if csc:  # transposing sorts, and scipy keeps duplicates
+        if csc:  # transposing sorts the rows, and scipy keeps duplicates
             write_h5ad(source, x.tocsc())
         else:
             write_csr(source, x)
+        exact = sp.csr_matrix((x.data.astype(np.int64), x.indices, x.indptr), shape=x.shape)
+        exact.sum_duplicates()
+        if x.dtype != bool and np.any(exact.data != wanted.data):  # sums that wrapped around
+            with pytest.raises(errors.SourceError, match="does not fit in"):
+                convert(source, dest, zl.ConvertOptions(**options))
+            return
         report = convert(source, dest, zl.ConvertOptions(**options))
         out = ad.read_zarr(dest).X
     np.testing.assert_array_equal(out.indptr, wanted.indptr)
@@ -164,6 +182,44 @@ def test_duplicates_whose_sum_needs_a_wider_dtype_than_any_value(tmp_path: Path)
     assert report.dtypes_changed["X/data"] == "float32 -> uint16"
 
 
+@pytest.mark.parametrize("csc", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("uint8", 200),
+        ("int8", -100),
+        ("int16", 2**15 - 1),
+        ("uint16", 2**16 - 1),
+        ("int32", -(2**31)),
+        ("int64", 2**62),
+        ("int64", -(2**63)),
+        ("uint64", 2**64 - 1),
+        ("float32", 3e38),
+    ],
+)
+def test_duplicates_whose_sum_does_not_fit_are_refused(tmp_path: Path, dtype: str, value: float, csc: bool) -> None:
+    """Their sum would wrap around, or become infinite."""
+    x = sp.csr_matrix((np.array([1, 1, value, 1, value], dtype), [0, 2, 1, 0, 1], [0, 1, 1, 5]), shape=(3, 3))
+    source = tmp_path / "a.h5ad"
+    if csc:
+        by_gene = sp.csc_matrix((np.array([1, 1, value, value, 1], dtype), [0, 2, 2, 2, 2], [0, 2, 4, 5]), shape=(3, 3))
+        write_h5ad(source, by_gene)
+    else:
+        write_csr(source, x)
+    with pytest.raises(
+        errors.SourceError, match=f"X: row 2 repeats gene 1, and the sum of its values does not fit in {dtype}"
+    ):
+        convert(source, tmp_path / "a.zarr")
+    assert not (tmp_path / "a.zarr").exists()
+
+
+@pytest.mark.parametrize(("dtype", "value", "total"), [("int64", 2**62 - 1, 2**63 - 2), ("uint8", 127, 254)])
+def test_the_largest_sum_of_duplicates_is_exact(tmp_path: Path, dtype: str, value: int, total: int) -> None:
+    x = sp.csr_matrix((np.array([value, value], dtype), [1, 1], [0, 2]), shape=(1, 3))
+    convert(write_csr(tmp_path / "a.h5ad", x), tmp_path / "a.zarr")
+    assert ad.read_zarr(tmp_path / "a.zarr").X.toarray().tolist() == [[0, total, 0]]
+
+
 # ---- dtypes
 
 
@@ -174,7 +230,7 @@ def test_duplicates_whose_sum_needs_a_wider_dtype_than_any_value(tmp_path: Path)
         ([0, 256], "float32", "uint16"),
         ([-1, 127], "float32", "int8"),
         ([-1, 128], "float32", "int16"),
-        ([0, 70_000], "float32", "float32"),  # no integer type of fewer bytes holds it
+        ([0, 70_000], "float32", "float32"),  # no smaller integer dtype holds 70 000
         ([0, 70_000], "float64", "uint32"),
         ([0, 2.0**33], "float64", "float64"),
         ([0, 3e38], "float32", "float32"),

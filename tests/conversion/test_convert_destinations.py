@@ -1,4 +1,4 @@
-"""Where a conversion may write: never inside a store, nor over what is none, nor over what others keep beside one."""
+"""Where a conversion may write: never inside a store, and never over objects that do not belong to a store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def store(tmp_path: Path, source: Path) -> Path:
 
 
 def unfinished(source: Path, dest: Path) -> None:
-    """A conversion that lacks the last object, the root's metadata."""
+    """A conversion that was interrupted before its last object, the metadata of the root."""
     convert(source, dest)
     survives = len(files(dest)) - 1
     shutil.rmtree(dest)
@@ -58,7 +58,7 @@ def add(root: Path, *keys: str) -> None:
 @pytest.mark.parametrize("within", ["obs", "obs/", "new.zarr", "layers/new", "X/data/c", "uns/deep/below"])
 def test_never_inside_a_store(source: Path, store: Path, within: str, overwrite: bool) -> None:
     before = files(store)
-    with pytest.raises(errors.OptionError, match=r"lies inside another store .*a\.zarr"):
+    with pytest.raises(errors.OptionError, match=r"is inside another store .*a\.zarr"):
         convert(source, f"{store}/{within}", overwrite=overwrite)
     assert files(store) == before
 
@@ -73,7 +73,7 @@ def test_never_inside_another_zarr_either(tmp_path: Path, source: Path, kind: st
     else:
         zarr.create_group(outer, zarr_format=2 if kind == "v2" else 3)
     before = files(outer)
-    with pytest.raises(errors.OptionError, match="lies inside"):
+    with pytest.raises(errors.OptionError, match="is inside another store"):
         convert(source, outer / "a" / "b.zarr", overwrite=True)
     assert files(outer) == before
 
@@ -83,7 +83,7 @@ def test_never_inside_a_store_by_way_of_a_link(tmp_path: Path, source: Path, sto
     (tmp_path / "link.zarr").symlink_to(store)
     before = files(store)
     for dest in (tmp_path / "obs", tmp_path / "link.zarr" / "obs"):
-        with pytest.raises(errors.OptionError, match="lies inside"):
+        with pytest.raises(errors.OptionError, match="is inside another store"):
             convert(source, dest, overwrite=True)
     assert files(store) == before
 
@@ -95,7 +95,7 @@ def test_append_inside_a_store(source: Path, store: Path) -> None:
     assert files(store) == before
 
 
-# ---- something else than a store
+# ---- objects instead of a store
 
 
 def plain_group(path: Path) -> None:
@@ -126,7 +126,7 @@ def attributes_alone(path: Path) -> None:
 def test_other_zarr_is_never_overwritten(tmp_path: Path, source: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "b.zarr")
     before = files(tmp_path / "b.zarr")
-    with pytest.raises(errors.StoreExistsError, match=r"no AnnData store.*never overwritten"):
+    with pytest.raises(errors.StoreExistsError, match=r"not an AnnData store.*move its files away"):
         convert(source, tmp_path / "b.zarr", overwrite=True)
     assert files(tmp_path / "b.zarr") == before
 
@@ -135,7 +135,7 @@ def test_other_zarr_is_never_overwritten(tmp_path: Path, source: Path, make: Cal
 def test_the_root_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dest: str) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     add(tmp_path, "thesis.txt")
-    with pytest.raises(errors.StoreExistsError, match="no AnnData store"):
+    with pytest.raises(errors.StoreExistsError, match="not an AnnData store"):
         zl.convert(ad.AnnData(counts()), dest, overwrite=True, progress=False)
     assert files(tmp_path) == {"thesis.txt": b"years of work"}
 
@@ -148,7 +148,7 @@ def test_an_anndata_in_memory_into_the_empty_directory_where_one_is(
     assert ad.read_zarr(tmp_path).shape == (60, 300)
 
 
-# ---- something beside a store
+# ---- objects beside a store
 
 STRANGERS = {
     "a note": "notes.txt",
@@ -228,7 +228,7 @@ def test_an_empty_directory_with_litter_is_empty(tmp_path: Path, source: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("consolidated", [True, False])
-@pytest.mark.filterwarnings("ignore")  # anndata and zarr say what is new in Zarr v3
+@pytest.mark.filterwarnings("ignore")  # of anndata and zarr, about unspecified parts of Zarr v3
 def test_stores_of_other_writers_are_replaced(
     tmp_path: Path, source: Path, zarr_format: Any, consolidated: bool
 ) -> None:
@@ -273,10 +273,10 @@ def test_on_s3_the_same_holds(source: Path, s3: Any) -> None:
     convert(source, location.url, **options)
     whole = stored(location)
     for within in ("obs", "new.zarr", "uns/deep/below"):
-        with pytest.raises(errors.OptionError, match=r"lies inside another store .*a\.zarr/zarr\.json"):
+        with pytest.raises(errors.OptionError, match=r"is inside another store .*a\.zarr/zarr\.json"):
             convert(source, s3.url(f"a.zarr/{within}"), overwrite=True, **options)
     for bucket_or_prefix in (f"s3://{s3.bucket}", s3.url()):
-        with pytest.raises(errors.StoreExistsError, match="no AnnData store"):
+        with pytest.raises(errors.StoreExistsError, match="not an AnnData store"):
             convert(source, bucket_or_prefix, overwrite=True, **options)
     location.filesystem().pipe_file(f"{location.path}/obs/notes.txt", b"years of work")
     with pytest.raises(errors.StoreExistsError, match=r"obs/notes\.txt"):
@@ -306,7 +306,7 @@ def test_an_object_that_shows_a_folder_is_nothing(source: Path, s3: Any) -> None
 
 
 def test_a_source_on_s3_lies_apart(tmp_path: Path, source: Path, s3: Any) -> None:
-    """Also when the store to be replaced holds the source, which would be deleted before it is read again."""
+    """Also if the source lies in the store to be replaced: it would be deleted before its second pass."""
     options = {"storage_options": s3.storage_options}
     convert(source, tmp_path / "whole.zarr")
     nested = tmp_path / "whole.zarr" / "uns" / "nested"

@@ -1,4 +1,4 @@
-"""More than 2**31 values: sizes that only int64 counts, without the memory that they would take."""
+"""More than 2**31 values, which need int64 counts, without using the memory for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BIG = 2**31 + 11
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_rows_behind_two_billion_values_are_read(tmp_path: Path, compression: str | None, dtype: str) -> None:
-    """Row 0 has all values but the last nine; its chunks were never written, and nobody reads them."""
+    """Row 0 has all values except the last nine. Its chunks are never written and never read."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         group = file.create_group("X")
         group.attrs.update({"encoding-type": "csr_matrix", "shape": np.array([4, BIG])})
@@ -38,7 +38,7 @@ def test_rows_behind_two_billion_values_are_read(tmp_path: Path, compression: st
 
 
 def test_the_row_of_an_element_beyond_two_billion() -> None:
-    lengths = np.full(3_000_000, 2_000, np.uint32)  # 6 thousand million values
+    lengths = np.full(3_000_000, 2_000, np.uint32)  # 6 billion values
     lengths[7] = 0
     for element in (0, 14_000, 2**31, 2**32 + 5, 5_999_997_999):
         row, skipped = _row_at(lengths, element)

@@ -1,4 +1,4 @@
-"""Conversion: the store is laid out as promised, the same at every run, in bounded memory."""
+"""Conversion: the store has the documented layout, is reproducible, and is written in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zloader.conversion.writing.ownership import MARKER
 
 
 def codec_names(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Names of a sharded array's inner and index codecs."""
+    """The names of the inner codecs and index codecs of a sharded array."""
     (sharding,) = metadata["codecs"]
     assert sharding["name"] == "sharding_indexed"
     inner, index = (sharding["configuration"][key] for key in ("codecs", "index_codecs"))
@@ -66,11 +66,11 @@ def test_layout_is_the_one_promised(tmp_path: Path) -> None:
         assert (blosc["cname"], blosc["shuffle"]) == ("lz4", "shuffle")
         assert blosc["typesize"] == x[name].dtype.itemsize
     assert root["layers/dense"].chunks == (1, 300)
-    for path, node in root.members(max_depth=None):  # checksums everywhere, and every object there: none means zeros
+    for path, node in root.members(max_depth=None):  # checksums everywhere, no object missing
         if isinstance(node, zarr.Array):
             assert node.nchunks_initialized >= node.nchunks, path
             checked = "crc32c" in json.dumps(node.metadata.to_dict()["codecs"])
-            assert checked or path == "uns/none", path  # anndata leaves us no say in how None is stored
+            assert checked or path == "uns/none", path  # anndata decides how None is stored
     listed = {key.rsplit("/", 1)[0] for key in files(tmp_path / "a.zarr") if key.endswith("/zarr.json")}
     assert set(root.metadata.consolidated_metadata.flattened_metadata) == listed
     assert MARKER not in files(tmp_path / "a.zarr")
@@ -133,7 +133,7 @@ def test_shards_have_the_bytes_that_zarr_would_write(length: int, dtype: str, co
         wanted = store._store_dict[f"a/c/{shard}"].to_bytes()
         if len(chunks) == per_shard:
             assert stored == wanted
-        else:  # zarr also writes chunks that lie beyond the end
+        else:  # zarr also writes chunks beyond the end
             assert wanted.startswith(b"".join(chunks))
 
 

@@ -1,4 +1,4 @@
-"""An interrupted conversion goes on where it was, whatever interrupted it and whenever; on disk and on S3."""
+"""An interrupted conversion can be resumed from any point after any kind of interruption, on disk and on S3."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=3)
 
 
 def interrupted(dest: Path, source: Any, survives: int, options: zl.ConvertOptions = SMALL) -> list[str]:
-    """A conversion that ends with a full disk after some objects; gives the objects."""
+    """Runs a conversion until the disk is full after some objects; returns the objects."""
     destination = FailingDestination(Location(url=str(dest)), survives=survives, fail=disk_full)
     with pytest.raises(errors.StoreError, match="No space left"):
         convert_to(destination, source, options=options)
@@ -47,7 +47,7 @@ def interrupted(dest: Path, source: Any, survives: int, options: zl.ConvertOptio
 
 
 def resumed(dest: Path, source: Any, options: zl.ConvertOptions = SMALL) -> list[str]:
-    """The objects that a resumed conversion stores."""
+    """Resumes a conversion; returns the objects that it stores."""
     destination = FailingDestination(Location(url=str(dest)))
     convert_to(destination, source, options=options, resume=True)
     return destination.stored
@@ -72,7 +72,7 @@ def test_goes_on_after_the_last_whole_shard(tmp_path: Path, layout: str, options
         assert_not_a_store(dest)
         again = shards(resumed(dest, source, options))
         kept += len(before - again)
-        # Indices and data are kept up to the same shard: at most one of a pair was in vain.
+        # Indices and data are kept up to the same shard: at most one shard of a pair is written again.
         assert len(before & again) <= 2, (before, again)
         assert files(dest) == whole
     assert kept > 10
@@ -121,7 +121,7 @@ def test_a_store_cut_off_after_its_root_is_finished(tmp_path: Path) -> None:
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
-    convert(source, dest, resume=True)  # so that one command may be repeated until it succeeds
+    convert(source, dest, resume=True)  # the same command can be repeated until it succeeds
     whole = files(dest)
     with pytest.raises(errors.StoreExistsError, match="already a store"):
         convert(source, dest, resume=True)
@@ -142,9 +142,9 @@ def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
     source, dest = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"two": counts()}), tmp_path / "a.zarr"
     interrupted(dest, source, 20)
     before = files(dest)
-    with pytest.raises(errors.StoreError, match=r"options differ \(codec: 'lz4' then, 'zstd' now\)"):
+    with pytest.raises(errors.StoreError, match=r"options differ \(codec: was 'lz4', now 'zstd'\)"):
         convert(source, dest, dataclasses.replace(SMALL, codec="zstd"), resume=True)
-    with pytest.raises(errors.StoreError, match=r"select differ \(x: 'X' then, 'layers/two' now\)"):
+    with pytest.raises(errors.StoreError, match=r"select differ \(x: was 'X', now 'layers/two'\)"):
         convert(source, dest, select=zl.Selection(x="layers/two"), resume=True)
     with pytest.raises(errors.OptionError, match="in memory cannot be resumed"):
         convert(ad.AnnData(counts()), dest, resume=True)
@@ -155,7 +155,7 @@ def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
     assert before.keys() > {MARKER}
 
 
-# The moments are counted in time on the processor, which others on the machine do not change. SIGPROF kills as SIGKILL.
+# The moments are measured in CPU time, which other processes do not change. SIGPROF kills like SIGKILL.
 _KILLS = """
 import json, os, random, signal, sys
 import zloader as zl
@@ -177,7 +177,7 @@ status, seconds = attempt(dest, overwrite=True)
 assert status == 0
 moments, kills = random.Random(rounds), 0
 for number in range(rounds):
-    for _ in range(2):  # the second time the conversion is being resumed
+    for _ in range(2):  # the second time the conversion is a resumed one
         status, _ = attempt(dest + str(number), moments.uniform(0.1, 0.7) * seconds, resume=True)
         assert status in (0, signal.SIGPROF)
         if status == 0:
@@ -192,7 +192,7 @@ print(kills)
 def killed_at_random(
     interpreter: Interpreter, source: Path, dest: str, storage_options: Any, options: zl.ConvertOptions, rounds: int
 ) -> int:
-    """Converts to `dest`, and to `dest`0, `dest`1... with up to two kills each; gives how many there were."""
+    """Converts to `dest`, `dest`0, `dest`1, ... with up to two kills each; returns the number of kills."""
     task = [str(source), dest, storage_options, dataclasses.asdict(options), rounds]
     done = interpreter.run(_KILLS, json.dumps(task))
     assert done.returncode == 0, done.stderr
@@ -224,7 +224,7 @@ def test_kill_at_random_moments_on_s3(interpreter: Interpreter, tmp_path: Path, 
 
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
-    """No byte beyond a file's 40 000th can be written, by anyone, as on a full disk or over a quota."""
+    """Limits every file to 40 000 bytes, as on a full disk or over a quota."""
     source = write_h5ad(tmp_path / "a.h5ad", counts(600, 1000))
     convert(source, tmp_path / "whole.zarr", zl.ConvertOptions())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -251,7 +251,7 @@ def test_a_bucket_that_fails_half_way(tmp_path: Path, s3: Any, sim: Any) -> None
         convert(source, url, storage_options=impatient)
     server.faults = [{"kind": "status", "status": 503, "code": "SlowDown", "method": "PUT", "count": 2}]
     destination = FailingDestination(Location(url=url, storage_options=storage_options))
-    convert_to(destination, source, options=SMALL, resume=True)  # a few refusals are only waited for
+    convert_to(destination, source, options=SMALL, resume=True)  # a few refused requests are retried
     assert "X/data/c/0" not in destination.stored
     assert zl.verify(url, against=source, storage_options=s3.storage_options, progress=False).ok
 

@@ -1,4 +1,4 @@
-"""Conversion: nothing unfinished opens, nothing is lost, bad input is named; on disk and on S3."""
+"""Conversion: an unfinished store never opens, no data are lost, and errors name bad input; on disk and on S3."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from zloader.conversion.writing.ownership import MARKER
 
 
 def test_a_marker_beside_a_whole_store_does_not_give_it_up(tmp_path: Path) -> None:
-    """A conversion killed while it validated its source had replaced nothing: what is there still needs overwrite."""
+    """A conversion killed during validation has replaced nothing, so the old store still needs overwrite."""
     source = write_h5ad(tmp_path / "a.h5ad", counts())
     convert(source, tmp_path / "a.zarr")
     whole = files(tmp_path / "a.zarr")
@@ -145,14 +145,14 @@ def test_pending_store_holds_metadata_back() -> None:
         assert [name async for name in store.list_dir("a")] == ["b", "zarr.json"]
         await store.delete("a/b/zarr.json")
         assert not await store.exists("a/b/zarr.json")
-        store.abandon()  # what is still under way in zarr's thread must not land in a later conversion
+        store.abandon()  # a write still pending in zarr's thread must not reach a later conversion
         with pytest.raises(errors.StoreError, match="interrupted"):
             await store.set("c/1", other)
 
     asyncio.run(check())
 
 
-# ---- what is there already
+# ---- existing stores
 
 
 def test_a_store_is_replaced_only_when_asked(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_what_is_no_store_is_never_touched(tmp_path: Path, overwrite: bool) -> N
     thesis.parent.mkdir()
     thesis.write_text("years")
     for dest in (thesis, thesis.parent):
-        with pytest.raises(errors.StoreExistsError, match="never overwritten"):
+        with pytest.raises(errors.StoreExistsError, match="is not an AnnData store"):
             convert(source, dest, overwrite=overwrite)
     assert files(tmp_path / "work") == {"thesis.txt": b"years"}
     (tmp_path / "empty").mkdir()
@@ -300,9 +300,9 @@ BAD = {
     "directory": (directory, errors.SourceError, "is a directory"),
     "text": (text, errors.SourceError, "not an HDF5 file"),
     "plain hdf5": (plain_hdf5, errors.SourceError, "no obs and no var and no X.*It holds: matrix"),
-    "truncated": (truncated, errors.SourceError, "cut short"),
+    "truncated": (truncated, errors.SourceError, "truncated"),
     "damaged chunk": (damaged_gzip, errors.SourceError, "X/data cannot be read"),
-    "no X": (edited(replace("X", None)), errors.SourceError, "has no X: .*It holds: no layers"),
+    "no X": (edited(replace("X", None)), errors.SourceError, "has no X, .*It holds: no layers"),
     "no obs": (edited(replace("obs", None)), errors.SourceError, "has no obs"),
     "old anndata": (edited(old_anndata), errors.SourceError, "before 0.7"),
     "obs no frame": (edited(lambda f: f["obs"].attrs.__delitem__("encoding-type")), errors.SourceError, "obs"),
@@ -315,7 +315,7 @@ BAD = {
         errors.SourceError,
         "not real numbers",
     ),
-    "float indices": (edited(replace("X/indices", np.ones(counts().nnz))), errors.SourceError, "whole numbers"),
+    "float indices": (edited(replace("X/indices", np.ones(counts().nnz))), errors.SourceError, "must hold integers"),
     "other shape": (edited(lambda f: f["X"].attrs.__setitem__("shape", [59, 300])), errors.SourceError, "shape"),
     "unknown X": (edited(lambda f: f["X"].attrs.__setitem__("encoding-type", "awk")), errors.SourceError, "is a awk"),
     "data too short": (edited(replace("X/data", np.ones(3))), errors.SourceError, "3 in data"),
@@ -390,7 +390,7 @@ def test_no_room_to_transpose(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(errors.StoreError, match=r"no room to transpose X .*TMPDIR"):
+        with pytest.raises(errors.StoreError, match=r"cannot transpose X: .*TMPDIR"):
             convert(source, tmp_path / "a.zarr")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

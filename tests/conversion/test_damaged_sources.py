@@ -1,4 +1,4 @@
-"""Sources damaged at random are refused by name, or converted to what is read of them: never another error."""
+"""Randomly damaged sources either raise a SourceError that names them, or are converted to the values that are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of anndata and scanpy, about what is damaged
+@pytest.mark.filterwarnings("ignore")  # of anndata and scanpy, about the damage
 @pytest.mark.parametrize("case", OTHERS)
 def test_damaged_zarr_and_text(tmp_path: Path, case: str) -> None:
     kind, damage = case.split(": ")

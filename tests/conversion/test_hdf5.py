@@ -1,4 +1,4 @@
-"""Gzip datasets inflated in threads give what h5py gives."""
+"""Gzip datasets inflated in threads equal those that h5py reads."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Inputs of conversion: every kind gives the AnnData it came from; bad ones are named; secrets are not."""
+"""Inputs of conversion: every kind reads as the original AnnData, errors name bad sources, and secrets stay hidden."""
 
 from __future__ import annotations
 
 import functools
-import gzip
 import http.server
 import json
 import os
@@ -20,18 +19,29 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.io
 import scipy.sparse as sp
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
-from sources import SMALL, assert_same, counts, frame, full_anndata, layers_of, write_h5ad
+from sources import (
+    SMALL,
+    TENX,
+    TENX_GENES,
+    TENX_KINDS,
+    assert_same,
+    counts,
+    frame,
+    full_anndata,
+    layers_of,
+    write_10x_h5,
+    write_h5ad,
+)
 
 import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.sources.inputs import Input, open_inputs
-from zloader.conversion.sources.locations import BlockCache, RemoteFile, places
+from zloader.conversion.sources.locations import BlockCache, RemoteFile, source_locations
 from zloader.conversion.sources.matrices import open_matrix
 
 MATRICES = ("X", "layers/csr", "layers/csc", "layers/dense", "raw/X")
@@ -42,7 +52,7 @@ def write_zarr(path: Path, adata: ad.AnnData, version: int = 3, *, consolidated:
         warnings.catch_warnings(),
         ad.settings.override(zarr_write_format=version, allow_write_nullable_strings=True, auto_shard_zarr_v3=False),
     ):
-        warnings.simplefilter("ignore")  # anndata's and zarr's, about their formats
+        warnings.simplefilter("ignore")  # of anndata and zarr, about their formats
         adata.write_zarr(path, convert_strings_to_categoricals=False)
         if not consolidated:
             if version == 2:
@@ -61,12 +71,12 @@ def write_full(path: Path, **how: Any) -> Path:
 
 
 def read(path: Path) -> ad.AnnData:
-    """What anndata reads."""
+    """The AnnData that anndata reads."""
     return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
 
 
 def values(one: Input, name: str) -> np.ndarray:
-    """A matrix as it comes out of its windows, dense."""
+    """A matrix assembled from its windows, dense."""
     node = one.node(name)
     shape = (one.n_rows, len(one.var(name.startswith("raw/"))))
     assert node.shape == shape
@@ -84,13 +94,13 @@ def values(one: Input, name: str) -> np.ndarray:
 
 
 def assert_is(one: Input, wanted: ad.AnnData) -> None:
-    """Every part that an Input gives, against the AnnData."""
+    """Compares every element of an Input with the AnnData."""
     assert (one.n_rows, one.n_genes) == wanted.shape
     pd.testing.assert_index_equal(one.obs_names(), wanted.obs_names)
     assert one.obs_columns == list(wanted.obs.columns)
     for column in one.obs_columns:
         pd.testing.assert_series_equal(one.obs_column(column), wanted.obs[column].reset_index(drop=True))
-    pd.testing.assert_frame_equal(one.var(), wanted.var, check_column_type=False)  # AnnData makes those of none str
+    pd.testing.assert_frame_equal(one.var(), wanted.var, check_column_type=False)  # an empty one becomes str
     for part in ("layers", "obsm", "varm", "obsp", "varp", "uns"):
         assert one.keys(part) == sorted(layers_of(wanted) if part == "layers" else getattr(wanted, part))
         for key in one.keys(part):
@@ -179,7 +189,7 @@ def test_a_store_of_our_own(tmp_path: Path) -> None:
 def test_a_store_of_our_own_without_one_of_its_objects(tmp_path: Path) -> None:
     path = converted(tmp_path)
     (path / "X/data/c/1").unlink()
-    with pytest.raises(errors.MissingObjectError, match=r"X/data/c/1 is not there"):
+    with pytest.raises(errors.MissingObjectError, match=r"X/data/c/1 is missing"):
         open_inputs(path)
 
 
@@ -205,7 +215,7 @@ def test_annbatch_collection(tmp_path: Path) -> None:
 
 def test_annbatch_collection_of_nothing(tmp_path: Path) -> None:
     zarr.create_group(tmp_path / "a.zarr", attributes={"encoding-type": "annbatch-preshuffled"})
-    with pytest.raises(errors.SourceError, match="without a dataset_0"):
+    with pytest.raises(errors.SourceError, match="has no dataset_0"):
         open_inputs(tmp_path / "a.zarr")
 
 
@@ -276,7 +286,7 @@ def test_two_obs_columns_of_one_name() -> None:
 
 
 def old_frame(file: h5py.File) -> None:
-    """obs as anndata 0.7 wrote it."""
+    """Rewrites obs in the format of anndata 0.7."""
     del file["obs"]
     obs = file.create_group("obs")
     names = np.array([f"cell{i}" for i in range(60)], object)
@@ -317,7 +327,7 @@ def test_an_index_of_another_kind(tmp_path: Path, index: pd.Index) -> None:
 
 
 def test_a_file_without_x_opens(tmp_path: Path) -> None:
-    """A layer may be meant to become X."""
+    """A source without X opens, because a layer can be chosen as X."""
     path = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"counts": counts()})
     with h5py.File(path, "r+") as file:
         del file["X"]
@@ -427,7 +437,7 @@ def test_http(tmp_path: Path, sim: Callable[..., Any]) -> None:
             assert (one.name, one.label) == (f"{server.url}/bucket/{name}", name.partition(".")[0])
             assert one.identity()["bytes"] > 0
             assert "secret" not in json.dumps(one.identity())
-    with pytest.raises(errors.SourceError, match="not consolidated"):
+    with pytest.raises(errors.SourceError, match="no consolidated metadata"):
         open_inputs(f"{server.url}/bucket/bare.zarr")
     with pytest.raises(errors.StoreNotFoundError) as caught:
         open_inputs(f"{secret}/bucket/none.h5ad?signature=secret")
@@ -470,7 +480,7 @@ def test_what_fails_while_a_remote_source_is_read(tmp_path: Path, sim: Callable[
 
 
 class Recorded:
-    """A file system with one file, which tells what ranges were asked for."""
+    """A file system with one file; it records the requested ranges."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -488,10 +498,10 @@ class Recorded:
 )
 def test_a_remote_file_reads_as_a_file(size: int, reads: list[tuple[int, int]]) -> None:
     filesystem = Recorded(bytes(range(256))[:size])
-    (place,) = places("memory://a", {})
-    place = type(place)(url="memory://a", name="a", path="/a", filesystem=filesystem)
+    (location,) = source_locations("memory://a", {})
+    location = type(location)(url="memory://a", name="a", path="/a", filesystem=filesystem)
     cache = BlockCache(block_bytes=8, max_blocks=3)
-    file = RemoteFile(place, size, cache)
+    file = RemoteFile(location, size, cache)
     for at, length in reads:
         file.seek(at)
         assert file.read(length) == filesystem.content[at : at + length]
@@ -503,13 +513,13 @@ def test_a_remote_file_reads_as_a_file(size: int, reads: list[tuple[int, int]]) 
 
 def test_remote_blocks_come_together_and_are_kept() -> None:
     filesystem = Recorded(bytes(100))
-    (place,) = places("memory://a", {})
-    place = type(place)(url="memory://a", name="a", path="/a", filesystem=filesystem)
-    file = RemoteFile(place, 100, BlockCache(block_bytes=10, max_blocks=6))
+    (location,) = source_locations("memory://a", {})
+    location = type(location)(url="memory://a", name="a", path="/a", filesystem=filesystem)
+    file = RemoteFile(location, 100, BlockCache(block_bytes=10, max_blocks=6))
     for at, length in ((0, 25), (5, 20), (30, 1), (35, 20), (80, 3), (90, 10)):
         file.seek(at)
         file.read(length)
-    assert filesystem.asked == [[0, 10, 20], [30, 40, 50], [80], [90]]  # 40 and 50 ahead of being asked for
+    assert filesystem.asked == [[0, 10, 20], [30, 40, 50], [80], [90]]  # 40 and 50 are read ahead
 
 
 # ---- globs and lists
@@ -522,7 +532,7 @@ def test_globs_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "below").mkdir()
     write_h5ad(tmp_path / "below" / "p1.h5ad", counts(seed=5))
     monkeypatch.chdir(tmp_path)
-    with only(open_inputs("p[3].h5ad")) as one:  # a name before it is a pattern
+    with only(open_inputs("p[3].h5ad")) as one:  # an existing name takes precedence over the pattern
         np.testing.assert_array_equal(values(one, "X"), counts(seed=3).toarray())
     for pattern in ("p?*.h5ad", tmp_path / "p*.h5ad"):
         inputs = open_inputs(pattern)
@@ -543,7 +553,7 @@ def test_files_are_closed_when_a_later_one_is_bad(tmp_path: Path) -> None:
     path = write_h5ad(tmp_path / "a.h5ad", counts())
     with pytest.raises(errors.StoreNotFoundError):
         open_inputs([path, tmp_path / "none.h5ad"])
-    with h5py.File(path, "r+"):  # HDF5 refuses that while it is open for reading
+    with h5py.File(path, "r+"):  # HDF5 refuses this while the file is open for reading
         pass
 
 
@@ -623,11 +633,11 @@ def text(path: Path) -> Path:
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "directory": (directory, "is a directory, but no Zarr group .* and no 10x matrix"),
+    "directory": (directory, "is a directory, but neither a Zarr group .* nor a 10x matrix"),
     "text": (text, "is not an HDF5 file"),
-    "truncated": (half, "cut short"),
+    "truncated": (half, "truncated"),
     "hdf5": (hdf5, "no obs and no var and no X.*It holds: matrix"),
-    "no obs": (make(lambda f: f.__delitem__("obs")), "has no obs: .*It holds: X"),
+    "no obs": (make(lambda f: f.__delitem__("obs")), "has no obs, .*It holds: X"),
     "before 0.7": (make(old_obs), "before 0.7"),
     "obs is no frame": (make(lambda f: f["obs"].attrs.__delitem__("encoding-type")), "obs is not a data frame"),
     "obs of no order": (make(lambda f: f["obs"].attrs.__delitem__("column-order")), "obs is not a data frame"),
@@ -679,48 +689,15 @@ def test_missing_and_forbidden_files(tmp_path: Path) -> None:
 # ---- 10x
 
 
-def write_10x_h5(path: Path, x: sp.csr_matrix) -> Path:
-    n_rows, n_genes = x.shape
-    with h5py.File(path, "w") as file:
-        matrix = file.create_group("matrix")
-        matrix["shape"] = np.array([n_genes, n_rows], np.int32)
-        matrix["data"] = x.data.astype(np.int32)
-        matrix["indices"], matrix["indptr"] = x.indices.astype(np.int64), x.indptr.astype(np.int64)
-        matrix["barcodes"] = np.array([f"cell{i}" for i in range(n_rows)], "S")
-        features = matrix.create_group("features")
-        features["id"] = np.array([f"ENSG{i}" for i in range(n_genes)], "S")
-        features["name"] = np.array(GENES, "S")
-        features["feature_type"] = np.array(KINDS, "S")
-        features["genome"] = np.array(["GRCh38"] * n_genes, "S")
-    return path
-
-
-def write_10x_mtx(path: Path, x: sp.csr_matrix) -> Path:
-    path.mkdir()
-    with gzip.open(path / "matrix.mtx.gz", "wb") as file:
-        scipy.io.mmwrite(file, x.T.astype(np.int32))
-    lines = zip([f"ENSG{i}" for i in range(x.shape[1])], GENES, KINDS, strict=True)
-    with gzip.open(path / "features.tsv.gz", "wt") as file:
-        file.writelines("\t".join(line) + "\n" for line in lines)
-    with gzip.open(path / "barcodes.tsv.gz", "wt") as file:
-        file.writelines(f"cell{i}\n" for i in range(x.shape[0]))
-    return path
-
-
-GENES = [f"gene{i}" for i in range(299)] + ["gene0"]
-KINDS = ["Gene Expression"] * 290 + ["Antibody Capture"] * 10
-TENX = {"plate.h5": write_10x_h5, "plate": write_10x_mtx}
-
-
 @pytest.mark.parametrize("name", TENX)
 def test_10x(tmp_path: Path, name: str) -> None:
     pytest.importorskip("scanpy")
     path = TENX[name](tmp_path / name, counts())
     with only(open_inputs(path)) as one:
         np.testing.assert_array_equal(values(one, "X"), counts().toarray())
-        assert list(one.var().index) == GENES
+        assert list(one.var().index) == TENX_GENES
         assert list(one.var()["gene_ids"]) == [f"ENSG{i}" for i in range(300)]
-        assert list(one.var()["feature_types"]) == KINDS
+        assert list(one.var()["feature_types"]) == TENX_KINDS
         assert list(one.obs_names()) == [f"cell{i}" for i in range(60)]
         assert (one.name, one.label) == (str(path), "plate")
         assert one.bytes_in > 0

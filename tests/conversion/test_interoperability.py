@@ -1,4 +1,4 @@
-"""What other tools make of a store: anndata, whole and lazy, and zarr give the values that went in."""
+"""Other tools read the original values from a store: anndata (eager and lazy) and zarr."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_anndata_reads_it_with_and_without_consolidated_metadata(tmp_path: Path,
     np.testing.assert_array_equal(dense(out.X), dense(wanted.X))
 
 
-# xarray and dask have warnings of their own.
+# xarray and dask raise warnings of their own.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("preserve_dtype", [True, False])

@@ -1,4 +1,4 @@
-"""Matrices of several sources as one: values, order, dtypes and windows, against anndata.concat and NumPy."""
+"""Joined matrices of several sources: values, order, dtypes and windows, compared with anndata.concat and NumPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def joined(parts, n_genes, window_bytes=4096):
 
 
 def csr_of(windows, n_genes):
-    """What windows hold, as CSR arrays one after the other."""
+    """The rows of windows, as concatenated CSR arrays."""
     windows = list(windows)
     lengths = np.concatenate([window.lengths for window in windows])
     genes = np.concatenate([window.genes for window in windows])
@@ -43,10 +43,10 @@ def csr_of(windows, n_genes):
 
 
 def rows_of(matrix, windows):
-    """What windows hold, as a dense matrix; they must be as promised."""
+    """The rows of windows as a dense matrix. Checks that each window is well formed."""
     blocks = [np.empty((0, matrix.n_genes), matrix.dtype)]
     for window in windows:
-        assert window.places is None
+        assert window.positions is None
         assert window.values.dtype == matrix.dtype
         if matrix.encoding == "dense":
             assert (window.lengths == matrix.n_genes).all()
@@ -64,7 +64,7 @@ def rows_of(matrix, windows):
 
 
 def mapped(x, genes, n_genes):
-    """The slow way."""
+    """The slow reference implementation."""
     x = dense(x)
     if genes is None:
         return x
@@ -138,7 +138,7 @@ def test_a_gene_no_part_has_and_a_part_without_any_gene_of_the_result(layout):
 
 
 class Compressed(dict[str, np.ndarray]):
-    """A CSR or CSC matrix in float16, as it stands in a file."""
+    """A CSR or CSC matrix in float16, stored in a file."""
 
     def __init__(self, x):
         super().__init__(indptr=x.indptr, indices=x.indices, data=x.data.astype(np.float16))
@@ -147,7 +147,7 @@ class Compressed(dict[str, np.ndarray]):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float16_moves_too(layout):
-    # anndata and scipy make no float16 CSR or CSC: only a file can hold one.
+    # anndata and scipy cannot create a float16 CSR or CSC matrix, but a file can contain one.
     x = LAYOUTS[layout](counts(6, 9))
     half = x.astype(np.float16) if layout == "dense" else Compressed(x)
     genes = np.array([8, -1, 7, 6, 5, 4, 3, 2, 1])

@@ -1,4 +1,4 @@
-"""Whatever an AnnData in memory holds in any place: stored so that it reads back equal, or refused before a byte is."""
+"""Odd elements of an AnnData in memory are stored so that they read back equal, or refused before any write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_xarray(n: int, m: int) -> Any:
     return pytest.importorskip("xarray").DataArray(numbers(n, m))
 
 
-# By rows and columns, in every place that holds such.
+# Elements with rows and columns, tested in every place that takes them.
 ARRAYS = {
     "xarray": as_xarray,
     "dask": as_dask,
@@ -63,7 +63,7 @@ ARRAYS = {
     "records of objects": lambda n, m: np.array([(1, None)] * n, dtype=[("number", "i4"), ("any", "O")]),
 }
 
-# Columns of n entries, in obs, in var, and in data frames elsewhere.
+# Columns of n entries, tested in obs, in var, and in data frames elsewhere.
 COLUMNS = {
     "categories": lambda n: pd.Categorical.from_codes(np.arange(n) % 3 - 1, ["a", "b"]),
     "categories of objects that are numbers": lambda n: pd.Categorical.from_codes(
@@ -178,7 +178,7 @@ def plain() -> ad.AnnData:
 
 
 def with_element(place: str, element: Any) -> ad.AnnData:
-    """An AnnData with it there."""
+    """An AnnData with the element at this path."""
     adata = plain()
     holder = plain() if place.startswith("raw/") else adata
     part = place.removeprefix("raw/")
@@ -199,7 +199,7 @@ def element_of(adata: ad.AnnData, place: str) -> Any:
 
 
 def values_of(element: Any) -> Any:
-    """The values of any element as Python has them, with None for what is missing."""
+    """The values of any element as Python objects, with None for missing values."""
     if hasattr(element, "compute"):
         element = element.compute()
     if isinstance(element, dict):
@@ -218,7 +218,7 @@ def values_of(element: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def existing(tmp_path_factory):
-    """A store that is never to be touched."""
+    """An existing store that a refused conversion must not touch."""
     store = tmp_path_factory.mktemp("existing") / "there.zarr"
     zl.convert(plain(), store, progress=False)
     return store
@@ -226,18 +226,18 @@ def existing(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _no_warnings():
-    """Of pandas and anndata, about what is made here."""
+    """Silences warnings of pandas and anndata about the odd elements."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def check(place, make, existing, dest):
-    """Converts an AnnData with an odd element somewhere; whether that was stored."""
+    """Converts an AnnData with an odd element at this path. Returns whether it was stored."""
     element = make()
     try:
         adata = with_element(place, element)
-    except (ValueError, TypeError, AttributeError):  # anndata does not take it
+    except (ValueError, TypeError, AttributeError):  # anndata itself refuses the element
         return None
     before = files(existing)
     try:
@@ -325,7 +325,7 @@ def test_an_anndata_that_is_read_lazily_is_refused(tmp_path):
     pytest.importorskip("xarray")
     plain().write_h5ad(tmp_path / "a.h5ad")
     lazy = ad.experimental.read_lazy(tmp_path / "a.h5ad")
-    with pytest.raises(SourceError, match=r"read lazily, give its path or URL instead, or adata\.to_memory\(\)"):
+    with pytest.raises(SourceError, match=r"opened lazily, pass its path or URL, or adata\.to_memory\(\)"):
         zl.convert(lazy, tmp_path / "a.zarr", progress=False)
     assert not (tmp_path / "a.zarr").exists()
 
@@ -341,7 +341,7 @@ def test_names_that_zarr_cannot_have(place, name, existing, tmp_path):
         pytest.skip("newer versions of anndata have X there")
     part[name] = np.ones(shape)
     before = files(existing)
-    with pytest.raises(SourceError, match=f"^{place} .*the name ({name!r}|nan)"):  # pandas 3 makes NaN of None
+    with pytest.raises(SourceError, match=f"^{place} .*the name ({name!r}|nan)"):  # pandas 3 turns None into NaN
         zl.convert(adata, existing, overwrite=True, progress=False)
     assert files(existing) == before
 
@@ -355,7 +355,7 @@ def test_an_index_named_as_a_column_keeps_its_values(axis, tmp_path):
     zl.convert(adata, tmp_path / "same.zarr", progress=False)
     assert list(getattr(ad.read_zarr(tmp_path / "same.zarr"), axis).index) == list(frame.index)
     frame["name"] = "other"
-    with pytest.raises(SourceError, match=f"{axis} has a column 'name' with other values than the index"):
+    with pytest.raises(SourceError, match=f"{axis} has a column 'name' whose values differ from the index"):
         zl.convert(adata, tmp_path / "other.zarr", progress=False)
     assert not (tmp_path / "other.zarr").exists()
 
@@ -367,11 +367,11 @@ def test_a_matrix_that_is_refused_leaves_no_directory_either(tmp_path):
         with pytest.raises(SourceError, match="has a value for gene"):
             zl.convert(adata, tmp_path / "a.zarr", progress=False)
         assert (tmp_path / "a.zarr").exists() == there
-        (tmp_path / "a.zarr").mkdir(exist_ok=True)  # it is not ours the second time
+        (tmp_path / "a.zarr").mkdir(exist_ok=True)  # exists the second time: it is not removed then
 
 
 def test_what_sources_cannot_share_is_reported_once(tmp_path):
-    """The elements are gone through twice: once to nowhere."""
+    """The elements are written twice: first in a dry run."""
     adatas = [plain(), plain()]
     for number, adata in enumerate(adatas):
         adata.uns["number"] = number

@@ -1,4 +1,4 @@
-"""Once convert or append has raised, nothing of it is being written: no object appears, changes or goes afterwards."""
+"""After convert or append has raised, no object appears, changes or disappears: all writes have ended."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from zloader.conversion.writing.destination import MARKER, Destination
 from zloader.conversion.writing.encode import ChunkEncoder
 from zloader.conversion.writing.matrices import Target
 from zloader.conversion.writing.object_writer import ObjectWriter, create_object, translated
-from zloader.conversion.writing.pending_writes import Writes, in_full
+from zloader.conversion.writing.pending_writes import PendingWrites, run_to_completion
 from zloader.conversion.writing.shards import ShardWriter, threads
 
 DEADLINE_S = 60
 
 
 class BusyDestination(Destination):
-    """A disk that is busy while it writes what matches `slow`, until it is `freed`.
+    """A disk that blocks while it writes keys matching `slow`, until it is `freed`.
 
-    Writing what matches `fails` fails as soon as that is so. `under_way` has the keys that are being written.
+    Writes of keys matching `fails` fail as soon as the disk blocks. `under_way` lists the keys being written.
     """
 
     def __init__(self, path: Path, *, slow: str, fails: str = "$.") -> None:
@@ -61,7 +61,7 @@ class BusyDestination(Destination):
         try:
             if self._fails.search(key):
                 assert self.busy.wait(DEADLINE_S)
-                threading.Timer(0.3, self.freed.set).start()  # later than it would raise that waits for nothing
+                threading.Timer(0.3, self.freed.set).start()  # a conversion that did not wait would raise sooner
                 disk_full()
             if self._slow.search(key):
                 self.busy.set()
@@ -109,21 +109,21 @@ class _BusyObject(ObjectWriter):
 
 
 def assert_quiet(destination: BusyDestination) -> dict[str, bytes]:
-    """Nothing is under way; gives what is there, which stays when whatever may be under way has ended."""
-    under_way, there = list(destination.under_way), files(Path(destination.location.path))
+    """Asserts that no write is in progress, and that the files do not change afterwards. Returns the files."""
+    under_way, present = list(destination.under_way), files(Path(destination.location.path))
     destination.freed.set()
     with destination.changed:
         assert destination.changed.wait_for(lambda: not destination.under_way, DEADLINE_S)
     assert under_way == []
-    assert files(Path(destination.location.path)) == there
-    assert [key for key in there if key.endswith(".partial")] in ([], [MARKER])
-    return there
+    assert files(Path(destination.location.path)) == present
+    assert [key for key in present if key.endswith(".partial")] in ([], [MARKER])
+    return present
 
 
 class Interrupts:
-    """Ctrl-C once `begun` says so, and as often again while what is under way is waited for; `then` calls the end.
+    """Sends Ctrl-C once `begun` returns True, and again while writes are waited for, `times` in all; then calls `then`.
 
-    Each comes while the main thread waits, after the one before has been raised.
+    Each signal is sent while the main thread waits, after the previous one has been raised.
     """
 
     def __init__(self, begun: Callable[[], bool], then: Callable[[], None] = lambda: None, *, times: int = 3) -> None:
@@ -157,7 +157,7 @@ class Interrupts:
             self._then()
 
     def _sent(self) -> bool:
-        """Sends it, again if need be: a thread that is about to wait does not notice."""
+        """Sends the signal, possibly again, because a thread that is about to wait may not notice it."""
         if not self._left.is_set():
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         return self._raised.wait(0.1)
@@ -169,14 +169,14 @@ class Interrupts:
 
 
 def _main_waits(*functions: str) -> bool:
-    """Whether the main thread waits for another, and does so in one of these functions, if any are named."""
+    """Whether the main thread is waiting for another thread, in one of these functions if any are named."""
     stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
     names = [frame.f_code.co_name for frame, _ in stack]
     return names[0] == "wait" and (not functions or any(name in names for name in functions))
 
 
 def _main_waits_to_end() -> bool:
-    return _main_waits("in_full", "_to_the_end")
+    return _main_waits("run_to_completion", "_despite_interrupts")
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +188,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
-    """A store to add to."""
+    """A store to append to."""
     convert(source, tmp_path_factory.mktemp("template") / "a.zarr")
     return tmp_path_factory.getbasetemp() / "template0" / "a.zarr"
 
 
-# ---- a write that fails while another is under way
+# ---- a write that fails while another is in progress
 
-PAIRS = {  # what is slow, and what fails
+PAIRS = {  # the slow key, and the key that fails
     "metadata": ("^obs/n/zarr.json", "^var/zarr.json"),
     "chunks of an element": ("^uns/large/c/1", "^uns/large/c/0"),
     "shards of genes": ("^X/indices/c/", "^X/data/c/"),
@@ -226,12 +226,12 @@ def test_append_fails_when_all_has_ended(tmp_path: Path, source: Path, template:
 
 @pytest.mark.skipif(not hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"), reason="zarr has one pipeline")
 def test_whatever_pipeline_zarr_is_told_to_use(tmp_path: Path, source: Path) -> None:
-    """One that writes in threads of its own would not be waited for."""
+    """A pipeline that writes in its own threads would not be waited for."""
     with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.FusedCodecPipeline"}):
         test_convert_fails_when_all_has_ended(tmp_path, source, "chunks of an element")
 
 
-# ---- Ctrl-C while a write is under way
+# ---- Ctrl-C while a write is in progress
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ REQUESTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", REQUESTS)
 def test_ctrl_c_is_raised_when_a_request_has_ended(s3: Any, sim: Any, slow: str) -> None:
-    """s3fs has them sent by another thread, which goes on after Ctrl-C."""
+    """s3fs sends requests from another thread, which continues after Ctrl-C."""
     direct = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
     root = zarr.create_group(direct.zarr_store(read_only=False), attributes={"encoding-type": "anndata"})
     root.create_group("X")
@@ -289,16 +289,16 @@ def test_ctrl_c_is_raised_when_a_request_has_ended(s3: Any, sim: Any, slow: str)
 
     with Interrupts(lambda: "fault_delay" in server.stats(), times=1), pytest.raises(KeyboardInterrupt):
         write()
-    there = objects()
+    after = objects()
     assert server.tally.wait_idle(DEADLINE_S)
-    assert objects() == there
+    assert objects() == after
     if slow == "claim":
-        assert there == before
+        assert after == before
 
 
 @dataclass
 class SlowFiles:
-    """A file system that takes its time to upload parts and to read; `log` has such requests, begun and ended."""
+    """A file system with slow reads and part uploads. `log` records the start and end of these requests."""
 
     filesystem: Any
     freed: threading.Event = field(default_factory=threading.Event)
@@ -322,7 +322,7 @@ class SlowFiles:
 
 
 def large_array() -> tuple[zarr.Array[Any], Any]:
-    """An array of one shard that is uploaded in four parts and read back in eight pieces, and its values."""
+    """An array of one shard, uploaded in four parts and read back in eight pieces, and its values."""
     values = np.random.default_rng(0).integers(0, 256, 64 << 20, np.uint8)
     array = zarr.create_array(
         MemoryStore(),
@@ -337,7 +337,7 @@ def large_array() -> tuple[zarr.Array[Any], Any]:
 
 
 def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that came after the abort would be paid for and never seen."""
+    """A part uploaded after the abort would be billed, but invisible."""
     location = Location(url=s3.url("a.zarr"), storage_options=s3.storage_options)
     slow = SlowFiles(location.filesystem())
     monkeypatch.setattr(Location, "filesystem", lambda self: slow)
@@ -384,20 +384,20 @@ def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.
                 existing=existing,
             ).finished_shards(array)
 
-    def reading() -> bool:  # where the thread is still being started, its pool would not know of it
+    def reading() -> bool:  # while a thread is being started, its pool does not know of it yet
         return bool(slow.log) and not _main_waits("start")
 
     with Interrupts(reading, slow.freed.set), pytest.raises(KeyboardInterrupt):
         check()
-    assert len(slow.log) <= 2, "the index, and what was being read"
+    assert len(slow.log) <= 2, "only the index and the current read"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("zloader") and thread.is_alive()]
 
 
-# ---- what cannot be written, or does not end
+# ---- writes that fail or do not end
 
 
 def test_a_journal_that_does_not_fit_leaves_nothing_open(tmp_path: Path, source: Path) -> None:
-    """A file that is left open would be written to when it is collected."""
+    """A file that stayed open would be written to when it is garbage-collected."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # the marker fits
     try:
@@ -415,15 +415,15 @@ def test_a_write_that_does_not_end_is_said() -> None:
         begun.set()
         assert freed.wait(DEADLINE_S)
 
-    with Interrupts(begun.is_set, times=1), pytest.raises(errors.StoreError, match="to X has not ended within 0 s"):
-        in_full(write, "X", deadline_s=0.01)
+    with Interrupts(begun.is_set, times=1), pytest.raises(errors.StoreError, match="to X is still running after 0 s"):
+        run_to_completion(write, "X", deadline_s=0.01)
 
     async def check() -> None:
-        writes = Writes("X")
+        writes = PendingWrites("X")
         outer = asyncio.ensure_future(writes.run(asyncio.to_thread(write)))
         await asyncio.to_thread(begun.wait, DEADLINE_S)
         outer.cancel()
-        with pytest.raises(errors.StoreError, match="to X has not ended within 0 s"):
+        with pytest.raises(errors.StoreError, match="to X is still running after 0 s"):
             await asyncio.to_thread(writes.end, deadline_s=0.01)
         freed.set()
         await asyncio.to_thread(writes.end)

@@ -1,4 +1,4 @@
-"""Shuffling against taking the rows of the whole matrix in the new order."""
+"""Shuffling out of core, compared with indexing the rows of the whole matrix."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def _spills_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def places(n_rows: int, seed: int = 0) -> np.ndarray:
+def positions(n_rows: int, seed: int = 0) -> np.ndarray:
     return permute(np.arange(n_rows), n_rows, seed)
 
 
 def shuffled(x: Any, window_bytes: int, read_bytes: int | None = None, **more: Any) -> ShuffledMatrix:
-    """`x` by `places`, which are computed row by row as the converter does."""
+    """`x`, permuted by `positions`, which are computed window by window as in the converter."""
     inner = opened(x, read_bytes or window_bytes)
     return ShuffledMatrix(inner, lambda rows: permute(rows, inner.n_rows, 0), window_bytes=window_bytes, **more)
 
 
 def oracle(x: Any) -> Any:
-    """The same in memory; CSC becomes CSR, rows canonical."""
-    wanted = x.tocsr()[np.argsort(places(x.shape[0]))] if sp.issparse(x) else x[np.argsort(places(x.shape[0]))]
+    """The reference in memory: CSC becomes CSR, and rows become canonical."""
+    wanted = x.tocsr()[np.argsort(positions(x.shape[0]))] if sp.issparse(x) else x[np.argsort(positions(x.shape[0]))]
     if sp.issparse(wanted):
         wanted.sum_duplicates()
     return wanted
@@ -113,9 +113,9 @@ def test_small_shapes(layout: str, shape: tuple[int, int]) -> None:
 
 
 def test_columns_follow_rows() -> None:
-    """As in obsp: what is between two rows stays between them."""
+    """As for obsp: the value for a pair of rows stays with that pair."""
     x = counts(200, 200)
-    order = np.argsort(places(200))
+    order = np.argsort(positions(200))
     wanted = x[order][:, order]
     wanted.sort_indices()
     with shuffled(x, 2000, columns=True) as matrix:
@@ -124,8 +124,8 @@ def test_columns_follow_rows() -> None:
 
 
 def test_rows_that_are_not_alike() -> None:
-    """All values in neighbouring rows of the result: some buckets have many windows' worth, some nothing."""
-    x = sp.csr_matrix(np.arange(400 * 500, dtype=np.float32).reshape(400, 500) * (places(400) < 30)[:, None])
+    """All values are in adjacent rows of the result: some buckets have many windows of values, others none."""
+    x = sp.csr_matrix(np.arange(400 * 500, dtype=np.float32).reshape(400, 500) * (positions(400) < 30)[:, None])
     x.eliminate_zeros()
     with shuffled(x, 9000) as matrix:
         windows = list(matrix.windows())
@@ -137,11 +137,11 @@ def test_rows_that_are_not_alike() -> None:
 
 
 def test_a_shuffled_matrix_can_be_shuffled() -> None:
-    """A source whose first pass shows rows in another order than its windows."""
+    """A source whose first pass yields rows in another order than its windows."""
     x = counts()
     inner = shuffled(x, 4096, 1000)
     with ShuffledMatrix(inner, lambda rows: permute(rows, 60, 1), window_bytes=3000) as matrix:
-        wanted = oracle(x)[np.argsort(places(60, 1))]
+        wanted = oracle(x)[np.argsort(positions(60, 1))]
         assert_equal(matrix_of(matrix.first_pass(lambda _: None), x.shape, x.dtype), wanted)
         assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), wanted)
 
@@ -162,7 +162,7 @@ def test_the_source_is_read_once_and_what_it_holds_freed() -> None:
     done: list[int] = []
     with ShuffledMatrix(inner, lambda rows: permute(rows, 60, 0), window_bytes=4096) as matrix:
         files_open = [open_spills() for _ in matrix.first_pass(done.append)]
-        assert open_spills() < files_open[0]  # its own, without those of the transposition
+        assert open_spills() < files_open[0]  # its own spills; those of the transposition are closed
         assert sum(done) == matrix.n_reads
         for _ in range(2):
             assert_equal(matrix_of(matrix.windows(), x.shape, x.dtype), oracle(x))
@@ -171,8 +171,8 @@ def test_the_source_is_read_once_and_what_it_holds_freed() -> None:
 
 
 def test_many_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the ends of their buckets do not all fit in what is held of them."""
-    monkeypatch.setattr(spill, "_CUTS_HELD", 100)
+    """The bucket boundaries exceed the part that is kept in memory."""
+    monkeypatch.setattr(spill, "_CUTS_IN_MEMORY", 100)
     x = counts()
     with shuffled(x, 1000) as matrix:
         assert_equal(matrix_of(matrix.windows(7), x.shape, x.dtype), oracle(x)[7:])
@@ -191,20 +191,20 @@ def test_no_room() -> None:
     with (
         files_no_longer_than(5000),
         shuffled(x, 4096) as matrix,
-        pytest.raises(errors.StoreError, match=r"no room to shuffle X in /.*File too large.* \d{5} bytes.*TMPDIR"),
+        pytest.raises(errors.StoreError, match=r"cannot shuffle X: /.*File too large.* \d{5} bytes.*TMPDIR"),
     ):
         list(matrix.first_pass(lambda _: None))
     assert open_spills() == 0
 
 
 def test_memory_does_not_grow_with_the_matrix() -> None:
-    """A matrix of 16 MB takes what one of 4 MB does: a few windows."""
+    """A matrix of 16 MB takes as much memory as one of 4 MB: a few windows."""
     window_bytes = 1 << 18
     held = []
     for n_rows in (2500, 10_000):
         x = sp.random(n_rows, 1000, 0.2, "csr", np.float32, random_state=0)
         with shuffled(x, window_bytes) as matrix:
-            consumed(matrix.windows())  # compiles
+            consumed(matrix.windows())  # compiles the kernels
             held.append(peak_bytes(partial(both_passes, matrix)))
     assert max(held) < 8 * window_bytes
     assert held[1] < 1.2 * held[0]

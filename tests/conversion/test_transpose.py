@@ -1,4 +1,4 @@
-"""Transposing out of core against scipy."""
+"""Transposing out of core, compared with scipy."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_rows_and_genes_that_take_more_than_32_bits_together() -> None:
 
 
 def test_rows_that_are_not_alike() -> None:
-    """All values in neighbouring rows: one bucket has many windows' worth, the others nothing."""
+    """All values are in adjacent rows: one bucket has many windows of values, the others none."""
     x = sp.csr_matrix(np.arange(400 * 500, dtype=np.float32).reshape(400, 500))
     x.data[: x.indptr[200]] = 0
     x.data[x.indptr[230] :] = 0
@@ -134,7 +134,9 @@ def test_a_pass_that_was_not_finished_does_not_count() -> None:
     x.indices[x.indptr[290]] = 60
     with opened(x, 4096) as matrix:
         for _ in range(2):
-            with pytest.raises(errors.SourceError, match=r"X: gene 290 has a value for row 60, but .*rows 0 to 59"):
+            with pytest.raises(
+                errors.SourceError, match=r"X: gene 290 has a value for row 60, but rows range from 0 to 59"
+            ):
                 consumed(matrix.windows())
     assert open_spills() == 0
 
@@ -143,9 +145,7 @@ def test_no_room() -> None:
     with (
         files_no_longer_than(5000),
         opened(counts().tocsc(), 4096) as matrix,
-        pytest.raises(
-            errors.StoreError, match=r"no room to transpose X in /.* \(File too large\).* \d{5} bytes.*TMPDIR"
-        ),
+        pytest.raises(errors.StoreError, match=r"cannot transpose X: /.* \(File too large\).* \d{5} bytes.*TMPDIR"),
     ):
         consumed(matrix.windows())
     assert open_spills() == 0
@@ -157,13 +157,13 @@ def both_passes(matrix: SourceMatrix) -> None:
 
 
 def test_memory_does_not_grow_with_the_matrix() -> None:
-    """A matrix of 16 MB takes what one of 4 MB does: a few windows."""
+    """A matrix of 16 MB takes as much memory as one of 4 MB: a few windows."""
     window_bytes = 1 << 18
     held = []
     for n_rows in (2500, 10_000):
         x = sp.random(n_rows, 1000, 0.2, "csc", np.float32, random_state=0)
         with opened(x, window_bytes) as matrix:
-            consumed(matrix.windows())  # compiles
+            consumed(matrix.windows())  # compiles the kernels
             held.append(peak_bytes(partial(both_passes, matrix)))
     assert max(held) < 8 * window_bytes
     assert held[1] < 1.2 * held[0]

@@ -1,4 +1,4 @@
-"""obs columns of several sources as one: against anndata.concat, and what can be stored at all."""
+"""Concatenated obs columns of several sources, compared with anndata.concat, and the kinds that can be stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zloader.conversion.sources.inputs import open_inputs
 
 
 def concatenated(columns, lengths):
-    """What anndata makes of columns (None: absent); objects become what they can be stored as."""
+    """The result of anndata for these columns (None: absent), with objects in a dtype that can be stored."""
     names = iter(range(sum(lengths)))
     adatas = []
     for column, length in zip(columns, lengths, strict=True):
@@ -35,8 +35,10 @@ def assert_united(columns, lengths):
     out = unite(columns, lengths)
     wanted = concatenated(columns, lengths)
     assert list(out.isna()) == list(wanted.isna())
-    if wanted.notna().any():  # without any value the dtype is anybody's guess
-        is_text = isinstance(out.dtype, pd.StringDtype) and isinstance(wanted.dtype, pd.StringDtype)  # of either kind
+    if wanted.notna().any():  # without any value the dtype is arbitrary
+        is_text = isinstance(out.dtype, pd.StringDtype) and isinstance(
+            wanted.dtype, pd.StringDtype
+        )  # pandas has two string dtypes
         pd.testing.assert_series_equal(out, wanted.astype(out.dtype) if is_text else wanted, check_names=False)
     assert out.index.equals(pd.RangeIndex(sum(lengths)))
 

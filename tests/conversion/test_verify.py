@@ -1,4 +1,4 @@
-"""verify: sound stores are found sound, and every kind of damage and of difference is named with its place."""
+"""verify: intact stores have no problems, and every kind of damage and difference is reported with its location."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def found(url: Path | str, **options: Any) -> list[tuple[str, str]]:
 
 
 def assert_named(problems: Sequence[tuple[str, str]], wanted: Mapping[str, str]) -> None:
-    """Exactly the places wanted, each with a problem that holds its text."""
+    """Asserts that there are problems at exactly these paths, and that one at each path contains its text."""
     assert {where for where, _ in problems} == set(wanted), problems
-    for where, text in wanted.items():
-        assert any(text in what for place, what in problems if place == where), problems
+    for wanted_path, text in wanted.items():
+        assert any(text in what for where, what in problems if where == wanted_path), problems
 
 
 def write_full(path: Path, adata: ad.AnnData | None = None) -> Path:
@@ -78,7 +78,7 @@ def quiet_zarr() -> Any:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of all that an AnnData can hold, never to be changed; its source is beside it."""
+    """A store with every kind of element of an AnnData, beside its source. Tests must not change it."""
     directory = tmp_path_factory.mktemp("sound")
     convert(write_full(directory / "a.h5ad"), directory / "a.zarr")
     return directory / "a.zarr"
@@ -86,11 +86,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(sound: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """A copy of `sound` that tests may damage."""
     return Path(shutil.copytree(sound, tmp_path / "a.zarr"))
 
 
-# ---- sound stores
+# ---- intact stores
 
 
 def test_a_sound_store(sound: Path) -> None:
@@ -140,8 +140,8 @@ def test_joined_sources(tmp_path: Path) -> None:
     convert(sources, tmp_path / "a.zarr", SHUFFLED, select=select)
     assert found(tmp_path / "a.zarr", against=sources) == []
     problems = found(tmp_path / "a.zarr", against=sources[0])
-    assert problems[0] == ("against", "the store was made of 2 sources (0, 1), but 1 are given")
-    assert ("obs", "60 rows are stored, the sources have 30") in problems
+    assert problems[0] == ("against", "the store was made from 2 sources (0, 1), not 1")
+    assert ("obs", "has 60 rows, but 30 in the sources") in problems
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_next_to_nothing(tmp_path: Path, layout: str, shape: tuple[int, int]) ->
     assert found(tmp_path / "a.zarr", against=source) == []
 
 
-# ---- stores of other writers
+# ---- stores written by other programs
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_store_that_anndata_wrote(tmp_path: Path, sharded: bool) -> None:
     adata = full_anndata()
     del adata.layers["csc"]
-    adata.layers["zeros"] = np.zeros(adata.shape, np.float32)  # zarr leaves such chunks out
+    adata.layers["zeros"] = np.zeros(adata.shape, np.float32)  # zarr omits chunks of zeros
     with (
         quiet_zarr(),
         ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=sharded, allow_write_nullable_strings=True),
@@ -194,7 +194,7 @@ def test_csc_is_named(tmp_path: Path) -> None:
 
 
 def by_hand(path: Path, x: sp.csr_matrix, *, shape: tuple[int, int] | None = None, **arrays: Any) -> Path:
-    """A store whose X has these arrays, true or not, sharded by zarr: chunks of 50 values, shards of 4 chunks."""
+    """A store whose X has these arrays, valid or not, sharded by zarr: chunks of 50 values, shards of 4 chunks."""
     shape = shape or x.shape
     with quiet_zarr(), ad.settings.override(zarr_write_format=3):
         ad.AnnData(obs=frame(shape[0], "c"), var=frame(shape[1], "g")).write_zarr(path)
@@ -209,7 +209,7 @@ def by_hand(path: Path, x: sp.csr_matrix, *, shape: tuple[int, int] | None = Non
 
 def test_sharded_by_zarr(tmp_path: Path) -> None:
     x = counts()
-    x.data[100:400] = 0  # whole chunks of fill values, and shards without an object
+    x.data[100:400] = 0  # chunks with only fill values, and shards without an object
     assert found(by_hand(tmp_path / "a.zarr", x)) == []
     root = zarr.open_group(tmp_path / "a.zarr", mode="r")
     assert root["X/data"].nchunks_initialized < root["X/data"].nchunks
@@ -229,7 +229,7 @@ def cut(path: Path, by: int = 3) -> None:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes what an object of metadata says."""
+    """Edits a metadata object."""
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
@@ -249,18 +249,18 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "nested": ("uns/nested/array/c/0/0", flip, "its crc32c differs"),
     "cut short": ("X/data/c/0", cut, "does not match its checksum"),
     "nothing left": ("X/data/c/2", lambda path: path.write_bytes(b""), "has 0 bytes, but must have at least"),
-    "shard gone": ("X/data/c/2", Path.unlink, "is not there: the store is incomplete"),
-    "strings gone": (TEXT, Path.unlink, "is not there: the store is incomplete"),
-    "scalar gone": ("uns/number/c", Path.unlink, "is not there: the store is incomplete"),
+    "shard gone": ("X/data/c/2", Path.unlink, "is missing: the store is incomplete"),
+    "strings gone": (TEXT, Path.unlink, "is missing: the store is incomplete"),
+    "scalar gone": ("uns/number/c", Path.unlink, "is missing: the store is incomplete"),
     "not ours": ("X/data/c/99", Path.touch, "belongs to no array"),
     "left over": ("X/data/c/1.partial", Path.touch, "belongs to no array"),
-    "marker": (MARKER, Path.touch, "did not end"),
-    "metadata gone": ("X/zarr.json", Path.unlink, "is not there, but in the consolidated"),
+    "marker": (MARKER, Path.touch, "did not finish"),
+    "metadata gone": ("X/zarr.json", Path.unlink, "is missing, but is in the consolidated"),
     "metadata broken": ("X/data/zarr.json", lambda path: flip(path, 0), "is not the metadata"),
     "metadata changed": (
         "X/zarr.json",
         lambda path: edit(path, lambda node: node["attributes"].update(more=1)),
-        "is not as in the consolidated",
+        "differs from the consolidated",
     ),
 }
 
@@ -277,7 +277,7 @@ def test_all_is_named_at_once(store: Path) -> None:
     for key in keys:
         flip(store / key)
     (store / "varm/PCs/c/0/0").unlink()
-    flip(store / "X/data/c/0", -40)  # its index as well, so its chunks cannot be found
+    flip(store / "X/data/c/0", -40)  # this damages the index, so the chunks cannot be found
     assert {where for where, _ in found(store)} == {*keys, "varm/PCs/c/0/0"}
 
 
@@ -309,7 +309,7 @@ def test_the_root_is_gone(store: Path) -> None:
 
 def test_the_root_is_broken(store: Path) -> None:
     edit(store / "zarr.json", lambda node: node["consolidated_metadata"]["metadata"]["X"].update(strange=1))
-    assert_named(found(store), {"X/zarr.json": "is not as in the consolidated metadata of the root"})
+    assert_named(found(store), {"X/zarr.json": "differs from the consolidated metadata of the root"})
 
 
 def test_a_conversion_that_did_not_end(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_conversion_that_did_not_end(tmp_path: Path) -> None:
     with pytest.raises(errors.StoreError):
         convert_to(FailingDestination(Location(url=str(dest)), survives=6, fail=disk_full), source, options=SMALL)
     seen = check(dest, against=source)
-    assert_named([(problem.where, problem.what) for problem in seen.problems], {MARKER: "convert --resume"})
+    assert_named([(problem.where, problem.what) for problem in seen.problems], {MARKER: "convert with --resume"})
     assert not seen.ok
     assert (seen.rows, seen.objects > 0) == (0, True)
 
@@ -327,11 +327,11 @@ def test_no_store(tmp_path: Path) -> None:
         check(tmp_path / "none.zarr")
 
 
-# ---- what a matrix must be
+# ---- validity of matrices
 
 
 def disordered(*rows: int) -> sp.csr_matrix:
-    """Counts whose values in some rows are in reverse order."""
+    """Counts with the values of these rows in reverse order."""
     x = counts()
     for row in rows:
         part = slice(x.indptr[row], x.indptr[row + 1])
@@ -347,20 +347,20 @@ def changed(x: sp.csr_matrix, part: str, at: int, value: int) -> dict[str, Any]:
 
 X = counts()
 FORMS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "not ascending": ({"x": disordered(40)}, {"X": "genes of row 40 do not ascend"}),
-    "several": ({"x": disordered(2, 5, 40)}, {"X": "genes of row 2 (the first of 3) do not ascend"}),
-    "twice": (changed(X, "indices", 1, X.indices[0]), {"X": "genes of row 0 do not ascend"}),
+    "not ascending": ({"x": disordered(40)}, {"X": "genes of row 40 are repeated or not in ascending"}),
+    "several": ({"x": disordered(2, 5, 40)}, {"X": "genes of row 2 (the first of 3) are repeated or not in ascending"}),
+    "twice": (changed(X, "indices", 1, X.indices[0]), {"X": "genes of row 0 are repeated or not in ascending"}),
     "gene too high": (
         changed(X, "indices", X.indptr[9] - 1, 300),
         {"X": "row 8 has a value for gene 300, but there are 300"},
     ),
     "gene below 0": (changed(X, "indices", X.indptr[8], -1), {"X": "row 8 has a value for gene -1"}),
-    "indptr falls": (changed(X, "indptr", 30, 0), {"X/indptr": "falls at row 29"}),
+    "indptr falls": (changed(X, "indptr", 30, 0), {"X/indptr": "decreases at row 29"}),
     "indptr begins late": (changed(X, "indptr", 0, 1), {"X/indptr": "begins with 1"}),
     "indptr ends early": (changed(X, "indptr", -1, X.nnz - 1), {"X/indptr": f"ends with {X.nnz - 1}, but {X.nnz}"}),
-    "indptr too short": ({"indptr": X.indptr[:-1]}, {"X": "they do not fit"}),
-    "values missing": ({"data": X.data[:-1]}, {"X": "they do not fit"}),
-    "other shape": ({"shape": (60, 301)}, {"X": "has shape (60, 300), but obs and var ask for 60 x 301"}),
+    "indptr too short": ({"indptr": X.indptr[:-1]}, {"X": "these do not match"}),
+    "values missing": ({"data": X.data[:-1]}, {"X": "these do not match"}),
+    "other shape": ({"shape": (60, 301)}, {"X": "has shape (60, 300), but obs and var require 60 x 301"}),
 }
 
 
@@ -379,12 +379,12 @@ def test_shapes_and_codes(store: Path) -> None:
         root["layers/csr"].attrs["shape"] = [60, 299]
         zarr.consolidate_metadata(store)
     wanted = {
-        "obs/float": "has shape (59,), but obs/barcode (60,)",
-        "obs/count/mask": "has shape (59,), but obs/count/values (60,)",
-        "obsm/X_pca": "has shape (59, 5), but obs and var ask for 60 ...",
-        "varm/PCs": "has shape (301, 5), but obs and var ask for 300 ...",
+        "obs/float": "has shape (59,), but obs/barcode has (60,)",
+        "obs/count/mask": "has shape (59,), but obs/count/values has (60,)",
+        "obsm/X_pca": "has shape (59, 5), but obs and var require 60 ...",
+        "varm/PCs": "has shape (301, 5), but obs and var require 300 ...",
         "obs/kind": "row 3 (the first of 1 in its chunk) has code 4, but there are 4 categories",
-        "layers/csr": "has shape (60, 299), but obs and var ask for 60 x 300",
+        "layers/csr": "has shape (60, 299), but obs and var require 60 x 300",
     }
     assert_named(found(store), wanted)
 
@@ -398,17 +398,17 @@ def test_order_against_the_slow_oracle(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, n - 1)), max_size=5)) & set(range(1, n)))
     pieces = set(data.draw(st.sets(st.sampled_from(cuts)))) if cuts else set()
     order = GeneOrder("X", axes=("row", "gene"), n_minor=6, ascending=True)
-    looks: list[tuple[Any, list[tuple[int, int]]]] = []
+    checks: list[tuple[Any, list[tuple[int, int]]]] = []
     bounds = list(zip([0, *cuts], [*cuts, n], strict=True)) if n else []
     for start, stop in bounds:
-        if not looks or start in pieces:
+        if not checks or start in pieces:
             end = next((cut for cut in [*cuts, n] if cut > start and (cut in pieces or cut == n)), n)
             first_row = int(np.searchsorted(indptr, start)) if start else 0
-            looks.append((order.piece(first_row, indptr[(indptr >= start) & (indptr < end)]), []))
-        looks[-1][1].append((start, stop))
-    for look, chunks in reversed(looks):  # pieces in any order
+            checks.append((order.piece(first_row, indptr[(indptr >= start) & (indptr < end)]), []))
+        checks[-1][1].append((start, stop))
+    for piece, chunks in reversed(checks):  # pieces may be checked in any order
         for start, stop in chunks:
-            look.look(start, genes[start:stop])
+            piece.check(start, genes[start:stop])
     findings = Findings("url")
     order.report(findings)
     rows = [genes[indptr[row] : indptr[row + 1]] for row in range(len(lengths))]
@@ -423,28 +423,28 @@ def test_order_against_the_slow_oracle(data: st.DataObject) -> None:
     if outside:
         assert named[0].startswith(f"{tally(outside)} has a value for gene ")
     if fallen:
-        assert f"genes of {tally(fallen)} do not ascend" in named[-1]
+        assert f"genes of {tally(fallen)} are repeated or not in ascending" in named[-1]
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.data())
 def test_indptr_against_the_slow_oracle(entries: list[int], data: st.DataObject) -> None:
     indptr = np.array(entries, np.int64)
     at = sorted(data.draw(st.sets(st.integers(1, len(indptr) - 1), max_size=4)))
-    check_ = IndptrScan(SimpleNamespace(path="indptr", n_elements=len(indptr)), 9, "row")
+    scan = IndptrScan(SimpleNamespace(path="indptr", n_elements=len(indptr)), 9, "row")
     for start, stop in zip([0, *at], [*at, len(indptr)], strict=True):
-        check_.look(start, indptr[start:stop])
+        scan.check(start, indptr[start:stop])
     findings = Findings("url")
-    check_.report(findings)
+    scan.report(findings)
     falls = np.flatnonzero(np.diff(indptr) < 0)
     wanted = [f"begins with {indptr[0]}, not 0"] if indptr[0] else []
     if len(falls):
-        wanted.append(f"falls at row {falls[0]}" + (f" (the first of {len(falls)})" if len(falls) > 1 else ""))
+        wanted.append(f"decreases at row {falls[0]}" + (f" (the first of {len(falls)})" if len(falls) > 1 else ""))
     if indptr[-1] != 9:
         wanted.append(f"ends with {indptr[-1]}, but 9 values are stored")
     assert [problem.what for problem in findings.problems()] == wanted
 
 
-# ---- against the sources
+# ---- comparison with the sources
 
 
 Change = Callable[[ad.AnnData], Any]
@@ -486,7 +486,7 @@ def same_nested(adata: ad.AnnData) -> None:
 
 
 GENE, GENE_3, VALUE, VALUE_3 = (part[at] for part in (X.indices, X.data) for at in (0, 3))
-# What is changed in the sources, and what is to be named; several at once where they do not touch one another.
+# Changes to the sources, and the problems they cause. Independent changes are tested together.
 DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
     "values": (
         [
@@ -500,7 +500,7 @@ DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
             put(lambda a: a.varp["pairs"], (2, 1), 9),
         ],
         {
-            "X": f"row 0, gene 'g{GENE_3}' ({GENE_3}): {VALUE_3} is stored, the sources have 101.0; 1 row differs",
+            "X": f"row 0, gene 'g{GENE_3}' ({GENE_3}): {VALUE_3} in the store, but 101.0 in the sources; 1 row differs",
             "layers/dense": "row 59, gene 'g299' (299): ",
             "layers/csc": "1 row differs",
             "raw/X": "row 0, gene 'raw",
@@ -512,10 +512,10 @@ DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
     ),
     "values that come and go": (
         [come_and_go],
-        {"X": f"gene 'g{GENE}' ({GENE}): {VALUE} is stored, the sources have nothing; 2 rows differ"},
+        {"X": f"gene 'g{GENE}' ({GENE}): {VALUE} in the store, but nothing in the sources; 2 rows differ"},
     ),
-    "dtype": ([lambda a: setattr(a, "X", a.X.astype("f8"))], {"X": "has dtype float32, the sources float64"}),
-    "form": ([lambda a: setattr(a, "X", a.X.toarray())], {"X": "has encoding csr_matrix, the sources array"}),
+    "dtype": ([lambda a: setattr(a, "X", a.X.astype("f8"))], {"X": "has dtype float32, but float64 in the sources"}),
+    "form": ([lambda a: setattr(a, "X", a.X.toarray())], {"X": "has encoding csr_matrix, but array in the sources"}),
     "columns": (
         [
             relabel,
@@ -529,25 +529,25 @@ DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
         ],
         {
             "obs/kind": "row 5: ",
-            "obs/string": "row 9: 'name 0 ä' is stored, the sources have 'other'; 1 differ",
-            "obs/maybe": "row 0: True is stored, the sources have nothing; 1 differ",
-            "obs/float": "the sources have nan",
-            "obs/new": "is not in the store",
-            "var/symbol": "gene 3: 's3' is stored, the sources have 'x'",
+            "obs/string": "row 9: 'name 0 ä' in the store, but 'other' in the sources; 1 differ",
+            "obs/maybe": "row 0: True in the store, but nothing in the sources; 1 differ",
+            "obs/float": "but nan in the sources",
+            "obs/new": "not in the store",
+            "var/symbol": "gene 3: 's3' in the store, but 'x' in the sources",
             "obsm/frame/float": "entry 2",
-            "raw/var/new": "is not in the store",
+            "raw/var/new": "not in the store",
         },
     ),
     "categories and order": (
         [forget_categories, lambda a: setattr(a, "obs", a.obs[a.obs.columns[::-1]])],
-        {"obs/kind": "the categories, or their order", "obs": "in another order"},
+        {"obs/kind": "the categories or their order", "obs": "in a different order"},
     ),
     "names": (
         [rename],
         {
-            "obs": "names: row 0: 'cell0' is stored, the sources have 'x'; 1 differ",
+            "obs": "names: row 0: 'cell0' in the store, but 'x' in the sources; 1 differ",
             "obsm/frame": "names: entry 0: 'cell0'",
-            "var": "names: gene 299: 'g299' is stored, the sources have 'y'",
+            "var": "names: gene 299: 'g299' in the store, but 'y' in the sources",
         },
     ),
     "uns": (
@@ -558,20 +558,20 @@ DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
             put(lambda a: a.uns["records"]["p"], 1, 9),
         ],
         {
-            "uns/text": "'hello' is stored, the sources have 'bye'",
-            "uns/number": "3.5 is stored, the sources have 3.25",
+            "uns/text": "'hello' in the store, but 'bye' in the sources",
+            "uns/number": "3.5 in the store, but 3.25 in the sources",
             "uns/none": "nothing is stored",
-            "uns/more": "is not in the store",
+            "uns/more": "not in the store",
             "uns/flag": "is in the store, but not in the sources",
-            "uns/nested/array": "has dtype int64, the sources float64",
-            "uns/records": "at 1: (2, 0.25) is stored, the sources have (2, 9.0); 1 values differ",
+            "uns/nested/array": "has dtype int64, but float64 in the sources",
+            "uns/records": "at 1: (2, 0.25) in the store, but (2, 9.0) in the sources; 1 values differ",
         },
     ),
     "elements": (
         [lambda a: a.layers.pop("csr"), lambda a: a.layers.update(new=counts()), lambda a: setattr(a, "raw", None)],
         {
             "layers/csr": "is in the store, but not in the sources",
-            "layers/new": "is not in the store",
+            "layers/new": "not in the store",
             "raw/X": "is in the store, but not",
             "raw/varm/loadings": "is in the store, but not",
         },
@@ -593,14 +593,14 @@ def test_a_row_missing_and_another_order(tmp_path: Path) -> None:
     convert(write_full(tmp_path / "a.h5ad"), tmp_path / "a.zarr")
     fewer = write_full(tmp_path / "fewer.h5ad", adata[np.arange(60) != 17].copy())
     problems = found(tmp_path / "a.zarr", against=fewer)
-    assert ("obs", "60 rows are stored, the sources have 59") in problems
-    assert ("obs", "names: row 17: 'cell17' is stored, the sources have 'cell18'; 42 differ") in problems
-    assert ("X", "has shape (60, 300), the sources (59, 300)") in problems
+    assert ("obs", "has 60 rows, but 59 in the sources") in problems
+    assert ("obs", "names: row 17: 'cell17' in the store, but 'cell18' in the sources; 42 differ") in problems
+    assert ("X", "has shape (60, 300), but (59, 300) in the sources") in problems
     assert {"against", "layers/dense", "raw/X", "obsm/X_pca", "obsp/graph"} <= {where for where, _ in problems}
     swapped = np.arange(60)
     swapped[[20, 21]] = 21, 20
     problems = found(tmp_path / "a.zarr", against=write_full(tmp_path / "swapped.h5ad", adata[swapped].copy()))
-    assert ("obs", "names: row 20: 'cell20' is stored, the sources have 'cell21'; 2 differ") in problems
+    assert ("obs", "names: row 20: 'cell20' in the store, but 'cell21' in the sources; 2 differ") in problems
     (x,) = [what for where, what in problems if where == "X"]
     assert x.startswith("row 20, ")
     assert x.endswith("; 2 rows differ")
@@ -697,7 +697,7 @@ def test_on_s3(s3: S3, tmp_path: Path) -> None:
     filesystem.pipe_file(f"{bucket}/X/data/c/1", bytes(content))
     filesystem.rm_file(f"{bucket}/{TEXT}")
     filesystem.pipe_file(f"{bucket}/X/data/c/77", b"")
-    wanted = {"X/data/c/1": "crc32c", TEXT: "is not there", "X/data/c/77": "belongs to no array"}
+    wanted = {"X/data/c/1": "crc32c", TEXT: "is missing", "X/data/c/77": "belongs to no array"}
     assert_named(found(url, storage_options=options), wanted)
     with pytest.raises(errors.StoreNotFoundError):
         check(s3.url("none.zarr"), storage_options=options)

@@ -1,4 +1,4 @@
-"""AnnData Zarr by other writers: v2 in every compressor, v3 with and without shards, chunks that were never written."""
+"""AnnData Zarr of other writers: v2 with every compressor, v3 with and without shards, chunks never written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ V2 = {
 
 
 def write(dest: Path, matrix: Callable[[zarr.Group], None], zarr_format: int) -> Path:
-    """ADATA with an X that `matrix` writes, not consolidated."""
+    """A store of ADATA without consolidated metadata, whose X is written by `matrix`."""
     root = zarr.create_group(dest, zarr_format=zarr_format)
     root.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
     with ad.settings.override(auto_shard_zarr_v3=False):
@@ -43,7 +43,7 @@ def write(dest: Path, matrix: Callable[[zarr.Group], None], zarr_format: int) ->
 
 
 def csr(grids: tuple[int, int], **options: Any) -> Callable[[zarr.Group], None]:
-    """X as CSR, with chunks of so many indices and values."""
+    """Writes X as CSR, with these chunk sizes for indices and values."""
 
     def write_csr(root: zarr.Group) -> None:
         group = root.create_group("X")
@@ -108,7 +108,7 @@ def test_zarr_v3_with_other_keys(tmp_path: Path, keys: Any, shards: tuple[int] |
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_a_chunk_that_was_never_written_is_fill_value(tmp_path: Path, zarr_format: int) -> None:
-    """Values that are zeros throughout are left out by other writers."""
+    """Other writers omit chunks whose values are all zero."""
     zeroed = ADATA.copy()
     zeroed.X.data[1000:2500] = 0
 

@@ -1,4 +1,4 @@
-"""Several stores as one dataset: lists of URLs and annbatch collections, by value against anndata.concat."""
+"""Several stores as one dataset, from lists of URLs and annbatch collections, compared with anndata.concat."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 
 
 def write_plain(adata: ad.AnnData, dest: Path, *, zarr_format: int = 3, key: str = "/") -> None:
-    """As anndata itself writes a store, or one of those in a hierarchy."""
+    """Writes a store, or a group of a hierarchy, with anndata."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about its coming defaults
+        warnings.simplefilter("ignore")  # about future defaults
         ad.io.write_elem(zarr.open_group(dest, mode="a", zarr_format=zarr_format), key, adata.copy())
 
 
 def write_collection(adatas: Sequence[ad.AnnData], dest: Path) -> Path:
-    """As annbatch 0.3 writes a collection: its own attributes last, no consolidated metadata."""
+    """Writes a collection like annbatch 0.3: root attributes last, no consolidated metadata."""
     for number, adata in enumerate(adatas):
         write_plain(adata, dest, key=f"dataset_{number}")
     root = zarr.open_group(dest, mode="a", zarr_format=3)
@@ -54,24 +54,24 @@ def write_collection(adatas: Sequence[ad.AnnData], dest: Path) -> Path:
 
 
 def named(adata: ad.AnnData, name: str) -> ad.AnnData:
-    """With obs names of its own."""
+    """The AnnData with obs names that no other store has."""
     adata.obs_names = [f"{name} {row}" for row in range(adata.n_obs)]
     return adata
 
 
 def concat(adatas: Sequence[ad.AnnData]) -> ad.AnnData:
-    """The oracle: all rows in memory, x as float64 CSR, and the obs columns that all have."""
+    """The oracle: all rows in memory, x as float64 CSR, and the obs columns that all stores have."""
     x = scipy.sparse.vstack([scipy.sparse.csr_matrix(adata.X, dtype=np.float64) for adata in adatas], "csr")
     bare = [ad.AnnData(obs=adata.obs, var=pd.DataFrame(index=adata.var_names)) for adata in adatas if adata.n_obs]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Observation names are not unique")  # a store may be there twice
+        warnings.filterwarnings("ignore", "Observation names are not unique")  # a store may occur twice
         both = ad.concat(bare)
         both.X = x
     return both
 
 
 def check_epoch(loader: zl.Loader, wanted: ad.AnnData) -> list[int]:
-    """Every minibatch by value; gives the rows in their order."""
+    """Checks every minibatch by value and returns the row numbers in order."""
     seen = [check_minibatch(minibatch, wanted) for minibatch in loader]
     rows = np.concatenate(seen).tolist()
     assert sorted(rows) == list(range(wanted.n_obs))
@@ -96,7 +96,7 @@ def _of_ints(adata: ad.AnnData, dtype: str) -> ad.AnnData:
     return adata
 
 
-# Other forms, dtypes, grids and codecs; what one of them lacks, another has.
+# Stores that differ in form, dtypes, chunk grids and codecs. Each has elements that another lacks.
 POOL = {
     "converted": counts(61, N_GENES, seed=1),
     "converted, dense": _densely(counts(37, N_GENES, seed=2), "float32"),
@@ -143,7 +143,7 @@ NAMES = st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=5).filter(
 def test_every_row_of_every_store_once(
     pool, tmp_path, names, batch_size, fetch_factor, block_size, layout, cached, in_flight_bytes
 ):
-    """Stores of any kind in any order, some of them twice; twice over them, so that the second time may be warm."""
+    """Stores of any kind in any order, some of them twice. With a cache the second epoch is warm."""
     wanted = concat([POOL[name] for name in names])
     dataset = zl.open_dataset([pool[name] for name in names], cache=tmp_path / "cache" if cached else None)
     loader = zl.Loader(
@@ -227,7 +227,7 @@ def test_bytes_in_flight_are_bounded_over_all_stores(pool):
     limit = free.statistics().most_in_flight_bytes // 4
     bound = zl.Loader(dataset, **sizes, options=zl.FetchOptions(in_flight_bytes=limit, max_read_bytes=1, gap_bytes=0))
     assert sum(map(len, bound)) == dataset.n_obs
-    # What one task reads may be more than the bound by itself, and shard indexes are not counted.
+    # A single task may exceed the bound by itself, and shard indexes are not counted.
     assert bound.statistics().most_in_flight_bytes < free.statistics().most_in_flight_bytes / 2
 
 
@@ -322,7 +322,7 @@ def test_other_genes_in_raw_are_refused_when_raw_is_asked_for(tmp_path):
 
 
 def with_obs(folder: Path, *frames: dict[str, object]) -> zl.Dataset:
-    """Stores with these obs columns, opened together."""
+    """A dataset of several stores with these obs columns."""
     for number, columns in enumerate(frames):
         n_rows = len(next(iter(columns.values())))
         obs = pd.DataFrame(columns, index=[f"{number} {row}" for row in range(n_rows)])
@@ -497,7 +497,7 @@ def test_a_missing_object_is_named_with_its_store(two):
     with pytest.raises(MissingObjectError, match=r"bad\.zarr: X/indices/c/0 is not there"):
         list(zl.Loader(zl.open_dataset(two), batch_size=8))
     shutil.rmtree(two[1] / "obs" / "lane" / "c")
-    with pytest.raises(MissingObjectError, match=r"bad\.zarr: obs/lane/c/0 is not there"):
+    with pytest.raises(MissingObjectError, match=r"bad\.zarr: obs/lane/c/0 is missing"):
         zl.open_dataset(two).obs(["lane"])
 
 
@@ -516,11 +516,13 @@ def test_a_matrix_that_cannot_be_read_is_named_with_its_store(pool, tmp_path):
 def test_what_takes_one_store_says_so(pool, tmp_path):
     dataset = zl.open_dataset([pool["plain"], pool["converted"]])
     for ask in (lambda: dataset.root, dataset.object_sizes, dataset.matrix, lambda: dataset.location):
-        with pytest.raises(OptionError, match=r"this takes one store. Open one of them, such as \S+plain\.zarr"):
+        with pytest.raises(
+            OptionError, match=r"this works on a single store. Open one of them, such as \S+plain\.zarr"
+        ):
             ask()
     collection = write_collection([POOL["plain"], POOL["plain"]], tmp_path / "c.zarr")
     for command in (zl.verify, lambda url: zl.append(url, POOL["plain"])):
-        with pytest.raises(OptionError, match=r"c\.zarr \(2 stores\): this takes one store.*c\.zarr/dataset_0"):
+        with pytest.raises(OptionError, match=r"c\.zarr \(2 stores\): this works on a single store.*c\.zarr/dataset_0"):
             command(collection)
 
 
@@ -562,5 +564,5 @@ def test_info_of_a_collection(tmp_path):
     write_collection([POOL["plain"], POOL["plain, dense"]], tmp_path / "c.zarr")
     shown = CliRunner().invoke(app, ["info", str(tmp_path / "c.zarr")], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
-    for part in ("c.zarr (2 stores)", "69 x 23", "csr_matrix / dense", "An epoch of X"):
+    for part in ("c.zarr (2 stores)", "69 x 23", "csr_matrix / dense", "Epoch over X"):
         assert part in shown.output

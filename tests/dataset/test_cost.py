@@ -1,4 +1,4 @@
-"""What an epoch costs, foretold: held against what a real epoch then did."""
+"""Predicted costs of an epoch, compared with the statistics of a real one."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ LOADERS = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A store of 62 shards an array."""
+    """A store with 62 shards per array."""
     tmp = tmp_path_factory.mktemp("cost")
     write_store(counts(700, 300), tmp / "cells.zarr", tmp)
     return tmp / "cells.zarr"
 
 
 def write_plainly(adata: ad.AnnData, dest: Path, **options: Any) -> None:
-    """As anndata writes it: without shards."""
+    """Writes a store with anndata, without shards."""
     adata.obs["donor"] = adata.obs["donor"].astype("category")
     with ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=False), warnings.catch_warnings():
         warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
@@ -59,19 +59,19 @@ def test_without_a_mirror_the_cost_is_what_is_spent(store, options):
     dataset = zl.open_dataset(store)
     loader = zl.Loader(dataset, **options)
     for epoch in range(2):
-        foretold = epoch_costs(dataset, loader.plan(epoch), options=loader.options)
-        assert foretold.unmirrored == spent(loader)
+        predicted = epoch_costs(dataset, loader.plan(epoch), options=loader.options)
+        assert predicted.unmirrored == spent(loader)
 
 
 @pytest.mark.parametrize("options", LOADERS.values(), ids=LOADERS)
 def test_with_a_mirror_the_cost_is_what_the_first_epoch_spends(store, tmp_path, options):
     dataset = zl.open_dataset(store, cache=tmp_path)
     loader = zl.Loader(dataset, **options)
-    foretold = epoch_costs(dataset, loader.plan(0), options=loader.options)
+    predicted = epoch_costs(dataset, loader.plan(0), options=loader.options)
     first = spent(loader)
-    # Which of two fetches under way at once brings a chunk that both need may change how spans fall together.
-    assert first.gets == pytest.approx(foretold.first_mirrored.gets, rel=0.02)
-    assert first.bytes_read == pytest.approx(foretold.first_mirrored.bytes_read, rel=0.02)
+    # If two concurrent fetches need a chunk, either may read it, which changes how spans coalesce.
+    assert first.gets == pytest.approx(predicted.first_mirrored.gets, rel=0.02)
+    assert first.bytes_read == pytest.approx(predicted.first_mirrored.bytes_read, rel=0.02)
     loader.set_epoch(0)
     assert spent(loader) == EpochCost(gets=0, bytes_read=0, exact=True)
 

@@ -1,4 +1,4 @@
-"""Metadata that make no sense in a store that is otherwise whole: an error of ours or right values, never others."""
+"""Invalid metadata in an otherwise intact store lead to a ZloaderError or to correct values, never to wrong values."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ SHAPES: list[Any] = [
 ]
 NAMES: list[Any] = [LEFT_OUT, None, 5, "", ".", "..", "../var/_index", "/c", "none", ["_index"], True]
 ORDERS: list[Any] = [LEFT_OUT, None, 5, "cell_type", {}, [1], [None], [".."], ["../var/_index"], ["none"], [["a"]]]
-# The key of a metadata object, where in it, and what may stand there.
+# The path of a node, the place in its metadata, and the values to put there.
 PLACES: dict[str, tuple[str, tuple[str, ...], list[Any]]] = {
     "attributes of X": ("X", ("attributes",), ATTRIBUTES),
     "attributes of data": ("X/data", ("attributes",), ATTRIBUTES),
@@ -132,7 +132,7 @@ def changed(document: dict[str, Any], place: tuple[str, ...], value: Any) -> dic
 
 @pytest.fixture
 def damages(whole: Path, tmp_path: Path) -> Callable[..., Iterator[Path]]:
-    """Gives a store for each value, as it is and as its root's copy of all metadata has it."""
+    """Yields the store once per value, with the value in the node's metadata and in the consolidated metadata."""
     store = tmp_path / "a.zarr"
     shutil.copytree(whole, store)
 
@@ -157,7 +157,7 @@ def damages(whole: Path, tmp_path: Path) -> Callable[..., Iterator[Path]]:
 @pytest.mark.parametrize("place", PLACES)
 def test_metadata_that_make_no_sense(damages: Callable[..., Iterator[Path]], place: str, use: str) -> None:
     path, where, values = PLACES[place]
-    some = values if use == "load" else values[len(place) % 5 :: 5]  # others for each place
+    some = values if use == "load" else values[len(place) % 5 :: 5]  # a different selection for each place
     for store in damages(path, where, some):
         try:
             USES[use](store)

@@ -1,4 +1,4 @@
-"""Opening stores: what they say of themselves, single rows, and every way in which a store can be no good."""
+"""Opening stores: what a dataset says about itself, `take`, and every way in which a store can be unusable."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def store(pristine: Path, tmp_path: Path) -> Path:
 
 
 def write_plain(adata: ad.AnnData, dest: Path, *, zarr_format: int = 3) -> None:
-    """As anndata itself writes a store."""
+    """Writes a store with anndata."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about its coming defaults and consolidated metadata
+        warnings.simplefilter("ignore")  # about future defaults and consolidated metadata
         root = zarr.create_group(dest, zarr_format=zarr_format)
         ad.io.write_elem(root, "/", adata.copy())
         zarr.consolidate_metadata(root.store)
@@ -59,7 +59,7 @@ def epoch(dataset: zl.Dataset, **options) -> np.ndarray:
     return np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
 
 
-# ------------------------------------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------------------------------------ description
 
 
 @pytest.mark.parametrize("place", ["path", "str", "file URL", "s3"])
@@ -121,7 +121,7 @@ def test_nullable_and_odd_obs_columns(tmp_path):
 
 
 def test_a_plain_anndata_store_opens_too(tmp_path):
-    """Written by anndata: other chunks, other codecs, no checksums, chunks of zeros left out."""
+    """anndata uses other chunks and codecs, writes no checksums, and omits chunks of zeros."""
     write_plain(ADATA, tmp_path / "plain.zarr")
     dataset = zl.open_dataset(tmp_path / "plain.zarr", cache=tmp_path / "cache")
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(store, tmp_path, caplog)
     assert caplog.text.count("every epoch will read from the store") == 1
 
 
-# ------------------------------------------------------------------------------------------------ no good
+# ------------------------------------------------------------------------------------------------ unusable stores
 
 
 def test_nothing_there(tmp_path, s3):
@@ -209,7 +209,7 @@ def test_credentials_that_stop_working_before_the_first_read(s3, tmp_path):
     dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)
     dataset.indptr(dataset.matrix())
     dataset.location.storage_options["secret"] = "changed meanwhile"
-    with pytest.raises(AccessDeniedError, match=r"reading X/\w+/c/\d+ bytes \d+-\d+ is not allowed") as caught:
+    with pytest.raises(AccessDeniedError, match=r"reading X/\w+/c/\d+ bytes \d+-\d+ was denied") as caught:
         epoch(dataset)
     assert "changed meanwhile" not in str(caught.value)
 
@@ -238,7 +238,7 @@ def test_credentials_from_the_surroundings_serve_listing_and_reads_alike(s3, tmp
 
 def test_credentials_may_be_mended_in_a_running_process(s3, tmp_path, monkeypatch):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
-    # An option of its own, since fsspec may still hold a client for the same options and other credentials.
+    # A unique option, because fsspec may still cache a client with the same options and other credentials.
     options = {"endpoint_url": s3.endpoint_url, "listings_expiry_time": 77}
     with pytest.raises(AccessDeniedError, match="key and secret"):
         zl.open_dataset(s3.url("counts.zarr"), storage_options=options)
@@ -262,7 +262,7 @@ def test_no_server_at_the_endpoint():
         "endpoint_url": "http://127.0.0.1:9",
         "config_kwargs": {"retries": {"max_attempts": 0}},
     }
-    with pytest.raises(StoreError, match="Is the endpoint right"):
+    with pytest.raises(StoreError, match="Is the endpoint correct"):
         zl.open_dataset("s3://bucket/counts.zarr", storage_options=options)
 
 
@@ -350,7 +350,7 @@ def test_a_deleted_column_is_named_and_not_read_as_zeros(store, victim):
 
 @pytest.mark.parametrize("change", [lambda p: np.roll(p, 1), lambda p: p + 1, lambda p: p[:-1]])
 def test_a_wrong_indptr_is_refused(pristine, tmp_path, change):
-    """In a store of somebody else: ours has checksums."""
+    """In a store that anndata wrote; ours has checksums that would fail first."""
     write_plain(ADATA, tmp_path / "s.zarr")
     root = zarr.open_group(tmp_path / "s.zarr", mode="r+", use_consolidated=False)
     indptr = change(root["X/indptr"][:])
@@ -364,7 +364,7 @@ def test_a_wrong_indptr_is_refused(pristine, tmp_path, change):
 
 
 def test_a_gene_that_does_not_exist_is_an_error_and_not_a_wild_write(tmp_path):
-    """In a store of somebody else, without checksums: the index would be used as an address."""
+    """In a store without checksums, where the index would be used as a memory address."""
     write_plain(ADATA, tmp_path / "s.zarr")
     indices = zarr.open_group(tmp_path / "s.zarr", mode="r+")["X/indices"]
     indices[7] = 41
@@ -375,7 +375,7 @@ def test_a_gene_that_does_not_exist_is_an_error_and_not_a_wild_write(tmp_path):
 
 def test_an_interrupted_conversion_says_so(store):
     (store / "zarr.json").rename(store / "zloader.partial")
-    with pytest.raises(FormatError, match="its conversion did not end"):
+    with pytest.raises(FormatError, match="its conversion did not finish"):
         zl.open_dataset(store)
 
 

@@ -1,4 +1,4 @@
-"""Objects that are empty or cut short: whoever reads one says so, and never takes it for fill values."""
+"""Reading an empty or truncated object raises an error. It is never taken for a chunk of fill values."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from zloader.access.listed_store import is_metadata
 from zloader.access.location import Location
 from zloader.caching.cached_files import save_object
 from zloader.common.errors import CacheError, MissingObjectError, TruncatedObjectError, ZloaderError
-from zloader.conversion.sources.locations import places
+from zloader.conversion.sources.locations import source_locations
 
 N_ROWS, N_GENES = 45, 8
-SMALL = zl.ConvertOptions(chunk_rows=1, shard_size=256)  # columns of obs have two objects
+SMALL = zl.ConvertOptions(chunk_rows=1, shard_size=256)  # two objects per obs column
 CUTS: dict[str, Callable[[bytes], bytes]] = {"empty": lambda _: b"", "half": lambda stored: stored[: len(stored) // 2]}
 
 
 def annotated() -> ad.AnnData:
-    """Hardly anything in it equals a fill value."""
+    """An AnnData in which hardly any value equals a fill value."""
     numbers = np.arange(1, N_ROWS + 1)
     obs = pd.DataFrame(
         {
@@ -41,7 +41,7 @@ def annotated() -> ad.AnnData:
             "maybe": pd.array([number if number % 3 else None for number in numbers], dtype="Int32"),
         },
         index=[f"cell {number}" for number in numbers],
-    ).astype({"text": object})  # in every pandas: stored as one array
+    ).astype({"text": object})  # stored as one array with every version of pandas
     var = pd.DataFrame({"symbol": [f"s{i}" for i in range(N_GENES)]}, index=[f"g{i}" for i in range(N_GENES)])
     x = sp.csr_matrix(np.random.default_rng(0).integers(0, 5, (N_ROWS, N_GENES)).astype(np.float32))
     adata = ad.AnnData(
@@ -61,7 +61,7 @@ def by_us(dest: Path) -> None:
 
 
 def by_anndata(zarr_format: int, *, shards: bool = False, **codecs: Any) -> Callable[[Path], None]:
-    """Writes a store that is not consolidated; long arrays have several chunks, and fewer in the last shard."""
+    """Writes a store without consolidated metadata. Long arrays have several chunks, fewer in the last shard."""
 
     def write_leaf(function: Any, group: Any, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
         grid: dict[str, Any] = {}
@@ -87,14 +87,14 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The store of a writer, made once."""
+    """A function that returns the store of a writer, written once per module."""
     folder = tmp_path_factory.mktemp("stores")
 
     def store(writer: str) -> Path:
         path = folder / f"{writer}.zarr"
         if not path.exists():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # anndata's and zarr's, about their formats
+                warnings.simplefilter("ignore")  # of anndata and zarr, about their formats
                 WRITERS[writer](path)
         return path
 
@@ -109,7 +109,7 @@ def store(written: Callable[[str], Path], tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def damaged(store: Path, key: str, cut: str) -> Iterator[int]:
-    """The size of an object that is cut meanwhile."""
+    """Truncates an object for the duration of the block; gives the truncated size."""
     whole = (store / key).read_bytes()
     try:
         (store / key).write_bytes(CUTS[cut](whole))
@@ -119,18 +119,18 @@ def damaged(store: Path, key: str, cut: str) -> Iterator[int]:
 
 
 def stored_at(store: Path, key: str) -> str:
-    """Where a chunk of text is: the text of newer versions of pandas is stored as values and a mask."""
+    """The key of a chunk of text. Newer versions of pandas store text as values and a mask."""
     return key if (store / key).exists() else key.replace("/c/", "/values/c/")
 
 
 def chunk_keys(store: Path, *parts: str) -> list[str]:
-    """The objects of these parts that are no metadata."""
+    """The keys of the objects below these paths, without metadata."""
     paths = [path for part in parts for path in (store / part).rglob("*") if path.is_file()]
     return [key for key in (str(path.relative_to(store)) for path in sorted(paths)) if not is_metadata(key)]
 
 
 def outcome(function: Callable[[], Any], key: str, size: int) -> Any:
-    """What a function gives; None where it raises an error of ours that names the object, and its size if that is 0."""
+    """The result of a function, or None if it raises a ZloaderError that names the object, and its size if it is 0."""
     try:
         return function()
     except ZloaderError as error:
@@ -266,7 +266,7 @@ def test_what_a_mirror_holds_from_before_is_checked(store, tmp_path):
     for _ in range(2):
         opened = zl.open_dataset(store, cache=tmp_path / "cache")
         for key in ("zarr.json", "obs/whole/c/0", "obs/text/c/0"):
-            save_object(opened.store.place, key, b"")
+            save_object(opened.store.mirror_directory, key, b"")
         with pytest.raises(CacheError, match=r"zarr\.json"):
             zl.open_dataset(store, cache=tmp_path / "cache", offline=True)
         assert_same(zl.open_dataset(store, cache=tmp_path / "cache").obs(), wanted)
@@ -373,7 +373,7 @@ def test_sources_are_refused(written, tmp_path, writer, cut):
 
 @pytest.mark.parametrize("writer", SOURCES)
 def test_an_empty_object_of_a_source_costs_no_store(written, tmp_path, writer):
-    """What is there is not replaced: obs and uns are only read when it has been."""
+    """The existing store is not replaced, although `convert` reads obs and uns late."""
     source = Path(shutil.copytree(written(writer), tmp_path / "a.zarr"))
     convert(annotated(), tmp_path / "b.zarr")
     key = next(key for key in SOURCES[writer] if key.startswith("obs/"))
@@ -386,8 +386,8 @@ def test_an_empty_object_of_a_source_costs_no_store(written, tmp_path, writer):
 def test_a_source_in_a_zip_file(written, tmp_path, path):
     shutil.make_archive(str(tmp_path / "a"), "zip", written("ours") if not path else written("ours").parent)
     name = path and "ours.zarr"
-    (place,) = places(f"zip://{name}::file://{tmp_path}/a.zip", {})
-    assert {key for key, _, _ in place.objects()} == set(files(written("ours")))
+    (location,) = source_locations(f"zip://{name}::file://{tmp_path}/a.zip", {})
+    assert {key for key, _, _ in location.objects()} == set(files(written("ours")))
 
 
 @pytest.mark.parametrize(

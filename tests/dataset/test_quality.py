@@ -1,4 +1,4 @@
-"""Measures of a plan: held against slow counts, random and ordered rows, and scDataset's published table."""
+"""`quality` compared with slow counts, with random and ordered rows, and with scDataset's published table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 1_400_000
 
 
 def plates() -> np.ndarray:
-    """The plate of each row, in order: 14 plates whose sizes differ so much that random minibatches have 3.63 bits."""
+    """The plate of each row: 14 consecutive plates, of sizes for which random minibatches have 3.63 bits."""
     shares = np.linspace(0.7, 1.3, 14) / 14
     ends = np.round(np.cumsum(shares) * ROWS).astype(int)
     return np.repeat(np.arange(14, dtype=np.int8), np.diff(ends, prepend=0))
@@ -42,7 +42,7 @@ def measured(sampling, fetch_factor=256, *, labels=PLATES, batch_size=64, **opti
     return zl.quality(labels, plan)
 
 
-# (block_size, fetch_factor): bits, from the table of scDataset's paper, for minibatches of 64 of Tahoe-100M.
+# (block_size, fetch_factor): bits. From the table in scDataset's paper, for minibatches of 64 rows of Tahoe-100M.
 PUBLISHED = {
     (4, 1): 3.14,
     (16, 1): 1.76,
@@ -59,7 +59,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(("block_size", "fetch_factor"), PUBLISHED, ids=str)
 def test_the_published_entropies_are_reproduced(block_size, fetch_factor):
     seen = measured(zl.BlockShuffling(block_size), fetch_factor)
-    # The sizes of Tahoe's plates are not published with the table.
+    # Not exact, because the table is published without the sizes of the plates.
     assert seen.entropy_bits == pytest.approx(PUBLISHED[block_size, fetch_factor], abs=0.05)
     assert seen.random_entropy_bits == pytest.approx(3.63, abs=0.01)
 
@@ -76,14 +76,14 @@ def test_where_the_defaults_stand():
 
 
 def test_blocks_in_random_order_alone_have_less_entropy():
-    """256 blocks in a fetch: 13 / (2 * 256 * ln 2) = 0.037 bits less than random rows."""
+    """With 256 blocks per fetch: 13 / (2 * 256 * ln 2) = 0.037 bits less than random rows."""
     seen = measured(zl.BlockShuffling(64))
     assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits - 0.037, abs=0.015)
 
 
 @pytest.mark.parametrize(("n_labels", "left"), [(2, 0.5), (14, 0.2), (56, 0.5), (300, 0.9)])
 def test_strata_bring_entropy_nearer_to_random_for_any_number_of_labels(n_labels, left):
-    """Whether a label has many strata or a stratum many labels; `left` of what random blocks lack at most."""
+    """With many strata per label or many labels per stratum, at most `left` of the deficit of random blocks remains."""
     labels = np.arange(ROWS) * n_labels // ROWS
     seen = [measured(BlockShuffling(64, n_strata=n), labels=labels) for n in (64, 1)]
     in_strata, at_random = (each.random_entropy_bits - each.entropy_bits for each in seen)
@@ -120,7 +120,7 @@ def test_rows_in_order_score_nothing():
 
 
 def test_row_distance_alone_misleads():
-    """16 runs in a minibatch: what the row distance praises, the run and the block share show."""
+    """With 16 runs per minibatch the row distance looks good; longest run and same-block share reveal the runs."""
     seen = measured(zl.BlockShuffling(4), 1)
     assert seen.l1_within > 0.94
     assert seen.longest_run >= 4
@@ -128,7 +128,7 @@ def test_row_distance_alone_misleads():
 
 
 def test_scanners():
-    """4 runs in a minibatch are worse than a fetch of one run of every scanner, and that than random rows."""
+    """4 runs per minibatch mix worse than fetches with a run per scanner, and those mix worse than random rows."""
     few = measured(zl.MixtureOfScanners(16, block_size=8), 1, batch_size=32)
     many = measured(zl.MixtureOfScanners(16, block_size=128), 64, batch_size=32)
     assert few.entropy_bits < many.entropy_bits < many.random_entropy_bits
@@ -147,7 +147,7 @@ def test_a_subset_is_all_the_rows_there_are():
 
 @pytest.mark.parametrize("rows", [None, np.arange(7, 20_000)], ids=["dataset", "view"])
 def test_indices_count_however_the_labels_are_named(rows):
-    """By the name of an obs column or as an array: the plans are the same, row for row, and so are the measures."""
+    """Labels given as the name of an obs column or as an array give the same plan and the same measures."""
     labels = np.arange(20_000) * 14 // 20_000
     chosen = None if rows is None else RowSet.of(np.isin(np.arange(20_000), rows))
     own = labels if rows is None else labels[rows]
@@ -167,7 +167,7 @@ def test_indices_count_however_the_labels_are_named(rows):
     given_as=st.sampled_from(["view", "view and indices", "indices", "indices, some twice, in any order"]),
 )
 def test_a_subset_is_measured_as_if_it_were_the_dataset(n_rows, seed, given_as):
-    """But for which rows are read as one block."""
+    """Only the same-block share may differ, because other rows are consecutive."""
     rng = np.random.default_rng(seed)
     labels, chosen = rng.integers(0, 4, n_rows), np.sort(rng.choice(n_rows, 20, replace=False))
     if given_as == "view":
@@ -191,11 +191,12 @@ def test_a_subset_is_measured_as_if_it_were_the_dataset(n_rows, seed, given_as):
 def test_a_large_view_holds_few_bytes_a_row():
     labels = np.zeros(8_000_000, np.int8)
     sampling = Within(zl.BlockShuffling(8), RowSet.of(np.arange(len(labels)) % 2 == 0))
-    measured(sampling, 64, labels=labels, batch_size=8)  # compiles
+    measured(sampling, 64, labels=labels, batch_size=8)  # compile first
     tracemalloc.start()
     try:
         measured(sampling, 64, labels=labels, batch_size=8)
-        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(labels)  # an int64 for each of the view: 4 of these
+        # An int64 per row of the view would take 4 bytes per row of the dataset.
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(labels)
     finally:
         tracemalloc.stop()
 
@@ -313,7 +314,7 @@ LABELS = {
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
 def test_labels_of_any_kind_are_measured_as_their_codes(labels):
-    """What is missing is one label."""
+    """Missing labels count as one label."""
     assert measured(zl.BlockShuffling(4), 4, labels=labels, batch_size=8) == measured(
         zl.BlockShuffling(4), 4, labels=CODES, batch_size=8
     )
@@ -322,14 +323,14 @@ def test_labels_of_any_kind_are_measured_as_their_codes(labels):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (np.zeros(9, int), r"one for each of 10 rows, not of shape \(9,\)"),
-        (["a"] * 11, r"one for each of 10 rows, not of shape \(11,\)"),
-        (np.zeros((10, 1), int), "one for each of 10 rows"),
-        (pd.DataFrame({"plate": range(10)}), "one for each of 10 rows"),
-        ("plate", "one for each of 10 rows"),
-        (np.append(np.arange(9.0), np.nan), "labels are float64"),
-        (pd.Series(range(10), dtype="Float32"), "labels are Float32"),
-        ([0.5] * 10, "labels are float64"),
+        (np.zeros(9, int), r"one label for each of the 10 rows, not an array of shape \(9,\)"),
+        (["a"] * 11, r"one label for each of the 10 rows, not an array of shape \(11,\)"),
+        (np.zeros((10, 1), int), "one label for each of the 10 rows"),
+        (pd.DataFrame({"plate": range(10)}), "one label for each of the 10 rows"),
+        ("plate", "one label for each of the 10 rows"),
+        (np.append(np.arange(9.0), np.nan), "whole numbers, not float64"),
+        (pd.Series(range(10), dtype="Float32"), "whole numbers, not Float32"),
+        ([0.5] * 10, "whole numbers, not float64"),
     ],
 )
 def test_labels_must_be_one_a_row(labels, said):
@@ -341,8 +342,8 @@ def test_labels_must_be_one_a_row(labels, said):
 def test_labels_of_a_view_alone_are_refused():
     sampling = Within(zl.Streaming(), RowSet.of(np.arange(10) < 6))
     plan = Plan(dataset_rows=10, sampling=sampling, batch_size=2, fetch_factor=2)
-    with pytest.raises(OptionError, match="the 6 rows of a view, but those of all 10 rows of the whole dataset"):
+    with pytest.raises(OptionError, match="the 6 rows of a view, but the labels of all 10 rows of the whole dataset"):
         zl.quality(list("abcabc"), plan)
-    with pytest.raises(OptionError, match="one for each of 10 rows"):
+    with pytest.raises(OptionError, match="one label for each of the 10 rows"):
         zl.quality(list("abcab"), plan)
     assert zl.quality(list("ababababab"), plan).entropy_bits == 1

@@ -1,4 +1,4 @@
-"""Suggested sizes fit the memory, the store and one another."""
+"""Suggested sizes fit the memory, the store and each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _sizes(*, memory="2GiB", **given):
     batch_size=st.integers(1, 2000),
     memory=st.integers(2**24, 2**38),
 )
-@example(n_rows=44, row_bytes=111_213, rows_per_chunk=38, batch_size=1, memory=2**24)  # not even a block fits
+@example(n_rows=44, row_bytes=111_213, rows_per_chunk=38, batch_size=1, memory=2**24)  # not even one block fits
 def test_what_is_suggested_can_be_planned_and_fits(n_rows, row_bytes, rows_per_chunk, batch_size, memory):
     options = zl.FetchOptions(memory=memory)
     suggested = _sizes(
@@ -45,7 +45,7 @@ def test_what_is_suggested_can_be_planned_and_fits(n_rows, row_bytes, rows_per_c
     )
     assert suggested.fetch_rows == len(plan.fetch(0).rows)
     assert plan.fetch_rows < n_rows + batch_size
-    if suggested.fetch_factor > 1:  # else it is what one minibatch takes
+    if suggested.fetch_factor > 1:  # otherwise a fetch is a single minibatch of any size
         assert suggested.fetch_bytes <= suggested.memory_bytes / (options.prefetch + 1) * (1 + 1e-9) + 1
 
 

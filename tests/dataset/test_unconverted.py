@@ -1,4 +1,4 @@
-"""What is opened as a store and is none yet: the error says which command makes it one, and that command works."""
+"""Opening something that is not a store yet: the error names the command that converts it, and that command works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADATA = counts(20, 10)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A directory with a bucket of such things below."""
+    """A directory with a bucket of such files below it."""
     folder = tmp_path_factory.mktemp("root")
     bucket = folder / "bucket"
     bucket.mkdir()
@@ -48,7 +48,7 @@ def server(root):
 
 
 def advised(error):
-    """Source and destination in the advice of an error, which are the same in the command and in Python."""
+    """Source and destination in the advice of an error. They are the same in the command and in Python."""
     command, function = re.search(
         r"Convert it once: (zloader convert .+) \(in Python: zl\.(.+)\)$", str(error)
     ).groups()
@@ -66,7 +66,7 @@ def advised(error):
         ("cells.hdf5", "is an HDF5 file", "cells.hdf5", "cells.zarr", 20),
         ("cells.data", "is an HDF5 file", "cells.data", "cells.data.zarr", 20),
         ("10x", "is a 10x directory", "10x", "10x.zarr", 1),
-        ("plates", "holds .h5ad files", "plates/*.h5ad", "plates.zarr", 40),
+        ("plates", "contains .h5ad files", "plates/*.h5ad", "plates.zarr", 40),
     ],
 )
 def test_the_advised_command_makes_a_store(root, tmp_path, monkeypatch, name, kind, source, store, rows):
@@ -114,12 +114,12 @@ def test_a_10x_file_is_an_hdf5_file(tmp_path):
 
 
 def test_any_other_file_is_no_store_either(root, tmp_path):
-    with pytest.raises(FormatError, match=r"notes\.txt is a single file, and a Zarr store is a directory"):
+    with pytest.raises(FormatError, match=r"notes\.txt is a single file, but a Zarr store is a directory"):
         zl.open_dataset(root / "bucket" / "notes.txt")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.h5ad").touch()
     (tmp_path / "mixed" / "zloader.partial").touch()
-    with pytest.raises(FormatError, match="its conversion did not end"):
+    with pytest.raises(FormatError, match="its conversion did not finish"):
         zl.open_dataset(tmp_path / "mixed")
 
 

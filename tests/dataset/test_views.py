@@ -1,4 +1,4 @@
-"""Views: the rows that they have, how they are split, and loaders over them, by value."""
+"""Views: their rows, splits, and loaders over views, checked by value."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.dataset.cost import epoch_costs
+from zloader.dataset.matrices import as_scipy
 from zloader.dataset.splits import split_rows
-from zloader.dataset.table import as_scipy
 from zloader.dataset.views import RowSet, Within, mask_of
 from zloader.order.plan import Plan
 from zloader.selecting.columns import ObsColumn, as_numbers
@@ -30,7 +30,7 @@ PARTS = [counts(211, 37, seed=1), counts(160, 37, seed=2), counts(132, 37, seed=
 
 
 def _united():
-    """What the three stores are together."""
+    """The three AnnData concatenated."""
     for number, part in enumerate(PARTS):
         part.obs_names = [f"{number} {name}" for name in part.obs_names]
         part.obsm["X_pca"] = np.random.default_rng(number).random((part.n_obs, 3)).astype(np.float32)
@@ -65,7 +65,7 @@ def dataset(request, one, urls, tmp_path) -> zl.Dataset:
 
 
 def column(**columns) -> object:
-    """What `Dataset.obs_column` is for these columns."""
+    """A function like `Dataset.obs_column` for these columns."""
     kept = {
         name: values if isinstance(values, ObsColumn) else as_numbers(name, values) for name, values in columns.items()
     }
@@ -129,13 +129,13 @@ def labelled(codes: np.ndarray) -> object:
 def test_parts_are_a_partition_of_the_sizes_asked_for(shares, codes, seed, how):
     n = len(codes)
     if how == "by" and np.diff(np.round(np.cumsum(shares) * n), prepend=0).astype(bool).sum() > len(set(codes)):
-        how = "rows"  # there are fewer labels than parts
+        how = "rows"  # fewer labels than parts
     given_by = {"by": "donor" if how == "by" else None, "stratify": "donor" if how == "stratify" else None}
     parts = split_rows(shares, labelled(codes), n, **given_by, seed=seed)
     assert parts.shape == (n,)
     assert not n or (parts.min() >= 0 and parts.max() <= len(shares))
     if sum(shares) >= 1 - 1e-9 and how != "by":
-        assert not (parts == len(shares)).any()  # nothing is left over
+        assert not (parts == len(shares)).any()  # no rows are left over
     sizes = np.bincount(parts, minlength=len(shares) + 1)[: len(shares)]
     if how != "by":
         assert (np.abs(sizes - np.array(shares) * n) <= 1).all()
@@ -187,7 +187,8 @@ def test_no_part_is_empty_and_a_fuller_one_is_taken_where_it_is_nearer(counts, s
     codes = np.repeat(np.arange(len(counts)), counts)
     of_seed = [split_rows(shares, column(d=codes), len(codes), by="d", stratify=None, seed=seed) for seed in range(9)]
     assert all(np.bincount(parts, minlength=len(shares)).tolist() == sizes for parts in of_seed)
-    assert len(set(counts)) > 1 or len({tuple(parts) for parts in of_seed}) > 1  # of equals, the seed chooses
+    # Among labels of equal size the seed decides.
+    assert len(set(counts)) > 1 or len({tuple(parts) for parts in of_seed}) > 1
 
 
 @given(
@@ -197,7 +198,7 @@ def test_no_part_is_empty_and_a_fuller_one_is_taken_where_it_is_nearer(counts, s
     seed=st.integers(0, 5),
 )
 def test_no_group_moved_and_no_two_exchanged_bring_parts_nearer(counts, shares, rest, seed):
-    """Against every move and every exchange."""
+    """Compared with every possible move and exchange."""
     codes, n_parts = np.repeat(np.arange(len(counts)), counts), len(shares)
     sizes = np.diff(len(codes) * np.cumsum(shares) // (sum(shares) + rest), prepend=0).tolist()
     if 0 in sizes:
@@ -254,18 +255,18 @@ def test_the_windows_of_a_split_do_not_show(monkeypatch):
         ([float("nan")], {}, "give each part"),
         (["a"], {}, "give each part"),
         ([True], {}, "give each part"),
-        ([0.5, 10], {}, "all parts fractions, or all of them numbers"),
-        ([60, 50], {}, r"60 \+ 50 rows are more than the 100"),
+        ([0.5, 10], {}, "fractions for all parts or numbers of rows for all parts"),
+        ([60, 50], {}, r"60 \+ 50 rows need more than the 100"),
         ([2**70, 1], {}, f"{2**70} .* more than the 100"),
         (0.5, {}, r"as a list such as \[0.9, 0.1\], or a dict by name, not 0.5"),
         (np.array(0.5), {}, "as a list such as"),
-        ([0.5], {"by": ["donor"]}, r"by takes the name of one obs column, such as 'donor', not \['donor'\]"),
-        ([0.5], {"stratify": 3}, "stratify takes the name"),
+        ([0.5], {"by": ["donor"]}, r"by must be the name of one obs column, such as 'donor', not \['donor'\]"),
+        ([0.5], {"stratify": 3}, "stratify must be the name"),
         ([0.5], {"seed": 1.5}, "seed must be a whole number of at least 0, not 1.5"),
         ([0.5], {"seed": "7"}, "seed must be"),
         ([0.5], {"seed": True}, "seed must be"),
         ([0.5], {"seed": -1}, "seed must be"),
-        ([0.5], {"by": "donor", "stratify": "donor"}, "exclude each other"),
+        ([0.5], {"by": "donor", "stratify": "donor"}, "not both"),
         ([0.2] * 5, {"by": "donor"}, "5 parts need as many labels, but obs column 'donor' has 4"),
         ([0.5], {"by": "score"}, "holds float64"),
         ([0.5], {"stratify": "score"}, "holds float64"),
@@ -299,10 +300,10 @@ def test_fractions_of_single_precision_leave_no_row_over(shares):
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        (np.ones(9, bool), "a mask over 10 rows"),
-        (np.ones((10, 1), bool), "a mask over 10 rows"),
-        ([3, 10], "row 10 is not there"),
-        ([-1], "row -1 is not there"),
+        (np.ones(9, bool), "a mask over all 10 rows"),
+        (np.ones((10, 1), bool), "a mask over all 10 rows"),
+        ([3, 10], "row 10 does not exist"),
+        ([-1], "row -1 does not exist"),
         ([3, 4, 3], "row 3 more than once"),
         ([0.5], "must be a 1-d sequence of row numbers"),
         ([[1, 2]], "must be a 1-d sequence of row numbers"),
@@ -317,11 +318,11 @@ def test_conditions_that_make_no_sense_are_refused(condition, message):
 
 @pytest.mark.slow
 def test_many_rows_take_little_memory():
-    """Arrays alone: a byte a row for each mask, and an eighth of that for what is kept."""
+    """Only arrays: one byte per row for each mask, and one bit per row for a RowSet."""
     n = 20_000_000
     codes = (np.arange(n, dtype=np.int64) // 70_000 % 250).astype(np.uint8).view(np.int8) % 100
     of = column(donor=ObsColumn(values=codes, categories=pd.Index([f"d{number}" for number in range(100)])))
-    mask_of("donor == 'd1'", of, 10), split_rows([0.5], of, 100, by="donor", stratify=None, seed=0)  # compiled now
+    mask_of("donor == 'd1'", of, 10), split_rows([0.5], of, 100, by="donor", stratify=None, seed=0)  # compile first
     tracemalloc.start()
     try:
         mask = mask_of("donor in ['d1', 'd2', 'd3'] or not donor != 'd7'", of, n)
@@ -346,7 +347,7 @@ def test_many_rows_take_little_memory():
 
 
 def check_view(view: zl.View, rows: np.ndarray) -> None:
-    """Holds all that a view says of itself against the rows that it should have."""
+    """Compares everything that a view says about itself with the rows it should have."""
     assert (len(view), view.n_obs, view.n_vars) == (len(rows), len(rows), ADATA.n_vars)
     np.testing.assert_array_equal(view.row_numbers, rows)
     wanted = ADATA.obs.iloc[rows]
@@ -438,7 +439,7 @@ def test_what_is_not_there_is_listed(dataset):
     view = dataset.where("lane == 1")
     with pytest.raises(OptionError, match=f"rows 0 to {len(view) - 1}"):
         view.take([len(view)])
-    with pytest.raises(OptionError, match=f"a mask over {len(view)} rows"):
+    with pytest.raises(OptionError, match=f"a mask over all {len(view)} rows"):
         view.where(np.ones(N, bool))
     with pytest.raises(OptionError, match="0 rows"):
         zl.Loader(dataset.where([]), batch_size=4, fetch_factor=2)
@@ -459,7 +460,7 @@ SAMPLINGS = [
 
 
 def epoch(loader) -> np.ndarray:
-    """The rows of an epoch, whose values have been checked."""
+    """The row numbers of an epoch, after checking all values."""
     rows = []
     for minibatch in loader:
         rows.append(check_minibatch(minibatch, ADATA))
@@ -537,7 +538,7 @@ def test_only_what_a_view_needs_is_read(urls, one, tmp_path):
 
 
 def test_a_view_of_blocks_reads_neighbours_together():
-    """Blocks are consecutive rows of the view: where those are neighbours on disk, so are those of a block."""
+    """Blocks are consecutive rows of the view, so they are consecutive in the store wherever the view is."""
     mask = np.zeros(1000, bool)
     mask[100:300] = mask[600:900] = True
     sampling = Within(zl.BlockShuffling(50), RowSet.of(mask))
@@ -576,7 +577,7 @@ def test_machines_keep_to_their_part_of_a_view(dataset):
 
 
 def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset):
-    """Of one label alone, minibatches of any order have no entropy, however mixed the other rows are."""
+    """A view of a single label has no entropy in any order, however mixed the other rows are."""
     view = dataset.where("lane == 3")
     plan = zl.Loader(view, **SIZES).plan(0)
     np.testing.assert_array_equal(plan.sampling.indices, view.row_numbers)
@@ -587,7 +588,7 @@ def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset)
 
 
 class Astray:
-    """A sampling of somebody's own that counts a view's rows from elsewhere."""
+    """A custom sampling that returns wrong row numbers, shifted by `by`."""
 
     shuffles_fetch = False
 

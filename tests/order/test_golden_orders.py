@@ -1,6 +1,6 @@
-"""The order of an epoch is the same under any later NumPy and on any machine: a resumed run goes on where it was.
+"""The order of an epoch is the same with every NumPy version and on every machine, so that saved runs can be resumed.
 
-These values may change only with a reason that is worth breaking every run that is to be resumed.
+Changing these values breaks every saved run, so it needs a very good reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLINGS = {
     "classes": ClassBalancedSampling(LABELS, block_size=8),
     "classes once": ClassBalancedSampling(LABELS, block_size=8, total_size=200, replace=False),
 }
-# For each (seed, epoch): the first 16 rows, and the checksum of all rows as little-endian int64.
+# Per sampling, seed and epoch: the first 16 rows, and the crc32 of all rows as little-endian int64.
 GOLDEN = {
     ("streaming", 0, 0): ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], 619770717),
     ("streaming", 7, 3): ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], 619770717),

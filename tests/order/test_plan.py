@@ -1,4 +1,4 @@
-"""Every row once an epoch over all ranks and workers, in equally many minibatches a rank."""
+"""Every row comes once per epoch over all ranks and workers, and all ranks get the same number of minibatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.any_version
 
 @st.composite
 def plans(draw, drop_last=None, sampling=None):
-    """Plans of rank 0; from less than one minibatch a rank to several rounds of fetches."""
+    """Plans of rank 0, from less than one minibatch per rank to several rounds of fetches."""
     batch_size = draw(st.integers(1, 8))
     fetch_factor = draw(st.integers(1, 5))
     world_size = draw(st.integers(1, 5))
@@ -70,7 +70,7 @@ def _listed(plan):
 @given(plan=plans(drop_last=False), n_workers=st.integers(1, 4))
 def test_every_row_comes_exactly_once_over_ranks_and_workers(plan, n_workers):
     rows = np.sort(_all_rows(plan, n_workers=n_workers))
-    if plan.batch_size == 1:  # minibatches of one row cannot be shared out evenly: a few are left out
+    if plan.batch_size == 1:  # minibatches of one row cannot be divided evenly, so a few are left out
         assert len(np.unique(rows)) == len(rows)
         assert set(rows.tolist()) <= set(range(plan.dataset_rows))
         assert plan.dataset_rows - len(rows) < plan.world_size
@@ -91,7 +91,7 @@ def test_drop_last_leaves_out_less_than_one_minibatch_a_rank(plan, n_workers):
 @given(plan=plans(), n_workers=st.integers(1, 4))
 @example(
     plan=Plan(dataset_rows=9, sampling=Streaming(), batch_size=2, fetch_factor=2, world_size=2), n_workers=1
-)  # one row left for two ranks
+)  # one row is left for two ranks
 @example(plan=Plan(dataset_rows=5, sampling=Streaming(), batch_size=4, fetch_factor=2, world_size=1), n_workers=2)
 def test_ranks_agree_on_the_number_of_minibatches_and_say_it(plan, n_workers):
     for rank in _ranks(plan):
@@ -108,7 +108,7 @@ def test_minibatches_are_full_but_for_the_last_two_of_a_rank(plan):
         assert all(1 <= size <= plan.batch_size for size in sizes)
         assert all(size == plan.batch_size for size in sizes[:-2])
         if len(sizes) > 1 and sizes[-2] != plan.batch_size:
-            # Another rank has one row more, and so one minibatch more: this one's last was cut in two.
+            # Another rank has one row and one minibatch more, so this rank's last minibatch is cut in two.
             assert sizes[-2:] == [plan.batch_size - 1, 1]
 
 
@@ -132,7 +132,7 @@ def test_workers_share_out_the_fetches_of_their_rank(plan, n_workers):
     assert sorted(itertools.chain(*dealt)) == list(range(plan.n_fetches))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     turns = [numbers for turn in itertools.zip_longest(*dealt) for numbers in turn if numbers is not None]
-    assert turns == list(range(plan.n_fetches))  # taking turns gives the order of the rank
+    assert turns == list(range(plan.n_fetches))  # in turn, the workers give the order of the rank
 
 
 @given(plan=plans(sampling=Streaming()))
@@ -147,7 +147,7 @@ def test_streaming_reads_in_order_and_deals_fetches_in_turn(plan):
 
 @given(plan=plans())
 def test_fetches_hold_whole_blocks(plan):
-    """A fetch is the positions of the sampling's order that belong to it, read in that order."""
+    """A fetch reads consecutive positions of the order of the sampling."""
     order = plan.sampling.rows(0, plan.n_rows, dataset_rows=plan.dataset_rows, seed=plan.seed, epoch=plan.epoch)
     place = np.argsort(order)
     for rank in _ranks(plan):
@@ -194,7 +194,7 @@ def test_what_is_left_out_for_equal_counts_changes_with_the_epoch():
     left_out = [
         frozenset(range(103)) - set(_all_rows(dataclasses.replace(plan, epoch=epoch)).tolist()) for epoch in range(30)
     ]
-    assert {len(rows) for rows in left_out} == {7}  # 103 = 4 minibatches a rank x 3 x 8 + 7
+    assert {len(rows) for rows in left_out} == {7}  # 103 rows = 4 minibatches per rank x 3 ranks x 8 rows + 7
     assert len(set(left_out)) > 15
     assert len(frozenset.union(*left_out)) > 60
 
@@ -233,7 +233,7 @@ def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
 
 
 def test_golden_minibatches():
-    """A resumed run must meet the same minibatches under any later NumPy."""
+    """A resumed run must get the same minibatches with every later NumPy version."""
     plan = Plan(
         dataset_rows=21,
         sampling=BlockShuffling(block_size=2),
@@ -257,7 +257,7 @@ def test_a_plan_of_a_million_million_rows_costs_what_one_fetch_costs():
     assert fetch.rows.max() < 10**12 + 5
 
 
-# ---- what makes no sense
+# ---- invalid options
 
 
 GOOD = {
@@ -320,7 +320,7 @@ def test_a_block_as_large_as_a_fetch_is_allowed():
 
 
 class Given:
-    """A sampling of somebody's own that gives what it is told to."""
+    """A user-defined sampling that returns the given rows."""
 
     shuffles_fetch = False
 
@@ -352,7 +352,7 @@ def test_rows_that_are_none_are_refused(rows, message):
 
 
 def test_rows_that_came_as_padding_are_seen():
-    """Of 10 rows two ranks have had four each, and then one of those as padding: what is left has them no more."""
+    """Padding repeats some of 10 rows on two ranks. Rows received as padding are not dealt again."""
     then = Plan(
         dataset_rows=10, sampling=BlockShuffling(1), batch_size=4, fetch_factor=4, world_size=2, remainder="pad"
     )

@@ -1,4 +1,4 @@
-"""Ranks: equally many minibatches, rows dropped or repeated for that, parts of machines, and real gloo processes."""
+"""Ranks: equal numbers of minibatches, dropped and repeated rows, parts per machine, and real gloo processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
-from zloader.order.ranks import RankPlacement, place_of
+from zloader.order.ranks import RankPlacement, placement_of
 from zloader.testing import assert_resumes_anywhere
 
 N_ROWS = 101
@@ -50,7 +50,7 @@ def listed(loader) -> list[list[int]]:
     world_size=st.integers(1, 7),
     epoch=st.integers(0, 5),
 )
-@example(n_rows=1, batch_size=9, fetch_factor=4, world_size=7, epoch=0)  # the one row comes 63 times
+@example(n_rows=1, batch_size=9, fetch_factor=4, world_size=7, epoch=0)  # the only row comes 63 times
 def test_padding_fills_every_minibatch_of_every_rank(n_rows, batch_size, fetch_factor, world_size, epoch):
     plan = Plan(
         dataset_rows=n_rows,
@@ -134,7 +134,7 @@ def test_a_machine_keeps_to_its_part(store, remainder):
     assert {len(rows) for rows in left_out} == {1}  # 101 rows for two machines
     assert len(set(left_out)) > 1
     assert all(orders[0] != order for order in orders[1:])
-    assert [row - 50 for row in orders[0][1]] != orders[0][0]  # the machines differ in more than where they begin
+    assert [row - 50 for row in orders[0][1]] != orders[0][0]  # the orders of the machines are independent
 
 
 @pytest.mark.parametrize("sampling", [zl.Streaming(), zl.BlockShuffling(3), zl.MixtureOfScanners(3, block_size=2)])
@@ -148,7 +148,7 @@ def test_two_epochs_see_every_row_of_every_part(sampling, n_machines):
             seen = part.rows(0, part.n_rows(N_ROWS), dataset_rows=N_ROWS, seed=0, epoch=epoch)
             assert len(set(seen)) == len(seen) == N_ROWS // n_machines
             often[seen] += 1
-    assert often.min() == 1  # of those left out once; the part with a row more has two
+    assert often.min() == 1  # rows left out once; a part with an extra row has two of them
     assert often.max() == 2
 
 
@@ -169,7 +169,7 @@ def test_parts_of_machines_are_all_that_their_mirrors_hold(store, tmp_path):
         loader = machines(dataset, 2, 1, x="X")[machine][0]
         for _ in range(2):
             list(loader)
-        assert loader.statistics().gets == 0 or machine == 1  # of 51 rows one may come in the second epoch alone
+        assert loader.statistics().gets == 0 or machine == 1  # one of 51 rows may come only in the second epoch
         sizes.append(loader.statistics().bytes_from_mirror)
     everything = zl.Loader(zl.open_dataset(store, cache=tmp_path / "all"), **SIZES)
     for _ in range(2):
@@ -198,11 +198,11 @@ def test_machines_resume_anywhere_and_with_other_ranks(store):
 def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_WORLD_SIZE", "3")):
         monkeypatch.setenv(name, value)
-    here = place_of(None, None, "global", None)
+    here = placement_of(None, None, "global", None)
     assert (here.rank, here.world_size, here.machines) == (5, 6, 1)
-    here = place_of(None, None, "machine", None)
+    here = placement_of(None, None, "machine", None)
     assert (here.rank, here.world_size, here.machine, here.machines) == (2, 3, 1, 2)
-    here = place_of(3, 4, "machine", 2)
+    here = placement_of(3, 4, "machine", 2)
     assert (here.rank, here.world_size, here.machine, here.machines) == (1, 2, 1, 2)
 
 
@@ -211,11 +211,11 @@ def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
     [
         ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK: set RANK and WORLD_SIZE"),
         ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE: set RANK and WORLD_SIZE"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "has RANK='x', which is no whole number"),
-        ({"RANK": "", "WORLD_SIZE": "2"}, "has RANK='', which is no whole number"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "has RANK='-1', which is no whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "2.0"}, "has WORLD_SIZE='2.0', which is no whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "x"}, "has LOCAL_WORLD_SIZE='x', which is no whole"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "has RANK='x', which is not a whole number"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "has RANK='', which is not a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "has RANK='-1', which is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2.0"}, "has WORLD_SIZE='2.0', which is not a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "x"}, "has LOCAL_WORLD_SIZE='x', which is not a whole"),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, says):
@@ -224,7 +224,7 @@ def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, variables, s
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match=says):
-        place_of(None, None, "machine", None)
+        placement_of(None, None, "machine", None)
 
 
 @pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
@@ -234,12 +234,12 @@ def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for locality in ("global", "machine"):
-        here = place_of(None, None, locality, None)
+        here = placement_of(None, None, locality, None)
         assert (here.rank, here.world_size, here.machine, here.machines) == (0, 1, 0, 1)
 
 
 class Backwards:
-    """A sampling of one's own."""
+    """A user-defined sampling."""
 
     shuffles_fetch = False
 
@@ -252,9 +252,9 @@ class Backwards:
 
 REFUSED = {
     "remainder": ({"remainder": "keep"}, "remainder must be one of 'drop', 'pad', not 'keep'"),
-    "both": ({"remainder": "pad", "drop_last": True}, "give one of them"),
+    "both": ({"remainder": "pad", "drop_last": True}, "exclude each other"),
     "locality": ({"locality": "rack"}, "locality must be one of 'global', 'machine', not 'rack'"),
-    "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is no multiple of local_world_size 3"),
+    "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is not a multiple of local_world_size 3"),
     "none": ({"locality": "machine", "local_world_size": 0}, "local_world_size must be .* not 0"),
     "text": ({"locality": "machine", "local_world_size": "2"}, "local_world_size must be .* not '2'"),
     "text world": ({"locality": "machine", "world_size": "4"}, "world_size must be .* not '4'"),
@@ -270,7 +270,7 @@ REFUSED = {
     ),
     "classes": (
         {"locality": "machine", "local_world_size": 2, "sampling": zl.ClassBalancedSampling("cell_type")},
-        "not one by weight: use one of these, or locality='global'",
+        "not weighted sampling: use one of these, or locality='global'",
     ),
     "one's own": ({"locality": "machine", "local_world_size": 2, "sampling": Backwards()}, "not Backwards: use one of"),
 }
@@ -290,9 +290,9 @@ def test_options_that_make_no_sense_are_refused(store, options, says):
 
 # ---- real processes
 
-# Each rank is a process of its own. It tells its epochs as training in lock step sees them: after each minibatch all
-# ranks meet, so that one with a minibatch more would wait until the deadline, and fail. Then the second half of an
-# epoch, from the state of rank 0.
+# Each rank is a process and reports the epochs that it received in lock step: all ranks synchronise after each
+# minibatch, so a rank with one minibatch more would wait until the deadline and fail. Then each rank resumes in the
+# middle of an epoch from the state of rank 0.
 _RANKS = """
 import datetime, json, multiprocessing, os, sys, traceback
 import torch, torch.distributed as dist
@@ -335,7 +335,7 @@ def rank(number, world_size, meeting, n_workers, options):
     dist.destroy_process_group()
     return told
 
-multiprocessing.set_forkserver_preload(["zloader.training.loader"])  # once instead of in every worker
+multiprocessing.set_forkserver_preload(["zloader.training.loader"])  # imported once instead of in every worker
 for name, (world_size, n_workers, options) in json.loads(sys.argv[2]).items():
     folder, children = json.loads(sys.argv[3]) + "/" + name, []
     os.mkdir(folder)
@@ -361,7 +361,7 @@ _RUNS = {
 
 @pytest.fixture(scope="module")
 def processes(interpreter, store, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of each run told."""
+    """The report of each rank of each run."""
     folder = tmp_path_factory.mktemp("runs")
     done = interpreter.run(_RANKS, *map(json.dumps, (str(store), _RUNS, str(folder))), GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Stopping before any minibatch and going on: the same minibatches, or with other ranks exactly the unseen rows."""
+"""Resuming before any minibatch gives the same minibatches, or with other ranks exactly the rows not yet received."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rows_of(minibatches) -> list[int]:
 
 
 def taken(loader, n) -> dict:
-    """The state of a loader after `n` minibatches, as it comes back from a file."""
+    """The state of a loader after `n` minibatches, after a round trip through JSON."""
     minibatches = iter(loader)
     for _ in range(n):
         next(minibatches)
@@ -115,7 +115,7 @@ def test_the_rest_of_a_plan_is_its_tail(plan, place, n_workers):
 
 @given(plan=plans(), first=st.floats(0, 1), second=st.floats(0, 1), sizes=st.tuples(*[st.integers(1, 5)] * 2))
 def test_other_ranks_get_exactly_what_nobody_has_seen(plan, first, second, sizes):
-    """Over two changes of the world size in one epoch."""
+    """The world size changes twice in one epoch."""
     stretches, seen = [], []
     places = [*zip((plan.world_size, *sizes), (first, second, 1.0), strict=True)]
     for world_size, place in places:
@@ -180,7 +180,7 @@ def test_a_loader_that_was_used_can_be_put_back(dataset):
     assert rest == rows_of(fresh)[12:]
     assert rows_of(loader) == rows_of(fresh)
     loader.load_state_dict(state)
-    loader.set_epoch(0)  # which forgets the state
+    loader.set_epoch(0)  # discards the state
     assert len(rows_of(loader)) == N_ROWS
 
 
@@ -205,7 +205,7 @@ def test_what_failed_or_was_closed_is_not_finished(dataset):
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_other_ranks(dataset, remainder):
-    """Of a run of 3 ranks with 2, then 1: by value, with the fetches that were cut in mid-course."""
+    """A run of 3 ranks continues with 2 ranks, then with 1, from within a fetch."""
     options = SIZES | {"x": None, "remainder": remainder}
     seen, state = [], None
     for world_size, n_taken in ((3, 3), (2, 2), (1, 100)):
@@ -232,7 +232,7 @@ def test_resuming_reads_nothing_of_what_is_skipped(store):
     list(whole)
     all_of_it = whole.statistics()
     whole.set_epoch(0)
-    state = taken(whole, 9)  # of 13, three fetches of five
+    state = taken(whole, 9)  # of 13 minibatches, in fetches of three
     loader = zl.Loader(zl.open_dataset(store), **options)
     loader.load_state_dict(state)
     assert len(rows_of(loader)) == N_ROWS - 45
@@ -281,14 +281,14 @@ def test_a_state_of_other_weights_or_rows_is_refused(dataset, tmp_path):
 
 BROKEN = {
     "another version": ({"version": 2}, "version 2"),
-    "too far": ({"stretches": [[1, 17]]}, "after 17 minibatches of each of 1 ranks, but there are 16"),
-    "too far before": ({"stretches": [[2, 9], [1, 1]]}, "after 9 minibatches of each of 2 ranks, but there are 8"),
+    "too far": ({"stretches": [[1, 17]]}, "after 17 minibatches of each of 1 ranks, but there are only 16"),
+    "too far before": ({"stretches": [[2, 9], [1, 1]]}, "after 9 minibatches of each of 2 ranks, but there are only 8"),
     "no numbers": ({"stretches": [["a", 1]]}, "damaged"),
     "no pairs": ({"stretches": [[1]]}, "damaged"),
     "negative": ({"epoch": -1}, "damaged"),
     "another worker": (
         {"worker": 1, "of_workers": 2},
-        "worker 1 of 2 in .*, and this is 0 of 1 in .* Loader.state_dict gives in a loop without workers fits any",
+        "worker 1 of 2 in .*, and this is 0 of 1 in .* only Loader.state_dict without workers fits any",
     ),
 }
 
@@ -299,7 +299,7 @@ def test_a_broken_state_is_refused(dataset, changed, says):
     state = loader.state_dict()
     with pytest.raises(OptionError, match=says):
         loader.load_state_dict(state | changed)
-    with pytest.raises(OptionError, match="no state"):
+    with pytest.raises(OptionError, match="not a state"):
         loader.load_state_dict({})
     with pytest.raises(OptionError, match="no 'seed'"):
         loader.load_state_dict({name: value for name, value in state.items() if name != "seed"})
@@ -307,7 +307,7 @@ def test_a_broken_state_is_refused(dataset, changed, says):
 
 
 class Doubled:
-    """A sampling of one's own, around another."""
+    """A user-defined sampling that wraps another."""
 
     shuffles_fetch = True
 
@@ -331,7 +331,7 @@ def test_a_sampling_of_ones_own(dataset):
         zl.Loader(dataset, **(options | {"sampling": Doubled(zl.BlockShuffling(2))})).load_state_dict(state)
 
 
-# Prints what a state says of a sampling with attributes of all kinds.
+# Prints the description of a sampling with attributes of all kinds.
 _OF_ONES_OWN = """
 import functools, pathlib
 from zloader.order.resume import described
@@ -375,7 +375,7 @@ def test_a_sampling_of_ones_own_is_the_same_in_every_process():
 
 
 class Option:
-    """A plain object, as users write them."""
+    """A plain class, as users write it."""
 
     def __init__(self, value) -> None:
         self.value = value
@@ -440,7 +440,7 @@ def test_what_is_left_is_shared_out_to_workers(dataset, persistent):
 
 @pytest.mark.slow
 def test_workers_take_a_new_order_each_epoch(dataset):
-    """Also those that begin anew each epoch, and those of a resumed one; processes are told by pickle."""
+    """Includes workers restarted each epoch and workers of a resumed epoch. Processes get the loader by pickle."""
     loader = zl.Loader(dataset, x=None, **SIZES)
     state = taken(loader, 5)
     whole = rows_of(loader)
@@ -458,7 +458,7 @@ def test_workers_take_a_new_order_each_epoch(dataset):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # which torchdata calls
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # raised by torchdata
 @pytest.mark.parametrize(
     ("name", "n_workers", "world_size"),
     [("blocks", 0, 1), ("blocks", 0, 3), ("blocks", 1, 1), *((name, 2, 1) for name in SAMPLINGS), ("blocks", 2, 3)],

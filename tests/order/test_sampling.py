@@ -1,8 +1,7 @@
-"""Every row once an epoch, in an order that is arithmetic and never changes by itself."""
+"""Every row comes once per epoch, in an order that is a pure function and never changes."""
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 import tracemalloc
@@ -13,7 +12,6 @@ import scipy.stats
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import zloader.order.sampling
 from zloader.common.errors import OptionError
 from zloader.order.permutation import key_of, mix, permute, shuffled
 from zloader.order.plan import Plan
@@ -29,7 +27,7 @@ EPOCHS = st.integers(0, 1000)
 
 
 def _order(sampling, dataset_rows, *, seed=0, epoch=0, cuts=()):
-    """The whole order of an epoch, asked for in slices between `cuts`."""
+    """The whole order of an epoch, computed in slices between `cuts`."""
     n_rows = sampling.n_rows(dataset_rows)
     bounds = [0, *sorted(cut % (n_rows + 1) for cut in cuts), n_rows]
     return np.concatenate(
@@ -52,7 +50,7 @@ def _mix_by_hand(word):
 
 
 def _permute_by_hand(index, n, key, which=0, size=None):
-    """The same Feistel network and walk for one index, in Python's own integers."""
+    """The same Feistel network and cycle walk for one index, with Python integers."""
     tweak = _mix_by_hand(which * 0x9E3779B97F4A7C15 & _WORD)
     half = next(bits for bits in itertools.count(1) if 4**bits >= n)
     while True:
@@ -74,7 +72,7 @@ def test_permute_equals_the_same_in_plain_integers(n, key, draw):
 
 @given(n=st.integers(1, 10**6), key=KEYS, which=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), draw=st.data())
 def test_permute_has_families(n, key, which, draw):
-    """Each index by a permutation of its own, of a range of its own."""
+    """Each index has a permutation and a range of its own."""
     sizes = [draw.draw(st.integers(max(1, n // 8), n)) for _ in which]
     index = [draw.draw(st.integers(0, size - 1)) for size in sizes]
     by_hand = [_permute_by_hand(each, n, key, *of) for each, *of in zip(index, which, sizes, strict=True)]
@@ -90,7 +88,7 @@ def test_the_permutations_of_a_family_differ(size):
 
 
 def _permute_in_numpy(index, n, key):
-    """The same for many at once, without compiled loops."""
+    """The same for many indices, without compiled loops."""
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     keys = mix(np.uint64(key) + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 9, dtype=np.uint64))
@@ -111,7 +109,7 @@ def _permute_in_numpy(index, n, key):
 def test_permute_equals_the_same_in_numpy(n, start, length, key):
     index = np.arange(start % n, min(n, start % n + length), dtype=np.int64)
     np.testing.assert_array_equal(permute(index, n, key), _permute_in_numpy(index, n, key))
-    every_other = index[::2]  # no contiguous array
+    every_other = index[::2]  # not contiguous
     np.testing.assert_array_equal(permute(every_other, n, key), _permute_in_numpy(every_other, n, key))
 
 
@@ -145,7 +143,7 @@ def test_permute_leaves_its_argument_alone():
 
 
 def test_permute_sends_everything_everywhere_alike():
-    """Chi-square over (row, place) for 12 rows and 6 000 keys; the keys are fixed, so the outcome is too."""
+    """Chi-square over (row, position) for 12 rows and 6 000 keys. The keys are fixed, so the outcome is too."""
     n, n_keys = 12, 6000
     counts = np.zeros((n, n), np.int64)
     for key in range(n_keys):
@@ -156,7 +154,7 @@ def test_permute_sends_everything_everywhere_alike():
 
 
 def test_permute_leaves_no_neighbours_together():
-    """In a random permutation of n, about two pairs of neighbours stay neighbours, whatever n."""
+    """A random permutation keeps about two pairs of neighbours, for every n."""
     sent = permute(np.arange(100_000), 100_000, key_of(0, 0))
     assert (np.abs(np.diff(sent)) == 1).sum() < 15
     assert abs(np.corrcoef(sent, np.arange(100_000))[0, 1]) < 0.02
@@ -182,13 +180,13 @@ def test_shuffled_is_a_permutation(n, key):
 
 @given(n=st.integers(0, 3000), key=KEYS)
 @example(n=16_384, key=3)
-@example(n=2**21 + 5, key=3)  # so many that some words begin alike
+@example(n=2**21 + 5, key=3)  # large enough that some words share their high bits
 def test_shuffled_is_the_order_of_the_words(n, key):
     words = np.random.Philox(key=key).random_raw(n)
     np.testing.assert_array_equal(shuffled(n, key), np.argsort(words, kind="stable"))
 
 
-# ---- golden values: a resumed run must meet the same order under any later NumPy
+# ---- golden values: a resumed run must get the same order with every later NumPy version
 
 
 def test_golden_permute():
@@ -242,7 +240,7 @@ N_STRATA = st.integers(1, 80)
 @example(n_rows=1, block_size=90, n_strata=1, seed=0, epoch=0, cuts=[0, 1])
 @example(n_rows=64, block_size=64, n_strata=64, seed=0, epoch=0, cuts=[])
 @example(n_rows=65, block_size=64, n_strata=1, seed=0, epoch=0, cuts=[64])
-@example(n_rows=700, block_size=1, n_strata=64, seed=0, epoch=0, cuts=[640, 699])  # 60 strata have a turn more
+@example(n_rows=700, block_size=1, n_strata=64, seed=0, epoch=0, cuts=[640, 699])  # 60 strata have one more turn
 def test_block_shuffling_gives_every_row_once_however_it_is_sliced(n_rows, block_size, n_strata, seed, epoch, cuts):
     sampling = BlockShuffling(block_size=block_size, n_strata=n_strata)
     order = _order(sampling, n_rows, seed=seed, epoch=epoch, cuts=cuts)
@@ -296,7 +294,7 @@ def test_every_round_has_one_block_of_each_stratum(n_blocks, block_size, n_strat
 
 
 def test_which_blocks_come_last_changes_with_the_epoch():
-    """65 blocks in 64 strata: any may be the one that is left after the full round."""
+    """With 65 blocks in 64 strata, any block may be the one left after the full round."""
     last = {int(_order(stratified(1), 65, epoch=epoch)[-1]) for epoch in range(1000)}
     assert len(last) > 60
 
@@ -329,7 +327,7 @@ def test_scanners_give_every_row_once_however_it_is_sliced(n_rows, n_scanners, b
 
 
 def _scan_by_hand(n_rows, n_scanners, block_size, starts, turns):
-    """What scanners read that begin at `starts`, taking turns as `turns` says: a simulation, block by block."""
+    """Simulates scanners block by block. They begin at `starts` and read in the order of `turns`."""
     ends = [*starts[1:], starts[0] + n_rows]
     at, read = list(starts), []
     for scanner in turns:
@@ -342,11 +340,11 @@ def _scan_by_hand(n_rows, n_scanners, block_size, starts, turns):
 
 @given(n_rows=N_ROWS, n_scanners=N_SCANNERS, block_size=BLOCK_SIZES, seed=SEEDS, epoch=EPOCHS)
 def test_scanners_read_on_where_they_were_and_each_takes_one_turn_a_round(n_rows, n_scanners, block_size, seed, epoch):
-    """Who begins where, and whose turn it is, is read off the order; the rest must then follow."""
+    """Infers starts and turns from the order, then checks the whole order against a simulation."""
     order = _order(MixtureOfScanners(n_scanners=n_scanners, block_size=block_size), n_rows, seed=seed, epoch=epoch)
     n_scanners = min(n_scanners, n_rows)
     length, extra = divmod(n_rows, n_scanners)
-    if length < block_size:  # each scanner has but one turn, of all its rows
+    if length < block_size:  # each scanner reads all its rows in one turn
         cuts = np.flatnonzero(np.diff(order) % n_rows != 1) + 1
         assert len(cuts) < n_scanners
         return
@@ -364,7 +362,7 @@ def test_scanners_read_on_where_they_were_and_each_takes_one_turn_a_round(n_rows
 
 
 def test_scanners_begin_and_take_turns_everywhere_alike():
-    """Chi-square over where the first turn begins, and whose turn is when in the second round; the seed is fixed."""
+    """Chi-square over the start of the first turn, and over the turns of the second round. The seed is fixed."""
     n_epochs, n_scanners, n_rows = 4000, 5, 60
     first, turns = np.zeros(n_rows), np.zeros((n_scanners, n_scanners))
     for epoch in range(n_epochs):
@@ -445,10 +443,6 @@ def test_planning_a_fetch_of_100_million_rows_takes_little_memory(sampling):
         tracemalloc.stop()
 
 
-def test_the_example_of_a_sampling_of_ones_own_runs():
-    assert doctest.testmod(zloader.order.sampling) == (0, 4)
-
-
 def test_a_sampling_that_names_no_column_is_bound_as_it_is():
     for sampling in ALL_KINDS.values():
         assert bound(sampling, {}.__getitem__) is sampling
@@ -464,7 +458,7 @@ def test_the_short_block_is_another_in_other_epochs():
     short = [_order(BlockShuffling(block_size=10), 95, epoch=epoch)[-5:] for epoch in range(40)]
     begins = {int(block[0]) for block in short}
     assert begins <= set(range(0, 91, 10))
-    assert len(begins) >= 8  # of ten places
+    assert len(begins) >= 8  # of ten possible
     assert len(set(np.concatenate(short).tolist())) > 40  # so no row is always among the last
 
 
@@ -479,14 +473,14 @@ def test_epochs_and_seeds_differ(n_strata, seed, epoch):
 
 
 def _alike(counts, freedom):
-    """Chi-square: whether counts that should be equal differ as chance has it, no more and no less."""
+    """Chi-square test that counts with equal expectation differ neither too much nor too little."""
     expected = counts.sum() / counts.size
     return 0.001 < scipy.stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), freedom) < 0.999
 
 
 @pytest.mark.parametrize("n_strata", [1, 2, 4])
 def test_every_block_begins_everywhere_alike(n_strata):
-    """Counts (block, place) for 8 blocks and a short one, 3 000 epochs; the seed is fixed."""
+    """Counts (block, position) for 8 blocks and a short block over 3 000 epochs. The seed is fixed."""
     n_blocks = 8
     counts = np.zeros((n_blocks, n_blocks), np.int64)
     for epoch in range(3000):
@@ -497,7 +491,7 @@ def test_every_block_begins_everywhere_alike(n_strata):
 
 
 def test_blocks_of_two_strata_meet_alike():
-    """Counts which two blocks come in the same round, of 3 strata of 7 blocks, 3 000 epochs, each round by itself."""
+    """Counts pairs of blocks in the same round, for 3 strata of 7 blocks over 3 000 epochs."""
     counts = np.zeros((3, 7, 7), np.int64)
     for epoch in range(3000):
         order = _order(BlockShuffling(block_size=1, n_strata=3), 21, seed=2, epoch=epoch)
@@ -508,7 +502,7 @@ def test_blocks_of_two_strata_meet_alike():
 
 
 def test_more_blocks_from_one_stratum_do_not_come_in_step():
-    """The blocks of two strata stand in orders of their own: no shift of one is the other."""
+    """The orders of the blocks in two strata are independent: one is not a shift of the other."""
     order = _order(BlockShuffling(block_size=1, n_strata=2), 200, seed=1).reshape(100, 2)
     rounds = np.sort(order, axis=1) - [0, 100]
     assert len(set(((rounds[:, 0] - rounds[:, 1]) % 100).tolist())) > 50
@@ -523,7 +517,7 @@ def test_indices_of_the_caller_are_neither_changed_nor_followed():
     assert _order(sampling, 10).tolist() == before
 
 
-# ---- what makes no sense
+# ---- invalid options
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, 1.0, True, "64", None])

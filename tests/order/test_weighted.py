@@ -1,4 +1,4 @@
-"""Rows come as often as they weigh, those of no weight never, and in an order that is arithmetic."""
+"""Rows come in proportion to their weights, rows of weight 0 never, and the order is a pure function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CUTS = st.lists(st.integers(0, 700), max_size=5)
 
 
 def _order(sampling, dataset_rows, *, seed=0, epoch=0, cuts=()):
-    """The whole order of an epoch, asked for in slices between `cuts`."""
+    """The whole order of an epoch, computed in slices between `cuts`."""
     n_rows = sampling.n_rows(dataset_rows)
     bounds = [0, *sorted(cut % (n_rows + 1) for cut in cuts), n_rows]
     slices = itertools.pairwise(bounds)
@@ -41,7 +41,7 @@ def _order(sampling, dataset_rows, *, seed=0, epoch=0, cuts=()):
 
 
 def _is_as_expected(counts, weights):
-    """Whether a chi-square test lets the counts be those of draws by weight; what weighs nothing must not be there."""
+    """Chi-square test that counts match draws by weight. Rows of weight 0 must have a count of 0."""
     counts, weights = np.asarray(counts), np.asarray(weights, float)
     assert not counts[weights == 0].any()
     expected = (weights / weights.sum() * counts.sum())[weights > 0]
@@ -51,7 +51,7 @@ def _is_as_expected(counts, weights):
 
 
 def _column(codes, labels):
-    """What a dataset gives for the only obs column that it has."""
+    """The column lookup of a dataset with a single obs column."""
     columns = {"type": ObsColumn(values=np.asarray(codes, np.int8), categories=pd.Index(labels))}
     return columns.__getitem__
 
@@ -68,7 +68,7 @@ def _unit(word):
 
 
 def _pick(weights, point):
-    """The first whose running weight is above the point, or the last."""
+    """The first entry whose running weight is above the point, or the last entry."""
     running = list(itertools.accumulate(weights))
     return next((i for i, reached in enumerate(running) if reached > point), len(running) - 1)
 
@@ -119,7 +119,7 @@ def test_draws_equal_the_same_by_hand_however_they_are_sliced(weights, block_siz
 
 
 def _blocky(n_blocks):
-    """Weights of all kinds of blocks of eight: alike, mixed, with one that weighs most, and with none."""
+    """Blocks of eight weights of every kind: equal, mixed, with one dominant weight, and with no weight."""
     rng = np.random.Generator(np.random.PCG64(1))
     kinds = [np.ones(8), rng.uniform(0.5, 2, 8), np.array([30, 1, 1, 2, 1, 1, 1, 1]), np.zeros(8)]
     return np.concatenate([kinds[number % 4] for number in range(n_blocks)])
@@ -128,7 +128,7 @@ def _blocky(n_blocks):
 @pytest.mark.parametrize("block_size", [1, 3, 8])
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_row_is_drawn_as_often_as_it_weighs_at_every_place_of_a_block(block_size, place):
-    """Places of different slots are drawn independently, so that counts of one place must pass; the seed is fixed."""
+    """Slots are drawn independently, so the counts at one position of all slots must pass. The seed is fixed."""
     weights = _blocky(12)
     order = _order(BlockWeightedSampling(weights, block_size=block_size, total_size=24_000 * block_size), len(weights))
     counts = np.bincount(order.reshape(-1, block_size)[:, place], minlength=len(weights))
@@ -137,7 +137,7 @@ def test_a_row_is_drawn_as_often_as_it_weighs_at_every_place_of_a_block(block_si
 
 
 def test_all_places_together_give_each_row_its_share():
-    """Rows of a block come together, which a chi-square test over rows cannot bear: so the shares are compared."""
+    """Rows of a block are not independent, so their shares are compared instead of a chi-square test."""
     weights = _blocky(12)
     order = _order(BlockWeightedSampling(weights, block_size=8, total_size=400_000), len(weights))
     shares = np.bincount(order, minlength=len(weights)) / len(order)
@@ -156,7 +156,9 @@ def test_as_many_rows_as_weigh_something_and_never_one_that_does_not(weights, bl
 def test_blocks_of_equal_weight_are_drawn_whole(n_rows, block_size, epoch):
     sampling = BlockWeightedSampling(np.full(n_rows, 0.1), block_size=block_size, total_size=20 * block_size)
     for slot in _order(sampling, n_rows, epoch=epoch).reshape(-1, block_size):
-        if slot.max() < n_rows // block_size * block_size:  # else the short block is drawn again until it is full
+        if (
+            slot.max() < n_rows // block_size * block_size
+        ):  # otherwise the slot repeats the short block until it is full
             begin = slot.min()
             assert begin % block_size == 0
             np.testing.assert_array_equal(np.sort(slot), begin + np.arange(block_size))
@@ -170,7 +172,7 @@ def test_blocks_are_consecutive_among_the_rows_that_weigh_something():
 
 
 def test_heavy_rows_do_not_come_in_bursts():
-    """A fetch of few heavy rows among many light ones holds nearly as many different ones as separate draws would."""
+    """With few heavy rows among many light rows, a fetch has nearly as many distinct rows as with single draws."""
     rng = np.random.Generator(np.random.PCG64(2))
     weights = np.where(rng.random(100_000) < 0.02, 50.0, 1.0)
     rows = BlockWeightedSampling(weights, block_size=64).rows(0, 8192, dataset_rows=100_000, seed=0, epoch=0)
@@ -178,7 +180,9 @@ def test_heavy_rows_do_not_come_in_bursts():
     expected = (1 - (1 - chances) ** 8192).sum()
     assert len(np.unique(rows)) > 0.9 * expected
     heavy = rows[weights[rows] > 1]
-    assert collections.Counter(heavy.tolist()).most_common(1)[0][1] < 20  # 4 096 draws of 2 000 rows; a burst has 32
+    assert (
+        collections.Counter(heavy.tolist()).most_common(1)[0][1] < 20
+    )  # 4 096 draws from 2 000 rows; a burst would have 32
 
 
 # ---- without replacement
@@ -193,12 +197,12 @@ def test_without_replacement_no_row_comes_twice(weights, block_size, seed, epoch
     assert len(np.unique(order)) == len(order) == options["total_size"]
     assert np.asarray(weights)[order].all()
     other = BlockWeightedSampling(weights, **options)
-    _order(other, len(weights), seed=seed, epoch=epoch + 1)  # what was asked for before changes nothing
+    _order(other, len(weights), seed=seed, epoch=epoch + 1)  # earlier calls have no effect
     np.testing.assert_array_equal(order, _order(other, len(weights), seed=seed, epoch=epoch))
 
 
 def test_without_replacement_rows_are_drawn_one_after_the_other_by_weight():
-    """All pairs of four rows: the chance of a pair is that of drawing either first and then the other."""
+    """The probability of a pair of rows is that of drawing either row first and then the other."""
     weights = np.array([1.0, 2.0, 0.0, 3.0, 6.0])
     sampling = BlockWeightedSampling(weights, total_size=2, replace=False)
     pairs = list(itertools.combinations([0, 1, 3, 4], 2))
@@ -228,7 +232,7 @@ def test_classes_are_drawn_alike_and_rows_of_a_class_too():
     codes = codes[np.random.Generator(np.random.PCG64(3)).permutation(len(codes))]
     sampling = ClassBalancedSampling("type", block_size=8, total_size=80_000)
     order = _order(bound(sampling, _column(codes, list("abcd"))), len(codes))
-    first = order[::8]  # of each slot
+    first = order[::8]  # first row of each slot
     assert _is_as_expected(np.bincount(codes[first], minlength=4), np.ones(4))
     for code in range(4):
         of_class = np.bincount(first[codes[first] == code], minlength=len(codes))
@@ -245,7 +249,7 @@ LABELS = {
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
 def test_labels_of_any_kind_are_classes(labels):
-    """Two classes of two rows and one of four: the same as with their weights."""
+    """Two classes of two rows and one class of four give the same order as the equivalent weights."""
     weights = [1 / 2, 1 / 4, 1 / 2, 1 / 4, 1 / 4, 1 / 2, 1 / 2, 1 / 4]
     for replace in (True, False):
         options = {"block_size": 4, "replace": replace, "total_size": 6}
@@ -345,7 +349,7 @@ def test_a_table_holds_a_few_bytes_a_block_and_a_fetch_little():
     tracemalloc.start()
     try:
         sampling = BlockWeightedSampling(weights, block_size=64)
-        assert tracemalloc.get_traced_memory()[0] < 18 * len(weights) / 64  # a float64 and a number a block
+        assert tracemalloc.get_traced_memory()[0] < 18 * len(weights) / 64  # a float64 and an index per block
         tracemalloc.reset_peak()
         Plan(sampling=sampling, **plan).fetch(3)
         assert tracemalloc.get_traced_memory()[1] < 2_500_000
@@ -353,7 +357,7 @@ def test_a_table_holds_a_few_bytes_a_block_and_a_fetch_little():
         tracemalloc.stop()
 
 
-# ---- what makes no sense
+# ---- invalid options
 
 BAD = {
     "negative weight": (lambda: BlockWeightedSampling([1.0, -1.0]), "weight 1 is -1.0"),

@@ -1,4 +1,4 @@
-"""What a coroutine makes on its own thread arrives in order, within bounds, and nothing is left running."""
+"""Items from a coroutine on its own thread arrive in order and within bounds, and no thread is left running."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.any_version
 
 @pytest.fixture
 def name(request):
-    """A name for the thread that no other test uses; none of that name may be left after the test."""
+    """A thread name that no other test uses. After the test, no thread of this name may be running."""
     yield request.node.name
     assert_threads_end(request.node.name)
 
@@ -54,7 +54,7 @@ async def _silent(put):
 
 
 async def _interrupting():
-    """Interrupts the main thread; again where that was lost, as in a callback of the garbage collector."""
+    """Interrupts the main thread, repeatedly, because an interrupt in a garbage collector callback is lost."""
     while True:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         await asyncio.sleep(5)
@@ -67,7 +67,7 @@ async def _interrupting():
 def test_items_arrive_in_order(groups, ready_bytes):
     bridge = Bridge(_groups(groups), ready_bytes=ready_bytes, name="in order")
     assert list(bridge) == list(itertools.chain(*groups))
-    assert list(bridge) == []  # and no more
+    assert list(bridge) == []  # it stays exhausted
     assert_threads_end("in order")
 
 
@@ -125,12 +125,12 @@ def test_an_error_in_one_of_several_tasks_keeps_its_type(name):
     assert next(bridge) == "before"
     with pytest.raises(CorruptChunkError, match="chunk 3") as caught:
         next(bridge)
-    assert "fail" in [frame.name for frame in traceback.extract_tb(caught.tb)]  # says where it arose
+    assert "fail" in [frame.name for frame in traceback.extract_tb(caught.tb)]  # the traceback shows the origin
     assert cancelled
 
 
 def test_a_coroutine_cancelled_by_nobody_here_is_no_end_of_items(name):
-    """It would be a short epoch that looks like a whole one."""
+    """Otherwise a short epoch would look like a complete one."""
 
     async def produce(put):
         await put([1], 1)
@@ -145,7 +145,7 @@ def test_a_coroutine_cancelled_by_nobody_here_is_no_end_of_items(name):
 
 
 def test_the_time_spent_waiting_is_counted(name, monkeypatch):
-    """By a clock that advances only while the consumer waits for the first items."""
+    """The clock advances only while the consumer waits for the first items."""
     now, looked_at = [5.0], threading.Event()
 
     def clock():
@@ -198,14 +198,14 @@ def test_a_bridge_that_ends_before_its_thread_has_begun(name):
 
 
 def test_an_interrupt_while_it_begins_ends_the_thread(name):
-    """Thread.start waits, and that is where a signal is handled. What was raised is kept, as notebooks keep it."""
+    """Signals are handled while Thread.start waits. The exception is kept, as in a notebook."""
     caught = []
 
     async def produce(put):
         await _interrupting()  # the first thing that the thread does
 
     for _ in range(50):
-        # RuntimeError: where the interrupt finds threading's own lock half released
+        # RuntimeError if the interrupt finds threading's own lock half released
         with pytest.raises((KeyboardInterrupt, RuntimeError)) as error:
             next(Bridge(produce, ready_bytes=3, name=name))
         caught.append(error)
@@ -215,7 +215,7 @@ def test_an_interrupt_while_it_begins_ends_the_thread(name):
 def test_an_interrupt_in_next_ends_the_thread_and_the_iteration(name):
     async def produce(put):
         await put([0, 1], 1)
-        await put([2], 1)  # goes ahead when the first group has been taken, in the loop
+        await put([2], 1)  # granted once the loop has taken the first group
         await _interrupting()
 
     bridge = Bridge(produce, ready_bytes=1, name=name)
@@ -310,19 +310,19 @@ def test_a_thread_that_waits_is_woken_by_close(name):
     with ThreadPoolExecutor(1) as consumer:
         found = consumer.submit(list, bridge)
         bridge.close()
-        assert found.result(timeout=PATIENCE_S) == []  # the end, as after close(), and no error
+        assert found.result(timeout=PATIENCE_S) == []  # the iteration ends, as after close(), without an error
 
 
 def test_close_does_not_wait_for_ever(name):
-    """The coroutine's thread may need what the closing thread holds: logging's lock, when garbage is collected."""
-    let_go = threading.Event()
+    """The coroutine may need a lock that the closing thread holds, such as logging's during garbage collection."""
+    proceed = threading.Event()
 
     async def produce(put):
         await put([1], 1)
         try:
             await _silent(put)
         finally:
-            let_go.wait()
+            proceed.wait()
 
     def use():
         bridge = Bridge(produce, ready_bytes=1, name=name)
@@ -333,7 +333,7 @@ def test_close_does_not_wait_for_ever(name):
     owner.start()
     owner.join(timeout=PATIENCE_S)
     hangs = owner.is_alive()
-    let_go.set()
+    proceed.set()
     owner.join(timeout=PATIENCE_S)
     assert not hangs
 
@@ -348,7 +348,7 @@ def test_nothing_is_made_beyond_the_bound_while_nobody_takes(name):
     async def produce(put):
         for number in range(20):
             waiting = asyncio.ensure_future(put([number], 3))
-            for _ in range(20):  # turns of the loop, enough for one that may go ahead
+            for _ in range(20):  # enough turns of the loop for a put that may proceed
                 await asyncio.sleep(0)
             if not waiting.done():
                 blocked.set()
@@ -359,7 +359,7 @@ def test_nothing_is_made_beyond_the_bound_while_nobody_takes(name):
     assert blocked.wait(timeout=PATIENCE_S)
     assert put_so_far == [0, 1, 2]
     blocked.clear()
-    assert next(bridge) == 0  # makes room for one more
+    assert next(bridge) == 0  # frees the bytes for one more
     assert blocked.wait(timeout=PATIENCE_S)
     assert put_so_far == [0, 1, 2, 3]
     assert list(bridge) == list(range(1, 20))
@@ -380,7 +380,7 @@ def test_the_bound_holds_at_every_moment(sizes, ready_bytes):
     bridge = Bridge(produce, ready_bytes=ready_bytes, name="bound")
     found = []
     for _ in sizes:
-        n_taken += 1  # before it is taken: the room it leaves may be used at once
+        n_taken += 1  # before next(), because the freed bytes may be used at once
         found.append(next(bridge))
     assert list(bridge) == []
     assert found == list(range(len(sizes)))
@@ -397,7 +397,7 @@ def test_an_item_larger_than_the_bound_goes_ahead_alone(name):
 
 
 class _Budget:
-    """A ByteBudget with a record of who asked, who was granted, and who holds."""
+    """A ByteBudget that records which requests were made, granted and are held."""
 
     def __init__(self, limit):
         self.limit = limit
@@ -450,7 +450,7 @@ async def _after_each(budget, operations, check):
             budget.ask(number)
         if operation.startswith("release"):
             budget.release(number)
-        if operation.endswith("cancel"):  # perhaps of one that was granted a moment ago
+        if operation.endswith("cancel"):  # perhaps of a request that has just been granted
             budget.cancel(number)
         await budget.settle()
         check()
@@ -492,7 +492,7 @@ def test_a_budget_is_never_exceeded_but_by_one_alone(operations):
             assert sum(sizes) <= 10 or len(sizes) == 1
 
         await _after_each(budget, operations, check)
-        budget.ask(10)  # whatever was cancelled has left nothing behind
+        budget.ask(10)  # cancelled requests leave nothing behind
         await budget.settle()
         assert budget.waiting() == []
 
@@ -516,7 +516,7 @@ def test_a_budget_grants_in_the_order_asked_for(operations):
 @given(operations=OPERATIONS)
 @example(operations=[("ask", 6), ("ask", 8), ("ask", 2), ("cancel", 0)])
 def test_nobody_waits_for_a_budget_who_could_go_ahead(operations):
-    """Also after one was cancelled who stood before them."""
+    """This includes requests behind one that was cancelled."""
 
     async def run():
         budget = _Budget(10)
@@ -533,7 +533,7 @@ def test_nobody_waits_for_a_budget_who_could_go_ahead(operations):
 
 # ---- processes
 
-# The package is put in place without its __init__, which would take seconds to import torch.
+# Installs the package without running its __init__, which would take seconds to import torch.
 _PRELUDE = """
 import asyncio, gc, itertools, os, signal, sys, types
 package = types.ModuleType("zloader")
@@ -556,7 +556,7 @@ PACKAGE = Path(zloader.__file__).parent
 
 
 def _run(script, *arguments):
-    """Runs a script to its end; it must end well and without a word of complaint."""
+    """Runs a script, which must exit with status 0 and an empty stderr."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _PRELUDE + script, str(PACKAGE), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -586,9 +586,9 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    # Said by the thread of the bridge, so that the main thread is on its way into next(), or in it.
-    says = "async def silent(put):\n    print('ready', flush=True)\n    await asyncio.Event().wait()\n"
-    command = [sys.executable, "-c", _PRELUDE + says + script, str(PACKAGE)]
+    # The bridge's thread prints this, so the main thread is in next() or about to enter it.
+    produce = "async def silent(put):\n    print('ready', flush=True)\n    await asyncio.Event().wait()\n"
+    command = [sys.executable, "-c", _PRELUDE + produce + script, str(PACKAGE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
@@ -624,7 +624,7 @@ def test_a_forked_child_ends_and_leaves_its_parent_alone(child):
 
 
 def test_a_forked_child_that_goes_on_is_told_so():
-    """Its copy of the bridge has no thread: nothing would ever come."""
+    """The child's copy of the bridge has no thread, so next() would wait for ever."""
     child = """
     from zloader.common.errors import ForkError
     try:

@@ -1,4 +1,4 @@
-"""Whatever the server does: the epoch is right to the last value, or the loop gets our error in time. Never silence."""
+"""For every fault of the server, the epoch is exactly right, or the training loop gets a zloader error in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.access import retry
-from zloader.access.read_errors import setback_of
+from zloader.access.read_errors import classify_failure
 from zloader.common.errors import (
     AccessDeniedError,
     CorruptChunkError,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.any_version
 
 ADATA = counts(200, 53, seed=4)
 ROWS = list(range(200))
-ELEMENTS = "X/(indices|data)/c/"  # the objects that TensorStore reads: each shard's index first, then its chunks
+ELEMENTS = "X/(indices|data)/c/"  # the objects read through TensorStore: each shard's index first, then its chunks
 SECRET = "not-to-be-shown"
 PLACE = r"^s3://atlas/counts.zarr: .*\bX/(indices|data)/c/\d\b"
 
@@ -54,7 +54,7 @@ PATIENT = {"deadline_s": PATIENCE_S}
 
 
 def loader_over(server, *, cache=None, **options) -> zl.Loader:
-    """A loader that has read nothing of X's elements yet."""
+    """A loader that has not yet read any elements of X."""
     storage_options = {"key": "any", "secret": SECRET, "endpoint_url": server.url}
     dataset = zl.open_dataset("s3://atlas/counts.zarr", cache=cache, storage_options=storage_options)
     dataset.indptr(dataset.matrix())
@@ -76,13 +76,17 @@ def epoch(loader: zl.Loader) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A fault; how many of it an epoch gets over (None: not even one); what it raises when it lasts (None: nothing)."""
+    """A fault and its consequences.
+
+    An epoch survives `passing` occurrences of it (None: not even one). If it persists, it raises `error` (None:
+    nothing) with a message that matches `says`.
+    """
 
     fault: dict[str, Any]
     passing: int | None
     error: type[StoreError] | None
     says: str = ""
-    options: dict[str, Any] = field(default_factory=lambda: {"retries": 3})  # of the lasting version
+    options: dict[str, Any] = field(default_factory=lambda: {"retries": 3})  # if the fault persists
 
 
 def status(number: int, code: str, **row: Any) -> Row:
@@ -97,13 +101,13 @@ def broken(kind: str, after: int, says: str) -> Row:
 
 
 def refused(number: int, code: str) -> Row:
-    says = rf"is not allowed \(last answer: {number} {code}: .*; attempt 1, .*Check the key and secret.*expired"
+    says = rf"was denied \(last answer: {number} {code}: .*; attempt 1, .*Check the key and secret.*expired"
     return status(number, code, passing=None, error=AccessDeniedError, says=says)
 
 
 IN_TIME = {"deadline_s": 1.5}
 LATE = r"did not finish within deadline_s=1\.5 \(last answer: none; attempt \d, after \d+\.\d s\)\. Is the server"
-CUT = r"failed \(last answer: .*; attempt 3, .*The object was cut short\. Restore"
+CUT = r"failed \(last answer: .*; attempt 3, .*The object is truncated\. Restore"
 FAULTS = {
     "500": status(500, "InternalError"),
     "503": status(503, "ServiceUnavailable"),
@@ -148,30 +152,30 @@ FAULTS = {
         fault={"kind": "etag"},
         passing=None,
         error=StoreChangedError,
-        says="is not the one that was there.*Open it again",
+        says="has changed since the store was opened. Open the store again",
     ),
     "404": Row(
         fault={"kind": "status", "status": 404, "code": "NoSuchKey"},
         passing=None,
         error=MissingObjectError,
-        says="failed .*there is no such object; attempt 1, .*changed or deleted",
+        says="failed .*the object does not exist; attempt 1, .*changed or deleted",
     ),
     "403": refused(403, "AccessDenied"),
     "expired credentials, as S3 says it": refused(400, "ExpiredToken"),
     "expired credentials, as others say it": refused(403, "ExpiredToken"),
-    "400": status(400, "InvalidRequest", passing=None, says="400 InvalidRequest: .*attempt 1, .*no sense to ask again"),
+    "400": status(400, "InvalidRequest", passing=None, says="400 InvalidRequest: .*attempt 1, .*would not help"),
 }
 
 
 def start_fault(server: Sim, row: Row, *, count: int | None) -> None:
-    """In the midst of an epoch: the index of a shard is read well, where the fault does not say otherwise."""
+    """Starts the fault in mid-epoch: a shard's index is still read correctly, unless the fault sets another `skip`."""
     server.faults = [{"match": "X/data/c/1$", "skip": 1, "count": count, **row.fault}]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in FAULTS.items() if row.passing])
 def test_what_passes_leaves_the_epoch_right_and_the_mirror(bucket, sim, tmp_path, row, monkeypatch):
-    monkeypatch.setattr(retry, "_LOOKS", PATIENCE_S / 0.4)  # what does not come shall soon be asked for again
+    monkeypatch.setattr(retry, "_CHECKS", PATIENCE_S / 0.4)  # retry slow reads soon
     server = sim(root=bucket)
     loader = loader_over(server, cache=tmp_path / "cache")
     start_fault(server, row, count=row.passing)
@@ -198,15 +202,15 @@ def test_what_lasts_raises_in_time_and_leaves_nothing_behind(bucket, sim, tmp_pa
     server.faults = []
     loader.options = zl.FetchOptions(**PATIENT)
     loader.set_epoch(0)
-    assert epoch(loader) == ROWS  # the loader is none the worse for it, nor is the mirror
+    assert epoch(loader) == ROWS  # the loader and the mirror still work
 
 
-# ---- what lasts for a while
+# ---- faults that last for a while
 
 
 @contextlib.contextmanager
 def doing(act: Callable[[], object], *, when: Callable[[], object]) -> Iterator[None]:
-    """Meanwhile acts on a thread as soon as something is so; it must have been so in the end."""
+    """Calls `act` on a thread as soon as `when` is true, which it must be before the block ends."""
     done = threading.Event()
 
     def wait() -> None:
@@ -240,10 +244,10 @@ def test_a_storm_of_slow_downs(bucket, sim, caplog, monkeypatch):
     began = time.monotonic()
     with doing(lambda: setattr(server, "faults", []), when=lambda: warnings() and server.stats()["status_503"] > 20):
         assert epoch(loader) == ROWS
-    told = warnings()
-    assert len(told) < (time.monotonic() - began) / 0.5  # though eight reads fail time and again
-    assert re.search(rf"{PLACE} bytes .*last answer: 503 SlowDown.*attempt \d.*again in", told[0].getMessage())
-    again = [record for record in caplog.records if "asked for again" in record.getMessage()]
+    warned = warnings()
+    assert len(warned) < (time.monotonic() - began) / 0.5  # although eight reads keep failing
+    assert re.search(rf"{PLACE} bytes .*last answer: 503 SlowDown.*attempt \d.*retrying in", warned[0].getMessage())
+    again = [record for record in caplog.records if "retrying in" in record.getMessage()]
     assert len(again) == server.stats()["status_503"] == loader.statistics().retries
 
 
@@ -271,7 +275,7 @@ def test_a_server_that_is_gone_is_an_error_cold_and_none_warm(bucket, sim, tmp_p
 
 
 def test_a_server_whose_every_answer_stalls(bucket, sim):
-    """Also the look at whether the object is still the same, which goes another way, holds nobody up."""
+    """The check whether the object has changed, which does not go through TensorStore, must not block either."""
     server = sim(root=bucket)
     loader = loader_over(server, deadline_s=1.5)
     short = {"kind": "short", "by": 1, "match": ELEMENTS}
@@ -284,15 +288,15 @@ def test_a_server_whose_every_answer_stalls(bucket, sim):
 
 
 def test_where_every_read_is_slow_none_is_asked_for_twice(bucket, sim, tmp_path, monkeypatch):
-    """A second read beside each would only take from the link what the first needs."""
-    monkeypatch.setattr(retry, "_LOOKS", PATIENCE_S / 0.5)
+    """A second read of each span would only take bandwidth from the first."""
+    monkeypatch.setattr(retry, "_CHECKS", PATIENCE_S / 0.5)
     server = sim(root=bucket)
     loader = loader_over(server, cache=tmp_path / "cache")
     server.tally.clear()
-    server.faults = [{"kind": "delay", "seconds": 1.0}]  # later than at the first look, which is too long for one read
+    server.faults = [{"kind": "delay", "seconds": 1.0}]  # longer than a single slow read may take before it is retried
     assert epoch(loader) == ROWS
     asked = [(entry["path"], entry["range"]) for entry in server.log]
-    assert len(asked) == len(set(asked)) == 16  # of two arrays in four shards: an index and its chunks
+    assert len(asked) == len(set(asked)) == 16  # two arrays x four shards x (index, chunks)
 
 
 # ---- objects that change
@@ -300,7 +304,7 @@ def test_where_every_read_is_slow_none_is_asked_for_twice(bucket, sim, tmp_path,
 
 @pytest.fixture(params=["disk", "simulated S3", "S3"])
 def running(request, bucket, tmp_path):
-    """A loader over a store of which the first epoch is over, and what changes one of its objects."""
+    """A loader after its first epoch, and a function that changes one of the store's objects."""
     if request.param == "S3":
         s3 = request.getfixturevalue("s3")
         write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
@@ -320,7 +324,7 @@ def running(request, bucket, tmp_path):
             dataset = zl.open_dataset(store)
         else:
             dataset = loader_over(request.getfixturevalue("sim")(root=tmp_path / "bucket")).dataset
-    options = zl.FetchOptions(ready_bytes=1)  # or the epoch might be over before the object is changed
+    options = zl.FetchOptions(ready_bytes=1)  # so that the epoch is not over before the object is changed
     loader = zl.Loader(dataset, batch_size=8, fetch_factor=2, sampling=zl.BlockShuffling(2), options=options)
     assert epoch(loader) == list(range(200))
     return loader, change
@@ -330,7 +334,7 @@ def running(request, bucket, tmp_path):
 def test_an_object_overwritten_between_epochs(running, edit):
     loader, change = running
     change("X/data/c/1", edit)
-    with pytest.raises(StoreChangedError, match=r"X/data/c/1 bytes .*Open it again"):
+    with pytest.raises(StoreChangedError, match=r"X/data/c/1 bytes .*Open the store again"):
         epoch(loader)
 
 
@@ -340,7 +344,7 @@ def test_an_object_overwritten_in_mid_epoch(running):
     next(minibatches)
     for shard in range(3):
         change(f"X/data/c/{shard}", lambda old: old[::-1])
-    with pytest.raises(StoreChangedError, match=r"X/data/c/\d bytes .*Open it again"):
+    with pytest.raises(StoreChangedError, match=r"X/data/c/\d bytes .*Open the store again"):
         epoch(minibatches)
 
 
@@ -353,7 +357,7 @@ def test_an_object_whose_tag_changes_with_every_answer(bucket, sim):
         epoch(loader)
 
 
-# ---- what an answer amounts to, and when to ask again
+# ---- classification of answers, and pauses between retries
 
 
 BODY = "[http_response_code='{}'] [x-amzn-requestid='SIM'] [http_response_body='<Error><AWSAccessKeyId>{}']"
@@ -377,17 +381,17 @@ ANSWERS = {
 
 @pytest.mark.parametrize(("failure", "wanted"), ANSWERS.items(), ids=[str(n) for n in range(len(ANSWERS))])
 def test_what_an_answer_amounts_to(failure, wanted):
-    setback = setback_of(failure)
-    assert (setback.error, setback.attempts, setback.answer) == wanted
+    found = classify_failure(failure)
+    assert (found.error, found.attempts, found.answer) == wanted
 
 
 @given(st.integers(1, 1000), st.floats(0, 1))
-def test_pauses(setbacks, chance):
-    assert 0.07 < retry.pause_s(setbacks, chance) <= 5.0
+def test_pauses(failures, chance):
+    assert 0.07 < retry.pause_s(failures, chance) <= 5.0
 
 
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 def test_the_pauses_of_all_retries_outlast_a_storm_of_30_s_and_end_before_the_deadline(chance):
     options = zl.FetchOptions()
-    total = sum(retry.pause_s(setbacks, chance) for setbacks in range(1, options.retries + 1))
+    total = sum(retry.pause_s(failures, chance) for failures in range(1, options.retries + 1))
     assert 30 < total < options.deadline_s

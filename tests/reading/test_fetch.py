@@ -1,4 +1,4 @@
-"""The scheduler and reader over a fake source: completion in any order, faults, and each chunk once."""
+"""The scheduler and the reader over a fake source: reads complete in any order, fail, and read each chunk once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "counts.zarr"
 
 
-def place_in(directory: Path) -> MirrorDirectory:
+def mirror_directory(directory: Path) -> MirrorDirectory:
     return MirrorDirectory(zl.Cache(directory=directory), "0" * 32, "store")
 
 
@@ -97,9 +97,9 @@ def test_any_rows_in_any_order_with_reads_completing_in_any_order(store, rows, s
 
 def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(store, tmp_path):
     part = part_of(store)
-    mirror = Mirror(place_in(tmp_path), part.matrix.arrays)
+    mirror = Mirror(mirror_directory(tmp_path), part.matrix.arrays)
     source = FakeSource(store, seed=1)
-    # No gap: every byte between two wanted chunks would be a chunk read for nothing.
+    # No gaps, because the bytes between two wanted chunks would be chunks read in vain.
     options = zl.FetchOptions(gap_bytes=0, prefetch=5)
     minibatches, counters = run(part, source, plan(), mirror=mirror, options=options)
     assert sorted(check(minibatches)) == list(range(300))
@@ -112,7 +112,7 @@ def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(stor
     assert counters.bytes_read == stored
     twice = Counter((span.key, byte) for span in source.reads for byte in range(span.start, span.stop))
     assert set(twice.values()) == {1}
-    assert shards > 4  # else this would not have crossed any
+    assert shards > 4  # so that fetches cross shards
 
     again = FakeSource(store)
     minibatches, counters = run(part, again, plan(epoch=1), mirror=mirror)
@@ -124,9 +124,9 @@ def test_with_a_mirror_every_chunk_is_read_once_though_fetches_share_chunks(stor
 def test_a_half_filled_mirror_is_completed(store, tmp_path):
     part = part_of(store)
     streaming = plan(sampling=zl.Streaming())
-    place = place_in(tmp_path)
-    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(place, part.matrix.arrays))
-    minibatches, counters = run(part, FakeSource(store), plan(), mirror=Mirror(place, part.matrix.arrays))
+    directory = mirror_directory(tmp_path)
+    run(part, FakeSource(store), streaming[: len(streaming) // 2], mirror=Mirror(directory, part.matrix.arrays))
+    minibatches, counters = run(part, FakeSource(store), plan(), mirror=Mirror(directory, part.matrix.arrays))
     assert sorted(check(minibatches)) == list(range(300))
     assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in part.matrix.arrays)
 
@@ -165,14 +165,14 @@ def test_a_flipped_byte_in_a_shard_index_is_read_again(store):
 @pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
 def test_a_byte_that_stays_flipped_is_an_error_that_names_it(store, tmp_path, skip, mirrored):
     part = part_of(store)
-    mirror = Mirror(place_in(tmp_path), part.matrix.arrays) if mirrored else None
+    mirror = Mirror(mirror_directory(tmp_path), part.matrix.arrays) if mirrored else None
     source = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2$", skip=skip)])
     with pytest.raises(CorruptChunkError, match="X/data/c/2") as caught:
         run(part, source, plan(sampling=zl.Streaming()), mirror=mirror)
     if skip:
         start, stop = map(int, re.search(r"bytes (\d+)-(\d+) of X/data/c/2", str(caught.value)).groups())
         assert 0 <= start < stop < part.object_sizes["X/data/c/2"]
-    # What is in the mirror now is right all the same.
+    # The chunks in the mirror are right all the same.
     good, _ = run(part, FakeSource(store), plan(), mirror=mirror)
     assert sorted(check(good)) == list(range(300))
 
@@ -199,15 +199,15 @@ def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(sto
 
 def test_bytes_in_flight_stay_within_their_bound(store):
     class Watched(FakeSource):
-        held = most = 0
+        in_flight = most = 0
 
         async def read(self, spans):
-            self.held += sum(span.size for span in spans)
-            self.most = max(self.most, self.held)
+            self.in_flight += sum(span.size for span in spans)
+            self.most = max(self.most, self.in_flight)
             try:
                 return await super().read(spans)
             finally:
-                self.held -= sum(span.size for span in spans)
+                self.in_flight -= sum(span.size for span in spans)
 
     whole = Watched(store, seed=0)
     run(part_of(store), whole, plan(), options=zl.FetchOptions(prefetch=8))
@@ -215,12 +215,12 @@ def test_bytes_in_flight_stay_within_their_bound(store):
     limit = whole.most // 4
     run(part_of(store), bounded, plan(), options=zl.FetchOptions(prefetch=8, in_flight_bytes=limit))
     largest = max(span.size for span in bounded.reads)
-    assert bounded.most <= max(limit, largest) + 2 * 100  # and two shard indexes, which are not counted
+    assert bounded.most <= max(limit, largest) + 2 * 100  # two shard indexes do not count towards the bound
     assert bounded.most < whole.most
 
 
 class Endless:
-    """A Source of two uncompressed arrays longer than 2**32, made up as they are read: element i is i % 251."""
+    """A ByteSource of two uncompressed arrays longer than 2**32, generated as they are read: element i is i % 251."""
 
     CHUNK = 1000
     retries = 0
@@ -235,7 +235,7 @@ class Endless:
 
 
 class EveryObject(dict):
-    """Every object is there, and holds one chunk."""
+    """Object sizes as if every object existed and held one chunk."""
 
     def get(self, key, default=None):
         return 2 * Endless.CHUNK
@@ -243,7 +243,7 @@ class EveryObject(dict):
 
 @pytest.mark.parametrize("mirrored", [False, True], ids=["no mirror", "mirror"])
 def test_values_beyond_2_to_the_32(tmp_path, mirrored):
-    """Three rows that lie across 2**31, across 2**32 and at the end; the mirror's files are sparse."""
+    """The rows lie across 2**31, across 2**32 and at the end. The mirror's files are sparse."""
     n_elements = (1 << 32) + 5000
     metadata = {
         "zarr_format": 3,
@@ -261,7 +261,7 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
     )
     rows = np.array([5, 1, 3, 6, 1])
     fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))
-    mirror = Mirror(place_in(tmp_path), matrix.arrays) if mirrored else None
+    mirror = Mirror(mirror_directory(tmp_path), matrix.arrays) if mirrored else None
     for _ in range(2):
         minibatches, counters = run(part, Endless(), [fetch], mirror=mirror)
         wanted = np.concatenate([np.arange(indptr[row], indptr[row + 1]) % 251 for row in rows])

@@ -16,7 +16,7 @@ from zloader.reading import gather
 from zloader.reading.value_limits import limits_of
 from zloader.selecting.genes import ChosenGenes
 
-# Stored dtypes of genes and values, and the dtype wanted; each triple is compiled once, so not every one is here.
+# Stored dtypes of genes and values, and the wanted dtype. Not all triples are tested, because each is compiled.
 CSR_DTYPES = [
     ("uint8", "uint8", "float32"),
     ("uint16", "uint8", "float32"),
@@ -43,7 +43,7 @@ N_GENES = 12
 
 
 def _numbers(dtype):
-    """Numbers of a stored dtype that every wanted dtype above can hold, but for rounding, and often zero."""
+    """Numbers of a stored dtype, often zero, that every wanted dtype above can hold, if rounded."""
     kind = np.dtype(dtype)
     if kind.kind == "b":
         return st.booleans()
@@ -57,7 +57,7 @@ def _numbers(dtype):
 
 @st.composite
 def csr_rows(draw, genes, values):
-    """A canonical CSR matrix of some rows, empty ones among them, and rows to take from it, repeated at will."""
+    """A canonical CSR matrix, some of whose rows are empty, and rows to take from it, some repeated."""
     n_rows = draw(st.integers(1, 8))
     rows = [sorted(draw(st.sets(st.integers(0, N_GENES - 1), max_size=draw(st.sampled_from([0, N_GENES])))))]
     rows += [sorted(draw(st.sets(st.integers(0, N_GENES - 1)))) for _ in range(n_rows - 1)]
@@ -69,7 +69,7 @@ def csr_rows(draw, genes, values):
 
 
 def _scattered(elements, starts, lengths, before):
-    """The same rows of elements in another place: each row `before` elements after the one before it, read-only."""
+    """The same rows of elements, read-only, with a gap of `before` elements in front of each row."""
     room = np.full(len(elements) + before * (len(starts) + 1), 99, elements.dtype)
     moved = starts + before * np.arange(1, len(starts) + 1)
     for start, to, n in zip(starts, moved, lengths, strict=True):
@@ -94,7 +94,7 @@ def _same(found, wanted):
 
 
 def _check_csr(found, wanted, dtype):
-    """`wanted` is a SciPy matrix with the same values stored."""
+    """Compares with a SciPy matrix that stores the same values."""
     assert found.n_genes == wanted.shape[1]
     assert found.indptr.dtype == found.indices.dtype == np.int32
     _same(found.indptr, wanted.indptr.astype(np.int32))
@@ -118,7 +118,7 @@ def test_csr_from_csr(genes, values, dtype, draw):
     found = gather.csr_rows([rows], len(taken), n_genes=N_GENES, dtype=dtype)
     wanted = scipy.sparse.csr_matrix((stored, columns.astype(np.int64), indptr), shape=(len(lengths), N_GENES))[taken]
     _check_csr(found, wanted, dtype)
-    for row in range(len(taken)):  # canonical: ascending, no gene twice
+    for row in range(len(taken)):  # canonical: strictly ascending
         assert (np.diff(found.indices[found.indptr[row] : found.indptr[row + 1]]) > 0).all()
 
 
@@ -154,7 +154,7 @@ def test_dense_from_csr_sums_a_gene_that_stands_twice(genes, draw):
 
 @st.composite
 def dense_rows(draw, values):
-    """A dense matrix with many zeros, laid out flat behind a few other elements, and rows to take from it."""
+    """A dense matrix with many zeros, flattened behind a few other elements, and rows to take from it."""
     n_rows, n_genes, before = draw(st.integers(1, 8)), draw(st.integers(1, 6)), draw(st.integers(0, 3))
     matrix = draw(hnp.arrays(values, (n_rows, n_genes), elements=_numbers(values), fill=st.just(0)))
     flat = np.concatenate([np.ones(before, values), matrix.ravel()])
@@ -185,7 +185,7 @@ def test_csr_from_dense(values, dtype, draw):
 
 @given(draw=st.data(), n_rows=st.integers(0, 12))
 def test_rows_of_several_stores_in_one_minibatch(draw, n_rows):
-    """CSR and dense stores of different dtypes, each with some of the rows, or none, in any order."""
+    """CSR and dense stores of different dtypes each hold some of the rows, or none, in any order."""
     kinds = [("uint16", "uint8"), ("uint32", "float32"), (None, "uint16"), (None, "float64")]
     wanted = draw.draw(hnp.arrays("uint8", (n_rows, N_GENES), elements=st.just(0) | st.integers(0, 255)))
     of = draw.draw(hnp.arrays("int8", n_rows, elements=st.integers(0, len(kinds) - 1)))
@@ -230,10 +230,10 @@ def test_a_minibatch_is_cut_into_parts_that_share_its_memory(draw, cuts):
             assert part.x.values.size == 0 or np.shares_memory(part.x.values, x.values)
 
 
-# ------------------------------------------------------------------------------------------------ what fits
+# ------------------------------------------------------------------------------------------------ values that fit
 
 NAN, INF = np.nan, np.inf
-# Stored dtype, wanted dtype, values that it holds (perhaps rounded) and values that it does not, at the limits of both.
+# Stored dtype, wanted dtype, values that fit (perhaps rounded) and values that do not, near the limits of both dtypes.
 LIMITS = [
     ("float32", "int32", [3.0, -0.0, -(2.0**31), 2.0**31 - 128], [2.7, -0.5, NAN, INF, -INF, 2.0**31, 3e9, -3e9]),
     ("float64", "int32", [2.0**31 - 1, -(2.0**31)], [2.0**31, -(2.0**31) - 1, 2.0**31 - 0.5, NAN, 1e300]),
@@ -256,7 +256,7 @@ WAYS = [(kind, to) for kind in ("csr", "dense") for to in (gather.csr_rows, gath
 
 
 def _row_of(values, kind):
-    """A row of these values after an empty one, the second row of a minibatch; as CSR or dense."""
+    """A row of these values as the second row of a minibatch, after an empty row; CSR or dense."""
     n, at = len(values), np.array([2, 1])
     starts, lengths = np.array([0, 0]), np.array([0, n])
     if kind == "csr":
@@ -311,7 +311,7 @@ def test_signed_zeros_and_nan_survive():
     rows = [dense(flat, np.array([0]), 4)]
     assert gather.dense_rows(rows, 1, n_genes=4, dtype="float32").tobytes() == flat.tobytes()
     csr = gather.csr_rows(rows, 1, n_genes=4, dtype="float32")
-    assert csr.indices.tolist() == [0, 3]  # zero has no sign here, and NaN is a value
+    assert csr.indices.tolist() == [0, 3]  # -0.0 counts as zero, and NaN is a value
 
 
 def test_no_rows():
@@ -323,7 +323,7 @@ def test_no_rows():
 
 
 def test_nothing_but_empty_rows():
-    """Their starts may lie anywhere, also beyond what is loaded."""
+    """Empty rows may start anywhere, even beyond the loaded elements."""
     starts, none = np.array([0, 50, 2**40]), np.empty(0, np.uint16)
     rows = [sparse(none, none, (starts, starts), np.zeros(3, np.int64))]
     csr = gather.csr_rows(rows, 3, n_genes=7, dtype="float32")
@@ -332,7 +332,7 @@ def test_nothing_but_empty_rows():
 
 
 def test_the_gathers_read_a_file_in_memory(tmp_path):
-    """As the mirror does: a read-only map, rows far apart."""
+    """The file is mapped read-only, as a mirror's files are, and the rows are far apart."""
     file = tmp_path / "x.flat"
     np.arange(100_000, dtype=np.uint16).tofile(file)
     mapped = np.memmap(file, np.uint16, mode="r")

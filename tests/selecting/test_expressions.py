@@ -1,4 +1,4 @@
-"""Expressions over obs columns hold for the rows that pandas says, with three-valued logic where values are missing."""
+"""Expressions select the same rows as pandas, with three-valued logic for missing values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDERS = {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
 
 
 def columns(n: int, seed: int) -> dict[str, pd.Series]:
-    """Every kind of column, with missing values where there can be any, as pandas' nullable arrays."""
+    """Columns of every kind as nullable pandas arrays, with missing values where the kind allows them."""
     rng = np.random.default_rng(seed)
     missing = rng.random(n) < 0.2
     return {
@@ -32,7 +32,7 @@ def columns(n: int, seed: int) -> dict[str, pd.Series]:
 
 
 def stored(frame: dict[str, pd.Series]) -> dict[str, ObsColumn]:
-    """The same as a dataset has them."""
+    """The same columns in the form of a dataset."""
     kept = {name: as_numbers(name, column.array) for name, column in frame.items()}
     kept["cell_type"] = as_numbers("cell_type", pd.Categorical(frame["cell_type"], categories=LABELS))
     return kept
@@ -48,7 +48,7 @@ def _compare(left: pd.Series, order: str, right: object) -> pd.Series:
 
 @st.composite
 def terms(draw) -> tuple[str, object]:
-    """A comparison as text, and as a function of a frame."""
+    """A comparison as text, and the equivalent function of a frame."""
     kind = draw(st.sampled_from(["label", "labels", "number", "turned", "numbers", "columns", "chain", "flag"]))
     name, order = draw(NUMERIC), draw(st.sampled_from(sorted(ORDERS)))
     if kind == "flag":
@@ -150,11 +150,11 @@ def test_a_row_without_a_value_is_in_no_comparison_whichever_way_it_is_put():
         ("cell_type in ['a', 'T']", "has no label 'T'"),
         ("cell_type == 3", "has no label 3"),
         ("cell_type < 'b'", "labels, which have no order"),
-        ("cell_type == lane", "only where both hold numbers"),
+        ("cell_type == lane", "only if both hold numbers"),
         ("lane == 'a'", "holds numbers, and 'a' is a string"),
         ("lane in ['a']", "holds numbers, and 'a' is a string"),
-        ("lane", "holds no booleans"),
-        ("cell_type", "holds no booleans"),
+        ("lane", "does not hold booleans"),
+        ("cell_type", "does not hold booleans"),
         ("lane == None", "a string or a number is needed"),
         ("lane is 1", "can be compared, with"),
         ("1 < 2", "only obs columns can be compared"),
@@ -185,12 +185,12 @@ def test_numbers_that_the_columns_dtype_cannot_hold_are_compared_as_they_are(dty
     column = {"score": ObsColumn(values=values, categories=None)}.__getitem__
     for order in ORDERS:
         wanted = [eval(f"{float(value)} {order} {constant}", {"inf": np.inf, "nan": np.nan}) for value in values]
-        wanted[3] = False  # a row without a value is in no comparison
+        wanted[3] = False  # a missing value satisfies no comparison
         assert expressions.matching(f"score {order} {constant}", column, 6).tolist() == wanted, order
 
 
 def test_booleans_of_which_some_are_missing_are_compared():
-    """They are held as floats: by themselves they look like any other numbers."""
+    """They are stored as floats, so a bare column cannot be told from other numbers."""
     column = {"seen": as_numbers("seen", pd.array([True, None, False], dtype="boolean"))}.__getitem__
     for text in ("seen", "not seen", "not not seen"):
         with pytest.raises(OptionError, match=r"'seen' in .* write seen == True, or == False"):
@@ -228,7 +228,7 @@ NAMES = [
         ("a.µm == 1", "a.µm"),
         ("`µm` == 1", "µm"),
         ("`²`==1", "²"),
-        ("ﬁt == 1", "ﬁt"),  # of two that Python takes for the same, the one that is written
+        ("ﬁt == 1", "ﬁt"),  # the name as written, although Python treats both names as equal
         ("fit == 1", "fit"),
         ("n_µ == 1", "n_µ"),
         ("n_\N{GREEK SMALL LETTER MU} == 1", "n_\N{GREEK SMALL LETTER MU}"),

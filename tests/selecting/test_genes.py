@@ -1,4 +1,4 @@
-"""Choosing genes, against SciPy's and anndata's own slicing."""
+"""Choosing genes gives the same result as slicing with SciPy and anndata."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chosen_genes(draw, n_stored):
 
 @st.composite
 def sparse_rows(draw, n_genes, genes, values):
-    """A random CSR matrix that stores zeros here and there and has empty rows, and rows to take, repeated at will."""
+    """A random CSR matrix with stored zeros and empty rows, and rows to take from it, possibly repeated."""
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     n_rows, density = draw(st.integers(1, 8)), draw(st.sampled_from([0, 0.05, 0.5, 1]))
     stored = rng.random((n_rows, n_genes)) < density * rng.integers(0, 2, (n_rows, 1))
@@ -53,7 +53,7 @@ def sparse_rows(draw, n_genes, genes, values):
 
 
 def check_csr(found, wanted):
-    """Against SciPy's slice, the zeros it stores included; ascending in each row."""
+    """Compares with a slice by SciPy, including stored zeros. Indices must ascend in each row."""
     wanted.sort_indices()
     np.testing.assert_array_equal(found.indptr, wanted.indptr)
     np.testing.assert_array_equal(found.indices, wanted.indices)
@@ -66,7 +66,7 @@ def check_csr(found, wanted):
     ("genes", "values", "dtype"),
     [("uint16", "uint8", "float32"), ("uint8", "float32", "float64"), ("int32", "int64", "int64")],
 )
-# Up to 255 columns and "none" fit a byte.
+# Up to 255 columns and the value for "not chosen" fit into a byte.
 @pytest.mark.parametrize("n_genes", [5, 256, 300])
 @given(draw=st.data())
 def test_from_csr(n_genes, genes, values, dtype, draw):
@@ -103,7 +103,7 @@ def test_from_dense(values, draw):
     np.testing.assert_array_equal(gather.dense_rows([part], len(taken), n_genes=len(chosen), dtype="float32"), wanted)
 
 
-@pytest.mark.parametrize("n_chosen", [60_000, 66_000])  # whose columns take two bytes, and more
+@pytest.mark.parametrize("n_chosen", [60_000, 66_000])  # column numbers of two bytes, and of more
 def test_many_genes_in_another_order(n_chosen):
     rng = np.random.default_rng(0)
     csr = scipy.sparse.random(20, 70_000, 0.02, "csr", np.float32, random_state=rng)
@@ -119,7 +119,7 @@ def test_many_genes_in_another_order(n_chosen):
 
 
 def test_a_gene_that_stands_twice_in_a_row_stays_so_and_is_summed_when_dense():
-    """As without `genes`: stores by other hands may have such rows, also more values than there are genes."""
+    """As without `genes`. Stores from other writers may have such rows, even with more values than genes."""
     genes, values = np.array([1, 0, 1, 1, 2, 1], np.uint16), np.array([1, 2, 3, 4, 5, 6], np.uint8)
     starts, lengths = np.array([0, 2]), np.array([2, 4])
     rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
@@ -130,7 +130,8 @@ def test_a_gene_that_stands_twice_in_a_row_stays_so_and_is_summed_when_dense():
     assert gather.dense_rows([part], 2, n_genes=2, dtype="float32").tolist() == [[0, 1], [5, 13]]
 
 
-# ------------------------------------------------------------------------------------------------ what may be chosen
+# ------------------------------------------------------------------------------------------------ valid and invalid
+# choices
 
 NAMES = pd.Index(["A", "B", "C", "B", "D"])
 
@@ -167,16 +168,16 @@ def test_names_positions_and_masks(genes, positions):
     ("genes", "says"),
     [
         (["A", "X", "Y", "Z", "W"], "4 of 5 genes are not in var of STORE: 'X', 'Y', 'Z', .... Its genes have names "),
-        (["A", "B"], "1 of 2 genes stand more than once in var of STORE: 'B'. Choose these by their positions"),
-        (["A", "C", "A"], "genes has 'A' more than once"),
-        ([1, 2, 1], "genes has 1 more than once"),
-        ([], "genes chooses none: give at least one, or None for all"),
-        ([False] * 5, "genes chooses none"),
-        ([True] * 4, "genes is a mask of 4, but var of STORE has 5 genes"),
-        ([0, 5], "gene 5 is not there: var of STORE has the genes 0 to 4"),
-        ([-1], "gene -1 is not there"),
+        (["A", "B"], "1 of 2 genes occur more than once in var of STORE: 'B'. Choose them by position"),
+        (["A", "C", "A"], "genes lists 'A' more than once"),
+        ([1, 2, 1], "genes lists 1 more than once"),
+        ([], "genes selects no gene: give at least one, or None for all"),
+        ([False] * 5, "genes selects no gene"),
+        ([True] * 4, "genes is a mask of 4 values, but var of STORE has 5 genes"),
+        ([0, 5], "gene 5 does not exist: var of STORE has genes 0 to 4"),
+        ([-1], "gene -1 does not exist"),
         ("A", "write genes=['A']"),
-        ({"A", "C"}, "a set has none. Write sorted(...)"),
+        ({"A", "C"}, "a set has no order: write sorted(...)"),
         (["A", 1], "genes must be names, positions or a mask of booleans, not object: 'A', 1"),
         ([1.5], "not float64: 1.5"),
         ([["A"]], "genes must be"),
@@ -194,7 +195,7 @@ def test_what_chooses_nothing_sensible_is_refused(genes, says):
 
 
 def with_everything(n_rows=N_ROWS, seed=3) -> ad.AnnData:
-    """Counts with a layer and a raw that has more genes; the genes 20 and 39 are zero throughout."""
+    """Counts with a layer and with more genes in raw. Genes 20 and 39 are zero in every row."""
     adata = counts(n_rows, N_GENES + 9, seed=seed)
     zero = np.ones(N_GENES + 9, np.float32)
     zero[[20, 39]] = 0
@@ -223,7 +224,7 @@ def store(request, tmp_path_factory):
 
 
 def check_epoch(loader, wanted, genes):
-    """Every row once, each with the chosen genes of `wanted`, in order and in canonical form."""
+    """Checks that every row comes once, with the chosen genes of `wanted` in order and in canonical form."""
     seen = []
     for minibatch in loader:
         rows = minibatch.index.numpy()
@@ -272,14 +273,14 @@ def test_dtypes_mirror_and_ranks(store, tmp_path, layout, dtype):
 
 
 def test_raw_has_genes_of_its_own(store):
-    """Genes 41 to 49 are in raw/var alone, and a mask has its length."""
+    """Genes 41 to 49 exist only in raw/var, and a mask must have its length."""
     dataset = zl.open_dataset(store)
     check_epoch(zl.Loader(dataset, x="raw/X", genes=["gene 49", "gene 2"], **SIZES), ADATA.raw.X, [49, 2])
     check_epoch(zl.Loader(dataset, x="raw/X", genes=np.arange(50) > 44, **SIZES), ADATA.raw.X, [45, 46, 47, 48, 49])
     check_epoch(zl.Loader(dataset, x="raw/X", layout="anndata", **SIZES), ADATA.raw.X, list(range(50)))
     with pytest.raises(OptionError, match="'gene 49'"):
         zl.Loader(dataset, genes=["gene 49"])
-    with pytest.raises(OptionError, match=r"a mask of 41, but raw/var of .* has 50 genes"):
+    with pytest.raises(OptionError, match=r"a mask of 41 values, but raw/var of .* has 50 genes"):
         zl.Loader(dataset, x="raw/X", genes=np.ones(41, bool))
 
 
@@ -298,7 +299,7 @@ def test_all_genes_chosen_are_all_genes(store):
 
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 def test_several_stores(tmp_path, layout):
-    """CSR and dense ones, of different dtypes, in one minibatch."""
+    """One minibatch combines CSR and dense stores of different dtypes."""
     adatas = [with_everything(60, seed) for seed in (0, 1, 2)]
     stored = [adata.copy() for adata in adatas]
     stored[1].X = stored[1].X.toarray()

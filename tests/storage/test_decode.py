@@ -1,4 +1,4 @@
-"""Every codec pipeline against what zarr-python wrote, and bytes that are not what was written."""
+"""Every codec pipeline decodes arrays written by zarr-python, and corrupt bytes are detected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHECKED = pytest.mark.parametrize("checked", [False, True], ids=["plain", "crc32
 
 
 def _values(n, dtype):
-    """Numbers that compress a little, with the ends of the dtype among them."""
+    """Numbers that compress a little, including the extremes of the dtype."""
     values = np.random.default_rng(3).integers(0, 5, n).astype(dtype)
     if values.dtype.kind in "iu":
         values[::7] = np.iinfo(dtype).max
@@ -53,7 +53,7 @@ def _values(n, dtype):
 
 
 def _written(values, codec, *, checked=False):
-    """The layout of an array that zarr wrote in chunks of CHUNK, not sharded, and the stored bytes of each chunk."""
+    """Writes an unsharded array with zarr in chunks of CHUNK. Returns its layout and the stored bytes of each chunk."""
     objects = {}
     array = zarr.create_array(
         zarr.storage.MemoryStore(objects),
@@ -73,14 +73,14 @@ def _written(values, codec, *, checked=False):
 
 @functools.cache
 def _chunk(codec, *, checked=False):
-    """One chunk of uint16: its layout, its values and its stored bytes."""
+    """The layout, the values and the stored bytes of one chunk of uint16."""
     values = _values(CHUNK, "uint16")
     layout, (stored,) = _written(values, codec, checked=checked)
     return layout, values, stored
 
 
 def _decoded(layout, stored, n=CHUNK):
-    """The first `n` elements of one chunk. Decoding many at once must give the same, or find it corrupt as well."""
+    """Decodes the first `n` elements of one chunk. Batch decoding must give the same elements or the same error."""
     (whole,), corrupt = _decoded_all(layout, [stored], [n])
     found = np.zeros(n, layout.dtype)
     try:
@@ -94,7 +94,7 @@ def _decoded(layout, stored, n=CHUNK):
 
 
 def _decoded_all(layout, stored, lengths=None):
-    """Chunks decoded at once, put into reads two by two with a byte between, and laid down the last one first."""
+    """Decodes chunks in one batch: two chunks per read with a byte between them, written to `out` in reverse."""
     pairs = [stored[i : i + 2] for i in range(0, len(stored), 2)]
     sizes = np.array([len(content) for content in stored], np.int64)
     offsets = np.array([0 if i % 2 == 0 else sizes[i - 1] + 1 for i in range(len(stored))], np.int64)
@@ -116,10 +116,10 @@ def _decoded_all(layout, stored, lengths=None):
 
 def _same(found, wanted):
     assert found.dtype == wanted.dtype
-    assert found.tobytes() == wanted.tobytes()  # NaN and -0.0 too
+    assert found.tobytes() == wanted.tobytes()  # compares NaN and -0.0 too
 
 
-# ---- what was written
+# ---- valid chunks
 
 
 @CHECKED
@@ -131,7 +131,7 @@ def test_what_zarr_wrote_is_decoded(dtype, codec, checked):
     decoder = Decoder(layout)
     found = np.zeros(len(values), dtype)
     for chunk, content in enumerate(stored):
-        decoder.decode(content, found[chunk * CHUNK : (chunk + 1) * CHUNK])  # the last is shorter
+        decoder.decode(content, found[chunk * CHUNK : (chunk + 1) * CHUNK])  # the last chunk is shorter
     _same(found, values)
 
 
@@ -159,7 +159,7 @@ def test_the_stored_bytes_are_left_alone(codec):
         assert content.tobytes() == stored.tobytes()
 
 
-# ---- what was not
+# ---- corrupt chunks
 
 
 @given(codec=st.sampled_from(sorted(COMPRESSORS)), draw=st.data())
@@ -173,7 +173,7 @@ def test_a_flipped_byte_of_a_checked_chunk_is_noticed(codec, draw):
 
 @pytest.mark.parametrize("codec", ["zstd with its own checksum", "gzip"])
 def test_a_flip_in_a_codec_with_a_checksum_of_its_own_is_noticed(codec):
-    """Header fields that mean nothing here, such as gzip's time, may change; then the values are right."""
+    """Header fields without effect, such as the time in gzip, may change. The values are then still right."""
     layout, values, stored = _chunk(codec)
     n_noticed = 0
     for place, change in itertools.product(range(len(stored)), [0x01, 0x20, 0x80, 0xFF]):
@@ -202,7 +202,7 @@ def test_a_chunk_that_was_cut_short_is_noticed(codec, checked):
 def test_a_chunk_of_another_size_is_noticed(codec, elements):
     layout, _, stored = _chunk(codec)
     other = dataclasses.replace(layout, chunk_elements=elements)
-    for n in {1, elements}:  # also where only a part is wanted
+    for n in {1, elements}:  # also with only a part of the chunk requested
         with pytest.raises(CorruptChunkError):
             _decoded(other, stored, n)
 
@@ -210,7 +210,7 @@ def test_a_chunk_of_another_size_is_noticed(codec, elements):
 @pytest.mark.parametrize("announced", [0, 1, 99, 101, 200, 2**31 - 1, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("codec", [codec for codec in COMPRESSORS if codec.startswith("blosc")])
 def test_a_blosc_header_that_announces_another_size_is_noticed(codec, announced):
-    """Blosc itself believes its header, and writes as many bytes as that says."""
+    """Blosc trusts its header and writes as many bytes as the header says."""
     layout, _, stored = _chunk(codec)
     wrong = stored.copy()
     wrong[4:8] = np.array([announced], "<u4").view(np.uint8)
@@ -226,13 +226,13 @@ def test_bytes_of_something_else_are_noticed(codec):
             _decoded(layout, np.frombuffer(other, np.uint8))
 
 
-# ---- many at once
+# ---- many chunks in one call
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "one by one"])
 def either_way(request, monkeypatch):
-    """With the libraries' C functions, and as on a machine whose libraries do not show them."""
-    assert blosc.AVAILABLE  # with the wheels that the tests run with
+    """Runs with the C functions, and as if the libraries did not export them."""
+    assert blosc.AVAILABLE  # the installed wheels export the C functions
     monkeypatch.setattr(blosc, "AVAILABLE", request.param)
 
 
@@ -264,7 +264,7 @@ def test_of_many_chunks_each_corrupt_one_is_told_and_the_others_are_right(codec,
 
 @given(draw=st.data(), compressed_as=st.sampled_from(["uint8", "uint16", "uint32", "float64"]))
 def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_the_chunk_is_touched(draw, compressed_as):
-    """Also where the chunk was compressed as items of another size than its elements have."""
+    """Includes chunks that were compressed with another item size than that of their elements."""
     n = 4096
     values = np.random.default_rng(0).integers(0, 1 << draw.draw(st.integers(1, 16)), n).astype("uint16")
     block = draw.draw(st.sampled_from([0, 256, 1000, 4096]))
@@ -284,8 +284,8 @@ def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_the_chunk_is_touc
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
 def test_elements_out_of_bounds_are_told_also_with_a_right_checksum(dtype):
     values = np.arange(6 * CHUNK).astype(dtype) % 40
-    values[2 * CHUNK + 3] = 41  # too large by one
-    values[5 * CHUNK + 7 :] = 99  # behind what is wanted of the last chunk: what lies there does not count
+    values[2 * CHUNK + 3] = 41  # one too large
+    values[5 * CHUNK + 7 :] = 99  # after the requested part of the last chunk, so not checked
     if np.dtype(dtype).kind == "i":
         values[4 * CHUNK + 5] = -1
     layout, stored = _written(values, "blosc lz4 shuffle", checked=True)

@@ -1,4 +1,4 @@
-"""Where values lie: the arithmetic against slow loops, and against arrays that zarr-python wrote."""
+"""The layout arithmetic agrees with slow loops and with arrays written by zarr-python."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from zloader.storage.layout import (
     ABSENT,
     ArrayLayout,
     MatrixLayout,
+    align_to_runs,
     chunk_spans,
     chunks_of,
     coalesce,
     distinct,
     expand,
-    needed,
+    needed_bounds,
     total_bytes,
-    widened,
 )
 from zloader.storage.metadata import array_layout
 
@@ -58,7 +58,7 @@ def _int64(*values):
 
 # ---- coalescing
 
-# Ranges as (start, stop), then which of them open a read, with a gap of 10 bytes and a cap of 100.
+# Ranges as (start, stop), and the indices of those that start a read with gap_bytes=10 and max_read_bytes=100.
 COALESCED = {
     "nothing": ([], []),
     "one": ([(5, 9)], [0]),
@@ -72,7 +72,7 @@ COALESCED = {
     "caps in a row": ([(0, 60), (60, 120), (120, 180), (180, 240)], [0, 1, 3]),
     "the cap counts from the first byte of a read": ([(1000, 1050), (1050, 1100)], [0]),
     "it counts anew after a gap": ([(0, 90), (150, 240)], [0, 1]),
-    "small after large": ([(0, 950), (950, 960)], [0]),  # more than the cap by one range
+    "small after large": ([(0, 950), (950, 960)], [0]),  # one range above the cap
     "large after small": ([(0, 10), (10, 960)], [0, 1]),
     "an empty range": ([(0, 10), (10, 10), (10, 20)], [0]),
 }
@@ -105,7 +105,7 @@ def test_reads_respect_gap_and_cap_and_are_not_split_needlessly(pieces, gap_byte
     assert set(apart) <= set(opens)
     for begin, end in itertools.pairwise(bounds):
         assert begin < end
-        assert stops[end - 1] - starts[begin] < max_read_bytes + sizes[begin]  # more by at most one range
+        assert stops[end - 1] - starts[begin] < max_read_bytes + sizes[begin]  # above the cap by at most one range
     for begin, end in itertools.pairwise([0, *apart, len(starts)]):
         n_reads = sum(begin <= opened < end for opened in opens)
         assert n_reads <= -(-(stops[end - 1] - starts[begin]) // max_read_bytes)
@@ -116,7 +116,7 @@ def test_reads_respect_gap_and_cap_and_are_not_split_needlessly(pieces, gap_byte
 
 @st.composite
 def shards(draw):
-    """The parsed indexes of some shards, and which chunk every byte of each belongs to (-1: to none)."""
+    """The parsed indexes of some shards, and the chunk that owns each byte of each shard (-1: none)."""
     n_shards = draw(st.integers(1, 4))
     layout = dataclasses.replace(LAYOUT, chunks_per_shard=draw(st.integers(1, 6)))
     layout = dataclasses.replace(layout, n_elements=n_shards * layout.chunks_per_shard * layout.chunk_elements)
@@ -124,7 +124,7 @@ def shards(draw):
     for shard in range(n_shards):
         table = np.full((layout.chunks_per_shard, 2), ABSENT, np.uint64)
         owner = []
-        for within in draw(st.permutations(range(layout.chunks_per_shard))):  # not in order of their numbers
+        for within in draw(st.permutations(range(layout.chunks_per_shard))):  # chunks are stored in any order
             if draw(st.integers(0, 9)):
                 owner += [-1] * draw(st.integers(0, 30))
                 size = draw(st.integers(1, 60))
@@ -199,7 +199,7 @@ def test_needed_of_each_chunk_equals_a_loop(pairs, chunk_elements):
     starts, lengths = np.array(pairs, np.int64).reshape(-1, 2).T
     wanted = {element for start, length in pairs for element in range(start, start + length)}
     chunks = chunks_of(starts, starts + lengths, chunk_elements)
-    firsts, stops = needed(chunks, starts, starts + lengths, chunk_elements)
+    firsts, stops = needed_bounds(chunks, starts, starts + lengths, chunk_elements)
     for chunk, first, stop in zip(chunks.tolist(), firsts.tolist(), stops.tolist(), strict=True):
         here = [element % chunk_elements for element in wanted if element // chunk_elements == chunk]
         assert (first, stop) == (min(here), max(here) + 1)
@@ -209,7 +209,7 @@ def test_needed_of_each_chunk_equals_a_loop(pairs, chunk_elements):
 def test_widened_takes_whole_runs_of_one_object(draw, chunks_per_shard, n_chunks, run):
     layout = dataclasses.replace(LAYOUT, n_elements=n_chunks, chunk_elements=1, chunks_per_shard=chunks_per_shard)
     chunks = draw.draw(st.sets(st.integers(0, n_chunks - 1)))
-    wide = widened(layout, _int64(*sorted(chunks)), run).tolist()
+    wide = align_to_runs(layout, _int64(*sorted(chunks)), run).tolist()
 
     def run_of(chunk):
         return chunk // chunks_per_shard, chunk % chunks_per_shard // run
@@ -250,7 +250,7 @@ def test_rows_of_a_dense_matrix_own_as_many_elements_as_there_are_genes():
     assert matrix.arrays == (LAYOUT,)
 
 
-# ---- arrays that zarr-python wrote
+# ---- arrays written by zarr-python
 
 
 def _codecs(*, inner, shards=None, checksum=True, location="end"):
@@ -281,7 +281,7 @@ def _metadata(root):
 
 
 def _read_back(root, layout):
-    """The whole array by the layout's arithmetic: plain reads of files, and the Decoder."""
+    """Reads the whole array with the layout arithmetic, plain file reads and the Decoder."""
     elements = np.empty(layout.n_elements, layout.dtype)
     indexes = {}
     for shard in range(layout.n_shards):
@@ -307,7 +307,7 @@ def _read_back(root, layout):
     return elements
 
 
-# shape, chunk, shard (None: not sharded), and what else differs
+# shape, chunk, shard (None: not sharded), other options
 WRITTEN = {
     "1-d": ((103,), (10,), (40,), {}),
     "1-d, not sharded": ((103,), (10,), None, {}),
@@ -346,7 +346,7 @@ def test_an_array_is_read_back_by_arithmetic(tmp_path, shape, inner, shards, als
 
 @pytest.mark.parametrize(("dtype", "fill_value"), [("uint8", 0), ("uint8", 7), ("float32", np.nan), ("bool", False)])
 def test_what_was_not_stored_is_found_absent(tmp_path, dtype, fill_value):
-    """zarr leaves out chunks, and whole shards, that hold nothing but the fill value."""
+    """zarr does not store chunks and shards that hold only the fill value."""
     values = np.full(240, fill_value, dtype)
     values[[15, 95, 101]] = 1
     _write(tmp_path, values, _codecs(inner=(10,), shards=(40,)), grid=(40,), fill_value=fill_value)
@@ -356,7 +356,7 @@ def test_what_was_not_stored_is_found_absent(tmp_path, dtype, fill_value):
 
 
 def test_chunks_wider_than_the_rows_are_refused_or_read(tmp_path):
-    """Zarr allows them; what lies beyond the row is stored with it."""
+    """Zarr allows them and stores padding after each row."""
     values = np.arange(37 * 7, dtype=np.uint16).reshape(37, 7)
     _write(tmp_path, values, _codecs(inner=(4, 8)), grid=(4, 8))
     try:
@@ -366,7 +366,7 @@ def test_chunks_wider_than_the_rows_are_refused_or_read(tmp_path):
     np.testing.assert_array_equal(_read_back(tmp_path, layout), values.ravel())
 
 
-# ---- what cannot be read
+# ---- unsupported formats
 
 BIG_ENDIAN = {"name": "bytes", "configuration": {"endian": "big"}}
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}

@@ -1,4 +1,4 @@
-"""The servers that other tests, the demo and the benchmarks stand on do what they say."""
+"""The S3 servers behind the other tests, the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zloader.testing.seaweed import ServerStartError
 
 pytestmark = pytest.mark.any_version
 
-OBJECT = bytes(range(256)) * 1000  # every byte tells its place, nearly
+OBJECT = bytes(range(256)) * 1000  # a shift changes every byte
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Answer:
     status: int
     headers: http.client.HTTPMessage
     body: bytes
-    error: Exception | None  # what the client met while reading the body
+    error: Exception | None  # raised while the client read the body
 
 
 def ask(sim: Sim, path: str, *, method: str = "GET", timeout: float = PATIENCE_S, **headers: str) -> Answer:
-    """One request on a connection of its own."""
+    """Sends one request on its own connection."""
     connection = http.client.HTTPConnection(sim.host, sim.port, timeout=timeout)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -217,7 +217,7 @@ def test_s3fs_reads_and_lists(sim, root):
         client.cat("bucket/nothing")
 
 
-# ---- faults, the same whether files or a real server answer
+# ---- faults, with files and with a real server behind the simulator
 
 
 @dataclass
@@ -391,7 +391,7 @@ def test_sim_options_that_make_no_sense(sim):
         Sim()
     with pytest.raises(OptionError, match="root or upstream"):
         Sim(root="/", upstream="127.0.0.1:80")
-    with pytest.raises(OptionError, match="does not name a server"):
+    with pytest.raises(OptionError, match="is not an address"):
         Sim(upstream="https://somewhere")
     with pytest.raises(OptionError, match="cannot set speed"):
         sim().configure({"speed": 3})
@@ -422,7 +422,7 @@ def test_latency_of_answers_and_connections(sim, root):
 
 
 def test_latency_spreads(root):
-    """By the pauses that it asks for: the time that they take is that of a busy machine."""
+    """Checks the requested pauses, because actual times depend on the load of the machine."""
     pauses = []
 
     class Noting(Sim):
@@ -439,7 +439,7 @@ def test_latency_spreads(root):
 def test_bandwidth(sim, root, limit):
     (root / "bucket/large").write_bytes(b"x" * 4_000_000)
     server = sim(**{limit: 16})
-    assert elapsed(lambda: ask(server, "/bucket/large")) > 0.15  # 0.25 s, less what may go at once
+    assert elapsed(lambda: ask(server, "/bucket/large")) > 0.15  # 0.25 s, less the burst
 
 
 def test_the_shared_link_is_shared(sim, root):
@@ -522,7 +522,7 @@ def test_command_line(root):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             port = int(re.search(r":(\d+) ", process.stdout.readline())[1])
-            reached = Sim(root=root, port=port)  # not started: only says where
+            reached = Sim(root=root, port=port)  # never started: it only provides the address
             assert statuses(reached, 2) == [503, 200]
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=PATIENCE_S) == 0
@@ -531,7 +531,7 @@ def test_command_line(root):
             process.kill()
 
 
-# ---- in front of a real server
+# ---- proxy to a real server
 
 
 def test_signatures_stay_valid_through_the_proxy(sim, s3):
@@ -568,7 +568,7 @@ def processes_of_group(group: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended while we looked
+        except OSError:  # the process has just ended
             continue
         if int(fields[2]) == group:
             found.append(int(path.parent.name))
@@ -576,7 +576,7 @@ def processes_of_group(group: int) -> list[int]:
 
 
 class Ending:
-    """Waits for processes to end, whoever their parent is."""
+    """Waits for processes to end, including processes that are not children."""
 
     def __init__(self, pids: list[int]) -> None:
         self.handles = [os.pidfd_open(pid) for pid in pids]
@@ -594,7 +594,7 @@ def patient_server(directory: Path, **options: Any) -> SeaweedFS:
 
 @pytest.fixture(scope="module")
 def own_server(tmp_path_factory) -> Iterator[SeaweedFS]:
-    """A second server beside the session's, on a directory that did not exist."""
+    """A server besides the session's, in a new directory."""
     with patient_server(tmp_path_factory.mktemp("own") / "new", bucket="other") as server:
         yield server
 
@@ -665,7 +665,7 @@ def test_seaweed_keeps(tmp_path):
         s3fs.S3FileSystem(**server.storage_options).pipe(server.url("kept"), OBJECT)
     with patient_server(tmp_path, **keys) as server:
         assert s3fs.S3FileSystem(**server.storage_options).cat(server.url("kept")) == OBJECT
-    assert (tmp_path / "data").is_dir()  # it was there before the second server
+    assert (tmp_path / "data").is_dir()  # it existed before the second server
 
 
 OWNER = """
@@ -701,7 +701,7 @@ def test_seaweed_outlives_the_thread_that_started_it(tmp_path):
         client.pipe(server.url("a"), b"abc")
         assert client.cat(server.url("a")) == b"abc"
         ending = Ending(processes_of_group(server.pid))
-        os.kill(server.pid, signal.SIGKILL)  # the guard alone
+        os.kill(server.pid, signal.SIGKILL)  # only the guard
         assert ending.comes()
     finally:
         server.stop()

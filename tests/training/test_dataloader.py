@@ -1,4 +1,4 @@
-"""torch's DataLoader, given a loader or a dataset in a way that cannot work: the error says how to write it."""
+"""Wrong uses of torch's DataLoader with a loader or a dataset raise an error that shows the right one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dataset(tmp_path_factory):
     ],
     ids=["by default", "of 4", "of more than there are", "pinned", "in a worker"],
 )
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # and there is no GPU
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # there is no GPU
 def test_batches_of_minibatches_are_refused(dataset, options):
     loader = zl.Loader(dataset, **SIZES)
     with pytest.raises(OptionError, match=r"DataLoader\(loader, batch_size=None\)"):
@@ -67,7 +67,7 @@ def test_a_dataset_is_no_loader(dataset, options):
 
 @pytest.mark.parametrize("take", [lambda d: d[0], lambda d: d[:10], lambda d: d[[1, 2]], list, lambda d: next(iter(d))])
 def test_rows_of_a_dataset_are_not_taken_one_by_one(dataset, take):
-    with pytest.raises(OptionError, match=r"dataset\.take\(rows\) gives some rows as an AnnData"):
+    with pytest.raises(OptionError, match=r"dataset\.take\(rows\) returns some rows as an AnnData"):
         take(dataset)
     assert len(dataset) == len(RandomSampler(dataset)) == 60
 

@@ -1,4 +1,4 @@
-"""Every dtype that X, layers, obs and obsm may have: right values, or an error that says what to do."""
+"""X, layers, obs and obsm of every dtype yield the right values, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = ["bool", *INTEGERS, "float16", "float32", "float64", ">i2", ">u8", ">f2
 
 
 def values(dtype: str, *, whole: bool = False) -> np.ndarray:
-    """Rows x genes, many of them 0, the least and the greatest value of integers among them; fractions of floats."""
+    """Rows x genes, many of them 0. Integers include the smallest and largest value, floats include fractions."""
     rng = np.random.default_rng(0)
     x = (rng.integers(0, 100, (N_ROWS, N_GENES)) * (rng.random((N_ROWS, N_GENES)) < 0.4)).astype(dtype)
     if x.dtype.kind in "iu":
@@ -39,7 +39,7 @@ def values(dtype: str, *, whole: bool = False) -> np.ndarray:
 
 
 def sparse(x: np.ndarray) -> scipy.sparse.csr_matrix:
-    """The same values as CSR in their own dtype, which SciPy does not compute with if it is float16."""
+    """The same values and dtype as CSR. SciPy cannot convert float16, so the values are set afterwards."""
     csr = scipy.sparse.csr_matrix(x != 0, dtype="float32")
     csr.data = x[x != 0]
     return csr
@@ -51,19 +51,19 @@ def annotated(x: Any, **parts: Any) -> ad.AnnData:
 
 
 def both(x: np.ndarray) -> ad.AnnData:
-    """As CSR in X, dense in a layer."""
+    """An AnnData with the values as CSR in X and dense in a layer."""
     return annotated(sparse(x), layers={"dense": x.copy()})
 
 
 def write_zarr(adata: ad.AnnData, dest: Path, zarr_format: int) -> Path:
     with ad.settings.override(zarr_write_format=zarr_format), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of zarr, about float16 and consolidated metadata
+        warnings.simplefilter("ignore")  # zarr warns about float16 and consolidated metadata
         adata.write_zarr(dest)
     return dest
 
 
 def store_of(adata: ad.AnnData, tmp: Path, writer: str) -> Path:
-    """A store as anndata or `convert` writes it."""
+    """A store written by anndata or by `convert`."""
     dest = tmp / "s.zarr"
     if writer.startswith("anndata"):
         return write_zarr(adata, dest, int(writer[-1]))
@@ -73,7 +73,7 @@ def store_of(adata: ad.AnnData, tmp: Path, writer: str) -> Path:
 
 
 def epoch_of(loader: zl.Loader) -> np.ndarray:
-    """All x of an epoch as one dense array, in the order of the dataset's rows."""
+    """The x of a whole epoch as one dense array, in the dataset's row order."""
     minibatches = list(loader)
     order = np.argsort(np.concatenate([minibatch.index.numpy() for minibatch in minibatches]))
     return np.concatenate([dense(minibatch.x) for minibatch in minibatches])[order]
@@ -143,12 +143,12 @@ def test_stores_of_several_dtypes(tmp_path):
     np.testing.assert_array_equal(dense(dataset.take(range(2 * N_ROWS))), both_of)
 
 
-# ------------------------------------------------------------------------------------------------ what does not fit
+# ---------------------------------------------------------------------------------------- values that do not fit
 
 
 @pytest.fixture(scope="module")
 def fractions(tmp_path_factory) -> Path:
-    """Counts in CSR and dense form, but for a fraction in row 17, gene 4, and one in a layer, one in raw."""
+    """Whole numbers in X, in a CSR and a dense layer and in raw, except for a fraction in row 17, gene 4, of each."""
     folder = tmp_path_factory.mktemp("fractions")
     x = values("float32", whole=True)
     x[17, 4] = 2.7
@@ -181,7 +181,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused(fractions, tmp_path, layo
 
 
 def test_the_row_is_that_of_the_dataset_and_its_store(fractions, tmp_path):
-    """Not that of the store, of a view or of the minibatch."""
+    """The message does not count rows within the store, a view or the minibatch."""
     zl.convert(both(values("float32", whole=True)), tmp_path / "a.zarr", options=SMALL, progress=False)
     dataset = zl.open_dataset([tmp_path / "a.zarr", fractions])
     view = dataset.where(np.arange(2 * N_ROWS) % 2 == (N_ROWS + 17) % 2)
@@ -190,7 +190,7 @@ def test_the_row_is_that_of_the_dataset_and_its_store(fractions, tmp_path):
             list(zl.Loader(rows, dtype="int64", **SIZES))
 
 
-# ----------------------------------------------------------------------------------- what is no real number
+# ----------------------------------------------------------------------------------- complex and long numbers
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
@@ -205,7 +205,7 @@ def test_complex_numbers_are_refused(tmp_path, dtype, zarr_format):
     with pytest.raises(FormatError, match="X/data holds"):
         dataset.take([0])
     for source in (store, both(x)):
-        with pytest.raises(SourceError, match=f"X/data holds {dtype}, not real numbers.*float32 for example"):
+        with pytest.raises(SourceError, match=f"X/data holds {dtype}, not real numbers.*for example to float32"):
             zl.convert(source, tmp_path / "out.zarr", progress=False)
 
 
@@ -218,7 +218,7 @@ def test_what_has_more_than_64_bits_is_refused(tmp_path, dtype):
 
 
 def unknown_dtype(store: Path, *paths: str) -> None:
-    """Makes arrays of a store bfloat16, which TensorStore and Zarr extensions write and zarr-python does not read."""
+    """Makes arrays of a store bfloat16, which TensorStore and Zarr extensions write, but zarr-python cannot read."""
     root = json.loads((store / "zarr.json").read_text())
     for path in paths:
         metadata = json.loads((store / path / "zarr.json").read_text())
@@ -273,7 +273,7 @@ def test_indices_that_are_no_integers_are_refused(tmp_path, part):
 
 # ------------------------------------------------------------------------------------------------ obs and obsm
 
-LARGE = 2**53 + 1  # the first whole number that float64 does not hold
+LARGE = 2**53 + 1  # the smallest whole number that float64 cannot hold
 
 
 @pytest.mark.parametrize("writer", ["anndata v2", "anndata v3", "convert"])
@@ -296,7 +296,7 @@ def test_obs_and_obsm_keep_values_and_dtypes(tmp_path, writer):
 
 @pytest.mark.parametrize(("dtype", "large"), [("Int64", -LARGE), ("Int64", LARGE), ("UInt64", 2**64 - 1)])
 def test_missing_values_beside_numbers_that_floats_do_not_hold_are_refused(dtype, large):
-    with pytest.raises(OptionError, match=f"'number' holds {large} and missing values.*Fill in what is missing"):
+    with pytest.raises(OptionError, match=f"'number' holds {large} and missing values.*Fill in the missing values"):
         as_numbers("number", pd.array([1, None, large], dtype=dtype))
     found = as_numbers("number", pd.array([1, None, 2**53], dtype=dtype)).values
     np.testing.assert_array_equal(found, [1, np.nan, 2**53])

@@ -1,4 +1,4 @@
-"""Leaving an epoch, however that happens, and worker processes of every kind (invariants 16 and 17)."""
+"""Leaving an epoch in every way, and worker processes of every kind (invariants 16 and 17)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(bucket: Path) -> Iterator[Sim]:
 
 
 def over(server: Sim) -> dict[str, Any]:
-    """What opens the store on a simulator, and waits for its answers."""
+    """Arguments that open the store on a simulator, without read timeouts."""
     options = {"key": "any", "secret": "any", "endpoint_url": server.url, "config_kwargs": {"read_timeout": NEVER_S}}
     return {"url": "s3://atlas/counts.zarr", "storage_options": options}
 
@@ -57,11 +57,11 @@ def loader(request, bucket, tmp_path) -> zl.Loader:
 
 
 def rows_of(minibatches: Any) -> list[int]:
-    """The rows of an epoch in ascending order, each minibatch held against the source."""
+    """The rows of an epoch in ascending order. Each minibatch is compared with the source."""
     return sorted(np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in minibatches]).tolist())
 
 
-# ---- ways of leaving; what a way gives back is kept until the threads are seen to be gone, as notebooks keep errors
+# ---- ways of leaving. What each function returns is kept until the threads have ended, as notebooks keep errors.
 
 
 def leave_by_break(loader):
@@ -156,12 +156,12 @@ def test_epochs_side_by_side_do_not_end_each_other(loader):
     assert_threads_end()
 
 
-# ---- a server that stalls
+# ---- a stalling server
 
 
 @pytest.fixture
 def stalling(sim, bucket) -> tuple[zl.Loader, Sim]:
-    """A loader in an epoch of which no read ends any more, nor its deadline comes."""
+    """A loader whose reads neither end nor reach their deadline."""
     server = sim(root=bucket)
     loader = zl.Loader(zl.open_dataset(**over(server)), **SIZES, options=zl.FetchOptions(deadline_s=NEVER_S))
     loader.dataset.indptr(loader.dataset.matrix())
@@ -176,7 +176,7 @@ def drop_while_stalled(loader, stalled):
 
 
 def interrupt_while_waiting(loader, stalled):
-    """Ctrl-C in next(), which is where a loop over a slow store is; the error is kept, as notebooks do."""
+    """Ctrl-C in next(), where a loop over a slow store spends its time. The error is kept, as in a notebook."""
 
     def interrupt():
         stalled()
@@ -209,8 +209,8 @@ def test_leaving_while_the_server_stalls(stalling, leave):
 
 # ---- the end of the process
 
-# Each way ends in a process of its own. Prints for each its status and what it said on stderr. No stall ends, and no
-# deadline comes: a process that waited for one would not end.
+# Runs each way of ending in its own process, and prints the exit status and stderr of each. Stalls and deadlines never
+# end, so a process that waits for either does not end.
 _EXITS = """
 import json, os, signal, sys, tempfile, threading, time, urllib.request
 import s3fs
@@ -228,12 +228,12 @@ def begun():
     if place["faults"]:
         ask("reset"), ask("config", {"faults": place["faults"]})
     options = zl.FetchOptions(deadline_s=place["deadline_s"])
-    held = iter(Loader(zl.open_dataset(**place["open"]), **sizes, options=options))
+    minibatches = iter(Loader(zl.open_dataset(**place["open"]), **sizes, options=options))
     if place["taking"]:
-        next(held)
+        next(minibatches)
     while place["faults"] and "fault_" + place["faults"][0]["kind"] not in ask("stats"):
         time.sleep(0.01)
-    return held
+    return minibatches
 
 def close_first():
     begun().close()
@@ -262,7 +262,7 @@ def exit_3():
 
 def fail():
     for _ in [begun()]:
-        raise ZeroDivisionError("as it was meant")
+        raise ZeroDivisionError("on purpose")
 
 def interrupt():
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -282,7 +282,7 @@ for place in json.loads(sys.argv[1]):
         print(json.dumps([place["name"], way, status, said.read()]), flush=True)
 """
 _STATUS = {"exit_3": 3, "fail": 1, "interrupt": -signal.SIGINT}
-_SAYS = {"fail": "ZeroDivisionError: as it was meant", "interrupt": "KeyboardInterrupt"}
+_SAYS = {"fail": "ZeroDivisionError: on purpose", "interrupt": "KeyboardInterrupt"}
 _ENDS = {
     "disk": ["close_first", "hold", "interrupt"],
     "stalled S3": [
@@ -300,7 +300,7 @@ _UNTAGGED = {"kind": "etag", "match": ELEMENTS, "value": '"another"'}
 
 
 def run_script(interpreter: Interpreter, script: str, *arguments: Any) -> list[Any]:
-    """What a script printed: one JSON document a line."""
+    """Runs a script; returns its output, one JSON document per line."""
     done = interpreter.run(script, *map(json.dumps, arguments))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -308,7 +308,7 @@ def run_script(interpreter: Interpreter, script: str, *arguments: Any) -> list[A
 
 @pytest.fixture(scope="module")
 def ends(bucket, interpreter) -> dict[tuple[str, str], Any]:
-    """How each way of ending a process went, over each place."""
+    """The exit status and stderr of each way of ending a process, for each place."""
     with Sim(root=bucket) as server:
         faults = {
             "disk": [],
@@ -354,8 +354,8 @@ def test_the_process_ends_while_an_object_is_looked_at_again(ends):
 
 # ---- worker processes
 
-# Prints, for each check, what was got: "right" (every row once, by value), "ForkError" or what else went wrong, an
-# epoch each.
+# Prints the outcome of each check, one per epoch: "right" (every row once, with its values), "ForkError", or what else
+# went wrong.
 _WORKERS = """
 import json, multiprocessing, sys, warnings
 import numpy as np
@@ -381,7 +381,7 @@ def through(loaders, n, persistent=False):
     return DataLoader(InTurn(loaders), batch_size=None, num_workers=n, **how)
 
 def epoch(minibatches, n_minibatches):
-    # What was got of each loader, and in what order.
+    # The outcome and the order of rows for each loader.
     rows = {name: [] for name in n_minibatches}
     try:
         for name, minibatch in minibatches:
@@ -408,7 +408,7 @@ def check(what, loaders, minibatches, n_epochs=1):
 def check_workers(what, loaders, n, persistent=False, n_epochs=1):
     check(what, loaders, through(loaders, n, persistent), n_epochs)
 
-# Forks begin at once, and one that fails shall not end the check of another place.
+# Forked workers start at once, and a failure must not end the check of another place.
 forked = context == "fork"
 together = [[name] for name in places] if forked else [[*places]]
 for names in together:
@@ -451,7 +451,7 @@ _FORKED_ONLY = {"unread, 2, mirror", "unread, 1, after a break", "read, 2, full 
 
 @pytest.fixture(scope="module")
 def workers(bucket, tmp_path_factory, interpreter) -> Callable[[str], list[Any]]:
-    """What the script for one way of starting processes printed."""
+    """Runs the script with one way of starting processes; returns its output."""
 
     @functools.cache
     def run(context: str) -> list[Any]:
@@ -470,7 +470,7 @@ def workers(bucket, tmp_path_factory, interpreter) -> Callable[[str], list[Any]]
 @pytest.mark.parametrize("place", ["disk", "S3"])
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 def test_workers_yield_every_row_once_or_say_what_to_do(workers, context, place):
-    """Invariant 16. A process that was forked from one that has read may use a mirror, but not TensorStore."""
+    """Invariant 16. A process forked from one that has read a store may use a mirror, but not TensorStore."""
     said = [each for each in workers(context) if each[0] == place and each[1] in _CHECKS]
     seen = {name: found for _, name, found in said}
     assert seen.keys() == _CHECKS.keys() - (set() if context == "fork" else _FORKED_ONLY)
@@ -503,7 +503,7 @@ for _ in range(3):
 
 @pytest.mark.slow
 def test_a_fork_leaves_the_connections_of_its_parent_open(server, interpreter):
-    """Both have one epoll: a child that closed its copy of an idle connection would leave the parent to wait."""
+    """They share one epoll: if a child closed its copy of an idle connection, the parent would wait for ever."""
     assert run_script(interpreter, _FORK, over(server)) == [503, 503, 503]
 
 
@@ -511,7 +511,7 @@ def test_a_fork_leaves_the_connections_of_its_parent_open(server, interpreter):
 
 
 def test_loaders_and_datasets_pickle(loader):
-    """Also in mid-epoch; what is unpickled goes on counting epochs from where the first one stood."""
+    """Pickling works in mid-epoch, too. The copy counts epochs from where the original stood."""
     assert pickle.loads(pickle.dumps(loader.dataset)).fingerprint == loader.dataset.fingerprint
     assert digest(pickle.loads(pickle.dumps(loader))) == digest(loader)
     minibatches = iter(loader)

@@ -1,7 +1,8 @@
-"""The Loader as its users see it: every row once, right, in the same order; from disk and S3, mirrored or not."""
+"""The Loader yields every row once, with the right values and in the same order, from disk and S3, with any cache."""
 
 from __future__ import annotations
 
+import doctest
 import pickle
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import zloader as zl
-from zloader.common.errors import FormatError, MissingColumnError, OptionError
+from zloader.common.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
+from zloader.training import loader as loader_module
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
@@ -37,14 +39,14 @@ def s3_store(s3, tmp_path):
 
 @pytest.fixture(params=["local", "local, mirror", "s3", "s3, mirror"])
 def dataset(request, store, tmp_path) -> zl.Dataset:
-    """The same rows from disk and from a real S3 server, without and with an empty mirror."""
+    """The same rows from disk and from a real S3 server, with an empty mirror and without one."""
     url, storage_options = request.getfixturevalue("s3_store") if "s3" in request.param else (store, None)
     cache = tmp_path / "cache" if "mirror" in request.param else None
     return zl.open_dataset(url, cache=cache, storage_options=storage_options)
 
 
 def check_canonical(x: torch.Tensor) -> None:
-    """Genes ascending and distinct within each row, and a crow that is what it should be."""
+    """Checks that genes ascend strictly within each row, and that crow_indices are valid."""
     torch._validate_sparse_csr_tensor_args(x.crow_indices(), x.col_indices(), x.values(), x.shape)
 
 
@@ -67,7 +69,7 @@ SIZES = {
 def test_every_row_once_with_its_values_and_obs(
     store, tmp_path, batch_size, fetch_factor, block_size, cached, drop_last, world_size, seed, **fetching
 ):
-    """Invariants 1, 8 and 9, by value."""
+    """Invariants 1, 8 and 9, with all values compared."""
     dataset = zl.open_dataset(store, cache=tmp_path / "cache" if cached else None)
     seen = []
     for rank in range(world_size):
@@ -116,6 +118,12 @@ def test_every_epoch_has_every_row_once_wherever_it_comes_from(dataset, drop_las
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
+def test_the_examples_in_the_docstrings_run(store, monkeypatch):
+    monkeypatch.chdir(store.removesuffix("counts.zarr"))
+    Path("cells.zarr").symlink_to("counts.zarr")
+    assert doctest.testmod(loader_module) == (0, 7)
+
+
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("kind", ["csr", "dense"])
@@ -141,7 +149,7 @@ def test_layouts_and_dtypes(tmp_path, layout, dtype, kind):
 
 
 def test_an_epoch_is_the_same_whatever_memory_it_may_take(store, tmp_path):
-    """Invariant 4, where a fetch is larger than all that the options allow, too."""
+    """Invariant 4. It also holds if a fetch is larger than all bounds."""
     sizes = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS}
     loaders = [
         zl.Loader(zl.open_dataset(store, cache=cache), **sizes, options=options)
@@ -160,13 +168,13 @@ def test_decoded_fetches_stay_within_their_bound(store):
         next(minibatches)
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and loader.statistics().in_flight_bytes:
-            time.sleep(0.01)  # nothing more is read: the consumer holds all back
+            time.sleep(0.01)  # until reads stop, because the consumer takes nothing
         list(minibatches)
         assert 1 <= loader._buffers.n_free <= most
 
 
 def test_a_mirror_that_holds_a_part_and_takes_no_more(store, tmp_path):
-    """As when its disk is full: what it has is taken from it, the rest from the store."""
+    """As on a full disk: chunks in the mirror come from there, the rest from the store."""
     dataset = zl.open_dataset(store, cache=tmp_path / "cache")
     dataset.take([3, 100, 250, 251, 400])
     for mirror in dataset.stores[0].mirror(dataset.matrix("X")).arrays.values():
@@ -193,7 +201,7 @@ def test_statistics_count_spans_retries_and_what_the_mirror_gave(store, tmp_path
     for _ in loader:
         pass
     cold = loader.statistics()
-    assert 0 < cold.spans < cold.gets  # and a read of each shard's index
+    assert 0 < cold.spans < cold.gets  # gets include the reads of shard indexes
     assert cold.retries == 0
     for _ in loader:
         pass
@@ -263,7 +271,7 @@ def test_tiny_and_empty_stores(tmp_path, n_rows):
 
 
 def test_same_seed_same_bytes_whatever_the_means(store, s3_store, sim, tmp_path):
-    """Invariant 4: timing, concurrency, prefetch, mirror, threads, workers and where the bytes come from."""
+    """Invariant 4, for timing, concurrency, prefetch, mirror, threads, workers and the source of the bytes."""
     sizes = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS, "seed": 3}
     plain = zl.open_dataset(store)
     wanted = digest(zl.Loader(plain, **sizes))
@@ -284,7 +292,7 @@ def test_same_seed_same_bytes_whatever_the_means(store, s3_store, sim, tmp_path)
     for cache in (None, tmp_path / "cache of s3"):
         from_s3 = zl.Loader(zl.open_dataset(url, cache=cache, storage_options=storage_options), **sizes)
         assert digest(from_s3) == wanted
-        from_s3.set_epoch(0)  # and once more, now from the mirror if there is one
+        from_s3.set_epoch(0)  # again, now from the mirror if there is one
         assert digest(from_s3) == wanted
     jittery = sim(root=Path(store).parent.parent, ttfb_ms=3, ttfb_sigma=1.0)
     over_sim = zl.open_dataset(
@@ -321,11 +329,11 @@ def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
     write_store(counts(20, 9), tmp_path / "s.zarr", tmp_path)
     pickled = pickle.dumps(zl.open_dataset(tmp_path / "s.zarr"))
     write_store(counts(20, 9, seed=1), tmp_path / "s.zarr", tmp_path, overwrite=True)
-    with pytest.raises(zl.errors.StoreChangedError, match="changed"):
+    with pytest.raises(StoreChangedError, match="changed"):
         pickle.loads(pickled)
 
 
-# ------------------------------------------------------------------------------------------------ what makes no sense
+# ------------------------------------------------------------------------------------------------ bad options
 
 
 @pytest.mark.parametrize(
@@ -345,10 +353,10 @@ def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
         ({"fetch_factor": None}, OptionError, "fetch_factor must be .* not None"),
         ({"obs": None}, OptionError, r"write obs=\[\]"),
         ({"options": {"memory": "1GiB"}}, OptionError, "must be a zl.FetchOptions"),
-        ({"dataset": "a.zarr"}, OptionError, "zl.open_dataset gives, not 'a.zarr'"),
+        ({"dataset": "a.zarr"}, OptionError, "from zl.open_dataset, not 'a.zarr'"),
         ({"sampling": zl.BlockShuffling}, OptionError, r"zl.BlockShuffling\(64\), not .* which is a class"),
-        ({"sampling": "block"}, OptionError, "not 'block', which has no n_rows and no rows and no shuffles_fetch"),
-        ({"rank": 2, "world_size": 2}, OptionError, "ranks count from 0"),
+        ({"sampling": "block"}, OptionError, "not 'block', which lacks n_rows and rows and shuffles_fetch"),
+        ({"rank": 2, "world_size": 2}, OptionError, "ranks are numbered from 0"),
         ({"rank": 1}, OptionError, "together"),
         ({"x": None, "layout": "anndata"}, OptionError, "needs an x"),
         ({"sampling": zl.Streaming(indices=[503])}, OptionError, "row 503"),

@@ -1,4 +1,4 @@
-"""obsm arrays beside x: aligned with it row by row, as they are stored, from one store and from several."""
+"""obsm arrays are aligned with x row by row and keep their values, from one store and from several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4)}
 
 
 def embedded(n_rows: int, *, width: int = 6, dtype: str = "float32", seed: int = 0) -> ad.AnnData:
-    """Counts with obsm arrays of several dtypes, the last of them with more than two dimensions."""
+    """Counts with obsm arrays of several dtypes. The last array has three dimensions."""
     adata = counts(n_rows, 31, seed=seed)
     rng = np.random.default_rng(seed)
     adata.obsm["X_pca"] = rng.standard_normal((n_rows, width)).astype(dtype)
@@ -153,7 +153,7 @@ def test_stores_that_differ_are_refused_where_that_matters(tmp_path):
     assert sorted(dataset.take([0, 30]).obsm) == ["flags", "image", "spatial"]
 
 
-# ------------------------------------------------------------------------------------------------ no good
+# ------------------------------------------------------------------------------------------------ errors
 
 
 def test_names_that_are_not_there(store, tmp_path):
@@ -191,13 +191,13 @@ def test_damage_is_found(store, tmp_path):
     copy = shutil.copytree(store, tmp_path / "copy.zarr")
     (copy / "obsm" / "X_pca" / "c" / "0" / "0").unlink()
     loader = zl.Loader(zl.open_dataset(copy), obsm=["X_pca"], **SIZES)
-    with pytest.raises(MissingObjectError, match="obsm/X_pca/c/0/0 is not there"):
+    with pytest.raises(MissingObjectError, match="obsm/X_pca/c/0/0 is missing"):
         list(loader)
     other = shutil.copytree(store, tmp_path / "other.zarr")
     root = zarr.open_group(other, mode="a", use_consolidated=False)
     root["obsm"].create_array("short", data=np.zeros((7, 2)), attributes={"encoding-type": "array"})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about consolidated metadata
+        warnings.simplefilter("ignore")  # zarr warns about consolidated metadata
         zarr.consolidate_metadata(root.store, zarr_format=3)
     with pytest.raises(FormatError, match=r"'short' of .* has shape \(7, 2\) for 150 rows"):
         zl.Loader(zl.open_dataset(other), obsm=["short"])

@@ -1,4 +1,4 @@
-"""One iterator in the hands of several threads: one at a time, nothing lost, nobody left waiting."""
+"""Several threads share one iterator: they take turns, lose no minibatch, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loader(bucket) -> zl.Loader:
 
 @pytest.fixture
 def stalled(sim, bucket) -> zl.Loader:
-    """A loader of which no read of an epoch ends."""
+    """A loader whose reads never end."""
     server = sim(root=bucket)
     options = {"key": "any", "secret": "any", "endpoint_url": server.url}
     loader = zl.Loader(zl.open_dataset("s3://atlas/counts.zarr", storage_options=options), **SIZES)
@@ -74,7 +74,7 @@ def rows_of(minibatches) -> list[int]:
 
 
 def outcome_of(minibatches, outcomes) -> None:
-    """Takes minibatches until there is an exception, and tells which."""
+    """Takes minibatches until an exception, and puts that into `outcomes`."""
     try:
         while True:
             next(minibatches)
@@ -129,12 +129,12 @@ def test_a_second_thread_gets_an_error_at_once_and_closing_ends_the_first(stalle
     assert isinstance(outcomes.get(timeout=60), StopIteration)
     joined(threads)
     assert list(minibatches) == []
-    assert stalled.state_dict()["epoch"] == 0  # what was closed is not finished
+    assert stalled.state_dict()["epoch"] == 0  # a closed epoch is not finished
     assert_threads_end()
 
 
 def test_an_error_for_one_thread_ends_nothing_for_the_other(loader, caplog):
-    """The second thread comes while the first is at the end of the epoch, which it logs from within next()."""
+    """The second thread calls next() while the first is in it, logging the end of the epoch."""
     minibatches, outcomes = iter(loader), queue.Queue()
 
     class Meanwhile(logging.Handler):
@@ -154,7 +154,7 @@ def test_an_error_for_one_thread_ends_nothing_for_the_other(loader, caplog):
 
 
 def test_a_minibatch_that_cannot_be_made_ends_the_iteration(loader):
-    """It would be missing from an epoch that went on."""
+    """If the iteration went on, the epoch would lack this minibatch."""
     loader = zl.Loader(loader.dataset, layout="anndata", **SIZES)
     whole = loader.dataset.to_anndata
     minibatches = iter(loader)
@@ -207,7 +207,7 @@ def test_collected_as_garbage_in_another_thread(loader):
 
 
 def test_state_and_statistics_while_another_thread_iterates(loader):
-    """Each state is that before one of the minibatches, in their order."""
+    """Each state is a state between two minibatches, and the states appear in order."""
     states, minibatches = [], iter(loader)
     known = [loader.state_dict()]
     done = threading.Event()
@@ -227,7 +227,7 @@ def test_state_and_statistics_while_another_thread_iterates(loader):
 
 
 def test_the_state_while_an_epoch_begins(loader, caplog):
-    """Nothing of it has been received."""
+    """It still says that nothing of the epoch has been received."""
     found = []
 
     class Asking(logging.Handler):

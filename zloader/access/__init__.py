@@ -1,1 +1,1 @@
-"""How stores are reached: URLs and credentials, web servers, local files, reads that are asked for again."""
+"""How stores are reached: URLs, credentials, listings, web servers, local files, and retried reads."""

@@ -1,8 +1,8 @@
-"""How a bucket on S3 is reached, as `storage_options`, AWS_* variables, profiles and roles say together.
+"""Resolves the endpoint, region and credentials of S3 from `storage_options`, AWS_* variables, profiles and roles.
 
-botocore, which s3fs stands on, is asked once, and both clients are told the answer: they cannot differ, TensorStore
-never looks for anything itself, and where there are no credentials that shows at once and before it is asked to read.
-(Alone it asks the instance metadata service, which takes 4.5 s where nothing answers, and goes on unsigned.)
+botocore, the library below s3fs, resolves them once, and s3fs and TensorStore both receive the result. So the two
+clients always agree, and missing credentials raise an error before the first read. On its own, TensorStore would query
+the instance metadata service, which takes 4.5 s if nothing answers, and then send unsigned requests.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from botocore.exceptions import BotoCoreError
 
 from zloader.common.errors import AccessDeniedError, OptionError
 
-# What s3fs takes under several names: option, the same in client_kwargs, and another word for it.
+# Options that s3fs accepts under several names: the option, its name in client_kwargs, and its alias.
 _NAMES = (
     ("key", "aws_access_key_id", "username"),
     ("secret", "aws_secret_access_key", "password"),
     ("token", "aws_session_token", None),
     ("endpoint_url", "endpoint_url", None),
 )
-# Credentials of these kinds, as botocore calls them, are found and renewed by TensorStore itself.
+# TensorStore finds and renews these kinds of credentials itself: botocore's name of each, and TensorStore's.
 _RENEWED = {"iam-role": "imds", "container-role": "ecs", "assume-role-with-web-identity": "default"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class S3Access:
-    """What both clients are told. Holds secrets, which are never shown.
+    """How both clients reach S3. The secrets in it never appear in its repr.
 
-    `options` are s3fs's. `region` is None where none is named. `secrets` are the key, secret and token to sign with;
-    empty where `provider` (of TensorStore's) finds them.
+    `options` are passed to s3fs. `region` is None if none is configured. `secrets` holds the key, secret and session
+    token for signing; it is empty if TensorStore's credentials `provider` finds them itself.
     """
 
     options: dict[str, Any] = field(repr=False)
@@ -47,28 +47,28 @@ class S3Access:
 
 
 def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
-    """Looks at options, environment and files; asks for a role's credentials where nothing else is named.
+    """Resolves S3 access from the options, the environment and the AWS configuration files, then from a role.
 
-    Raises AccessDeniedError where there are no credentials, OptionError for options that TensorStore cannot follow.
+    Raises AccessDeniedError if there are no credentials, and OptionError for an option that cannot be supported.
     """
-    options = _in_one_place(storage_options)
+    options = _normalized(storage_options)
     client = options["client_kwargs"]
     try:
         session = botocore.session.Session(profile=options.get("profile"))
         endpoint = options.get("endpoint_url") or _configured_endpoint(session)
         if endpoint:
             options["endpoint_url"] = endpoint
-            # A server of one's own may have no regions, but signatures name one.
+            # A self-hosted server may have no regions, but every signature includes one.
             client.setdefault("region_name", _configured_region(session) or "us-east-1")
         provider, secrets = _credentials(session, options)
     except BotoCoreError as error:
         raise AccessDeniedError(
-            f"the credentials for S3 cannot be had ({error}): check storage_options, the AWS_* variables and ~/.aws"
+            f"cannot load credentials for S3 ({error}): check storage_options, the AWS_* variables and ~/.aws"
         ) from error
     return S3Access(
         options=options,
         endpoint=endpoint,
-        # Without an endpoint TensorStore asks for the bucket's region; the one configured may be that of the machine.
+        # Without an endpoint, TensorStore looks up the bucket's region. The configured region may be the machine's.
         region=client.get("region_name"),
         provider=provider,
         profile=options.get("profile"),
@@ -77,11 +77,11 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
     )
 
 
-def _in_one_place(storage_options: Mapping[str, Any]) -> dict[str, Any]:
-    """s3fs's options with each thing said once, as an option."""
+def _normalized(storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """s3fs's options without aliases: each value appears once, under its option name."""
     options, client = dict(storage_options), dict(storage_options.get("client_kwargs") or {})
     if options.get("session") is not None:
-        raise OptionError("storage_options cannot hold a session: give its profile, or key and secret")
+        raise OptionError("storage_options cannot contain a session: pass its profile, or a key and secret, instead")
     for option, in_client, alias in _NAMES:
         values = [options.pop(option, None), client.pop(in_client, None), options.pop(alias, None) if alias else None]
         value = next((value for value in values if value), None)
@@ -95,13 +95,13 @@ def _configured_endpoint(session: Any) -> str | None:
         return None
     profile = session.get_scoped_config()
     services = session.full_config.get("services", {}).get(profile.get("services"), {})
-    places = (
+    endpoints = (
         os.environ.get("AWS_ENDPOINT_URL_S3"),
         os.environ.get("AWS_ENDPOINT_URL"),
         services.get("s3", {}).get("endpoint_url"),
         profile.get("endpoint_url"),
     )
-    return next((place for place in places if place), None)
+    return next((endpoint for endpoint in endpoints if endpoint), None)
 
 
 def _configured_region(session: Any) -> str | None:
@@ -110,10 +110,10 @@ def _configured_region(session: Any) -> str | None:
 
 
 def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """TensorStore's provider and what it provides. Credentials that do not expire are put into s3fs's options, too.
+    """TensorStore's credentials provider, and the secrets for it. Adds secrets that do not expire to s3fs's `options`.
 
-    fsspec gives out one client for equal options for ever, so they must show in the options: else credentials mended
-    in a running process would not be seen.
+    fsspec reuses one client for equal options for the life of the process. Credentials corrected in a running process
+    take effect only because they change the options.
     """
     if options.get("anon"):
         return "anonymous", {}
@@ -123,8 +123,8 @@ def _credentials(session: Any, options: dict[str, Any]) -> tuple[str, dict[str, 
     found = session.get_credentials()
     if found is None:
         raise AccessDeniedError(
-            "there are no credentials for S3: give key and secret in storage_options (or anon=True for a public "
-            "bucket), or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            "found no credentials for S3: pass key and secret in storage_options (or anon=True for a public bucket), "
+            "or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         )
     if found.method in _RENEWED:
         return _RENEWED[found.method], {}

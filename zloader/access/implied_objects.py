@@ -1,6 +1,6 @@
-"""The objects that the metadata of a Zarr hierarchy imply: their keys, whether they are there, which one is damaged.
+"""The objects that the metadata of a Zarr hierarchy implies: their keys, whether they exist, which one is damaged.
 
-Nodes are zarr's groups and arrays; keys are relative to the store.
+Nodes are zarr groups and arrays. Keys are relative to the store.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import zarr.errors
 from zloader.common.errors import FormatError, MissingObjectError, ZloaderError
 from zloader.storage.layout import require_bytes
 
-_MOST_OBJECTS = 10**9  # of one array
-# What zarr and its codecs raise for metadata that make no sense and bytes that do not decode.
+_MAX_OBJECTS = 10**9  # per array
+# The exceptions that zarr and its codecs raise for invalid metadata and for bytes that cannot be decoded.
 UNDECODABLE = (
     AttributeError,
     OverflowError,
@@ -36,32 +36,34 @@ UNDECODABLE = (
 
 
 def members_of(group: zarr.Group, url: str) -> list[tuple[str, Any]]:
-    """All groups and arrays below a group, with their paths. Raises FormatError where zarr cannot read one of them."""
+    """All groups and arrays below a group, with their paths. Raises FormatError if zarr cannot read one of them."""
     try:
         nodes: list[tuple[str, Any]] = list(group.members(max_depth=None))
         for _, node in nodes:
             if isinstance(node, zarr.Array):
-                stored_keys(node)  # which it cannot have where its shape makes no sense
+                stored_keys(node)  # raises if the shape is invalid
     except ZloaderError:
         raise
     except UNDECODABLE as error:
-        raise FormatError(f"the metadata of {url} cannot be read ({error}): restore or convert it again") from error
+        raise FormatError(
+            f"cannot read the metadata of {url} ({error}): restore the store or convert it again"
+        ) from error
     return nodes
 
 
 def arrays_below(node: Any) -> list[zarr.Array[Any]]:
-    """The array itself, or all arrays below a group; none where the node is not zarr's."""
+    """The array itself, or all arrays below a group; an empty list if the node is neither."""
     nodes = node.members(max_depth=None) if isinstance(node, zarr.Group) else [("", node)]
     return [array for _, array in nodes if isinstance(array, zarr.Array)]
 
 
 def stored_keys(array: Any) -> Iterator[str]:
-    """The keys of the objects that hold an array."""
+    """The keys of the chunks (or shards) of an array."""
     return (_key(array, cell) for cell in _cells(array))
 
 
 def implied_keys(nodes: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """The keys of the objects of nodes that are given with their paths: metadata (of Zarr v3) and chunks."""
+    """The keys of the objects of `(path, node)` pairs: the metadata of Zarr v3 nodes, and the chunks of arrays."""
     for path, node in nodes:
         if node.metadata.zarr_format == 3:
             yield f"{path}/zarr.json"
@@ -70,22 +72,25 @@ def implied_keys(nodes: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def require_objects(keys: Iterable[str], sizes: Mapping[str, int], url: str, *, absent_is_fill: bool = False) -> None:
-    """Raises MissingObjectError for an object that is not listed, and TruncatedObjectError for one of 0 bytes."""
+    """Raises MissingObjectError for a key that is not in `sizes`, and TruncatedObjectError for an object of 0 bytes.
+
+    With `absent_is_fill`, a key that is not in `sizes` stands for fill values and is accepted.
+    """
     for key in keys:
         if key in sizes:
             require_bytes(url, key, sizes[key])
         elif not absent_is_fill:
-            raise MissingObjectError(f"{url}: {key} is not there: the store is incomplete. Convert it again")
+            raise MissingObjectError(f"{url}: {key} is missing: the store is incomplete. Convert it again")
 
 
 def undecodable_key(node: Any, start: int = 0, stop: int | None = None) -> str | None:
-    """The key of the first object of a node that does not decode, which zarr's errors do not say; None for none.
+    """The key of the first object of a node that cannot be decoded, or None. zarr's own errors do not name the key.
 
-    The arrays are read object by object, each from `start` to `stop` along its first axis.
+    Reads the node's arrays object by object, from `start` to `stop` along the first axis.
     """
     try:
         grids = [(array, _cells(array)) for array in arrays_below(node)]
-    except UNDECODABLE:  # it is the metadata
+    except UNDECODABLE:  # the metadata is damaged, not an object
         return None
     for array, cell in ((array, cell) for array, cells in grids for cell in cells):
         region = _region(array, cell, start, stop)
@@ -100,10 +105,10 @@ def undecodable_key(node: Any, start: int = 0, stop: int | None = None) -> str |
 
 
 def _cells(array: Any) -> Iterator[tuple[int, ...]]:
-    """The place of each object in the grid of an array. Raises OverflowError for more than any store has."""
+    """The grid position of each object of an array. Raises OverflowError for an implausible number of objects."""
     grid = [-(-whole // size) for whole, size in zip(array.shape, _object_shape(array), strict=True)]
-    if math.prod(grid) > _MOST_OBJECTS:
-        raise OverflowError(f"the shape {array.shape} takes {math.prod(grid)} objects")
+    if math.prod(grid) > _MAX_OBJECTS:
+        raise OverflowError(f"an array of shape {array.shape} would need {math.prod(grid)} objects")
     return np.ndindex(*grid)
 
 
@@ -117,7 +122,7 @@ def _key(array: Any, cell: tuple[int, ...]) -> str:
 
 
 def _region(array: Any, cell: tuple[int, ...], start: int, stop: int | None) -> tuple[slice, ...]:
-    """What an object holds of an array, from `start` to `stop` along the first axis."""
+    """The part of an array stored in one object, limited to `start` to `stop` along the first axis."""
     begins = [at * size for at, size in zip(cell, _object_shape(array), strict=True)]
     ends = [begin + size for begin, size in zip(begins, _object_shape(array), strict=True)]
     if cell:

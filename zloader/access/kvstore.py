@@ -1,6 +1,6 @@
-"""What TensorStore is told of a location: driver, endpoint, credentials, as JSON. Opens nothing.
+"""Builds TensorStore's JSON spec of a location: driver, endpoint and credentials. Opens nothing.
 
-The same options, variables and profiles mean the same here as they mean to the file systems of location.py.
+Options, environment variables and profiles have the same meaning here as for the file systems of location.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _GOOGLE = "https://storage.googleapis.com"
 
 def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]:
     """TensorStore's spec of the key-value store at a remote `location`. Raises AccessDeniedError and OptionError."""
-    # curl gives up a connection that stalls this long; read once a process. Our own deadline is the outer bound.
+    # curl drops a connection that stalls for this long. TensorStore reads these variables once per process. The
+    # deadline of FetchOptions bounds the whole read.
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "20")
     os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")  # instead of 30: for more than one attempt
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")  # default: 30 s, too long for retries
     if location.is_web:
         return _http(f"{location.url.rstrip('/')}/", location.storage_options.get("headers") or {})
     bucket, _, prefix = location.path.partition("/")
@@ -29,7 +30,7 @@ def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]
     if location.scheme == "s3":
         return _s3(bucket, prefix, s3_access(location.storage_options), credentials)
     if google_token(location.storage_options) == "anon":
-        # The gcs driver signs with whatever credentials it finds, and has no endpoint of its own to set.
+        # The gcs driver would sign with any credentials that it finds, and its endpoint cannot be set.
         endpoint = str(location.storage_options.get("endpoint_url") or _GOOGLE).rstrip("/")
         return _http(f"{endpoint}/{bucket}/{quote(prefix)}", {})
     return {"driver": "gcs", "bucket": bucket, "path": prefix, **_requests("gcs")}
@@ -37,9 +38,9 @@ def kvstore_spec(location: Location, credentials: Credentials) -> dict[str, Any]
 
 def _requests(driver: str) -> dict[str, Any]:
     return {
-        # Bytes in flight are bounded by the fetch; the count only has to be out of its way.
+        # The fetch bounds the bytes in flight. This limit only has to be high enough not to interfere.
         f"{driver}_request_concurrency": {"limit": 256},
-        # It is retry.py that asks again, within a deadline; TensorStore alone would go on for 15 minutes.
+        # retry.py retries, within a deadline. TensorStore's own retries would go on for 15 minutes.
         f"{driver}_request_retries": {"max_retries": 0},
     }
 
@@ -66,10 +67,10 @@ def _s3(bucket: str, prefix: str, access: S3Access, credentials: Credentials) ->
 
 
 class Credentials:
-    """What TensorStore is told of the credentials for S3.
+    """Passes S3 credentials to TensorStore.
 
-    It takes a key and a secret only from a file or the environment, so they are handed over in an anonymous file in
-    memory, which lives as long as this object.
+    TensorStore reads a key and a secret only from a file or the environment. They are passed in an anonymous in-memory
+    file that exists as long as this object.
     """
 
     _file: int | None = None

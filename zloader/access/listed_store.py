@@ -1,8 +1,8 @@
-"""The objects of a Zarr hierarchy as zarr reads them, held against their listing.
+"""A zarr store whose reads are checked against the listing of its objects.
 
-To zarr an object that is not there stands for fill values. It takes one of 0 bytes, a range of a shard that gives
-nothing, and an object that goes away while the shard is read for the same. Here these are errors: what is listed must
-come, and as many bytes of it as the listing says.
+zarr reads a missing object as fill values. It does the same for an object of 0 bytes, for an empty range of a shard,
+and for an object that disappears while its shard is read. Here all of these raise an error: every listed object must
+be returned, with as many bytes as the listing says.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer, BufferPrototype
 
 METADATA = ("zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata")
-_RESTORE = "Restore it, or convert the store again"
+_RESTORE = "Restore it or convert the store again"
 
 
 def is_metadata(key: str) -> bool:
-    """Whether this is the key of a metadata object, else it is that of a chunk or shard."""
+    """Whether a key names a metadata object, as opposed to a chunk or shard."""
     return key.rpartition("/")[2] in METADATA
 
 
 class ListedStore(Store):
-    """Another zarr store, to be read only; every read passes through `get`.
+    """A read-only wrapper of a zarr store; every read passes through `get`.
 
-    `sizes` has the bytes of the objects that are listed. Where they are `all_listed` no other is asked for; else, as of
-    a web server, others may be there. An object may be absent, but not empty; in a store that is `complete`, of whose
-    chunks none was left out, no chunk may be absent.
+    `sizes` maps the key of each listed object to its bytes. If `all_listed`, other keys are treated as absent without a
+    request; otherwise, as on a web server, they are requested. An object may be absent but not empty. In a store that
+    is `complete`, whose writer left out no chunk, a chunk may not be absent either.
     """
 
     complete = False
@@ -44,13 +44,13 @@ class ListedStore(Store):
     def __init__(self, store: Store, url: str, sizes: Mapping[str, int], *, all_listed: bool) -> None:
         super().__init__(read_only=True)
         self._store, self._url, self.sizes, self._all_listed = store, url, sizes, all_listed
-        self._codecs: dict[str, str] = {}  # the last codec of each array known, by its path
+        self._codecs: dict[str, str] = {}  # the last codec of each known array, by path
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """The bytes of an object, or a range of them; None where there is none.
+        """The bytes of an object or of a range of it; None if the object is absent.
 
-        Raises TruncatedObjectError, MissingObjectError, StoreChangedError, and FormatError for metadata that is no
-        JSON.
+        Raises TruncatedObjectError, MissingObjectError, StoreChangedError, and FormatError for metadata that is not
+        valid JSON.
         """
         size = self.sizes.get(key)
         if size is not None:
@@ -59,23 +59,26 @@ class ListedStore(Store):
         if content is None:
             if size is not None:
                 raise MissingObjectError(
-                    f"{self._url}: {key} ({size} bytes) is not there any more: open the store again, and restore it if "
-                    "nobody replaced it"
+                    f"{self._url}: {key} ({size} bytes) no longer exists: open the store again, or restore the object "
+                    "if it was deleted by mistake"
                 )
             if self.complete and not is_metadata(key):
-                raise MissingObjectError(f"{self._url}: {key} is not there: the store is incomplete. Convert it again")
+                raise MissingObjectError(f"{self._url}: {key} is missing: the store is incomplete. Convert it again")
             return None
         self._check_length(key, len(content), _length(byte_range, size))
         if byte_range is None:
             (self._check_metadata if is_metadata(key) else self._check_whole)(key, content)
         return content
 
-    def learn(self, key: str, document: Any) -> None:
-        """Takes note of the arrays that a metadata object describes, as `get` does: their objects are then checked."""
+    def register_arrays(self, key: str, document: Any) -> None:
+        """Records the codecs of the arrays in a metadata document, so that `get` can check their chunks.
+
+        `get` does this for every metadata object that it returns.
+        """
         self._codecs |= last_codecs(key, document)
 
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
-        """As `get`, but nothing is checked."""
+        """Like `get`, but without any checks."""
         return await self._store.get(key, prototype, byte_range)
 
     def _is_absent(self, key: str) -> bool:
@@ -84,17 +87,18 @@ class ListedStore(Store):
     def _check_length(self, key: str, length: int, wanted: int | None) -> None:
         if wanted is not None and length > wanted:
             raise StoreChangedError(
-                f"{self._url}: {key} gave {length} bytes, but {wanted} when the store was opened: open it again"
+                f"{self._url}: {key} returned {length} bytes, but should have {wanted}: it has changed since the "
+                "store was opened. Open the store again"
             )
         if length == 0 or length < (wanted or 0):
-            asked = f" instead of {wanted}" if wanted else ""
+            expected = f" instead of {wanted}" if wanted else ""
             raise TruncatedObjectError(
-                f"{self._url}: {key} gave {length} bytes{asked}: it was cut short, or is being replaced. {_RESTORE}"
+                f"{self._url}: {key} returned {length} bytes{expected}: it is truncated or being replaced. {_RESTORE}"
             )
 
     def _check_metadata(self, key: str, content: Buffer) -> None:
         try:
-            self.learn(key, json.loads(content.to_bytes()))
+            self.register_arrays(key, json.loads(content.to_bytes()))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise FormatError(
                 f"{self._url}: {key} ({len(content)} bytes) is not the metadata of a group or array ({error!r}). "
@@ -102,24 +106,24 @@ class ListedStore(Store):
             ) from error
 
     def _check_whole(self, key: str, content: Buffer) -> None:
-        """zarr gives blosc whatever there is, and blosc reads past the end of what was cut short."""
+        """Checks a blosc header before zarr decodes the chunk, since blosc reads past the end of truncated input."""
         path = next((path for path in _parents(key) if path in self._codecs), "")
         if self._codecs.get(path) == "blosc" and not is_whole_blosc(content.to_bytes()):
             raise TruncatedObjectError(
-                f"{self._url}: {key} has {len(content)} bytes, but its blosc header announces another size: it was cut "
-                f"short when it was written or copied. {_RESTORE}"
+                f"{self._url}: {key} has {len(content)} bytes, but its blosc header gives another size: it was "
+                f"truncated when it was written or copied. {_RESTORE}"
             )
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """As `get`, of several."""
+        """`get` for each pair of key and range."""
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     async def get_ranges(
         self, key: str, byte_ranges: Sequence[ByteRequest | None], **options: Any
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
-        """As zarr's, which newer versions read shards with; but an error comes as it is, not in a group."""
+        """Like zarr's, with which newer versions read shards, but raises the first error, not an ExceptionGroup."""
         try:
             async for group in super().get_ranges(key, byte_ranges, **options):  # type: ignore[misc]
                 yield group
@@ -127,12 +131,12 @@ class ListedStore(Store):
             raise errors.exceptions[0] from errors
 
     async def exists(self, key: str) -> bool:
-        """Whether there is such an object."""
+        """Whether the object exists."""
         return key in self.sizes or (not self._all_listed and await self._store.exists(key))
 
     @property
     def supports_listing(self) -> bool:
-        """Whether it can say what there is."""
+        """Whether the wrapped store can be listed."""
         return self._store.supports_listing
 
     def list(self) -> AsyncIterator[str]:
@@ -140,7 +144,7 @@ class ListedStore(Store):
         return self._store.list()
 
     def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """All keys that begin so."""
+        """All keys that begin with `prefix`."""
         return self._store.list_prefix(prefix)
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
@@ -149,19 +153,19 @@ class ListedStore(Store):
             async for name in self._store.list_dir(prefix):
                 yield name
             return
-        above = f"{prefix.rstrip('/')}/" if prefix else ""
-        for name in dict.fromkeys(key[len(above) :].partition("/")[0] for key in self.sizes if key.startswith(above)):
+        parent = f"{prefix.rstrip('/')}/" if prefix else ""
+        for name in dict.fromkeys(key[len(parent) :].partition("/")[0] for key in self.sizes if key.startswith(parent)):
             yield name
 
     supports_writes = False
     supports_deletes = False
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Raises ValueError."""
+        """Raises ValueError: the store is read-only."""
         self._check_writable()
 
     async def delete(self, key: str) -> None:
-        """Raises ValueError."""
+        """Raises ValueError: the store is read-only."""
         self._check_writable()
 
     def __eq__(self, other: object) -> bool:
@@ -174,7 +178,7 @@ def _parents(key: str) -> Iterator[str]:
 
 
 def _end(byte_range: ByteRequest | None) -> int:
-    """Bytes that an object has at least which such a range is asked of."""
+    """The least size in bytes of an object that contains the range."""
     if isinstance(byte_range, RangeByteRequest):
         return byte_range.end
     if isinstance(byte_range, SuffixByteRequest):
@@ -183,7 +187,7 @@ def _end(byte_range: ByteRequest | None) -> int:
 
 
 def _length(byte_range: ByteRequest | None, size: int | None) -> int | None:
-    """Bytes that a range has, of an object of `size` bytes; None where that is not known."""
+    """The length in bytes of a range of an object of `size` bytes; None if it is not known."""
     if isinstance(byte_range, RangeByteRequest):
         return byte_range.end - byte_range.start
     if isinstance(byte_range, SuffixByteRequest):

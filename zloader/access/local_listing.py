@@ -1,9 +1,10 @@
-"""Local files: which there are below a directory, and what tells each from any other of its name, size and time.
+"""Lists local files, with a stamp that changes whenever a file does, even if its name, size and mtime stay the same.
 
-A modification time tells little: archives, containers and package managers set it. The time of the last change (ctime)
-is set by the kernel at every write, rename, chmod, touch or new hard link, and no program can set it to a time of its
-choice. It counts in ticks of up to 4 ms, within which many small files may change, so that the inode number is taken
-too. Device numbers are not: many file systems get another one at each boot or mount.
+The modification time (mtime) is not enough, because archives, containers and package managers set it. The time of the
+last change (ctime) is set by the kernel at every write, rename, chmod, touch or new hard link, and no program can set
+it to a value of its choice. It advances in ticks of up to 4 ms, and many small files can change within one tick, so the
+stamp includes the inode number too. It leaves out the device number, which on many file systems changes at each boot or
+mount.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 
 from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
 
-# File systems whose inode numbers stay (magic numbers of statfs(2)). Others may number a file anew when it is looked up
-# again, as FUSE and exFAT do.
-_NUMBERS_STAY = {
+# File systems with stable inode numbers, by the magic number in statfs(2). Others, such as FUSE and exFAT, may give a
+# file a new number each time it is looked up.
+_STABLE_INODES = {
     0x0000EF53,  # ext2, ext3, ext4
     0x58465342,  # xfs
     0x9123683E,  # btrfs
@@ -36,54 +37,55 @@ _NUMBERS_STAY = {
 }
 
 
-def numbers_stay(path: str) -> bool:
-    """Whether the file system of a path is known to give a file the same inode number for as long as it lives."""
+def has_stable_inodes(path: str) -> bool:
+    """Whether the file system of a path is known to keep a file's inode number for the life of the file."""
     statfs = getattr(ctypes.CDLL(None), "statfs", None)
-    found = ctypes.create_string_buffer(256)  # struct statfs takes 120 bytes and begins with the magic number
+    found = ctypes.create_string_buffer(256)  # struct statfs has 120 bytes, the magic number first
     if not sys.platform.startswith("linux") or statfs is None or statfs(os.fsencode(path), found):
         return False
-    return int.from_bytes(found.raw[:4], sys.byteorder) in _NUMBERS_STAY
+    return int.from_bytes(found.raw[:4], sys.byteorder) in _STABLE_INODES
 
 
-def stored_file(found: os.stat_result, *, numbered: bool) -> StoredObject:
-    """A file as it is; `numbered` says whether its inode number counts."""
-    stamp = f"{found.st_ctime_ns} {found.st_ino}" if numbered else f"{found.st_ctime_ns}"
-    trusted = found.st_ctime >= TRUSTED_SINCE  # images of file systems have whatever times they were made with
-    return StoredObject(size=found.st_size, tag=repr(found.st_mtime), stamp=stamp if trusted else "")
+def stored_file(status: os.stat_result, *, stable_inode: bool) -> StoredObject:
+    """The StoredObject of a file; `stable_inode` says whether the inode number is part of its stamp."""
+    stamp = f"{status.st_ctime_ns} {status.st_ino}" if stable_inode else f"{status.st_ctime_ns}"
+    trusted = status.st_ctime >= TRUSTED_SINCE  # a file system image may set any times
+    return StoredObject(size=status.st_size, tag=repr(status.st_mtime), stamp=stamp if trusted else "")
 
 
 def listing(root: str) -> dict[str, StoredObject]:
-    """Every file below a directory by its path relative to it; of a file that one alone, as "". Follows links.
+    """Every file below a directory, by relative path. If `root` is a file, that file under the key "". Follows links.
 
-    Raises OSError where there is nothing, or something cannot be looked at.
+    Raises OSError if `root` does not exist or a directory below it cannot be read.
     """
-    numbered = numbers_stay(root)
-    found = Path(root).stat()
-    if not stat.S_ISDIR(found.st_mode):
-        return {"": stored_file(found, numbered=numbered)}
-    files = _files(root, "", [(found.st_dev, found.st_ino)])
-    return {key: stored_file(found, numbered=numbered) for key, found in sorted(files)}
+    stable_inode = has_stable_inodes(root)
+    status = Path(root).stat()
+    if not stat.S_ISDIR(status.st_mode):
+        return {"": stored_file(status, stable_inode=stable_inode)}
+    files = _files(root, "", [(status.st_dev, status.st_ino)])
+    return {key: stored_file(status, stable_inode=stable_inode) for key, status in sorted(files)}
 
 
 def find(root: str, key: str) -> StoredObject:
-    """One of these files as it is now. Raises OSError where there is none."""
-    return stored_file(Path(root, key).stat(), numbered=numbers_stay(root))
+    """The current state of one file. Raises OSError if it does not exist."""
+    return stored_file(Path(root, key).stat(), stable_inode=has_stable_inodes(root))
 
 
-def _files(directory: str, prefix: str, above: list[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
+def _files(directory: str, prefix: str, ancestors: list[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file below a directory. `ancestors` are the device and inode of the directories that lead to it."""
     with os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # it was deleted in between
-                found = _status(entry)
-                here = (found.st_dev, found.st_ino)
+            with contextlib.suppress(FileNotFoundError):  # deleted since the scan
+                status = _status(entry)
+                identity = (status.st_dev, status.st_ino)
                 if not entry.is_dir():
-                    yield prefix + entry.name, found
-                elif here not in above:  # else a link to a directory that it is in
-                    yield from _files(entry.path, f"{prefix}{entry.name}/", [*above, here])
+                    yield prefix + entry.name, status
+                elif identity not in ancestors:  # otherwise a link to a directory that contains it
+                    yield from _files(entry.path, f"{prefix}{entry.name}/", [*ancestors, identity])
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result:
-    """Of a link, what it leads to; where that is nothing, the link, so that a read of it fails."""
+    """The status of a file or of a link's target. A broken link gives its own status, so that reading it fails."""
     try:
         return entry.stat()
     except OSError:

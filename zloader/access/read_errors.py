@@ -1,4 +1,4 @@
-"""What a read that did not give its bytes amounts to: whether asking again may help, and which error it is. Pure."""
+"""Classifies failed reads: whether a retry may help, and which error to raise. Pure."""
 
 from __future__ import annotations
 
@@ -7,68 +7,70 @@ from dataclasses import dataclass
 
 from zloader.common.errors import AccessDeniedError, MissingObjectError, ReadError, StoreError, TruncatedObjectError
 
-# TensorStore's words for answers that may pass: 5xx, 429, S3's SlowDown, RequestTimeout and such, and whatever befalls
-# a connection. ABORTED is what it makes of them when its own retries are spent, and it has none.
-_PASSING = {"ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
-# S3 refuses credentials with 403; those that have expired with 400 and one of these codes.
-_REFUSED = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired")
+# TensorStore's statuses for transient failures: 5xx, 429, S3's SlowDown, RequestTimeout and similar, and connection
+# errors. It reports them as ABORTED once its own retries are used up, which is at once, since it is told not to retry.
+_TRANSIENT = {"ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+# S3 rejects invalid credentials with 403, and expired ones with 400 and one of these codes.
+_DENIED = re.compile(r"ExpiredToken|InvalidToken|TokenRefreshRequired")
 _PREFIX = re.compile(r"([A-Z_]+: )?(All \d+ retry attempts failed: )?")
 _DETAILS = re.compile(r" \[(HTTP code|[\w-]+=)")
 _CODE = re.compile(r"\[(?:http_response_code='|HTTP code )(\d+)")
-_SHORT_ATTEMPTS = 3  # an answer of the wrong length, as often as this in all, is no accident of the connection
+_SHORT_ATTEMPTS = 3  # this many answers of the wrong length cannot be due to the connection
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadFailure:
-    """An answer that was not the bytes asked for.
+    """One failed attempt to read a span.
 
-    `answer` is what the server or the connection said; `error` is what to raise, with `verdict` and `advice`, once
-    there were as many of the kind as `attempts` (None: as many as the options allow).
+    `answer` is the server's answer or the connection's error. `error` is the exception to raise once no retry is left;
+    its message includes `verdict` and `advice`. `attempts` limits the attempts (None: the options' `retries` do).
     """
 
     answer: str
     error: type[StoreError] = ReadError
     verdict: str = "failed"
-    advice: str = "Is the server overloaded, down or out of reach? FetchOptions(retries=..., deadline_s=...) try longer"
+    advice: str = (
+        "Is the server overloaded, down or unreachable? To retry longer, set FetchOptions(retries=, deadline_s=)"
+    )
     attempts: int | None = None
 
 
 MISSING = ReadFailure(
-    answer="there is no such object",
+    answer="the object does not exist",
     error=MissingObjectError,
     advice="Was the store changed or deleted?",
     attempts=1,
 )
 
 
-def cut_short(answer: str) -> ReadFailure:
-    """That an answer had fewer bytes than were asked for."""
+def truncated(answer: str) -> ReadFailure:
+    """The failure of a read that returned fewer bytes than requested."""
     return ReadFailure(
         answer=answer,
         error=TruncatedObjectError,
-        advice="The object was cut short. Restore or convert the store again",
+        advice="The object is truncated. Restore it or convert the store again",
         attempts=_SHORT_ATTEMPTS,
     )
 
 
-def setback_of(failure: str) -> ReadFailure:
-    """What a failure of TensorStore's, as it words it, amounts to."""
-    status, code = failure.partition(":")[0], _CODE.search(failure)
-    reason = " ".join(_DETAILS.split(_PREFIX.sub("", failure, count=1))[0].split())[:300]
+def classify_failure(message: str) -> ReadFailure:
+    """The ReadFailure for the message of a TensorStore error."""
+    status, code = message.partition(":")[0], _CODE.search(message)
+    reason = " ".join(_DETAILS.split(_PREFIX.sub("", message, count=1))[0].split())[:300]
     answer = f"{code[1]} {reason}" if code else reason
-    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or _REFUSED.search(reason):
+    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") or _DENIED.search(reason):
         return ReadFailure(
             answer=answer,
             error=AccessDeniedError,
-            verdict="is not allowed",
+            verdict="was denied",
             advice="Check the key and secret in storage_options or the AWS_* variables, and whether they have expired",
             attempts=1,
         )
-    if status in _PASSING:
+    if status in _TRANSIENT:
         return ReadFailure(answer=answer)
     if status == "OUT_OF_RANGE":
-        return cut_short(answer)
+        return truncated(answer)
     if "was ignored by server" in reason:
-        advice = "Does a proxy in between drop the Range header?"
+        advice = "Does a proxy drop the Range header?"
         return ReadFailure(answer=answer, advice=advice, attempts=_SHORT_ATTEMPTS)
-    return ReadFailure(answer=answer, advice="It makes no sense to ask again", attempts=1)
+    return ReadFailure(answer=answer, advice="A retry would not help", attempts=1)

@@ -1,10 +1,11 @@
-"""Asks for spans until they are there, within a deadline over all attempts; the only place that retries a read.
+"""Reads spans with retries, within one deadline over all attempts. No other module retries reads of spans.
 
-Knows no store: `Asked` starts reads and says what came of them. A read that fails is asked for again after a pause. One
-that does not come is asked for once more beside the first, and whichever comes first counts: TensorStore does not abort
-the transfer of a read that is given up, so there is nothing to gain by giving it up. On a slow link, where none comes
-soon, a second read beside each would take from the first what it needs; so it is only done where reads of that size
-are known to come sooner. (For the others there is curl, which ends a connection that brings nothing for 20 s.)
+The Retrier knows nothing of stores: an `AttemptReader` starts reads and reports their outcomes. A read that fails is
+retried after a pause. A read that is overdue is hedged: a second read of the same span starts beside it, and the first
+to finish counts. The overdue read is not cancelled, because TensorStore would not abort its transfer anyway. On a slow
+link, where every read takes long, second reads would compete with the first for bandwidth. So a read is hedged only if
+reads of its size are known to finish sooner. Other stalled reads are left to curl, which closes a connection that
+receives nothing for 20 s.
 """
 
 from __future__ import annotations
@@ -25,185 +26,190 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Span
 
 _log = logging.getLogger("zloader")
-_SMALL_BYTES = 64 << 10  # reads up to this size take about as long as one another
-_LOOKS = 12  # at what has not come, within a deadline
-_WARN_S = 5.0  # a read tried for so long is worth a line in the log, but no more lines than one in so long
+_SMALL_BYTES = 64 << 10  # reads up to this size all take about the same time
+_CHECKS = 12  # for overdue reads, per deadline
+_WARN_S = 5.0  # a read retried for longer than this logs a warning, at most one warning per such interval
 
 
-class Asked(Protocol):
-    """What reads spans, once each."""
+class AttemptReader(Protocol):
+    """Makes single attempts to read spans, without retries."""
 
     async def start(self, spans: Sequence[Span]) -> list[Any]:
-        """Futures of the bytes of each span, all under way."""
+        """Starts one read per span and returns their futures."""
         ...
 
     async def outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
-        """What has come of a read that is done: its bytes, all of them, or why not. Raises what is final."""
+        """The outcome of a finished read: all of its bytes, or the failure. Raises errors that no retry can help."""
         ...
 
-    async def check_there(self, span: Span) -> None:
-        """Raises StoreChangedError when another object is there now than the one that was listed."""
+    async def check_listed(self, span: Span) -> None:
+        """Raises StoreChangedError if the object is no longer the one that was listed."""
         ...
 
-    def place(self, span: Span) -> str:
-        """URL, key and bytes, for messages."""
+    def describe(self, span: Span) -> str:
+        """The URL, key and byte range of a span, for messages."""
         ...
 
 
 @dataclass(kw_only=True)
-class _Reading:
-    """A span that did not come at once: when it was asked for, what is under way, and what came of it."""
+class _PendingRead:
+    """A span whose first attempt failed or is overdue: when it began, its running attempts, and its failures."""
 
     span: Span
     began: float
-    running: dict[Any, float]  # futures not looked at yet, with when each was started
+    running: dict[Any, float]  # futures whose outcome is not known yet, with their start times
     attempts: int = 1
-    setbacks: int = 0
-    doubts: int = 0  # of the setbacks, those of a kind that few are final of
-    answer: str = "none"  # the last one
+    failures: int = 0
+    limited_failures: int = 0  # failures with a limit of their own (ReadFailure.attempts)
+    answer: str = "none"  # the last answer
 
     def __str__(self) -> str:
         return f"last answer: {self.answer}; attempt {self.attempts}, after {time.monotonic() - self.began:.1f} s"
 
 
 class Retrier:
-    """Reads spans as often as it takes; `retries` counts the reads asked for again."""
+    """Reads spans, with retries; `retries` counts the additional reads so far."""
 
-    def __init__(self, asked: Asked, options: FetchOptions) -> None:
+    def __init__(self, reader: AttemptReader, options: FetchOptions) -> None:
         self.retries = 0
-        self._asked, self._options = asked, options
-        self._look_s = options.deadline_s / _LOOKS  # from one look at what has not come to the next
-        self._slowest_s, self._largest_bytes = 0.0, 0  # of the reads that went well
+        self._reader, self._options = reader, options
+        self._check_s = options.deadline_s / _CHECKS  # between checks for overdue reads
+        self._slowest_s, self._largest_bytes = 0.0, 0  # over all successful reads
         self._warned = float("-inf")
-        self._random = random.Random()  # of our own: the program may count on what its seed gives
+        self._random = random.Random()  # leaves the state of the global generator unchanged
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The bytes of each span, in order.
 
-        Raises the error of the first setback that is final; DeadlineError, `deadline_s` after the call.
+        Raises the error of the first failure that is final, or DeadlineError `deadline_s` after the call.
         """
         began = time.monotonic()
         started: list[Any] = []
         stored: list[bytes] = []
-        pending: dict[int, _Reading] = {}  # by position in `stored`
+        pending: dict[int, _PendingRead] = {}  # by position in `stored`
         try:
             async with asyncio.timeout(self._options.deadline_s) as deadline:
-                started += await self._asked.start(spans)
-                asked = time.monotonic()  # later than `began` by what opening took
-                await _settled(started, self._look_s, enough=len(started))
+                started += await self._reader.start(spans)
+                start_s = time.monotonic()  # later than `began` by the time that opening the store took
+                await _settled(started, self._check_s, enough=len(started))
                 for position, (span, read) in enumerate(zip(spans, started, strict=True)):
-                    fine = read.done() and read.exception() is None
-                    outcome = await self._asked.outcome(span, read) if fine else None
+                    succeeded = read.done() and read.exception() is None
+                    outcome = await self._reader.outcome(span, read) if succeeded else None
                     if not isinstance(outcome, bytes):
-                        pending[position], outcome = _Reading(span=span, began=began, running={read: asked}), b""
+                        pending[position] = _PendingRead(span=span, began=began, running={read: start_s})
+                        outcome = b""
                     stored.append(outcome)
                 if pending:
-                    await self._pursue_all(pending, started, stored)
+                    await self._finish_all(pending, started, stored)
                 else:
-                    self._went_well(asked, max(map(len, stored)))
+                    self._record_success(start_s, max(map(len, stored)))
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            nothing = _Reading(span=spans[0], began=began, running={})
-            raise self._late(next(iter(pending.values()), nothing)) from error
+            unstarted = _PendingRead(span=spans[0], began=began, running={})
+            raise self._deadline_error(next(iter(pending.values()), unstarted)) from error
         finally:
             for read in started:
                 read.cancel()
         return stored
 
-    async def _pursue_all(self, pending: dict[int, _Reading], started: list[Any], stored: list[bytes]) -> None:
-        async def pursue(position: int, reading: _Reading) -> None:
-            stored[position] = await self._pursue(reading, started)
+    async def _finish_all(self, pending: dict[int, _PendingRead], started: list[Any], stored: list[bytes]) -> None:
+        async def finish(position: int, reading: _PendingRead) -> None:
+            stored[position] = await self._finish(reading, started)
             del pending[position]
 
         try:
             async with asyncio.TaskGroup() as group:
                 for position, reading in pending.items():
-                    group.create_task(pursue(position, reading))
+                    group.create_task(finish(position, reading))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
-    async def _pursue(self, reading: _Reading, started: list[Any]) -> bytes:
-        """Asks for a span again until it is there; raises when there have been setbacks enough."""
+    async def _finish(self, reading: _PendingRead, started: list[Any]) -> bytes:
+        """Reads a span again until an attempt succeeds; raises once the last allowed attempt has failed."""
         while not isinstance(outcome := await self._next_outcome(reading), bytes):
             if outcome is not None:
                 await self._pause(reading, outcome)
             self.retries += 1
             reading.attempts += 1
-            (read,) = await self._asked.start([reading.span])
+            (read,) = await self._reader.start([reading.span])
             started.append(read)
             reading.running[read] = time.monotonic()
         return outcome
 
-    async def _next_outcome(self, reading: _Reading) -> bytes | ReadFailure | None:
-        """What comes of the first read to end; None when it is time to ask once more beside those under way."""
+    async def _next_outcome(self, reading: _PendingRead) -> bytes | ReadFailure | None:
+        """The outcome of the first attempt to finish, or None when it is time to start another one beside them."""
         while not (done := [read for read in reading.running if read.done()]):
             if self._is_overdue(reading):
-                place = self._asked.place(reading.span)
-                _log.debug("%s has not come (%s); asked for once more", place, str(reading))
+                _log.debug("%s is overdue (%s); reading it again", self._reader.describe(reading.span), str(reading))
                 return None
-            await _settled([*reading.running], self._look_s, enough=1)
-        asked = reading.running.pop(done[0])
-        outcome = await self._asked.outcome(reading.span, done[0])
+            await _settled([*reading.running], self._check_s, enough=1)
+        start_s = reading.running.pop(done[0])
+        outcome = await self._reader.outcome(reading.span, done[0])
         if isinstance(outcome, bytes):
-            self._went_well(asked, len(outcome))
+            self._record_success(start_s, len(outcome))
         return outcome
 
-    def _went_well(self, asked: float, n_bytes: int) -> None:
-        self._slowest_s = max(self._slowest_s, time.monotonic() - asked)
+    def _record_success(self, start_s: float, n_bytes: int) -> None:
+        self._slowest_s = max(self._slowest_s, time.monotonic() - start_s)
         self._largest_bytes = max(self._largest_bytes, n_bytes)
 
-    def _is_overdue(self, reading: _Reading) -> bool:
-        """Whether what is under way has taken thrice as long as any read of about its size, or smaller, has before."""
+    def _is_overdue(self, reading: _PendingRead) -> bool:
+        """Whether the latest attempt has taken 3 times as long as the slowest successful read so far.
+
+        This time doubles with each attempt. A read that is much larger than any successful one is never overdue.
+        """
         known = self._largest_bytes and reading.span.size <= max(2 * self._largest_bytes, _SMALL_BYTES)
         if not known or reading.attempts > self._options.retries:
             return False
-        patience_s = max(self._look_s, 3 * self._slowest_s) * (1 << min(reading.attempts - 1, 8))
+        patience_s = max(self._check_s, 3 * self._slowest_s) * (1 << min(reading.attempts - 1, 8))
         return time.monotonic() - max(reading.running.values()) >= patience_s
 
-    async def _pause(self, reading: _Reading, setback: ReadFailure) -> None:
-        """Waits before the next attempt, or raises where there shall be none."""
-        place, now = self._asked.place(reading.span), time.monotonic()
-        reading.answer = setback.answer
-        reading.setbacks += 1
-        reading.doubts += setback.attempts is not None
-        if reading.attempts > self._options.retries or (setback.attempts and reading.doubts >= setback.attempts):
-            if setback.error is TruncatedObjectError:
-                await self._asked.check_there(reading.span)
-            raise setback.error(f"{place} {setback.verdict} ({reading}). {setback.advice}")
-        seconds = pause_s(reading.setbacks, self._random.random())
+    async def _pause(self, reading: _PendingRead, failure: ReadFailure) -> None:
+        """Waits before the next attempt; raises if no attempts or no time is left."""
+        described, now = self._reader.describe(reading.span), time.monotonic()
+        reading.answer = failure.answer
+        reading.failures += 1
+        reading.limited_failures += failure.attempts is not None
+        exhausted = failure.attempts is not None and reading.limited_failures >= failure.attempts
+        if reading.attempts > self._options.retries or exhausted:
+            if failure.error is TruncatedObjectError:
+                await self._reader.check_listed(reading.span)
+            raise failure.error(f"{described} {failure.verdict} ({reading}). {failure.advice}")
+        seconds = pause_s(reading.failures, self._random.random())
         if now + seconds > reading.began + self._options.deadline_s:
-            raise self._late(reading)
+            raise self._deadline_error(reading)
         level = logging.DEBUG
         if now - max(reading.began, self._warned) > _WARN_S:
             level, self._warned = logging.WARNING, now
-        _log.log(level, "%s failed (%s); asked for again in %.1f s", place, str(reading), seconds)
+        _log.log(level, "%s failed (%s); retrying in %.1f s", described, str(reading), seconds)
         await asyncio.sleep(seconds)
 
-    def _late(self, reading: _Reading) -> DeadlineError:
+    def _deadline_error(self, reading: _PendingRead) -> DeadlineError:
         return DeadlineError(
-            f"{self._asked.place(reading.span)} did not finish within deadline_s={self._options.deadline_s} "
-            f"({reading}). Is the server overloaded, down or out of reach? A slow link needs a longer deadline_s or "
+            f"{self._reader.describe(reading.span)} did not finish within deadline_s={self._options.deadline_s} "
+            f"({reading}). Is the server overloaded, down or unreachable? A slow link needs a larger deadline_s or "
             "fewer in_flight_bytes"
         )
 
 
-def pause_s(setbacks: int, chance: float) -> float:
-    """Seconds to wait after so many setbacks: 0.1 s doubling to 4 s, give or take a quarter by `chance` (0 to 1).
+def pause_s(failures: int, jitter: float) -> float:
+    """Seconds to wait after `failures` failures: 0.1 s doubling to 4 s, plus or minus a quarter by `jitter` (0 to 1).
 
-    The first 16 make 46 s, give or take 5: enough for half a minute of SlowDown.
+    The first 16 pauses take 46 s in total, plus or minus 5 s: enough to outlast half a minute of SlowDown.
     """
-    return float(min(4.0, 0.1 * 2 ** min(setbacks - 1, 10)) * (0.75 + chance / 2))
+    return float(min(4.0, 0.1 * 2 ** min(failures - 1, 10)) * (0.75 + jitter / 2))
 
 
 async def _settled(reads: Sequence[Any], timeout_s: float | None, *, enough: int) -> None:
-    """Waits until `enough` reads are done, one has failed or the time is up.
+    """Waits until `enough` reads are done, one read has failed, or `timeout_s` has passed.
 
-    Not `await read`: that makes TensorStore complain on stderr when a cancelled read ends after the loop is closed.
+    Uses callbacks instead of `await read`, with which TensorStore prints an error to stderr if a cancelled read ends
+    after the loop is closed.
     """
     loop = asyncio.get_running_loop()
     settled = loop.create_future()
-    counter = itertools.count(1)  # counts in one step, on whichever threads the reads end
+    counter = itertools.count(1)  # next() is atomic; reads may finish on any thread
 
     def settle() -> None:
         if not settled.done():
@@ -211,7 +217,7 @@ async def _settled(reads: Sequence[Any], timeout_s: float | None, *, enough: int
 
     def on_done(read: Any) -> None:
         if next(counter) == enough or read.cancelled() or read.exception() is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the epoch has ended, and nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the epoch has ended and nothing is waiting
                 loop.call_soon_threadsafe(settle)
 
     timer = None if timeout_s is None else loop.call_later(timeout_s, settle)

@@ -1,8 +1,8 @@
-"""What a listing says of each object, and the two hashes of a listing.
+"""The entry of each object in a listing, and the two hashes of a listing.
 
-`fingerprint` is for whoever asks whether two openings saw the same data, such as a saved state: it is the same on every
-machine, and stays when a local store is moved or copied with its times. `mirror_fingerprint` is for whoever keeps
-values: it must differ between any two stores that are not the same, bytes included.
+`fingerprint` tells whether a store is the one that a saved state refers to. It is the same on every machine, and does
+not change when a local store is moved or copied with its times. `mirror_fingerprint` is the key for cached values. It
+must differ between any two stores whose bytes differ.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 log = logging.getLogger("zloader")
 
-TRUSTED_SINCE = 1451606400  # 2016-01-01; Zarr is younger, so that an earlier time was set to make copies alike
+TRUSTED_SINCE = 1451606400  # 2016-01-01: Zarr is younger, so an earlier time is artificial, set to make copies equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """One object as listed: its size in bytes, its `tag`, and its `stamp`.
+    """One listed object: its `size` in bytes, its `tag` and its `stamp`.
 
-    The tag is the ETag, the GCS generation, or the modification time. The stamp differs whenever the object is not the
-    one that it was: of a store in S3 or GCS it is the tag; on a web server too, where the file times behind it can be
-    trusted; of a local file it is made of the time of its last change and its inode number. Empty where nothing tells.
+    The tag is the ETag, the GCS generation or the modification time. The stamp differs whenever the object has changed.
+    In S3 and GCS, and on a web server whose file times can be trusted, the stamp is the tag. For a local file it
+    consists of the time of the last change and the inode number. It is empty if changes cannot be detected.
     """
 
     size: int
@@ -32,29 +32,29 @@ class StoredObject:
 
 
 def fingerprint(objects: Mapping[str, StoredObject]) -> str:
-    """A hash of names, sizes and tags: 32 hexadecimal digits."""
+    """A hash of the keys, sizes and tags of objects: 32 hexadecimal digits."""
     return _digest(sorted((key, entry.size, entry.tag) for key, entry in objects.items()))
 
 
 def mirror_fingerprint(url: str, origin: str, objects: Mapping[str, StoredObject]) -> str | None:
-    """A hash of what tells a store from all others: its objects' stamps, and Location.origin.
+    """A hash that distinguishes a store from all others, made of `origin` (Location.origin) and the objects' stamps.
 
-    None, with a warning, where nothing would tell that an object is not the one that it was.
+    None, with a warning, if a change of some object could not be detected.
     """
-    untold = next((key for key, entry in objects.items() if not entry.stamp), None)
-    if untold is not None:
+    unstamped = next((key for key, entry in objects.items() if not entry.stamp), None)
+    if unstamped is not None:
         log.warning(
-            "cannot keep a mirror of %s: nothing would tell a change of %s (it has neither an ETag nor a time of its "
-            "last change, or one before 2016, which was made up): every epoch will read from the store",
+            "cannot keep a mirror of %s: a change of %s could not be detected, because it has neither an ETag nor a "
+            "plausible time of its last change (2016 or later). Every epoch will read from the store",
             url,
-            untold,
+            unstamped,
         )
         return None
     return _digest([origin, *sorted((key, entry.size, entry.tag, entry.stamp) for key, entry in objects.items())])
 
 
 def joint_fingerprint(fingerprints: Iterable[str]) -> str:
-    """The fingerprint of several stores in their order; of one, its own."""
+    """The fingerprint of several stores in order; for a single store, its own fingerprint."""
     prints = list(fingerprints)
     return prints[0] if len(prints) == 1 else _digest(prints)
 

@@ -1,4 +1,4 @@
-"""What is opened as a store although it has to be converted first, such as an .h5ad file; and the command for that."""
+"""Detects sources that must be converted before they can be opened, such as .h5ad files, and gives the command."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from zloader.common.errors import FormatError
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MATRIX_FILES = {"matrix.mtx", "matrix.mtx.gz"}  # of a 10x directory
-_OF_A_STORE = {"zarr.json", ".zgroup", "zloader.partial"}
+_STORE_OBJECTS = {"zarr.json", ".zgroup", "zloader.partial"}
 
 
 def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
-    """Raises FormatError for single files, 10x directories, and directories of .h5ad files alone.
+    """Raises FormatError for a single file, a 10x directory, or a directory that contains only .h5ad files.
 
-    `keys` are those that the location lists. The error says how to convert what can be converted.
+    `keys` are the keys of the location's listing. The message includes the command that converts the source, if any.
     """
-    url, there = location.url.rstrip("/"), set(keys)
-    if there == {""}:
+    url, present = location.url.rstrip("/"), set(keys)
+    if present == {""}:
         if not _is_hdf5(location):
             raise FormatError(
-                f"{url} is a single file, and a Zarr store is a directory: if it is an archive, unpack it"
+                f"{url} is a single file, but a Zarr store is a directory: if it is an archive, unpack it"
             )
         kind = "an .h5ad file" if url.endswith(".h5ad") else "an HDF5 file"
         raise FormatError(f"{url} is {kind}, not a Zarr store. {_advice(location, url)}")
-    if there & _MATRIX_FILES and not there & _OF_A_STORE:
+    if present & _MATRIX_FILES and not present & _STORE_OBJECTS:
         raise FormatError(f"{url} is a 10x directory, not a Zarr store. {_advice(location, url)}")
     if all(re.fullmatch(r"[^/]+\.h5ad", key) for key in keys):
-        raise FormatError(f"{url} holds .h5ad files, and no Zarr store. {_advice(location, f'{url}/*.h5ad')}")
+        raise FormatError(f"{url} contains .h5ad files, not a Zarr store. {_advice(location, f'{url}/*.h5ad')}")
 
 
 def _is_hdf5(location: Location) -> bool:
-    """By its name or, on a local disk, by its first bytes."""
+    """Whether a location is an HDF5 file, by its name or, on a local disk, by its first bytes."""
     if location.is_named_hdf5 or location.scheme != "file":
         return location.is_named_hdf5
     with contextlib.suppress(OSError), Path(location.path).open("rb") as file:
@@ -45,7 +45,7 @@ def _is_hdf5(location: Location) -> bool:
 
 
 def _advice(location: Location, source: str) -> str:
-    """How to convert a source to a store beside it, or to one here where nothing can be written beside it."""
+    """The command that converts a source to a store beside it, or in the working directory if it is read-only."""
     store = re.sub(r"(/\*)?\.(h5ad|h5|hdf5)$", "", source) + ".zarr"
     if not location.is_writable:
         store = store.rpartition("/")[2]

@@ -1,1 +1,1 @@
-"""The cache directory: its limits, who fills what, which bytes are right; columns and objects kept whole."""
+"""The local cache: mirrors of stores, disk limits, leases between processes, checksums, cached columns and objects."""

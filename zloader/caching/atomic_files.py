@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and their names. Pure file-system work."""
+"""Atomic writes of small files, and the names of cached files."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from urllib.parse import quote
 
 
-def file_of(directory: Path, name: str, suffix: str) -> Path:
-    """Where something named by the store is kept; no name leads out of the directory."""
+def cached_path(directory: Path, name: str, suffix: str) -> Path:
+    """The path of the file that caches an array, column or object called `name`. It is always inside `directory`."""
     return directory / f"{quote(name, safe='')}.{suffix}"
 
 
-def full_name(path: Path) -> bytes:
-    """The names of a mirror and of a file in it. A checksum that includes them tells a file that was moved there."""
+def qualified_name(path: Path) -> bytes:
+    """The name of a mirror and of a file in it. Checksums include it, so that a moved or renamed file is detected."""
     return os.fsencode(f"{path.parent.name}/{path.name}\n")
 
 
 @contextlib.contextmanager
-def draft_of(path: Path) -> Iterator[Path]:
-    """A name of this thread's own beside `path`, to be moved there when it is whole; gone afterwards."""
+def draft_path(path: Path) -> Iterator[Path]:
+    """A path beside `path`, unique to this thread, to write and then rename. Deleted on exit unless renamed."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
     try:
         yield draft
@@ -30,9 +30,9 @@ def draft_of(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a small file that appears at once or not at all."""
-    with draft_of(path) as draft:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a small file, mode 0600, by renaming: it appears complete or not at all."""
+    with draft_path(path) as draft:
         draft.write_bytes(content)
         draft.chmod(0o600)
         draft.replace(path)

@@ -1,7 +1,7 @@
-"""What of a store a mirror keeps whole: columns as .npy files that are mapped into memory, small objects as they are.
+"""Caches whole columns as memory-mapped .npy files, and small objects of the store byte for byte.
 
-Behind either stand four bytes, the crc32c of the file's full_name and of all before them; a file appears at once or not
-at all. Processes share the memory of a mapped column, so that what a rank needs does not grow with the number of rows.
+Each file ends in four bytes of checksum: the crc32c of the file's qualified name and of its content. Files are written
+atomically. Processes share the memory of a mapped column, so the memory per rank does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -16,39 +16,44 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.atomic_files import draft_of, file_of, full_name
+from zloader.caching.atomic_files import cached_path, draft_path, qualified_name
 from zloader.caching.directory import MirrorDirectory
 from zloader.common.errors import ZloaderError
 
 log = logging.getLogger("zloader")
 
-_PIECE = 4 << 20  # bytes read at once to compare a checksum: through a map they would count as this process's memory
+_PIECE = 4 << 20  # bytes per read when verifying; reading through a map would count as memory of this process
 
 
 def load_column(
-    place: MirrorDirectory, name: str, *, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
+    directory: MirrorDirectory, name: str, *, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
 ) -> NDArray[Any] | None:
-    """An array kept by `save_column`, mapped and read-only, or None where there is none to trust.
+    """An array saved by `save_column`, memory-mapped and read-only, or None if it is not cached or damaged.
 
-    One of another shape or dtype (None: any) than asked for is not trusted.
+    An array of another shape or dtype (None: any dtype) than requested counts as damaged.
     """
-    path = file_of(place.directory, name, "npy")
-    if not _is_whole(place, path):
+    path = cached_path(directory.path, name, "npy")
+    if not _is_valid(directory, path):
         return None
     try:
         column = np.asarray(np.load(path, mmap_mode="r"))
         if column.shape != shape or (dtype is not None and column.dtype != dtype):
-            raise ValueError(f"it holds {column.dtype} of shape {column.shape}, not {dtype} of shape {shape}")
+            raise ValueError(f"it contains {column.dtype} of shape {column.shape}, not {dtype} of shape {shape}")
     except (OSError, ValueError) as error:
-        log.warning("cannot use %s (%s): it is read again from the store", path, error)
+        log.warning("cannot use %s (%s); reading it from the store", path, error)
         return None
     return column
 
 
 def save_column(
-    place: MirrorDirectory, name: str, windows: Iterable[NDArray[Any]], *, shape: tuple[int, ...], dtype: np.dtype[Any]
+    directory: MirrorDirectory,
+    name: str,
+    windows: Iterable[NDArray[Any]],
+    *,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
 ) -> NDArray[Any] | None:
-    """Keeps an array that comes in windows of its first axis; gives it mapped, or None where it cannot be kept."""
+    """Saves an array given in windows along its first axis. Returns it memory-mapped, or None if it cannot be saved."""
 
     def write(file: BinaryIO) -> None:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -57,97 +62,97 @@ def save_column(
             file.write(np.ascontiguousarray(window, dtype).data)
 
     n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 256
-    kept = _keep(place, file_of(place.directory, name, "npy"), n_bytes, write)
-    return load_column(place, name, shape=shape, dtype=dtype) if kept else None
+    saved = _save(directory, cached_path(directory.path, name, "npy"), n_bytes, write)
+    return load_column(directory, name, shape=shape, dtype=dtype) if saved else None
 
 
-def load_object(place: MirrorDirectory, key: str, size: int | None = None) -> bytes | None:
-    """The bytes of an object kept by `save_object`, or None where there are none to trust, or not `size` of them."""
-    path = file_of(place.directory, key, "kept")
-    if not _is_whole(place, path):
+def load_object(directory: MirrorDirectory, key: str, size: int | None = None) -> bytes | None:
+    """The bytes of an object saved by `save_object`, or None if it is not cached, damaged, or not of `size` bytes."""
+    path = cached_path(directory.path, key, "kept")
+    if not _is_valid(directory, path):
         return None
     try:
         content = path.read_bytes()[:-4]
     except OSError as error:
-        log.warning("cannot use %s (%s): it is read again from the store", path, error)
+        log.warning("cannot use %s (%s); reading it from the store", path, error)
         return None
     if size not in (None, len(content)):
-        log.warning("cannot use %s (%d of %d bytes): it is read again from the store", path, len(content), size)
+        log.warning("cannot use %s (%d of %d bytes); reading it from the store", path, len(content), size)
         return None
     return content
 
 
 def read_object(directory: Path, key: str) -> bytes | None:
-    """The same of a mirror that is not in use here; always compared with its checksum."""
-    path = file_of(directory, key, "kept")
+    """Like `load_object`, for a mirror that this process has not opened; always verifies the checksum."""
+    path = cached_path(directory, key, "kept")
     try:
-        return path.read_bytes()[:-4] if is_right(path) else None
+        return path.read_bytes()[:-4] if matches_checksum(path) else None
     except OSError:
         return None
 
 
-def save_object(place: MirrorDirectory, key: str, content: bytes) -> None:
-    """Keeps the bytes of an object."""
+def save_object(directory: MirrorDirectory, key: str, content: bytes) -> None:
+    """Saves the bytes of an object."""
 
     def write(file: BinaryIO) -> None:
         file.write(content)
 
-    _keep(place, file_of(place.directory, key, "kept"), len(content) + 4, write)
+    _save(directory, cached_path(directory.path, key, "kept"), len(content) + 4, write)
 
 
-def _keep(place: MirrorDirectory, path: Path, n_bytes: int, write: Callable[[BinaryIO], None]) -> bool:
-    """Keeps what `write` writes, at most `n_bytes` with its checksum; says whether it could."""
+def _save(directory: MirrorDirectory, path: Path, n_bytes: int, write: Callable[[BinaryIO], None]) -> bool:
+    """Saves the output of `write` and its checksum, at most `n_bytes` in all; returns whether that succeeded."""
     try:
-        with draft_of(path) as draft:
+        with draft_path(path) as draft:
             with draft.open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)
-                if not place.room.allocate(file.fileno(), [(0, n_bytes)]):
-                    log.info("%s would not fit into the cache: it is read from the store each time", path)
+                if not directory.space.allocate(file.fileno(), [(0, n_bytes)]):
+                    log.info("%s does not fit into the cache; it is read from the store each time", path)
                     return False
                 write(file)
                 file.truncate()
                 file.flush()
-                file.write(_checksum(draft, file.tell(), full_name(path)).to_bytes(4, "little"))
+                file.write(_checksum(draft, file.tell(), qualified_name(path)).to_bytes(4, "little"))
             draft.replace(path)
-        place.proof.note([path])
+        directory.verified.record([path])
     except ZloaderError:
-        raise  # of a window that cannot be read
+        raise  # reading a window failed; some of these errors are OSErrors
     except OSError as error:
-        log.warning("cannot keep %s in the mirror (%s)", path, error)
+        log.warning("cannot save %s in the mirror (%s)", path, error)
         return False
     return True
 
 
-def _checksum(path: Path, n_bytes: int, before: bytes) -> int:
-    """crc32c of some bytes and, after them, of the first bytes of a file."""
-    crc, left = google_crc32c.value(before), n_bytes
+def _checksum(path: Path, n_bytes: int, prefix: bytes) -> int:
+    """The crc32c of `prefix` followed by the first `n_bytes` of a file."""
+    crc, left = google_crc32c.value(prefix), n_bytes
     with path.open("rb", buffering=0) as file:
         while left > 0 and (piece := file.read(min(left, _PIECE))):
             crc, left = google_crc32c.extend(crc, piece), left - len(piece)
     return int(crc)
 
 
-def is_right(path: Path) -> bool:
-    """Whether a file ends in the checksum of its place and all before. Raises OSError where it cannot be read."""
+def matches_checksum(path: Path) -> bool:
+    """Whether a file ends in the checksum of its qualified name and content. Raises OSError if it cannot be read."""
     size = path.stat().st_size
     if size < 4:
         return False
     with path.open("rb") as file:
         file.seek(size - 4)
-        return _checksum(path, size - 4, full_name(path)) == int.from_bytes(file.read(4), "little")
+        return _checksum(path, size - 4, qualified_name(path)) == int.from_bytes(file.read(4), "little")
 
 
-def _is_whole(place: MirrorDirectory, path: Path) -> bool:
-    """Whether a file is there and right; looked at only where nobody has since it last changed."""
+def _is_valid(directory: MirrorDirectory, path: Path) -> bool:
+    """Whether a file exists and matches its checksum, which is compared only if the file may have changed."""
     try:
-        if place.proof.holds(path):
+        if directory.verified.contains(path):
             return True
-        if is_right(path):
-            place.proof.note([path])
+        if matches_checksum(path):
+            directory.verified.record([path])
             return True
-        log.warning("%s differs from its checksum, or was moved: it is read again from the store", path)
+        log.warning("%s differs from its checksum, or was moved; reading it from the store", path)
     except FileNotFoundError:
         pass
     except OSError as error:
-        log.warning("cannot use %s (%s): it is read again from the store", path, error)
+        log.warning("cannot use %s (%s); reading it from the store", path, error)
     return False

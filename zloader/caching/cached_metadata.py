@@ -1,7 +1,7 @@
-"""A store's metadata and small arrays through its mirror: every object is read from the store once, then from disk.
+"""Caches the metadata and small arrays of a store in its mirror: each object is read from the store only once.
 
-What was read when the store was last open is enough to open it again, also without any network. Which objects there
-are is known from the listing, so nothing is asked for that is not there.
+After a store has been opened once, it can be opened again from the mirror alone, without a network. The cached listing
+tells which objects exist, so absent objects cause no requests.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
     from zarr.core.buffer import Buffer, BufferPrototype
 
-_LISTING = "/listing"  # no key of a store begins like that
-_MOST = 64 << 20  # bytes of an object that is read and kept whole
-_KEPT_OTHERWISE = re.compile(r"(^|/)indptr/|^obsm/")  # as columns
+_LISTING = "/listing"  # keys of a store do not begin with a slash
+_MAX_BYTES = 64 << 20  # larger objects are not cached
+_CACHED_AS_COLUMNS = re.compile(r"(^|/)indptr/|^obsm/")
 
 
 class CachedMetadataStore(ListedStore):
-    """A zarr store, read through a mirror."""
+    """A zarr store that is read through its mirror."""
 
     def __init__(
-        self, location: Location, objects: Mapping[str, StoredObject], place: MirrorDirectory, *, offline: bool
+        self, location: Location, objects: Mapping[str, StoredObject], directory: MirrorDirectory, *, offline: bool
     ) -> None:
         store = MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True)
         sizes = {key: entry.size for key, entry in objects.items()}
         super().__init__(store, location.url, sizes, all_listed=offline or not location.is_web)
-        self._location, self._place, self._offline = location, place, offline
+        self._location, self._directory, self._offline = location, directory, offline
 
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
-        """As it is kept, else from the store. Raises CacheError."""
+        """Reads from the mirror, else from the store. Raises CacheError if the store is offline."""
         if key not in self.sizes:
             return await super().read(key, prototype, byte_range)
         size = self.sizes[key]
-        content = load_object(self._place, key, size)
+        content = load_object(self._directory, key, size)
         if content is None and self._offline:
             raise CacheError(
-                f"{key} of {self._location.url} is not in the mirror {self._place.directory}: use it once online, "
-                "or run 'zloader warm'"
+                f"{key} of {self._location.url} is not in the mirror {self._directory.path}: read it once online, or "
+                "run 'zloader warm'"
             )
         if content is None:
-            if size > _MOST or (_KEPT_OTHERWISE.search(key) and not is_metadata(key)):
+            if size > _MAX_BYTES or (_CACHED_AS_COLUMNS.search(key) and not is_metadata(key)):
                 return await super().read(key, prototype, byte_range)
             whole = await super().read(key, prototype, None)
             if whole is None:
                 return None
             content = whole.to_bytes()
             if len(content) == size:
-                save_object(self._place, key, content)
+                save_object(self._directory, key, content)
         return prototype.buffer.from_bytes(content[_slice(byte_range, len(content))])
 
 
@@ -76,19 +76,19 @@ def _slice(byte_range: ByteRequest | None, size: int) -> slice:
     return slice(0, size)
 
 
-def keep_listing(place: MirrorDirectory, origin: str, objects: Mapping[str, StoredObject]) -> None:
-    """Keeps what `kept_listing` gives."""
-    if load_object(place, _LISTING) is None:
+def save_listing(directory: MirrorDirectory, origin: str, objects: Mapping[str, StoredObject]) -> None:
+    """Saves origin and objects of a store for `load_listing`, unless they are saved already."""
+    if load_object(directory, _LISTING) is None:
         listed = {key: [entry.size, entry.tag, entry.stamp] for key, entry in objects.items()}
-        save_object(place, _LISTING, json.dumps({"origin": origin, "objects": listed}).encode())
+        save_object(directory, _LISTING, json.dumps({"origin": origin, "objects": listed}).encode())
 
 
-def kept_listing(cache: Path, location: Location) -> tuple[str, dict[str, StoredObject]]:
-    """Origin and objects of the store at a location, as they were when it was last opened.
+def load_listing(cache: Path, location: Location) -> tuple[str, dict[str, StoredObject]]:
+    """Origin and objects of the store at a location, as of the last time it was opened.
 
-    Raises CacheError where it never was.
+    Raises CacheError if the cache contains no mirror of the store.
     """
-    for entry in reversed(mirrors(cache)):  # the one used last
+    for entry in reversed(mirrors(cache)):  # most recently used first
         if entry.url == location.address and not entry.stale:
             content = read_object(entry.directory, _LISTING)
             if content is not None:
@@ -103,7 +103,7 @@ def kept_listing(cache: Path, location: Location) -> tuple[str, dict[str, Stored
 
 
 class OfflineSource:
-    """Stands for a store that is opened from its mirror alone: reads nothing."""
+    """The ByteSource of a store that is opened offline: every read raises."""
 
     retries = 0
 
@@ -111,8 +111,8 @@ class OfflineSource:
         self._url = url
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """Raises ReadError, which names the first span."""
+        """Raises ReadError; the message names the first span."""
         raise ReadError(
-            f"{spans[0].read_from(self._url)}: it is not in the mirror, and the store was opened offline. "
+            f"{spans[0].read_from(self._url)}: these bytes are not in the mirror, and the store was opened offline. "
             "Open it online, or fill the mirror with 'zloader warm'"
         )

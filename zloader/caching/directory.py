@@ -1,20 +1,20 @@
-"""The cache directory: the mirrors in it, who uses them, and how much room they may take.
+"""The cache directory: its mirrors, which of them are in use, and how much disk space they may take.
 
-    DIR/zloader-cache           says that DIR is a cache; locked while room is handed out
-    DIR/CACHEDIR.TAG            where zloader made DIR: backups leave it out
-    DIR/FINGERPRINT-v2/         the mirror of one store, for its owner alone (mode 0700)
-        mirror.json             which store that is, its FINGERPRINT again, and when the mirror was begun
-        users                   locked (shared) by all who use the mirror; its time is that of the last use
-        stale                   there once other objects were found at the store's URL
+    DIR/zloader-cache           marks DIR as a cache; locked while disk space is allocated
+    DIR/CACHEDIR.TAG            excludes DIR from backups; only written if zloader created DIR
+    DIR/FINGERPRINT-v3/         the mirror of one store, private to its owner (mode 0700)
+        mirror.json             the store's URL, its FINGERPRINT, and when the mirror was created
+        users                   locked (shared) by every process that uses the mirror; its mtime is the last use
+        stale                   exists once other objects have been found at the store's URL
         owners                  see leases.py
-        proved.json             see proof.py
-        NAME.flat, NAME.sums    see mirror.py
-        NAME.npy, NAME.kept     see kept.py
+        proved.json             see verified.py
+        NAME.flat, NAME.sums    see mirror.py and checksums.py
+        NAME.npy, NAME.kept     see cached_files.py
 
-FINGERPRINT is stored.mirror_fingerprint's. The checksums of the files that hold values include the names of directory
-and file (drafts.full_name): what was moved or renamed counts as damaged.
+FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
+of the directory and the file (atomic_files.qualified_name), so a moved or renamed file counts as damaged.
 
-Nothing but files of these names is ever deleted. Credentials are in none of them.
+zloader only ever deletes files with these names. None of them contains credentials.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from zloader.caching.atomic_files import write_whole
+from zloader.caching.atomic_files import write_atomically
 from zloader.caching.permissions import require_private, require_safe
 from zloader.caching.verified import VerifiedMarks
 from zloader.common.errors import CacheError
@@ -38,65 +38,67 @@ from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
 
-_VERSION = 3  # of the files' format; part of a mirror's name
+_VERSION = 3  # of the file formats; part of each mirror's name
 _MARK = "zloader-cache"
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory holds mirrors made by zloader.\n"
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
 _OURS = re.compile(r".+\.(flat|sums|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json")
-_SLACK = 256 * 1024  # bytes below a limit that are left to directories, and to what lies beside the elements
+_RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
 
 
 class MirrorDirectory:
-    """The directory of one store's mirror, made where it is not there, and in use as long as this object lives.
+    """The directory of one store's mirror, created if needed, and marked as in use for the life of this object.
 
-    Raises OSError where it cannot be made or is another store's, PermissionError where others may have written to it.
+    `path` is the directory, `space` allocates disk space, and `verified` records which files match their checksums.
+    Raises OSError if the directory cannot be created or belongs to another store, and PermissionError if other users
+    could have written to it.
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
         self.cache = cache
         _make_cache(cache.directory)
         require_safe(cache.directory)
-        self.directory = cache.directory / _name(fingerprint)
+        self.path = cache.directory / _name(fingerprint)
         self._users = self._begin_use()
         self._describe(fingerprint, url)
-        self.room = Room(cache)
-        self.proof = VerifiedMarks(self.directory)
+        self.space = DiskSpace(cache)
+        self.verified = VerifiedMarks(self.path)
 
     def _begin_use(self) -> int:
-        """The open file `users`, locked: whoever drops mirrors leaves those alone that are in use."""
+        """Opens and locks the file `users`, so that no process drops this mirror while it is in use."""
         while True:
-            self.directory.mkdir(mode=0o700, exist_ok=True)
-            require_private(self.directory)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            require_private(self.path)
             try:
-                users = os.open(
-                    self.directory / "users", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-                )
+                users = os.open(self.path / "users", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
-                continue  # the directory was dropped in between
+                continue  # another process dropped the directory meanwhile
             fcntl.flock(users, fcntl.LOCK_SH)
             if os.fstat(users).st_nlink:
-                with contextlib.suppress(OSError):  # a cache that is only read
+                with contextlib.suppress(OSError):  # the cache is read-only
                     os.utime(users)
                 return users
             os.close(users)
 
     def _describe(self, fingerprint: str, url: str) -> None:
-        description = self.directory / "mirror.json"
-        was_there = description.exists()  # asked first: another process may be about to write it
-        described = _described(self.directory)
+        description = self.path / "mirror.json"
+        existed = description.exists()  # checked first: another process may be about to write the file
+        described = _described(self.path)
         if described is None:
-            if was_there:
-                log.warning("%s is damaged: it is written anew", description)
+            if existed:
+                log.warning("%s is damaged; replacing it", description)
             made = datetime.now(UTC).isoformat(timespec="seconds")
-            write_whole(description, json.dumps({"url": url, "fingerprint": fingerprint, "made": made}).encode())
+            write_atomically(description, json.dumps({"url": url, "fingerprint": fingerprint, "made": made}).encode())
         elif described["fingerprint"] != fingerprint:
-            raise OSError(f"{self.directory} was renamed: it is the mirror of {described['url']}. Delete it")
+            raise OSError(f"{self.path} was renamed: it is the mirror of {described['url']}. Delete it")
         else:
             with contextlib.suppress(OSError):
-                (self.directory / "stale").unlink(missing_ok=True)  # what it mirrors is there again
+                (self.path / "stale").unlink(missing_ok=True)  # the store has the mirrored objects again
         for other in mirrors(self.cache.directory):
-            if other.url == url and other.directory != self.directory and not other.stale:
-                log.warning("%s has changed: its old mirror %s is stale and will make room first", url, other.directory)
+            if other.url == url and other.directory != self.path and not other.stale:
+                log.warning(
+                    "%s has changed: its old mirror %s is stale and will be dropped first", url, other.directory
+                )
                 with contextlib.suppress(OSError):
                     (other.directory / "stale").touch(mode=0o600)
 
@@ -118,7 +120,7 @@ def _name(fingerprint: str) -> str:
 
 
 def _described(directory: Path) -> dict[str, str] | None:
-    """What a mirror's mirror.json says; None where it is not there or damaged."""
+    """The content of a mirror's mirror.json, or None if the file is absent or damaged."""
     try:
         described = json.loads((directory / "mirror.json").read_bytes())
         return {name: str(described[name]) for name in ("url", "fingerprint", "made")}
@@ -128,10 +130,10 @@ def _described(directory: Path) -> dict[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorEntry:
-    """A mirror found in a cache: of which store (`url`), when begun and last used (seconds since 1970), and its size.
+    """A mirror in a cache: its store's `url`, when it was `made`, its last use (seconds since 1970), and its size.
 
-    `allocated_bytes` are what the file system has really given it; `stale` says that nothing in it is of use: its store
-    has changed since, the mirror is of another version of zloader, or not what its directory is named after.
+    `allocated_bytes` is the disk space that it takes, as the file system counts it. `stale` means that the mirror is
+    useless: its store has changed, another version of zloader wrote it, or its directory was renamed.
     """
 
     directory: Path
@@ -144,15 +146,15 @@ class MirrorEntry:
 
 
 def mirrors(cache: Path) -> list[MirrorEntry]:
-    """The mirrors in a cache directory, in the order in which they make room: stale ones first, then by last use.
+    """The mirrors in a cache directory, in the order in which they are dropped: stale first, then least recently used.
 
-    One that does not say what it mirrors, since it was not begun or dropped to the end, counts as stale. Those that may
-    not be looked at, since they are other users', are left out.
+    A mirror without a valid mirror.json, which was only partly created or dropped, counts as stale. Mirrors of other
+    users, which cannot be read, are left out.
     """
     entries = []
     for directory in _directories(cache):
         described = _described(directory) or {"url": "", "fingerprint": "", "made": ""}
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # it is dropped right now, or another user's
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # it is being dropped, or belongs to another user
             users = directory / "users"
             entries.append(
                 MirrorEntry(
@@ -170,29 +172,31 @@ def mirrors(cache: Path) -> list[MirrorEntry]:
 
 def _directories(cache: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError), os.scandir(cache) as found:
-        return [Path(one.path) for one in found if _MIRROR.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
+        return [
+            Path(item.path) for item in found if _MIRROR.fullmatch(item.name) and item.is_dir(follow_symlinks=False)
+        ]
     return []
 
 
-def misnamed(directory: Path) -> bool:
-    """Whether a mirror says that it is another one than its directory is named after."""
+def is_renamed(directory: Path) -> bool:
+    """Whether the fingerprint in a mirror's mirror.json differs from the one in its directory's name."""
     described = _described(directory)
     return described is not None and not directory.name.startswith(f"{described['fingerprint']}-v")
 
 
 def is_of_this_version(directory: Path) -> bool:
-    """Whether a mirror was begun by a zloader that keeps the same files as this one."""
+    """Whether a mirror has the file formats of this version of zloader."""
     return directory.name.endswith(_name(""))
 
 
 def require_cache(directory: Path) -> None:
-    """Raises CacheError for a directory that zloader has not marked as a cache."""
+    """Raises CacheError if zloader has not marked the directory as a cache."""
     if not (directory / _MARK).is_file():
-        raise CacheError(f"{directory} is not a cache of zloader: there is no file {_MARK} in it. Check the path")
+        raise CacheError(f"{directory} is not a cache of zloader: it contains no file {_MARK}. Check the path")
 
 
 def unmark(cache: Path) -> None:
-    """Where no mirror is left, removes what marks a directory as a cache, and it where nothing else is in it."""
+    """Once no mirror is left, removes the files that mark a cache, and then the directory itself if it is empty."""
     if any((mirror / "users").exists() for mirror in _directories(cache)):
         return
     tag = cache / "CACHEDIR.TAG"
@@ -200,31 +204,31 @@ def unmark(cache: Path) -> None:
         if tag.read_text() == _TAG:
             tag.unlink()
     (cache / _MARK).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # something else is in it, or it is mounted
+    with contextlib.suppress(OSError):  # it contains other files, or is a mount point
         cache.rmdir()
 
 
 def allocated_bytes(directory: Path) -> int:
-    """What the file system has given a mirror: the blocks of its files, holes not counted, and of the directory."""
+    """Disk space of a mirror in bytes: the blocks of its files, without holes, and of the directory itself."""
     total = 0
     with contextlib.suppress(FileNotFoundError, PermissionError):
         total = directory.lstat().st_blocks * 512
         with os.scandir(directory) as found:
-            for one in found:
+            for item in found:
                 with contextlib.suppress(FileNotFoundError):
-                    total += one.stat(follow_symlinks=False).st_blocks * 512
+                    total += item.stat(follow_symlinks=False).st_blocks * 512
     return total
 
 
 def cache_bytes(cache: Path) -> int:
-    """What all mirrors of a cache take on disk."""
+    """Disk space of all mirrors in a cache, in bytes."""
     return sum(map(allocated_bytes, _directories(cache)))
 
 
 def drop(directory: Path) -> bool:
-    """Deletes the mirror in a directory, unless somebody uses it; says whether it did.
+    """Deletes a mirror unless it is in use; returns whether it was deleted.
 
-    Files that zloader did not make stay, and the directory with them.
+    Files that zloader did not create are kept, and with them the directory.
     """
     try:
         users = os.open(directory / "users", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -237,11 +241,12 @@ def drop(directory: Path) -> bool:
             except BlockingIOError:
                 return False
         with os.scandir(directory) as found:
-            ours = [one for one in found if _OURS.fullmatch(one.name) and one.is_file(follow_symlinks=False)]
-        for one in sorted(ours, key=lambda one: one.name == "users"):  # last: who waits for it then begins anew
+            ours = [item for item in found if _OURS.fullmatch(item.name) and item.is_file(follow_symlinks=False)]
+        # "users" goes last: a process that waits for its lock then creates the mirror anew.
+        for item in sorted(ours, key=lambda item: item.name == "users"):
             with contextlib.suppress(FileNotFoundError):
-                Path(one.path).unlink()
-        with contextlib.suppress(OSError):  # something else is in it
+                Path(item.path).unlink()
+        with contextlib.suppress(OSError):  # it contains other files
             directory.rmdir()
         return True
     finally:
@@ -249,11 +254,11 @@ def drop(directory: Path) -> bool:
             os.close(users)
 
 
-class Room:
-    """Hands out room on disk below a cache's limits, to any number of processes; without limits, whatever is asked.
+class DiskSpace:
+    """Allocates disk space within a cache's limits, across any number of processes.
 
-    One at a time looks at what the file system has given to all mirrors, and has it give more: so no size is kept
-    anywhere that could be wrong, and the limit holds at every moment.
+    One process at a time adds up the space that the file system has given to all mirrors, and allocates more. No total
+    is stored that could become wrong, and the limit holds at every moment. Without limits, nothing is allocated ahead.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -261,27 +266,27 @@ class Room:
         self.limited = cache.max_bytes is not None or cache.least_free > 0
 
     def allocate(self, file: int, runs: Sequence[tuple[int, int]]) -> int:
-        """Gives `(offset, bytes)` of a file their room, in order; gives how many of them got it.
+        """Allocates the runs `(offset, bytes)` of a file, in order; returns how many of them fit.
 
-        Where it is not enough, mirrors that nobody uses are dropped. Raises OSError where the file system refuses.
+        Drops mirrors that are not in use to free space. Raises OSError if the file system cannot allocate.
         """
         if not self.limited:
             return len(runs)
-        with self._alone():
-            left = self._left()
+        with self._locked():
+            left = self._bytes_left()
             for done, (offset, n_bytes) in enumerate(runs):
-                asked = n_bytes + 2 * 4096  # the first and last block
-                while left < asked:
+                needed = n_bytes + 2 * 4096  # the first and last block
+                while left < needed:
                     if not self._drop_one():
                         return done
-                    left = self._left()
+                    left = self._bytes_left()
                 before = os.fstat(file).st_blocks
                 os.posix_fallocate(file, offset, n_bytes)
                 left -= (os.fstat(file).st_blocks - before) * 512
         return len(runs)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         file = os.open(self._cache.directory / _MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -289,14 +294,14 @@ class Room:
         finally:
             os.close(file)
 
-    def _left(self) -> int:
+    def _bytes_left(self) -> int:
         disk = os.statvfs(self._cache.directory)
         free = disk.f_bavail * disk.f_frsize - self._cache.least_free
-        return min(free, self._cache.most - cache_bytes(self._cache.directory) - _SLACK)
+        return min(free, self._cache.most - cache_bytes(self._cache.directory) - _RESERVE_BYTES)
 
     def _drop_one(self) -> bool:
         for entry in mirrors(self._cache.directory):
             if drop(entry.directory):
-                log.info("dropped the mirror %s of %s to make room", entry.directory, entry.url)
+                log.info("dropped the mirror %s of %s to free disk space", entry.directory, entry.url)
                 return True
         return False

@@ -1,6 +1,6 @@
-"""What a mirror holds, and whether it still holds what was written, looked at from outside: no store is opened.
+"""Inspects and verifies the files of a mirror, without opening its store.
 
-Files are read a piece at a time, since a map of them would count as this process's memory. Links are never followed.
+Files are read in pieces, because a memory map would count as memory of this process. Links are never followed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.cached_files import is_right
-from zloader.caching.checksums import parse_sums
-from zloader.caching.directory import MirrorEntry, is_of_this_version, misnamed
+from zloader.caching.cached_files import matches_checksum
+from zloader.caching.checksums import parse_checksums
+from zloader.caching.directory import MirrorEntry, is_of_this_version, is_renamed
 from zloader.caching.verified import VerifiedMarks
 from zloader.common.errors import CacheError
 
-_PIECE = 4 << 20  # bytes read at once
-_TASK = 16 << 20  # bytes that a thread compares before it says so
-_THREADS = 2  # one waits for the disk while the other computes checksums
+_PIECE = 4 << 20  # bytes per read
+_TASK = 16 << 20  # bytes that a thread verifies between progress reports
+_THREADS = 2  # one reads from disk while the other computes checksums
 _SUFFIXES = ("flat", "sums", "npy", "kept")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInspection:
-    """How much of one array is in a mirror; bytes are decoded."""
+    """How much of one array is in a mirror, in chunks and decoded bytes."""
 
     chunks: int
     chunks_held: int
@@ -42,9 +42,9 @@ class ArrayInspection:
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorInspection:
-    """What a mirror holds: its `arrays` by name, so many `columns` and `objects` kept whole, and those files' bytes.
+    """The content of a mirror: its `arrays` by name, how many whole `columns` and `objects`, and `kept_bytes` of these.
 
-    Arrays of the store that were never used are not known to the mirror.
+    Arrays of the store that have never been used do not appear.
     """
 
     arrays: Mapping[str, ArrayInspection]
@@ -59,7 +59,7 @@ class MirrorInspection:
 
     @property
     def chunks_held(self) -> int:
-        """Chunks that are there."""
+        """Chunks that are present."""
         return sum(array.chunks_held for array in self.arrays.values())
 
     @property
@@ -69,21 +69,21 @@ class MirrorInspection:
 
     @property
     def bytes_held(self) -> int:
-        """Decoded bytes of the chunks that are there."""
+        """Decoded bytes of the chunks that are present."""
         return sum(array.bytes_held for array in self.arrays.values())
 
 
-def held(entry: MirrorEntry) -> MirrorInspection:
-    """What a mirror holds; nothing where it has been dropped. A damaged .sums file counts for nothing."""
+def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
+    """The content of a mirror; empty if it has been dropped. Arrays with a damaged .sums file are left out."""
     files = _files(entry.directory)
     arrays = {}
     for path in files["sums"]:
         with contextlib.suppress(OSError, ValueError):
             with _opened(path, os.O_RDONLY) as file:
-                n_bytes, chunk_bytes, sums = parse_sums(path, _content(file))
-            chunks = np.flatnonzero(sums >= 0)
+                n_bytes, chunk_bytes, checksums = parse_checksums(path, _content(file))
+            chunks = np.flatnonzero(checksums >= 0)
             arrays[_name(path)] = ArrayInspection(
-                chunks=len(sums),
+                chunks=len(checksums),
                 chunks_held=len(chunks),
                 bytes_in_all=n_bytes,
                 bytes_held=int(_sizes(chunks, n_bytes, chunk_bytes).sum()),
@@ -93,11 +93,11 @@ def held(entry: MirrorEntry) -> MirrorInspection:
 
 
 def verify(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
-    """Compares all that a mirror holds with its checksums; gives one message for each thing that differs.
+    """Compares the whole content of a mirror with its checksums; returns one message per problem.
 
-    A chunk that differs is a miss from then on, for every process; a column or object that differs is deleted: they
-    will be read from the store again. `on_bytes` takes the number of bytes compared since it was last called. A mirror
-    that is not there (any more) has nothing that differs. Raises CacheError where it may not be read or changed.
+    A damaged chunk is marked absent for every process, and a damaged column or object is deleted; all of them will be
+    read from the store again. `on_bytes` is called with the number of bytes verified since its last call. A mirror that
+    does not exist has no problems. Raises CacheError if the mirror cannot be read or changed.
     """
     try:
         with _in_use(directory), ThreadPoolExecutor(_THREADS, thread_name_prefix="zloader-verify") as threads:
@@ -110,50 +110,50 @@ def verify(directory: Path, on_bytes: Callable[[int], None] | None = None) -> li
     except FileNotFoundError:
         return []
     except OSError as error:
-        advice = "Run this as who fills it, where it can be written"
+        advice = "Run this as the user who owns the mirror, with write access"
         raise CacheError(f"cannot verify {directory}: {error}. {advice}") from error
 
 
 @contextlib.contextmanager
 def _in_use(directory: Path) -> Iterator[None]:
-    """Keeps a mirror from being dropped; unlike a Place it leaves alone when it was last used and what is stale."""
+    """Prevents a mirror from being dropped. Unlike MirrorDirectory, does not change `stale` or the time of last use."""
     with _opened(directory / "users", os.O_RDONLY) as users:
         fcntl.flock(users, fcntl.LOCK_SH)
         yield
 
 
 class _Check:
-    """One look at all of a mirror."""
+    """One verification of a whole mirror."""
 
     def __init__(self, threads: Executor, on_bytes: Callable[[int], None]) -> None:
         self.problems: list[str] = []
-        self._right: list[Path] = []
+        self._verified: list[Path] = []
         self._threads = threads
         self._on_bytes = on_bytes
 
     def run(self, directory: Path) -> None:
-        if misnamed(directory):
+        if is_renamed(directory):
             self.problems.append(
-                "its directory was renamed: nothing in it is used. Give it back its name, or delete it"
+                "its directory was renamed, so it is not used. Restore the old name, or delete the directory"
             )
             return
         if not is_of_this_version(directory):
-            return  # nothing in it is used, and its checksums may mean something else
+            return  # it is not used, and its checksums may be defined differently
         files = _files(directory)
         for path in files["links"]:
-            self.problems.append(f"{path.name} is no file of zloader's, and in its way: remove it")
+            self.problems.append(f"{path.name} is not a regular file, but has the name of a cached one: remove it")
         for path in files["sums"]:
             self._check_array(path)
-        self._check_kept([*files["npy"], *files["kept"]])
-        VerifiedMarks(directory).note(path for path in self._right if path.exists())
+        self._check_cached_files([*files["npy"], *files["kept"]])
+        VerifiedMarks(directory).record(path for path in self._verified if path.exists())
 
     def _check_array(self, path: Path) -> None:
         with _opened(path, os.O_RDWR) as sums_file:
             stored = _content(sums_file)
             try:
-                n_bytes, chunk_bytes, sums = parse_sums(path, stored)
+                n_bytes, chunk_bytes, checksums = parse_checksums(path, stored)
             except ValueError as error:
-                self.problems.append(f"{path.name} {error}: nothing of {_name(path)} counts as there")
+                self.problems.append(f"{path.name} {error}: all chunks of {_name(path)} count as absent")
                 return
             flat = path.with_suffix(".flat")
             try:
@@ -161,26 +161,26 @@ class _Check:
                     before = os.fstat(file)
                     if before.st_size != n_bytes:
                         self.problems.append(f"{flat.name} has {before.st_size} bytes instead of {n_bytes}")
-                        os.ftruncate(file, n_bytes)  # what is cut off is zeros now, and differs
-                    differing = self._differing(file, n_bytes, chunk_bytes, sums)
-                    if _stamp(os.fstat(file)) == _stamp(before):  # nobody has written to it meanwhile
-                        self._right += [flat, path]
+                        os.ftruncate(file, n_bytes)  # if it was too short, the missing chunks are now zeros, and differ
+                    differing = self._differing(file, n_bytes, chunk_bytes, checksums)
+                    if _stamp(os.fstat(file)) == _stamp(before):  # no process has written to it meanwhile
+                        self._verified += [flat, path]
             except OSError as error:
-                differing = np.flatnonzero(sums >= 0)
+                differing = np.flatnonzero(checksums >= 0)
                 if len(differing):
                     self.problems.append(f"{flat.name} cannot be read: {error.strerror}")
-            self._forget(sums_file, stored, differing, len(sums))
+            self._mark_absent(sums_file, stored, differing, len(checksums))
         self.problems += [f"{_name(path)}: {chunks}" for chunks in _runs(differing)]
 
-    def _differing(self, file: int, n_bytes: int, chunk_bytes: int, sums: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The chunks that are there, and other than their checksums say."""
-        chunks = np.flatnonzero(sums >= 0)
+    def _differing(self, file: int, n_bytes: int, chunk_bytes: int, checksums: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The chunks that are present but differ from their checksums."""
+        chunks = np.flatnonzero(checksums >= 0)
         sizes = _sizes(chunks, n_bytes, chunk_bytes)
         step = max(1, _TASK // max(1, chunk_bytes))
         tasks = [slice(first, first + step) for first in range(0, len(chunks), step)]
 
         def compare(task: slice) -> NDArray[np.bool_]:
-            return _compare(file, chunks[task] * chunk_bytes, sizes[task], sums[chunks[task]])
+            return _compare(file, chunks[task] * chunk_bytes, sizes[task], checksums[chunks[task]])
 
         wrong = [np.zeros(0, bool)]
         for task, found in zip(tasks, self._threads.map(compare, tasks), strict=True):
@@ -189,33 +189,34 @@ class _Check:
         return np.asarray(chunks[np.concatenate(wrong)])
 
     @staticmethod
-    def _forget(sums_file: int, stored: bytes, chunks: NDArray[np.int64], n_chunks: int) -> None:
-        """Sets the words of chunks to 0, unless somebody else has changed them since."""
+    def _mark_absent(sums_file: int, stored: bytes, chunks: NDArray[np.int64], n_chunks: int) -> None:
+        """Sets the words of chunks to 0, unless another process has changed them since `stored` was read."""
         for chunk in chunks.tolist():
-            place = len(stored) - 8 * (n_chunks - chunk)
-            if os.pread(sums_file, 8, place) == stored[place : place + 8]:
-                os.pwrite(sums_file, bytes(8), place)
+            offset = len(stored) - 8 * (n_chunks - chunk)
+            if os.pread(sums_file, 8, offset) == stored[offset : offset + 8]:
+                os.pwrite(sums_file, bytes(8), offset)
 
-    def _check_kept(self, paths: Sequence[Path]) -> None:
+    def _check_cached_files(self, paths: Sequence[Path]) -> None:
         sizes = map(_size, paths)
-        for path, size, right in zip(paths, sizes, self._threads.map(_is_right, paths), strict=True):
+        for path, size, valid in zip(paths, sizes, self._threads.map(_is_valid, paths), strict=True):
             self._on_bytes(size)
-            if right:
-                self._right.append(path)
+            if valid:
+                self._verified.append(path)
             else:
                 path.unlink(missing_ok=True)
-                self.problems.append(f"{_name(path)}: {path.name} differed from its checksum, and is deleted")
+                self.problems.append(f"{_name(path)}: {path.name} differed from its checksum and was deleted")
 
 
 def _compare(
-    file: int, offsets: NDArray[np.int64], sizes: NDArray[np.int64], sums: NDArray[np.int64]
+    file: int, offsets: NDArray[np.int64], sizes: NDArray[np.int64], checksums: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Which pieces of a file have another crc32c than `sums` say, or cannot be read."""
+    """Which pieces of a file differ from their crc32c in `checksums`, or cannot be read."""
     buffer = np.empty(min(_PIECE, int(sizes.max())), np.uint8)
-    wrong = np.ones(len(sums), bool)
-    for i, (offset, size, wanted) in enumerate(zip(offsets.tolist(), sizes.tolist(), sums.tolist(), strict=True)):
+    wrong = np.ones(len(checksums), bool)
+    pieces = zip(offsets.tolist(), sizes.tolist(), checksums.tolist(), strict=True)
+    for i, (offset, size, expected) in enumerate(pieces):
         with contextlib.suppress(OSError):  # a bad sector
-            wrong[i] = _crc(file, offset, size, buffer) != wanted
+            wrong[i] = _crc(file, offset, size, buffer) != expected
     return wrong
 
 
@@ -235,10 +236,10 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _is_right(path: Path) -> bool:
+def _is_valid(path: Path) -> bool:
     try:
-        return is_right(path)
-    except FileNotFoundError:  # another process has found it damaged
+        return matches_checksum(path)
+    except FileNotFoundError:  # another process found it damaged and deleted it
         return True
     except OSError:
         return False
@@ -253,23 +254,23 @@ def _runs(chunks: NDArray[np.int64]) -> Iterator[str]:
 
 
 def _sizes(chunks: NDArray[np.int64], n_bytes: int, chunk_bytes: int) -> NDArray[np.int64]:
-    """Bytes of each chunk; the last is cut off at the end of the array."""
+    """Bytes of each chunk. The last chunk ends with the array."""
     return np.minimum(n_bytes - chunks * chunk_bytes, chunk_bytes)
 
 
 def _files(directory: Path) -> dict[str, list[Path]]:
-    """A mirror's files by suffix, in order; below "links" what has a name of theirs and is no file."""
+    """A mirror's files by suffix, sorted; under "links", items with such a name that are not regular files."""
     files: dict[str, list[Path]] = {kind: [] for kind in (*_SUFFIXES, "links")}
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as found:
-        for one in sorted(found, key=lambda one: one.name):
-            stem, _, suffix = one.name.rpartition(".")
+        for item in sorted(found, key=lambda item: item.name):
+            stem, _, suffix = item.name.rpartition(".")
             if stem and suffix in _SUFFIXES:
-                files[suffix if one.is_file(follow_symlinks=False) else "links"].append(Path(one.path))
+                files[suffix if item.is_file(follow_symlinks=False) else "links"].append(Path(item.path))
     return files
 
 
 def _name(path: Path) -> str:
-    """What the file is of, as drafts.file_of was told."""
+    """The name of the cached array, column or key; the inverse of atomic_files.cached_path."""
     return unquote(path.name.rpartition(".")[0])
 
 

@@ -1,9 +1,10 @@
-"""Who is bringing which chunks into a mirror, so that processes which fill it together read each chunk once.
+"""Leases on the chunks of a mirror: processes that fill it together download each chunk only once.
 
-A claim is a word in the place where a chunk's checksum will stand (mirror.py), and names its owner: a number that the
-owner holds a lock on in the file `owners`, for as long as it lives. The kernel releases the lock when the owner ends,
-however it ends; its claims then count for nothing. Owners look and claim one after another (`alone`). Leases only save
-work: where two bring a chunk after all, they write the same bytes.
+A lease is stored in the word of its chunk, where the checksum will be later (checksums.py). It contains the number of
+its owner. For its whole life, the owner holds a lock on the byte of that number in the file `owners`. The kernel
+releases the lock when the owner's process ends for any reason, so its leases expire and others take over. Leases are
+acquired under an exclusive lock (`exclusive`). They only save work and are not needed for correctness: if two owners
+download a chunk after all, they write the same bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from numpy.typing import NDArray
 
 log = logging.getLogger("zloader")
 
-CLAIMED = 1 << 33  # set in the word of a chunk that somebody is bringing; below it stands the owner's number
+LEASED = 1 << 33  # set in the word of a leased chunk; the low 31 bits are the owner's number
 _OWNERS = (1 << 31) - 1
-_TRIES, _PAUSE_S = 100, 0.0005  # looking and claiming takes a tenth of a millisecond
+_TRIES, _PAUSE_S = 100, 0.0005  # acquiring leases takes about 0.1 ms
 
 
 def _lock(kind: int, owner: int) -> bytes:
@@ -35,29 +36,32 @@ def _lock(kind: int, owner: int) -> bytes:
 
 
 class Leases:
-    """One owner of claims, alive until closed. Its locks belong to the open file, so that threads have their own."""
+    """One owner of leases, which expire when it is closed.
+
+    Its lock belongs to the open file, not to the process, so one process can have several owners.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Without locks (some network file systems have none) nobody's claims count."""
+        """Opens the file of locks. Without locks, as on some network file systems, leases have no effect."""
         self.word = np.uint64(0)
         self._file = -1
-        self._turn = threading.Lock()  # of this owner's threads, which share its open file and thereby its locks
+        self._thread_lock = threading.Lock()  # threads of this owner share its open file, and so its locks
         try:
             self._file = os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             owner = 1 + secrets.randbelow(_OWNERS)
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, owner))
-            self.word = np.uint64(CLAIMED | owner)
+            self.word = np.uint64(LEASED | owner)
         except OSError as error:
-            log.debug("cannot claim chunks in %s (%s)", directory, error)
+            log.debug("cannot lease chunks in %s (%s)", directory, error)
 
     def alive(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Which of these words, none of a chunk that is there, are claims of owners that live; this one's are."""
+        """Which words of absent chunks are leases of a live owner, including this one."""
         alive: NDArray[np.bool_] = (words == self.word) & (words != 0)
         for word in np.unique(words[(words != 0) & ~alive]).tolist():
-            alive |= (words == np.uint64(word)) & self._lives(word & _OWNERS)
+            alive |= (words == np.uint64(word)) & self._is_alive(word & _OWNERS)
         return alive
 
-    def _lives(self, owner: int) -> bool:
+    def _is_alive(self, owner: int) -> bool:
         try:
             answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, owner))
         except OSError:
@@ -65,31 +69,31 @@ class Leases:
         return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other owner, in whichever process, looks for what to claim meanwhile.
+    def exclusive(self) -> Iterator[None]:
+        """Keeps all other owners, in any process, from acquiring leases meanwhile.
 
-        Not for ever: a process that was stopped in the midst of it would stop all others.
+        After 50 ms of waiting it goes ahead without the lock, so that a suspended process cannot block the others.
         """
-        with self._turn:
-            self._take_turn()
+        with self._thread_lock:
+            self._try_lock()
             try:
                 yield
             finally:
                 with contextlib.suppress(OSError, ValueError):
                     fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _take_turn(self) -> None:
+    def _try_lock(self) -> None:
         for _ in range(_TRIES):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 time.sleep(_PAUSE_S)
-            except (OSError, ValueError):  # no locks here, or closed
+            except (OSError, ValueError):  # no locks on this file system, or closed
                 return
 
     def close(self) -> None:
-        """Ends the owner: what it has claimed and not brought, others bring."""
+        """Ends the owner; its leases expire, and others can acquire the chunks."""
         if self._file >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._file)

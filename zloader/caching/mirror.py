@@ -1,15 +1,16 @@
 """The local mirror: decoded arrays as flat files, filled chunk by chunk.
 
-Element i of an array stands at byte i * itemsize of a sparse file NAME.flat. Beside it NAME.sums holds a word a chunk
-(checksums.py): nothing while the chunk is not there, a claim (leases.py) while somebody brings it, else its checksum. The
-word is stored after the chunk's bytes, in one aligned write, so a process killed at any moment leaves a chunk either
-whole or not there.
+Element i of an array is at byte i * itemsize of a sparse file NAME.flat. Beside it, NAME.sums has one word per chunk
+(checksums.py): 0 if the chunk is absent, a lease (leases.py) while a process downloads it, and otherwise its checksum.
+The checksum is stored after the chunk's bytes, in one aligned write. So a process killed at any moment leaves each
+chunk either complete or absent.
 
-A process compares a chunk with its checksum when it first uses it, unless proof.py knows the files to be as they were
-when all of them was right: after power loss, truncation or a flipped byte the chunk is a miss, to be read again.
+A process compares a chunk with its checksum when it first uses the chunk, unless the files have not changed since all
+chunks were verified (verified.py). After power loss, truncation or a flipped byte, the chunk is a miss and is read from
+the store again.
 
-The directory is named after the fingerprint of the store: changed objects have another mirror. Any number of processes
-fill and read one mirror at once, since all write the same bytes.
+The directory is named after the fingerprint of the store, so changed objects get another mirror. Any number of
+processes can fill and read a mirror at once, because they all write the same bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching import page_cache
-from zloader.caching.atomic_files import file_of
-from zloader.caching.checksums import PRESENT, mapped, mapped_words, opened
+from zloader.caching.atomic_files import cached_path
+from zloader.caching.checksums import PRESENT, map_file, map_words, open_file
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.common.options import Cache
@@ -36,28 +37,28 @@ from zloader.storage.layout import ArrayLayout
 
 log = logging.getLogger("zloader")
 
-_SHORT_BYTES = 1024  # of a run of rows, on average, below which reading is better than mapping
-_PIECE_BYTES = 256 * 1024  # of room on disk that is asked for at once
+_SHORT_BYTES = 1024  # runs of rows that are shorter than this on average are read instead of mapped
+_PIECE_BYTES = 256 * 1024  # disk space per allocation
 
 
 class MirrorArray:
-    """The mirror of one array. Raises OSError when its files cannot be made or opened."""
+    """The mirror of one array. Raises OSError if its files cannot be created or opened."""
 
-    def __init__(self, place: MirrorDirectory, layout: ArrayLayout) -> None:
+    def __init__(self, directory: MirrorDirectory, layout: ArrayLayout) -> None:
         self.layout = layout
-        self._place = place
-        self._path = file_of(place.directory, layout.path, "flat")
-        self._sums = file_of(place.directory, layout.path, "sums")
+        self._directory = directory
+        self._path = cached_path(directory.path, layout.path, "flat")
+        self._checksums_path = cached_path(directory.path, layout.path, "sums")
         n_bytes = layout.n_elements * layout.dtype.itemsize
-        self._file = opened(self._path)
+        self._file = open_file(self._path)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
-        self.elements = np.frombuffer(mapped(self._file, n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), layout.dtype)
-        self._words = mapped_words(place, self._sums, layout)
-        # Chunks whose checksum this process has compared or written itself, or that were right all along.
-        proved = place.proof.holds(self._path, self._sums)
-        self._trusted = self._present(slice(None)) if proved else np.zeros(layout.n_chunks, bool)
-        self._unnoted = not proved
+        self.elements = np.frombuffer(map_file(self._file, n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), layout.dtype)
+        self._words = map_words(directory, self._checksums_path, layout)
+        verified = directory.verified.contains(self._path, self._checksums_path)
+        # Chunks that this process has verified or written, or that were recorded as verified.
+        self._verified = self._present(slice(None)) if verified else np.zeros(layout.n_chunks, bool)
+        self._unrecorded = not verified
         self.writable = self._words.flags.writeable
 
     def __del__(self) -> None:
@@ -66,29 +67,29 @@ class MirrorArray:
 
     @property
     def limited(self) -> bool:
-        """Whether claiming chunks asks the file system for room."""
-        return self._place.room.limited
+        """Whether the cache has limits, so that acquiring chunks allocates disk space."""
+        return self._directory.space.limited
 
     def _present(self, chunks: Rows | slice) -> NDArray[np.bool_]:
         return np.asarray((self._words[chunks] & np.uint64(PRESENT)) != 0)
 
-    def holds(self, chunks: Rows) -> bool:
-        """Whether all chunks are there and known to be right, without looking at their bytes."""
-        return bool((self._trusted[chunks] & self._present(chunks)).all())  # somebody may have found one damaged
+    def contains(self, chunks: Rows) -> bool:
+        """Whether all chunks are present and verified already. Does not read their bytes."""
+        return bool((self._verified[chunks] & self._present(chunks)).all())  # another process may have discarded one
 
-    def unproved(self, chunks: Rows) -> bool:
-        """Whether there are chunks among them whose bytes `missing` would have to look at."""
-        return bool((self._present(chunks) & ~self._trusted[chunks]).any())
+    def has_unverified(self, chunks: Rows) -> bool:
+        """Whether any chunk is present but not verified yet, so that `missing` would read its bytes."""
+        return bool((self._present(chunks) & ~self._verified[chunks]).any())
 
     def missing(self, chunks: Rows) -> Rows:
-        """Those of `chunks` that are not there or not what was written; compares checksums on first use."""
+        """The chunks that are absent or damaged, in the order given; verifies checksums on first use."""
         missing = ~self._present(chunks)
-        for position in np.flatnonzero(~missing & ~self._trusted[chunks]).tolist():
+        for position in np.flatnonzero(~missing & ~self._verified[chunks]).tolist():
             chunk = int(chunks[position])
             if self._words[chunk] == PRESENT | checksum(self._chunk(chunk)):
-                self._trusted[chunk] = True
+                self._verified[chunk] = True
             else:
-                log.warning("a chunk in %s differs from its checksum: it is read again from the store", self._path)
+                log.warning("a chunk in %s differs from its checksum; reading it from the store", self._path)
                 missing[position] = True
                 if self.writable:
                     self._words[chunk] = 0
@@ -99,21 +100,22 @@ class MirrorArray:
         return self.elements[first : first + self.layout.chunk_elements]
 
     def copy(self, chunks: Rows, slots: Sequence[NDArray[Any]]) -> None:
-        """Copies chunks that are there, or the first elements of each, to where each belongs."""
+        """Copies present chunks to their slots; a slot shorter than its chunk gets the first elements."""
         for chunk, slot in zip(chunks.tolist(), slots, strict=True):
             slot[:] = self._chunk(chunk)[: len(slot)]
 
-    def ask_for(self, starts: Rows, stops: Rows) -> None:
-        """Has the elements `[start, stop)` of rows brought into memory, where they are not."""
+    def prefetch(self, starts: Rows, stops: Rows) -> None:
+        """Makes the kernel load the elements `[start, stop)` of each row into the page cache, if needed."""
         itemsize = self.layout.dtype.itemsize
-        page_cache.ask_for(self._file, starts * itemsize, stops * itemsize)
+        page_cache.prefetch(self._file, starts * itemsize, stops * itemsize)
 
     def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
-        """An array in which the elements `[start, stop)` of rows are, and where each row begins there.
+        """An array with the elements `[start, stop)` of each row, and where each row begins in it.
 
-        It is the map, unless the rows are so short and scattered that most of what is mapped would not be theirs.
+        The array is the memory map, unless the rows are so short and scattered that most of each mapped page would be
+        unused. Then they are read into a new array.
         """
-        self.ask_for(starts, stops)
+        self.prefetch(starts, stops)
         itemsize, lengths = self.layout.dtype.itemsize, stops - starts
         runs = 1 + int(np.count_nonzero(starts[1:] != stops[:-1]))
         if int(lengths.sum()) * itemsize >= runs * _SHORT_BYTES:
@@ -121,22 +123,22 @@ class MirrorArray:
         read = page_cache.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
         return read, np.cumsum(lengths) - lengths
 
-    def claim(self, chunks: Rows, leases: Leases) -> tuple[Rows, Rows]:
-        """Of chunks (ascending) that are not there: those that are now the owner's to bring, and those that others are.
+    def acquire(self, chunks: Rows, leases: Leases) -> tuple[Rows, Rows]:
+        """Leases absent chunks (given in ascending order); returns those leased now, and those leased already.
 
-        Chunks for which there is no room on disk are in neither; then the mirror takes no more.
+        Chunks that do not fit on disk are in neither. From then on the mirror accepts no more chunks.
         """
-        with leases.alone():
+        with leases.exclusive():
             words = self._words[chunks]
             absent = (words & np.uint64(PRESENT)) == 0
             alive = absent & leases.alive(np.where(absent, words, np.uint64(0)))
-            mine = self._with_room(chunks[absent & ~alive])
+            mine = self._allocated(chunks[absent & ~alive])
             self._words[mine] = leases.word
         return mine, np.asarray(chunks[alive])
 
-    def _with_room(self, chunks: Rows) -> Rows:
-        """The first of the chunks, as many as have room on disk."""
-        if not self.writable or not len(chunks) or not self._place.room.limited:
+    def _allocated(self, chunks: Rows) -> Rows:
+        """Allocates disk space for chunks; returns the leading ones that fit."""
+        if not self.writable or not len(chunks) or not self._directory.space.limited:
             return chunks if self.writable else chunks[:0]
         itemsize = self.layout.dtype.itemsize
         piece = max(1, _PIECE_BYTES // (self.layout.chunk_elements * itemsize))
@@ -146,52 +148,54 @@ class MirrorArray:
         _, last = self.layout.chunk_bounds(chunks[ends - 1])
         runs = zip((first * itemsize).tolist(), ((last - first) * itemsize).tolist(), strict=True)
         try:
-            done = self._place.room.allocate(self._file, list(runs))
+            done = self._directory.space.allocate(self._file, list(runs))
         except OSError as error:
             self._stop_writing(error)
             return chunks[:0]
         if done < len(begins):
             self.writable = False
-            log.info("the mirror %s is as full as it may be: what is not in it is read through", self._path)
+            log.info(
+                "the mirror %s has reached the limits of its cache; other chunks are read from the store", self._path
+            )
         return chunks[: ends[done - 1]] if done else chunks[:0]
 
-    def abandon(self, chunks: Rows, leases: Leases) -> None:
-        """Gives up the owner's leases on chunks; those that were brought stay."""
+    def release(self, chunks: Rows, leases: Leases) -> None:
+        """Releases the owner's leases on chunks. Chunks that have been written meanwhile stay present."""
         if leases.word:
             self._words[chunks[self._words[chunks] == leases.word]] = 0
 
     def put(self, first: int, elements: NDArray[Any]) -> None:
-        """Writes decoded chunks, `first` and those that follow it; after a failure (a full disk, say) keeps no more."""
+        """Writes consecutive decoded chunks from chunk `first` on. After a failure (full disk), writes no more."""
         width = self.layout.chunk_elements
         try:
             _write_all(self._file, elements, first * width * self.layout.dtype.itemsize)
         except OSError as error:
             self._stop_writing(error)
             return
-        self._unnoted = True
+        self._unrecorded = True
         for chunk, begin in enumerate(range(0, len(elements), width), first):
             self._words[chunk] = PRESENT | checksum(elements[begin : begin + width])
-            self._trusted[chunk] = True
+            self._verified[chunk] = True
 
     def _stop_writing(self, error: OSError) -> None:
         if self.writable:
             self.writable = False
-            log.warning("cannot write the mirror %s (%s): reading goes on without filling it", self._path, error)
+            log.warning("cannot write the mirror %s (%s); reading continues without filling it", self._path, error)
 
-    def note(self) -> None:
-        """Notes that all that is there is right, where this process knows it."""
-        if self._unnoted and self._trusted[self._present(slice(None))].all():
-            self._place.proof.note([self._path, self._sums])
-            self._unnoted = False
+    def record_verified(self) -> None:
+        """Records the files as verified, if this process has verified or written every present chunk."""
+        if self._unrecorded and self._verified[self._present(slice(None))].all():
+            self._directory.verified.record([self._path, self._checksums_path])
+            self._unrecorded = False
 
     @property
     def n_present(self) -> int:
-        """Chunks that are there."""
+        """The number of present chunks."""
         return int(self._present(slice(None)).sum())
 
     @property
     def present_bytes(self) -> int:
-        """Decoded bytes of the chunks that are there."""
+        """Decoded bytes of the present chunks."""
         first, last = self.layout.chunk_bounds(np.flatnonzero(self._present(slice(None))))
         return int((last - first).sum()) * self.layout.dtype.itemsize
 
@@ -204,8 +208,8 @@ def _write_all(file: int, elements: NDArray[Any], offset: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
-    """What mirrored arrays hold, of what there is: chunks, and decoded bytes; `full` if one of them takes no more."""
+class MirrorContents:
+    """How much of some arrays is mirrored, in chunks and decoded bytes; `full` if one of them accepts no more."""
 
     chunks: int
     chunks_held: int
@@ -214,10 +218,10 @@ class Holding:
     full: bool
 
 
-def holding(arrays: Iterable[MirrorArray]) -> Holding:
-    """What arrays hold together, now."""
+def contents_of(arrays: Iterable[MirrorArray]) -> MirrorContents:
+    """The current contents of some arrays together."""
     arrays = list(arrays)
-    return Holding(
+    return MirrorContents(
         chunks=sum(array.layout.n_chunks for array in arrays),
         chunks_held=sum(array.n_present for array in arrays),
         bytes_in_all=sum(array.layout.n_elements * array.layout.dtype.itemsize for array in arrays),
@@ -229,22 +233,22 @@ def holding(arrays: Iterable[MirrorArray]) -> Holding:
 class Mirror:
     """The mirror of some arrays of one store."""
 
-    def __init__(self, place: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> None:
-        self.place = place
-        self.arrays = {layout.path: MirrorArray(place, layout) for layout in arrays}
+    def __init__(self, directory: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> None:
+        self._directory = directory
+        self.arrays = {layout.path: MirrorArray(directory, layout) for layout in arrays}
 
     def leases(self) -> Leases:
         """A new owner of leases."""
-        return Leases(self.place.directory)
+        return Leases(self._directory.path)
 
-    def note(self) -> None:
-        """Notes what is known to be right, so that no process has to compare it again."""
+    def record_verified(self) -> None:
+        """Records the verified files, so that no process has to compare their checksums again."""
         for array in self.arrays.values():
-            array.note()
+            array.record_verified()
 
 
-def open_place(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
-    """Where the mirror of a store is kept, or None, with a warning, where the directory cannot be used."""
+def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
+    """The directory of a store's mirror, or None, with a warning, if it cannot be used."""
     try:
         return MirrorDirectory(cache, fingerprint, url)
     except OSError as error:
@@ -252,10 +256,10 @@ def open_place(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | No
         return None
 
 
-def open_mirror(place: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> Mirror | None:
-    """The mirror of some arrays of a store, or None, with a warning, where its files cannot be made."""
+def open_mirror(directory: MirrorDirectory, arrays: Sequence[ArrayLayout]) -> Mirror | None:
+    """The mirror of some arrays of a store, or None, with a warning, if its files cannot be created."""
     try:
-        return Mirror(place, arrays)
+        return Mirror(directory, arrays)
     except OSError as error:
-        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", place.directory, error)
+        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
         return None

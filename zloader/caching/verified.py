@@ -1,10 +1,10 @@
-"""Which files of a mirror are known to hold what their checksums say, so that nobody has to compare them again.
+"""Records which files of a mirror match their checksums, so that no other process has to compare them again.
 
-A process that has compared or written all of a file notes the file's identity (inode, size, times), the machine's boot
-and the name of the mirror's directory. As long as these are the same, the file is as it was: a killed process leaves
-none half written, since the kernel keeps what it was given. After a crash of the machine, a change by somebody else, or
-a process that was killed while it filled, identity or boot differ, and every chunk is compared with its checksum where
-it is first used.
+A process that has verified or written a whole file records the file's identity (inode, size, times), the ID of the
+machine's current boot, and the name of the mirror's directory. While these stay the same, the file is unchanged:
+killing a process does not undo its writes, since the kernel keeps them. After a crash of the machine, a change by
+another program, or the death of a process that was filling the mirror, the identity or boot ID differs. Then every
+chunk is compared with its checksum on first use.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from zloader.caching.atomic_files import write_whole
+from zloader.caching.atomic_files import write_atomically
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class VerifiedMarks:
-    """The notes on the files of one directory. What cannot be read or written counts as not known."""
+    """The record of verified files of one mirror. If it cannot be read or written, no file counts as verified."""
 
     def __init__(self, directory: Path) -> None:
         self._mirror = directory.name
         self._path = directory / "proved.json"
 
-    def holds(self, *paths: Path) -> bool:
-        """Whether all these files are as they were when they were last noted, in this boot."""
+    def contains(self, *paths: Path) -> bool:
+        """Whether all files are unchanged since they were recorded, in the current boot."""
         try:
-            known = self._read()
-            return all(known[path.name] == _identity(path) for path in paths)
+            recorded = self._read()
+            return all(recorded[path.name] == _identity(path) for path in paths)
         except (OSError, KeyError):
             return False
 
-    def note(self, paths: Iterable[Path]) -> None:
-        """Notes that files are right as they are."""
+    def record(self, paths: Iterable[Path]) -> None:
+        """Records the current state of files as verified."""
         with contextlib.suppress(OSError):
             boot = _BOOT.read_text()
             files = {**self._read(), **{path.name: _identity(path) for path in paths}}
-            write_whole(self._path, json.dumps({"boot": boot, "mirror": self._mirror, "files": files}).encode())
+            write_atomically(self._path, json.dumps({"boot": boot, "mirror": self._mirror, "files": files}).encode())
 
     def _read(self) -> dict[str, list[int]]:
         try:
-            noted = json.loads(self._path.read_bytes())
-            known = (noted["boot"], noted["mirror"]) == (_BOOT.read_text(), self._mirror)
-            return dict(noted["files"]) if known else {}
+            document = json.loads(self._path.read_bytes())
+            current = (document["boot"], document["mirror"]) == (_BOOT.read_text(), self._mirror)
+            return dict(document["files"]) if current else {}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return {}
 

@@ -1,1 +1,1 @@
-"""The commands of `zloader`, what they print and draw, and the demo."""
+"""The `zloader` commands, their output, and the demo."""

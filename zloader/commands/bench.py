@@ -1,7 +1,7 @@
-"""The command that measures: epochs over a store as a training loop goes through it, cold against warm.
+"""`zloader bench`: measures epochs over a store as a training loop reads it, cold and warm.
 
-Everything is read through a Loader, so the figures are its statistics(), beside the time to the first minibatch. What
-is loaded and compiled once a process is out of the way before the first epoch: one row is read without the mirror.
+Rows are read through a Loader. The figures are its statistics() and the time to the first minibatch. Before the first
+epoch, one row is read without the mirror, so that imports and compilation are not measured.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from zloader.training.loader import Loader
 
 KINDS = ("cold", "mixed", "warm")
-_LOADER = "What the training loop asks for"
+_LOADER = "Loader options"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchEpoch:
-    """One epoch: `figures` by name, as `figures_of` gives them; not `complete` if it was ended before its time."""
+    """One epoch. `figures` are by name, from `figures_of`. `complete` is False if the epoch was interrupted."""
 
     epoch: int
     kind: str
@@ -54,36 +54,38 @@ class BenchEpoch:
 def bench(  # noqa: PLR0913 - one parameter a flag
     urls: Annotated[
         list[str],
-        typer.Argument(metavar="URL", help="Stores, read as one: local paths or s3://BUCKET/KEY.", show_default=False),
+        typer.Argument(
+            metavar="URL", help="Stores, read as one dataset: local paths or s3://BUCKET/KEY.", show_default=False
+        ),
     ],
     cache: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep a mirror here, for later runs too.", show_default="no mirror"),
+        typer.Option(metavar="DIR", help="Cache directory. Its mirror stays for later runs.", show_default="no mirror"),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the rows.")] = 3,
-    step_ms: Annotated[float, typer.Option(min=0, help="Milliseconds of training on each minibatch.")] = 0.0,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs to measure.")] = 3,
+    step_ms: Annotated[float, typer.Option(min=0, help="Simulated training time per minibatch, in ms.")] = 0.0,
     x: Annotated[
-        str, typer.Option("--x", metavar="NAME", help="The matrix: X, layers/NAME, raw/X.", rich_help_panel=_LOADER)
+        str, typer.Option("--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X.", rich_help_panel=_LOADER)
     ] = "X",
     obs: Annotated[
-        str, typer.Option(metavar="A,B", help="obs columns.", show_default="none", rich_help_panel=_LOADER)
+        str, typer.Option(metavar="A,B", help="obs columns to read.", show_default="none", rich_help_panel=_LOADER)
     ] = "",
     batch_size: Annotated[
-        int | None, typer.Option(help="Rows in a minibatch.", show_default="64", rich_help_panel=_LOADER)
+        int | None, typer.Option(help="Rows per minibatch.", show_default="64", rich_help_panel=_LOADER)
     ] = None,
     fetch_factor: Annotated[
-        int | None, typer.Option(help="Minibatches in a fetch.", show_default="256", rich_help_panel=_LOADER)
+        int | None, typer.Option(help="Minibatches per fetch.", show_default="256", rich_help_panel=_LOADER)
     ] = None,
     block_size: Annotated[
         int | None,
-        typer.Option(help="Rows in a shuffled block, at most a fetch.", show_default="64", rich_help_panel=_LOADER),
+        typer.Option(help="Rows per shuffled block, at most one fetch.", show_default="64", rich_help_panel=_LOADER),
     ] = None,
     memory: Annotated[
         str,
         typer.Option(
             metavar="SIZE",
-            help="Most memory for reads, fetches and minibatches.",
-            show_default="by the machine's",
+            help="Memory limit for reads, fetches and minibatches.",
+            show_default="set by the machine's memory",
             rich_help_panel=_LOADER,
         ),
     ] = "0",
@@ -96,9 +98,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Go through a store as a training loop would, and see what epochs cost, cold and warm.
+    """Measure epochs over a store, read as a training loop would read it.
 
-    A cold epoch took all its chunks from the store, a warm one all from the mirror, a mixed one from both.
+    A cold epoch reads all its chunks from the store, a warm epoch all from the mirror, and a mixed epoch from both.
     """
     from zloader.common.options import FetchOptions
     from zloader.dataset.dataset import open_dataset
@@ -132,27 +134,27 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     for _ in Loader(open_dataset(source, storage_options=access), sampling=Streaming(indices=[0]), **options):
         pass
 
-    asked = {"urls": urls, "rows": rows, "genes": genes, "cache": cache, "step_ms": step_ms}
-    asked |= {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
-    asked |= {**sizes, "block_size": block_size, "x": x, "obs": columns, "layout": layout, "dtype": dtype}
-    seen: list[BenchEpoch] = []
+    settings = {"urls": urls, "rows": rows, "genes": genes, "cache": cache, "step_ms": step_ms}
+    settings |= {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
+    settings |= {**sizes, "block_size": block_size, "x": x, "obs": columns, "layout": layout, "dtype": dtype}
+    measured: list[BenchEpoch] = []
     try:
         with terminal.bench_view(console, rows, lambda: figures_of(loader.statistics())):
             for _ in range(epochs):
-                run_epoch(loader, seen, step_s=step_ms / 1000)
-                console.print(_line(seen[-1]), soft_wrap=True)
+                run_epoch(loader, measured, step_s=step_ms / 1000)
+                console.print(_line(measured[-1]), soft_wrap=True)
     except (KeyboardInterrupt, EndedError):
-        _show(console, asked, seen, as_json=as_json)
+        _show(console, settings, measured, as_json=as_json)
         raise
-    _show(console, asked, seen, as_json=as_json)
+    _show(console, settings, measured, as_json=as_json)
 
 
-def run_epoch(loader: Loader, seen: list[BenchEpoch], *, step_s: float = 0.0) -> None:
-    """Goes through the next epoch and adds what was measured to `seen`, also when it is ended early.
+def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0) -> None:
+    """Reads the next epoch and appends its figures to `measured`, even if the epoch is interrupted.
 
-    Raises ZloaderError where the epoch is not every row once.
+    Raises ZloaderError if the epoch does not have every row exactly once.
     """
-    rows = minibatches = numbers = 0
+    rows = minibatches = row_sum = 0
     first_minibatch_s = 0.0
     complete = False
     began = time.perf_counter()
@@ -162,76 +164,78 @@ def run_epoch(loader: Loader, seen: list[BenchEpoch], *, step_s: float = 0.0) ->
                 first_minibatch_s = time.perf_counter() - began
             minibatches += 1
             rows += minibatch.x.shape[0]
-            numbers += int(minibatch.index.sum())
+            row_sum += int(minibatch.index.sum())
             if step_s:
                 time.sleep(step_s)
         n = loader.dataset.n_obs
-        _require_whole(minibatches=(minibatches, len(loader)), rows=(rows, n), row_numbers=(numbers, n * (n - 1) // 2))
+        _require_complete(
+            minibatches=(minibatches, len(loader)), rows=(rows, n), sum_of_row_numbers=(row_sum, n * (n - 1) // 2)
+        )
         complete = True
     finally:
         if minibatches:
             figures = figures_of(loader.statistics()) | {"first_minibatch_s": first_minibatch_s}
             epoch = int(figures.pop("epoch"))
-            seen.append(BenchEpoch(epoch=epoch, kind=_kind(figures), complete=complete, figures=figures))
+            measured.append(BenchEpoch(epoch=epoch, kind=_kind(figures), complete=complete, figures=figures))
 
 
-def _require_whole(**counted: tuple[int, int]) -> None:
-    for what, (got, wanted) in counted.items():
-        if got != wanted:
+def _require_complete(**counts: tuple[int, int]) -> None:
+    for name, (found, expected) in counts.items():
+        if found != expected:
             raise ZloaderError(
-                f"an epoch did not add up: its {what.replace('_', ' ')} came to {got:,}, not {wanted:,}. "
-                "This must never happen: please report it, with the output of 'zloader verify'"
+                f"an epoch did not have every row exactly once: its {name.replace('_', ' ')} should be {expected:,}, "
+                f"but came to {found:,}. This is a bug: please report it with the output of 'zloader verify'"
             )
 
 
-def figures_of(seen: Statistics) -> dict[str, float]:
-    """Every figure of an epoch by name: the fields of Statistics, and what follows from them."""
-    figures = dataclasses.asdict(seen)
-    chunks = seen.chunks_decoded + seen.chunks_from_mirror
+def figures_of(statistics: Statistics) -> dict[str, float]:
+    """The figures of an epoch by name: the fields of Statistics, and rates and shares computed from them."""
+    figures = dataclasses.asdict(statistics)
+    chunks = statistics.chunks_decoded + statistics.chunks_from_mirror
     return figures | {
-        "rows_per_s": seen.rows_per_s,
-        "wait_share": seen.wait_share,
-        "bytes_read_per_s": seen.bytes_read / seen.elapsed_s if seen.elapsed_s else 0.0,
-        "mirror_share": seen.chunks_from_mirror / chunks if chunks else 0.0,
+        "rows_per_s": statistics.rows_per_s,
+        "wait_share": statistics.wait_share,
+        "bytes_read_per_s": statistics.bytes_read / statistics.elapsed_s if statistics.elapsed_s else 0.0,
+        "mirror_share": statistics.chunks_from_mirror / chunks if chunks else 0.0,
     }
 
 
 def _kind(figures: Mapping[str, float]) -> str:
-    # An epoch that fills a mirror is mixed, too: a fetch finds chunks there that an earlier one has read.
+    # The epoch that fills a mirror is mixed too, because later fetches find chunks that earlier fetches have read.
     if figures["chunks_from_mirror"] == 0:
         return "cold"
     return "mixed" if figures["chunks_decoded"] else "warm"
 
 
-def _line(seen: BenchEpoch) -> str:
-    return f"epoch {seen.epoch}, {seen.kind}{'' if seen.complete else ', ended early'}: " + terminal.in_a_line(
-        seen.figures
-    )
+def _line(epoch: BenchEpoch) -> str:
+    interrupted = "" if epoch.complete else ", interrupted"
+    return f"epoch {epoch.epoch}, {epoch.kind}{interrupted}: {terminal.one_line(epoch.figures)}"
 
 
 def medians(epochs: Sequence[BenchEpoch]) -> dict[str, dict[str, float]]:
-    """By kind, the median of each figure over the complete epochs, and how many these were."""
+    """The median of each figure over the complete epochs of each kind, and the number of these epochs."""
     from statistics import median
 
-    found: dict[str, dict[str, float]] = {}
+    by_kind: dict[str, dict[str, float]] = {}
     for kind in KINDS:
-        alike = [seen.figures for seen in epochs if seen.complete and seen.kind == kind]
-        if alike:
-            found[kind] = {"epochs": float(len(alike))} | {
-                name: median(figures[name] for figures in alike) for name in alike[0]
+        complete = [epoch.figures for epoch in epochs if epoch.complete and epoch.kind == kind]
+        if complete:
+            by_kind[kind] = {"epochs": float(len(complete))} | {
+                name: median(figures[name] for figures in complete) for name in complete[0]
             }
-    return found
+    return by_kind
 
 
-def _show(console: Any, asked: Mapping[str, Any], seen: Sequence[BenchEpoch], *, as_json: bool) -> None:
-    """What has been measured, all of it or in a table."""
+def _show(console: Any, settings: Mapping[str, Any], measured: Sequence[BenchEpoch], *, as_json: bool) -> None:
+    """Prints all figures as JSON, or the medians as a table."""
     if as_json:
-        print_json({**asked, "epochs": [dataclasses.asdict(epoch) for epoch in seen], "medians": medians(seen)})
+        epochs = [dataclasses.asdict(epoch) for epoch in measured]
+        print_json({**settings, "epochs": epochs, "medians": medians(measured)})
         return
     columns: dict[str, Mapping[str, float]] = {}
-    for kind, figures in medians(seen).items():
+    for kind, figures in medians(measured).items():
         n = int(figures["epochs"])
         columns[f"{kind}, median of {n}" if n > 1 else kind] = figures
-    columns |= {f"epoch {epoch.epoch}, ended early": epoch.figures for epoch in seen if not epoch.complete}
+    columns |= {f"epoch {epoch.epoch}, interrupted": epoch.figures for epoch in measured if not epoch.complete}
     if columns:
         terminal.show_figures(console, columns)

@@ -1,6 +1,6 @@
-"""The commands about caches: fill a mirror ahead, see what is in a cache, check it, and delete from it.
+"""The commands for caches: `warm`, and `cache ls`, `cache verify` and `cache clear`.
 
-Only `warm` opens a store; the others look at nothing but the cache directory.
+Only `warm` opens a store. The others read only the cache directory.
 """
 
 from __future__ import annotations
@@ -44,19 +44,24 @@ if TYPE_CHECKING:
 @app.command(epilog=KEYS)
 def warm(  # noqa: PLR0913 - one parameter a flag
     url: Url,
-    cache: Annotated[Path, typer.Option(metavar="DIR", help="The directory that keeps mirrors.", show_default=False)],
+    cache: Annotated[Path, typer.Option(metavar="DIR", help="Cache directory.", show_default=False)],
     x: Annotated[
         list[str] | None,
-        typer.Option("--x", metavar="NAME", help="A matrix: X, layers/NAME, raw/X. May be repeated.", show_default="X"),
+        typer.Option(
+            "--x",
+            metavar="NAME",
+            help="Matrix: X, layers/NAME or raw/X. Repeat for several matrices.",
+            show_default="X",
+        ),
     ] = None,
     max_bytes: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Most that all mirrors in DIR take on disk.", show_default="no limit"),
+        typer.Option(metavar="SIZE", help="Disk space limit of all mirrors in DIR together.", show_default="no limit"),
     ] = None,
-    min_free: Annotated[str, typer.Option(metavar="SIZE", help="What stays free on the disk.")] = "0",
+    min_free: Annotated[str, typer.Option(metavar="SIZE", help="Disk space to leave free.")] = "0",
     limit: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Most to read per second, such as 50MB.", show_default="no limit"),
+        typer.Option(metavar="RATE", help="Bandwidth limit per second, for example 50MB.", show_default="no limit"),
     ] = None,
     endpoint_url: Endpoint = None,
     region: Region = None,
@@ -65,9 +70,9 @@ def warm(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Fill the mirror of a store ahead of training, so that the first epoch is a warm one.
+    """Download a store into the cache before training, so that the first epoch is warm.
 
-    What is there already is not read again: after Ctrl-C or a crash, the same command goes on.
+    Cached chunks are not read again. After Ctrl-C or a crash, run the same command to continue.
     """
     from zloader.common.checks import parse_size, require_count
     from zloader.common.options import Cache
@@ -79,39 +84,41 @@ def warm(  # noqa: PLR0913 - one parameter a flag
     if limit is not None:
         bytes_per_s = parse_size(limit.removesuffix("/s"))
         require_count(limit=bytes_per_s)
-    kept = Cache(directory=cache, max_bytes=max_bytes, min_free_bytes=min_free)
+    cache_options = Cache(directory=cache, max_bytes=max_bytes, min_free_bytes=min_free)
     access = storage_options(endpoint_url, region, profile, anon)
-    asked = {"url": url, "cache": kept.directory}
-    seen: list[Warmed] = []
+    settings = {"url": url, "cache": cache_options.directory}
+    latest: Warmed | None = None
     try:
         with byte_bar("warming") as show:
 
-            def on_progress(now: Warmed) -> None:
-                seen[:] = [now]
-                show(now.bytes_held, now.bytes_in_all)
+            def on_progress(progress: Warmed) -> None:
+                nonlocal latest
+                latest = progress
+                show(progress.bytes_held, progress.bytes_in_all)
 
-            dataset = open_dataset(url, cache=kept, storage_options=access)
+            dataset = open_dataset(url, cache=cache_options, storage_options=access)
             done = warm_dataset(dataset, x=tuple(x or ("X",)), bytes_per_s=bytes_per_s, on_progress=on_progress)
     except (KeyboardInterrupt, EndedError):
-        for now in seen:
-            _show_warmed(asked, now, as_json=as_json)
-        typer.echo("what was brought stays: the same command goes on from there", err=True)
+        if latest is not None:
+            _show_warmed(settings, latest, as_json=as_json)
+        typer.echo("downloaded chunks stay in the cache: run the same command to continue", err=True)
         raise
-    _show_warmed(asked, done, as_json=as_json)
+    _show_warmed(settings, done, as_json=as_json)
     if done.chunks_held < done.chunks:
-        typer.echo("the cache may not grow further: what is not there is read from the store each time", err=True)
+        typer.echo("the cache is full: every epoch will read the missing chunks from the store", err=True)
 
 
-def _show_warmed(asked: dict[str, Any], seen: Warmed, *, as_json: bool) -> None:
+def _show_warmed(settings: dict[str, Any], warmed: Warmed, *, as_json: bool) -> None:
     if as_json:
-        print_json({**asked, **dataclasses.asdict(seen), "whole": seen.chunks_held == seen.chunks})
+        complete = warmed.chunks_held == warmed.chunks
+        print_json({**settings, **dataclasses.asdict(warmed), "whole": complete})
         return
-    share = seen.bytes_held / seen.bytes_in_all if seen.bytes_in_all else 1.0
-    rate = seen.bytes_read / seen.elapsed_s if seen.elapsed_s else 0.0
+    share = warmed.bytes_held / warmed.bytes_in_all if warmed.bytes_in_all else 1.0
+    rate = warmed.bytes_read / warmed.elapsed_s if warmed.elapsed_s else 0.0
     terminal.console().print(
-        f"{asked['url']}: {seen.chunks_held:,} of {seen.chunks:,} chunks are in {asked['cache']}, "
-        f"{size(seen.bytes_held)} ({share:.0%}); {seen.gets:,} GETs read {size(seen.bytes_read)} in "
-        f"{seen.elapsed_s:.1f} s, {size(rate)}/s",
+        f"{settings['url']}: {warmed.chunks_held:,} of {warmed.chunks:,} chunks are in {settings['cache']}, "
+        f"{size(warmed.bytes_held)} ({share:.0%}); {warmed.gets:,} GETs read {size(warmed.bytes_read)} in "
+        f"{warmed.elapsed_s:.1f} s, {size(rate)}/s",
         soft_wrap=True,
     )
 
@@ -119,9 +126,9 @@ def _show_warmed(asked: dict[str, Any], seen: Warmed, *, as_json: bool) -> None:
 # ---- cache
 
 _cache = typer.Typer(no_args_is_help=True)
-app.add_typer(_cache, name="cache", help="See what is in a cache, check it, delete from it.")
+app.add_typer(_cache, name="cache", help="List, verify and delete cached mirrors.")
 
-_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The cache.", show_default=False)]
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Cache directory.", show_default=False)]
 
 
 def _mirrors(directory: Path) -> list[MirrorEntry]:
@@ -131,23 +138,23 @@ def _mirrors(directory: Path) -> list[MirrorEntry]:
     return mirrors(directory.absolute())
 
 
-def _document(entry: MirrorEntry, held: MirrorInspection | None = None) -> dict[str, Any]:
+def _document(entry: MirrorEntry, inspection: MirrorInspection | None = None) -> dict[str, Any]:
     found = dataclasses.asdict(entry)
-    if held is not None:
-        found |= {name: getattr(held, name) for name in ("chunks", "chunks_held", "bytes_in_all", "bytes_held")}
-        found |= dataclasses.asdict(held)
+    if inspection is not None:
+        found |= {name: getattr(inspection, name) for name in ("chunks", "chunks_held", "bytes_in_all", "bytes_held")}
+        found |= dataclasses.asdict(inspection)
     return found
 
 
 @_cache.command()
 def ls(directory: _Directory, as_json: Json = False, debug: Debug = False) -> None:
-    """List the mirrors in a cache, in the order in which they would make room."""
-    from zloader.caching.inspection import held
+    """List the mirrors in a cache, in eviction order."""
+    from zloader.caching.inspection import inspect_mirror
 
-    found = [(entry, held(entry)) for entry in _mirrors(directory)]
+    found = [(entry, inspect_mirror(entry)) for entry in _mirrors(directory)]
     if as_json:
         on_disk = sum(entry.allocated_bytes for entry, _ in found)
-        mirrors = [_document(entry, held) for entry, held in found]
+        mirrors = [_document(entry, inspection) for entry, inspection in found]
         print_json({"cache": directory.absolute(), "allocated_bytes": on_disk, "mirrors": mirrors})
     else:
         terminal.show_mirrors(terminal.console(), found)
@@ -155,16 +162,16 @@ def ls(directory: _Directory, as_json: Json = False, debug: Debug = False) -> No
 
 @_cache.command()
 def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -> None:
-    """Compare all that a cache holds with its checksums. The status is 1 if something was damaged.
+    """Compare everything in a cache with its checksums.
 
-    What is damaged is forgotten, and read from the store again when it is needed.
+    Damaged data is dropped, and read from the store again when it is needed. Exits with 1 if anything is damaged.
     """
-    from zloader.caching.inspection import held
+    from zloader.caching.inspection import inspect_mirror
     from zloader.caching.inspection import verify as verify_mirror
     from zloader.common.progress import byte_bar
 
     entries = _mirrors(directory)
-    in_all = sum(one.bytes_held + one.kept_bytes for one in map(held, entries))
+    in_all = sum(each.bytes_held + each.kept_bytes for each in map(inspect_mirror, entries))
     done = 0
     problems: dict[Path, list[str]] = {}
     with byte_bar("verifying") as show:
@@ -192,13 +199,13 @@ def _show_problems(entries: Sequence[MirrorEntry], problems: dict[Path, list[str
         for problem in problems[entry.directory]:
             console.print(f"{entry.url}: {problem}", soft_wrap=True)
     n_problems = sum(map(len, problems.values()))
-    again = "; what was damaged will be read from the store again" if n_problems else ""
-    console.print(f"mirrors: {len(entries)}, compared: {size(n_bytes)}, problems: {n_problems}{again}", soft_wrap=True)
+    advice = "; damaged data will be read from the store again" if n_problems else ""
+    console.print(f"mirrors: {len(entries)}, compared: {size(n_bytes)}, problems: {n_problems}{advice}", soft_wrap=True)
 
 
 @dataclass(kw_only=True)
 class _Cleared:
-    """What `clear` did: mirrors that are gone, those in use, and files that stayed since zloader did not make them."""
+    """Result of `clear`: deleted mirrors, mirrors in use, and files left in place because zloader did not make them."""
 
     cache: Path
     deleted: list[MirrorEntry] = field(default_factory=list)
@@ -213,25 +220,25 @@ class _Cleared:
 @_cache.command()
 def clear(
     directory: _Directory,
-    stale: Annotated[bool, typer.Option("--stale", help="Only mirrors whose store has changed since.")] = False,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Only mirrors of this store.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Delete only mirrors of stores that have changed since.")
+    ] = False,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Delete only mirrors of this store.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Delete mirrors that nobody uses; with the last one, what marks the directory as a cache.
+    """Delete mirrors that are not in use.
 
-    Nothing that zloader did not make is deleted.
+    Deleting the last mirror also removes the marker files of the cache. Files that zloader did not make stay.
     """
     from zloader.access.location import Location
     from zloader.caching.directory import unmark
 
-    asked = url and {url, Location(url=url).address}  # of several stores, a mirror has all their URLs
-    entries = [entry for entry in _mirrors(directory) if not asked or entry.url in asked]
+    addresses = url and {url, Location(url=url).address}  # the mirror of several stores lists all their URLs
+    entries = [entry for entry in _mirrors(directory) if not addresses or entry.url in addresses]
     if url is not None and not entries:
-        raise CacheError(
-            f"there is no mirror of {url} in {directory}: 'zloader cache ls' shows of which stores there are"
-        )
+        raise CacheError(f"there is no mirror of {url} in {directory}: 'zloader cache ls' lists the mirrors")
     entries = [entry for entry in entries if entry.stale or not stale]
     if entries and not yes:
         _ask(entries)
@@ -241,7 +248,7 @@ def clear(
             _clear_one(entry, cleared)
         unmark(cleared.cache)
     except OSError as error:
-        raise CacheError(f"cannot delete: {error}. Run this as who made the cache") from error
+        raise CacheError(f"cannot delete: {error}. Run this command as the user who made the cache") from error
     if as_json:
         print_json(dataclasses.asdict(cleared) | {"freed_bytes": cleared.freed_bytes})
     else:
@@ -250,11 +257,11 @@ def clear(
 
 def _ask(entries: Sequence[MirrorEntry]) -> None:
     if not sys.stdin.isatty():
-        raise OptionError(f"mirrors to delete: {len(entries)}. Give --yes where nobody can be asked")
+        raise OptionError(f"mirrors to delete: {len(entries)}. Add --yes, because there is no terminal to confirm on")
     for entry in entries:
         typer.echo(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}", err=True)
     on_disk = size(sum(entry.allocated_bytes for entry in entries))
-    typer.confirm(f"Delete all that ({on_disk})?", abort=True, err=True)
+    typer.confirm(f"Delete these mirrors ({on_disk})?", abort=True, err=True)
 
 
 def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
@@ -262,7 +269,7 @@ def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
 
     try:
         dropped = drop(entry.directory)
-    except FileNotFoundError:  # another process was first
+    except FileNotFoundError:  # another process has deleted it
         dropped = True
     (cleared.deleted if dropped else cleared.in_use).append(entry)
     with contextlib.suppress(FileNotFoundError):
@@ -274,7 +281,7 @@ def _show_cleared(cleared: _Cleared) -> None:
     for entry in cleared.deleted:
         console.print(f"deleted: {entry.url}, {size(entry.allocated_bytes)} in {entry.directory}", soft_wrap=True)
     for entry in cleared.in_use:
-        console.print(f"in use, left alone: {entry.url} in {entry.directory}", soft_wrap=True)
+        console.print(f"in use, not deleted: {entry.url} in {entry.directory}", soft_wrap=True)
     for path in cleared.stayed:
-        console.print(f"left there, zloader did not make it: {path}", soft_wrap=True)
+        console.print(f"not made by zloader, not deleted: {path}", soft_wrap=True)
     console.print(f"mirrors deleted: {len(cleared.deleted)}, {size(cleared.freed_bytes)}", soft_wrap=True)

@@ -1,10 +1,10 @@
-"""The `zloader` command: what is run as a program.
+"""The entry point of the `zloader` program, with the commands `info` and `demo`.
 
-info and demo are here, the commands that write in cli_convert, those that measure in cli_bench and cli_quality, and
-those about caches in cli_cache.
+The other commands register themselves on import: convert, append and verify in convert.py, bench in bench.py, quality
+in quality.py, warm and cache in cache.py.
 
-Figures and tables go to stdout, progress and errors to stderr; with --json, stdout is one JSON document. What takes
-seconds to import is imported by the command that needs it.
+Results go to stdout, progress and errors to stderr. With --json, stdout is one JSON document. Each command imports the
+modules that take seconds to import, so that `zloader --help` stays fast.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from zloader.dataset.cost import EpochCosts
     from zloader.dataset.dataset import Dataset
 
-# Rooms that register their commands when they are imported.
+# Importing these modules registers their commands.
 __all__ = ["app", "cli_bench", "cli_cache", "cli_convert", "cli_quality"]
 
 # ---- info
@@ -56,13 +56,11 @@ __all__ = ["app", "cli_bench", "cli_cache", "cli_convert", "cli_quality"]
 @app.command(epilog=KEYS)
 def info(  # noqa: PLR0913 - one parameter a flag
     url: Url,
-    x: Annotated[
-        str, typer.Option("--x", metavar="NAME", help="The matrix of the epoch: X, layers/NAME, raw/X.")
-    ] = "X",
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a minibatch.", show_default="64")] = None,
-    fetch_factor: Annotated[int | None, typer.Option(help="Minibatches in a fetch.", show_default="256")] = None,
+    x: Annotated[str, typer.Option("--x", metavar="NAME", help="Matrix to train on: X, layers/NAME or raw/X.")] = "X",
+    batch_size: Annotated[int | None, typer.Option(help="Rows per minibatch.", show_default="64")] = None,
+    fetch_factor: Annotated[int | None, typer.Option(help="Minibatches per fetch.", show_default="256")] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Rows in a shuffled block, at most a fetch.", show_default="64")
+        int | None, typer.Option(help="Rows per shuffled block, at most one fetch.", show_default="64")
     ] = None,
     endpoint_url: Endpoint = None,
     region: Region = None,
@@ -71,7 +69,7 @@ def info(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a store holds, and how many GETs and bytes a training epoch of it costs."""
+    """Show what a store contains, and how many GETs and bytes a training epoch takes."""
     from zloader.dataset.dataset import open_dataset
     from zloader.dataset.summary import summarize
 
@@ -89,10 +87,10 @@ def info(  # noqa: PLR0913 - one parameter a flag
         console = terminal.console()
         terminal.show_store(console, summary)
         if costs is None:
-            console.print(f"no epoch can be read: {problem}", soft_wrap=True, markup=False)
+            console.print(f"cannot estimate an epoch: {problem}", soft_wrap=True, markup=False)
         else:
             terminal.show_costs(console, costs, x, sizes)
-    if costs is None and x != "X":  # somebody asked for it
+    if costs is None and x != "X":  # the user named this matrix
         raise typer.Exit(1)
 
 
@@ -120,46 +118,48 @@ def _costs(dataset: Dataset, x: str, *, batch_size: int, fetch_factor: int, bloc
 def demo(  # noqa: PLR0913 - one parameter a flag
     file: Annotated[
         Path | None,
-        typer.Option("--data", metavar="FILE", help="An .h5ad of your own instead of the pancreas cells."),
+        typer.Option("--data", metavar="FILE", help="Your own .h5ad, instead of the bundled pancreas cells."),
     ] = None,
     label: Annotated[
         str | None,
-        typer.Option(metavar="COLUMN", help="The obs column to learn.", show_default="cell_type1 or the first fit"),
+        typer.Option(
+            metavar="COLUMN", help="obs column to predict.", show_default="cell_type1, or the first suitable column"
+        ),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the cells.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Decides split and order.")] = 0,
-    report: Annotated[Path, typer.Option(metavar="PATH", help="Where the HTML report goes.")] = Path(
+    epochs: Annotated[int, typer.Option(min=1, help="Training epochs.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the train/held-out split and the shuffling.")] = 0,
+    report: Annotated[Path, typer.Option(metavar="PATH", help="Where to write the HTML report.")] = Path(
         "zloader-demo.html"
     ),
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the server running afterwards, until Ctrl-C, and its files after that.")
+        bool, typer.Option("--keep", help="Keep the server running until Ctrl-C, and keep its files after that.")
     ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train on real cells from a real S3 server on this machine, and see what cold and warm epochs cost.
+    """Train on real cells from an S3 server on this machine, and compare cold and warm epochs.
 
-    SeaweedFS runs in a temporary directory; both are gone at the end.
+    The server is SeaweedFS in a temporary directory. Both are removed at the end, unless --keep is given.
     """
     _require_demo_extra()
     if not os.access(report.parent, os.W_OK) or report.is_dir():
-        raise OptionError(f"cannot write {report}: give the path of a file in a directory that exists with --report")
-    view = terminal.TerminalOutput(terminal.console(stderr=as_json))
-    view.step("loading torch and starting SeaweedFS")
+        raise OptionError(f"cannot write {report}: give --report the path of a file in an existing directory")
+    output = terminal.TerminalOutput(terminal.console(stderr=as_json))
+    output.step("loading torch and starting SeaweedFS")
     from zloader.commands.demo import DemoOptions, run_demo
-    from zloader.commands.demo_server import workplace
+    from zloader.commands.demo_server import running_demo_server
     from zloader.commands.report import render
 
-    with workplace(keep=keep) as place:
-        with view:
-            run = run_demo(DemoOptions(file=file, label=label, epochs=epochs, seed=seed), place, view)
+    with running_demo_server(keep=keep) as demo_server:
+        with output:
+            run = run_demo(DemoOptions(file=file, label=label, epochs=epochs, seed=seed), demo_server, output)
         report.write_text(render(run), encoding="utf-8")
-        view.step(run.seen)
-        view.step(f"report: {report.absolute()}")
+        output.step(run.summary)
+        output.step(f"report: {report.absolute()}")
         if as_json:
             print_json(_demo_document(run, report))
         if keep:
-            _serve(view, place, run)
+            _serve(output, demo_server, run)
 
 
 def _require_demo_extra() -> None:
@@ -172,18 +172,18 @@ def _demo_document(run: DemoRun, report: Path) -> dict[str, Any]:
     del document["steps"]
     for figures, epoch in zip(document["epochs"], run.epochs, strict=True):
         figures["cold"] = epoch.cold
-    return document | {"seen": run.seen, "report": str(report.absolute())}
+    return document | {"seen": run.summary, "report": str(report.absolute())}
 
 
-def _serve(view: terminal.TerminalOutput, place: DemoServer, run: DemoRun) -> None:
-    """Says where everything is, and waits for a signal."""
+def _serve(output: terminal.TerminalOutput, demo_server: DemoServer, run: DemoRun) -> None:
+    """Prints how to reach the server and its files, then waits for a signal."""
     from zloader.commands.demo_server import write_access
 
-    access = write_access(place)
+    access = write_access(demo_server)
     with contextlib.suppress(KeyboardInterrupt, EndedError):
-        view.step(f"store: {run.conversion.destination}, server: {place.server.endpoint_url}")
-        view.step(f"files: {place.directory} (server: seaweedfs, mirror: cache)")
-        view.step(f"try, in another terminal: . {access} && zloader info {run.conversion.destination}")
-        view.step(f"Ctrl-C, or kill {os.getpid()}, stops the server; the files stay until you remove them")
+        output.step(f"store: {run.conversion.destination}, server: {demo_server.s3.endpoint_url}")
+        output.step(f"files: {demo_server.directory} (server in seaweedfs/, mirror in cache/)")
+        output.step(f"try, in another terminal: . {access} && zloader info {run.conversion.destination}")
+        output.step(f"Ctrl-C, or kill {os.getpid()}, stops the server; the files stay until you remove them")
         signal.pause()
-    view.step("stopping the server, which puts its files in order first")
+    output.step("stopping the server once it has flushed its files")

@@ -1,8 +1,4 @@
-"""What every `zloader` command shares: the application, how it ends, and the flags that several have.
-
-Figures and tables go to stdout, progress and errors to stderr; with --json, stdout is one JSON document. What takes
-seconds to import is imported by the command that needs it.
-"""
+"""Shared by all `zloader` commands: the application, error and signal handling, and the common flags."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndedError(BaseException):
-    """A signal that asks to end."""
+    """The process received SIGTERM or SIGHUP, `number`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -37,31 +33,31 @@ def _end(number: int, _: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _signals_end() -> Iterator[None]:
-    """Meanwhile the ending signals raise, wherever the program is.
+    """While the context lasts, SIGINT, SIGTERM and SIGHUP raise an exception in the main thread.
 
-    Python drops what is raised in a destructor or weakref callback; then the signal is sent once more.
+    Python discards exceptions raised in a destructor or weakref callback. When that happens, the signal is sent again.
     """
     before = {number: signal.signal(number, _end) for number in _ENDING_SIGNALS}
-    show = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
-    def again(dropped: sys.UnraisableHookArgs) -> None:
-        if isinstance(dropped.exc_value, (KeyboardInterrupt, EndedError)):
-            number = getattr(dropped.exc_value, "number", signal.SIGINT)
+    def send_again(discarded: sys.UnraisableHookArgs) -> None:
+        if isinstance(discarded.exc_value, (KeyboardInterrupt, EndedError)):
+            number = getattr(discarded.exc_value, "number", signal.SIGINT)
             threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
         else:
-            show(dropped)
+            default_hook(discarded)
 
-    sys.unraisablehook = again
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
-        sys.unraisablehook = show
+        sys.unraisablehook = default_hook
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class _Commands(typer.core.TyperGroup):
-    """Shows errors as one line and ends on signals as a shell expects, after everything has been cleared up."""
+    """Prints errors as one line, and exits with status 128 + N on signal N once all contexts have been left."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -80,7 +76,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process now: all is cleared up, and what libraries were doing in threads would end with noise."""
+    """Exits at once. Cleanup is done, and the libraries' threads would print errors during a normal shutdown."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -91,8 +87,8 @@ app = typer.Typer(
     cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # rich tracebacks show local variables, credentials among them
-    help="Trains PyTorch models straight from single-cell AnnData kept as sharded Zarr in object storage.",
+    pretty_exceptions_enable=False,  # rich tracebacks show local variables, including credentials
+    help="Train PyTorch models directly on single-cell AnnData stored as sharded Zarr in object storage.",
 )
 
 
@@ -119,34 +115,34 @@ def _main(
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Only holds what stands before a command's name."""
+    """Defines the options that come before the command's name."""
 
 
 _S3 = "Access to S3"
-Url = Annotated[str, typer.Argument(metavar="URL", help="A store: local path or s3://BUCKET/KEY.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="Store: a local path or s3://BUCKET/KEY.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
 Debug = Annotated[
     bool,
-    typer.Option("--debug", help="Show the traceback of an error (or set ZLOADER_DEBUG=1).", callback=_debug),
+    typer.Option("--debug", help="Show the traceback of an error. Also: ZLOADER_DEBUG=1.", callback=_debug),
 ]
 Endpoint = Annotated[
     str | None,
-    typer.Option("--endpoint-url", metavar="URL", help="S3 server, where it is not AWS.", rich_help_panel=_S3),
+    typer.Option("--endpoint-url", metavar="URL", help="S3 server, if it is not AWS.", rich_help_panel=_S3),
 ]
 Region = Annotated[str | None, typer.Option("--region", help="Region of the bucket.", rich_help_panel=_S3)]
 Profile = Annotated[
-    str | None, typer.Option("--profile", help="Profile of the AWS configuration.", rich_help_panel=_S3)
+    str | None, typer.Option("--profile", help="Profile in the AWS configuration.", rich_help_panel=_S3)
 ]
 Anonymous = Annotated[
-    bool, typer.Option("--anon", help="Without credentials, for public buckets.", rich_help_panel=_S3)
+    bool, typer.Option("--anon", help="Send no credentials, for public buckets.", rich_help_panel=_S3)
 ]
-KEYS = "Keys are taken from the AWS_* variables or the AWS configuration, never from the command line."
+KEYS = "Credentials come from the AWS_* variables or the AWS configuration, never from the command line."
 
 
 def storage_options(
     endpoint_url: str | None, region: str | None, profile: str | None, anonymous: bool
 ) -> dict[str, Any]:
-    """The options of s3fs that the flags stand for."""
+    """The s3fs options for these flags."""
     client = {"endpoint_url": endpoint_url, "region_name": region}
     client = {name: value for name, value in client.items() if value}
     given: dict[str, Any] = {"profile": profile, "anon": anonymous, "client_kwargs": client}
@@ -154,7 +150,7 @@ def storage_options(
 
 
 def loader_sizes(batch_size: int | None, fetch_factor: int | None, block_size: int | None) -> dict[str, int]:
-    """The sizes that flags stand for, by name; those of the Loader where they are not given."""
+    """The sizes by name. A size that is None takes the Loader's default."""
     from zloader.order.sampling import default_block_size
     from zloader.training.loader import Loader
 

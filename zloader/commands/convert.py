@@ -24,9 +24,9 @@ from zloader.commands.command import (
 )
 from zloader.common.errors import OptionError
 
-_CHOICE = "What goes in"
-_LAYOUT = "How it is stored"
-_NAMES = "Names with commas between, or none"
+_CHOICE = "What to store"
+_LAYOUT = "How to store it"
+_NAMES = "Comma-separated names, or none"
 
 
 @app.command(epilog=KEYS)
@@ -35,57 +35,72 @@ def convert(  # noqa: PLR0913 - one parameter a flag
         list[str],
         typer.Argument(
             metavar="SRC...",
-            help=".h5ad, AnnData Zarr, annbatch collection, 10x .h5 or .mtx directory: paths, URLs, globs.",
+            help="Paths, URLs or globs of .h5ad, AnnData Zarr, annbatch collections, 10x .h5 or .mtx directories.",
             show_default=False,
         ),
     ],
     dest: Annotated[
-        str, typer.Argument(metavar="DEST", help="Where to: local path or s3://BUCKET/KEY.", show_default=False)
+        str, typer.Argument(metavar="DEST", help="Store to write: a local path or s3://BUCKET/KEY.", show_default=False)
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the store that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store at DEST.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted conversion after its last whole shard.")
+        bool, typer.Option("--resume", help="Continue an interrupted conversion after its last complete shard.")
     ] = False,
     x: Annotated[
-        str, typer.Option("--x", metavar="NAME", help="What becomes X: X, layers/NAME, raw/X.", rich_help_panel=_CHOICE)
+        str,
+        typer.Option(
+            "--x", metavar="NAME", help="Matrix to store as X: X, layers/NAME or raw/X.", rich_help_panel=_CHOICE
+        ),
     ] = "X",
     layers: Annotated[
-        str | None, typer.Option(metavar="A,B", help=f"Layers. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE)
+        str | None,
+        typer.Option(metavar="A,B", help=f"Layers to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE),
     ] = None,
     obsm: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help=f"Parts of obsm. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE),
+        typer.Option(
+            metavar="A,B", help=f"obsm elements to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE
+        ),
     ] = None,
     obs: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help=f"obs columns. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE),
+        typer.Option(
+            metavar="A,B", help=f"obs columns to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE
+        ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw/--no-raw", help="Keep raw.", rich_help_panel=_CHOICE)] = True,
+    raw: Annotated[bool, typer.Option("--raw/--no-raw", help="Store raw.", rich_help_panel=_CHOICE)] = True,
     join: Annotated[
         str | None,
-        typer.Option(help="Genes of several sources: inner (shared ones) or outer (all).", rich_help_panel=_CHOICE),
+        typer.Option(help="Genes of several sources: inner (shared genes) or outer (all).", rich_help_panel=_CHOICE),
     ] = None,
     genes: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Exactly the genes in this file, one a line.", rich_help_panel=_CHOICE),
+        typer.Option(
+            metavar="FILE", help="Store exactly the genes in this file, one per line.", rich_help_panel=_CHOICE
+        ),
     ] = None,
     gene_column: Annotated[
-        str | None, typer.Option(help="var column that names the genes, e.g. Ensembl ids.", rich_help_panel=_CHOICE)
+        str | None,
+        typer.Option(help="var column that identifies genes, for example Ensembl IDs.", rich_help_panel=_CHOICE),
     ] = None,
     source_column: Annotated[
-        str | None, typer.Option(help="obs column to add: which source a row came from.", rich_help_panel=_CHOICE)
+        str | None, typer.Option(help="obs column to add with the source of each row.", rich_help_panel=_CHOICE)
     ] = None,
     unique_obs_names: Annotated[
-        bool, typer.Option("--unique-obs-names", help="Number obs names that come twice.", rich_help_panel=_CHOICE)
+        bool,
+        typer.Option("--unique-obs-names", help="Append a number to repeated obs names.", rich_help_panel=_CHOICE),
     ] = False,
     chunk_rows: Annotated[
         int | None,
-        typer.Option(help="Rows' worth of values in a chunk, about.", show_default="32", rich_help_panel=_LAYOUT),
+        typer.Option(help="Approximate rows per chunk.", show_default="32", rich_help_panel=_LAYOUT),
     ] = None,
     shard_size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Most in one object, uncompressed.", show_default="256MiB", rich_help_panel=_LAYOUT
+            metavar="SIZE",
+            help="Largest shard (stored object), before compression.",
+            show_default="256MiB",
+            rich_help_panel=_LAYOUT,
         ),
     ] = None,
     codec: Annotated[
@@ -95,16 +110,20 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     preserve_dtype: Annotated[
         bool,
         typer.Option(
-            "--preserve-dtype", help="Keep dtypes, also where smaller ones would do.", rich_help_panel=_LAYOUT
+            "--preserve-dtype",
+            help="Keep the source dtypes, even where smaller ones hold every value.",
+            rich_help_panel=_LAYOUT,
         ),
     ] = False,
     shuffle_seed: Annotated[
         int | None,
-        typer.Option("--shuffle", metavar="SEED", help="Shuffle rows, by this seed.", rich_help_panel=_LAYOUT),
+        typer.Option("--shuffle", metavar="SEED", help="Shuffle the rows with this seed.", rich_help_panel=_LAYOUT),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Most memory to use.", show_default="1GiB", rich_help_panel=_LAYOUT),
+        typer.Option(
+            metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB", rich_help_panel=_LAYOUT
+        ),
     ] = None,
     endpoint_url: Endpoint = None,
     region: Region = None,
@@ -113,7 +132,7 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write one or many AnnData as one sharded AnnData Zarr store."""
+    """Convert one or more AnnData sources into one sharded AnnData Zarr store."""
     from zloader.conversion.convert import convert as convert_sources
     from zloader.conversion.joining.content import Selection
     from zloader.conversion.writing.encode import ConvertOptions
@@ -154,7 +173,7 @@ def convert(  # noqa: PLR0913 - one parameter a flag
 
 
 def _listed(names: str | None) -> list[str] | None:
-    """The names of an option such as `a,b`; none of them for `none`."""
+    """Splits `a,b` into names; `none` gives an empty list."""
     if names is None:
         return None
     return [] if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
@@ -169,9 +188,9 @@ def _lines(path: Path) -> list[str]:
 
 _Sources = Annotated[
     list[str],
-    typer.Argument(metavar="SRC...", help="Sources as convert takes them: paths, URLs, globs.", show_default=False),
+    typer.Argument(metavar="SRC...", help="Sources, as for convert: paths, URLs or globs.", show_default=False),
 ]
-_Memory = Annotated[str, typer.Option(metavar="SIZE", help="Most memory to use.")]
+_Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of the whole process.")]
 
 
 @app.command(epilog=KEYS)
@@ -186,7 +205,7 @@ def append(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Add the rows of other AnnData to a store that convert wrote."""
+    """Append the rows of other AnnData sources to a store written by convert."""
     from zloader.conversion.append import append as append_sources
 
     access = storage_options(endpoint_url, region, profile, anon)
@@ -202,7 +221,7 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     url: Url,
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="SRC", help="Also compare every value with what it was made from. May be repeated."),
+        typer.Option(metavar="SRC", help="Also compare every value with this source. Repeat for several sources."),
     ] = None,
     memory: _Memory = "1GiB",
     endpoint_url: Endpoint = None,
@@ -212,14 +231,17 @@ def verify(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Read all of a store, check every checksum, row and shape, and name what is wrong. The status is 1 if any is."""
+    """Check every checksum, row and shape of a store, and list the problems.
+
+    Reads the whole store. Exits with 1 if there are problems.
+    """
     from zloader.conversion.verify import verify as verify_store
 
     access = storage_options(endpoint_url, region, profile, anon)
-    seen = verify_store(url, against=against or None, storage_options=access, memory=memory)
+    verified = verify_store(url, against=against or None, storage_options=access, memory=memory)
     if as_json:
-        print_json(dataclasses.asdict(seen) | {"ok": seen.ok})
+        print_json(dataclasses.asdict(verified) | {"ok": verified.ok})
     else:
-        terminal.show_verification(terminal.console(), seen)
-    if not seen.ok:
+        terminal.show_verification(terminal.console(), verified)
+    if not verified.ok:
         raise typer.Exit(1)

@@ -1,8 +1,7 @@
-"""The demo: real cells on a real S3 server, a small classifier, and what cold and warm epochs cost.
+"""The demo: trains a small classifier on real cells from an S3 server, and measures cold and warm epochs.
 
-It starts SeaweedFS on loopback in a temporary directory, converts an .h5ad into it, and trains from s3:// through a
-mirror: the first epoch reads from S3, the others from the mirror. The classifier is one linear layer over
-log1p(counts per 10 000), which 80 steps train well. Whatever ends it, the server and the directory go too.
+It converts an .h5ad into SeaweedFS on loopback, and trains from s3:// through a mirror: the first epoch reads from S3,
+later epochs from the mirror. The classifier is one linear layer over log1p(counts per 10 000); 80 steps train it well.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _LEARNING_RATE = 2e-3
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the demo shall do: `file` is an .h5ad (None: the bundled cells), `label` an obs column to learn."""
+    """`file` is an .h5ad (None: the bundled cells), `label` the obs column to predict (None: chosen by the demo)."""
 
     file: Path | None = None
     label: str | None = None
@@ -61,14 +60,14 @@ class DemoOptions:
 
 
 class DemoOutput(Protocol):
-    """Who is told how the demo goes."""
+    """Receives the demo's progress."""
 
     def step(self, text: str) -> None:
-        """Something begins or was found."""
+        """A step begins, or has a result to show."""
         ...
 
     def progress(self, epoch: int, rows: int, of_rows: int) -> None:
-        """So many rows of an epoch are trained on."""
+        """`rows` of the epoch's `of_rows` have been trained on."""
         ...
 
     def epoch(self, figures: EpochFigures) -> None:
@@ -76,19 +75,19 @@ class DemoOutput(Protocol):
         ...
 
 
-def run_demo(options: DemoOptions, place: DemoServer, view: DemoOutput) -> DemoRun:
-    """Converts, trains and evaluates. Raises MissingColumnError or OptionError for a label that cannot be learnt."""
-    source = options.file or unpack_bundled(place.directory)
+def run_demo(options: DemoOptions, demo_server: DemoServer, output: DemoOutput) -> DemoRun:
+    """Converts, trains and evaluates. Raises MissingColumnError or OptionError for an unsuitable label."""
+    source = options.file or unpack_bundled(demo_server.directory)
     _require_label(source, options.label)
     name = source.stem
-    url = place.server.url(f"{name}.zarr")
-    view.step(f"converting {source.name} to {url}")
-    access = place.server.storage_options
+    url = demo_server.s3.url(f"{name}.zarr")
+    output.step(f"converting {source.name} to {url}")
+    access = demo_server.s3.storage_options
     conversion = convert(source, url, storage_options=access, progress=True)
-    dataset = open_dataset(url, cache=place.directory / "cache", storage_options=access)
+    dataset = open_dataset(url, cache=demo_server.directory / "cache", storage_options=access)
     label = choose_label(dataset, options.label)
     task = _Task.of(dataset, label, options.seed)
-    view.step(
+    output.step(
         f"learning {label} ({task.n_categories} categories) from {len(task.train):,} cells, "
         f"{len(task.held_out):,} held out"
     )
@@ -96,9 +95,9 @@ def run_demo(options: DemoOptions, place: DemoServer, view: DemoOutput) -> DemoR
     epochs = []
     with _one_torch_thread():
         _warm_up(open_dataset(url, storage_options=access), task)
-        for figures in _epochs(dataset, task, options, view, steps):
+        for figures in _epochs(dataset, task, options, output, steps):
             epochs.append(figures)
-            view.epoch(figures)
+            output.epoch(figures)
     return DemoRun(
         source=source.name,
         bundled=options.file is None,
@@ -121,7 +120,7 @@ def run_demo(options: DemoOptions, place: DemoServer, view: DemoOutput) -> DemoR
 
 
 def unpack_bundled(directory: Path) -> Path:
-    """The bundled cells as an .h5ad file in `directory`; where they come from stands in zloader/data/README.md."""
+    """Writes the bundled cells to an .h5ad file in `directory`. zloader/data/README.md names their source."""
     packed = importlib.resources.files("zloader") / "data" / f"{BUNDLED}.xz"
     target = directory / BUNDLED
     target.write_bytes(lzma.decompress(packed.read_bytes()))
@@ -129,40 +128,40 @@ def unpack_bundled(directory: Path) -> Path:
 
 
 def _require_label(source: Path, label: str | None) -> None:
-    """Fails before the conversion, not after it, where the file has no such column. Leaves other faults to convert."""
+    """Raises before the conversion if the file has no such column. `convert` reports other faults of the file."""
     if label is None or not h5py.is_hdf5(source):
         return
     with h5py.File(source) as file:
         columns = file["obs"].attrs.get("column-order") if "obs" in file else None
     if columns is not None and label not in columns:
         known = ", ".join(map(repr, columns)) or "none"
-        raise MissingColumnError(f"there is no obs column {label!r} in {source}; there are: {known}")
+        raise MissingColumnError(f"there is no obs column {label!r} in {source}; its columns are: {known}")
 
 
 def choose_label(dataset: Dataset, wanted: str | None) -> str:
-    """The obs column to learn: the one wanted, else cell_type1, else the first with 2 to 200 categories."""
+    """The obs column to predict: `wanted`, else cell_type1, else the first column with 2 to 200 categories."""
     if wanted is not None:
         dataset.require_obs([wanted])
-    order = [wanted] if wanted else sorted(dataset.obs_columns, key=lambda name: name != BUNDLED_LABEL)
-    found = {}
-    for name in order:
-        found[name] = _n_categories(dataset, name)
-        if _FEWEST_CATEGORIES <= found[name] <= _MOST_CATEGORIES:
+    candidates = [wanted] if wanted else sorted(dataset.obs_columns, key=lambda name: name != BUNDLED_LABEL)
+    n_categories = {}
+    for name in candidates:
+        n_categories[name] = _n_categories(dataset, name)
+        if _FEWEST_CATEGORIES <= n_categories[name] <= _MOST_CATEGORIES:
             return name
     if wanted is not None:
-        found = {name: _n_categories(dataset, name) for name in dataset.obs_columns}
-        refused = f"obs column {wanted!r} cannot be learnt"
+        n_categories = {name: _n_categories(dataset, name) for name in dataset.obs_columns}
+        problem = f"obs column {wanted!r} cannot be a label"
     else:
-        refused = "no obs column can be learnt"
-    there = ", ".join(f"{name} ({f'{n} categories' if n else 'numbers'})" for name, n in found.items()) or "none"
+        problem = "no obs column can be a label"
+    columns = [f"{name} ({f'{n} categories' if n else 'numbers'})" for name, n in n_categories.items()]
     raise OptionError(
-        f"{refused}: a label needs {_FEWEST_CATEGORIES} to {_MOST_CATEGORIES} categories. "
-        f"Choose one with --label; the columns are: {there}"
+        f"{problem}: a label needs {_FEWEST_CATEGORIES} to {_MOST_CATEGORIES} categories. "
+        f"Choose one with --label; the columns are: {', '.join(columns) or 'none'}"
     )
 
 
 def _n_categories(dataset: Dataset, name: str) -> int:
-    """Categories that a column's rows really have; 0 for a column that holds none."""
+    """The number of categories that occur in a column, or 0 for a column that is not categorical."""
     try:
         column = dataset.obs_column(name)
     except OptionError:
@@ -172,7 +171,7 @@ def _n_categories(dataset: Dataset, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """Who is trained on and who is held out (row numbers), and how they are loaded."""
+    """The rows to train on and to hold out (row numbers), and the loader settings."""
 
     label: str
     n_categories: int
@@ -192,11 +191,13 @@ class _Task:
         n_held_out = round(len(rows) * _HELD_OUT_SHARE)
         held_out, train = np.sort(rows[:n_held_out]), np.sort(rows[n_held_out:])
         if not (len(held_out) and len(train)):
-            raise OptionError(f"{len(rows)} cells with a {label} are too few to train on and hold some out")
-        # A small file makes at least three fetches of many blocks, so that cells really mix; a large one takes the
-        # Loader's defaults.
+            raise OptionError(
+                f"{len(rows)} cells with a {label} are too few to train on and to hold some out: use more cells"
+            )
+        # A small file is split into at least three fetches of many blocks, so that cells mix well. A large file gets
+        # the Loader's defaults.
         fetch_factor = min(_power_of_two(len(train) // (3 * BATCH_SIZE)), Loader.fetch_factor)
-        frequent = np.bincount(codes[train]).argmax()
+        majority = np.bincount(codes[train]).argmax()
         return cls(
             label=label,
             n_categories=len(np.unique(codes[rows])),
@@ -204,7 +205,7 @@ class _Task:
             n_genes=dataset.n_vars,
             train=train,
             held_out=held_out,
-            guess_accuracy=float((codes[held_out] == frequent).mean()),
+            guess_accuracy=float((codes[held_out] == majority).mean()),
             block_size=min(DEFAULT_BLOCK_SIZE, BATCH_SIZE * fetch_factor // 32),
             fetch_factor=fetch_factor,
         )
@@ -224,12 +225,12 @@ class _Task:
 
 
 def _power_of_two(most: int) -> int:
-    """The largest up to `most`, but at least 1."""
+    """The largest power of two up to `most`, but at least 1."""
     return 1 << max(0, most.bit_length() - 1)
 
 
 def _warm_up(dataset: Dataset, task: _Task) -> None:
-    """One throw-away step on one cell, read without a mirror: numba and torch load and compile things at first use."""
+    """Trains one discarded step on one cell, read without a mirror, because numba and torch compile on first use."""
     for minibatch in task.loader(dataset, Streaming(indices=task.train[:1])):
         model, optimizer = _model(task)
         _train_step(model, optimizer, minibatch, task.label)
@@ -237,7 +238,7 @@ def _warm_up(dataset: Dataset, task: _Task) -> None:
 
 @contextlib.contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """So small a model gains nothing from more, and torch's idle threads spin on the cores that decode."""
+    """A model this small gains nothing from more threads, and torch's idle threads spin on the cores that decode."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -254,7 +255,7 @@ def _model(task: _Task) -> tuple[Classifier, torch.optim.Optimizer]:
 class Classifier(torch.nn.Module):
     """One linear layer over log1p(counts per 10 000) of a sparse CSR minibatch.
 
-    An embedding bag is that product: it sums, for each cell, the weights of its genes times their values.
+    An embedding bag computes the product: for each cell, it sums the weights of its genes times their values.
     """
 
     def __init__(self, n_genes: int, n_categories: int) -> None:
@@ -267,7 +268,7 @@ class Classifier(torch.nn.Module):
         ends, values = x.crow_indices(), x.values()
         lengths = ends.diff()
         totals = torch.segment_reduce(values, "sum", lengths=lengths).clamp(min=1.0)
-        shares = values.clamp(min=0) / totals.repeat_interleave(lengths)  # of what is no count, too
+        shares = values.clamp(min=0) / totals.repeat_interleave(lengths)  # the user's file may hold values below 0
         scaled = torch.log1p(shares * _COUNTS_PER_CELL)
         summed = functional.embedding_bag(
             x.col_indices(), self.weight, ends[:-1], mode="sum", per_sample_weights=scaled
@@ -276,9 +277,9 @@ class Classifier(torch.nn.Module):
 
 
 def _epochs(
-    dataset: Dataset, task: _Task, options: DemoOptions, view: DemoOutput, steps: list[Step]
+    dataset: Dataset, task: _Task, options: DemoOptions, output: DemoOutput, steps: list[Step]
 ) -> Iterator[EpochFigures]:
-    """Trains, epoch by epoch; appends to `steps`."""
+    """Trains and evaluates each epoch, and appends every training step to `steps`."""
     train = task.loader(dataset, BlockShuffling(block_size=task.block_size, indices=task.train), options.seed)
     held_out = task.loader(dataset, Streaming(indices=task.held_out))
     model, optimizer = _model(task)
@@ -290,7 +291,7 @@ def _epochs(
             loss = _train_step(model, optimizer, minibatch, task.label)
             steps.append(Step(epoch=epoch, done_s=time.perf_counter() - began, rows=len(minibatch), loss=loss))
             done += len(minibatch)
-            view.progress(epoch, done, len(task.train))
+            output.progress(epoch, done, len(task.train))
         trained = train.statistics()
         accuracy = _accuracy(model, held_out, task.label)
         yield _figures(started_s, steps[first:], trained, held_out.statistics(), accuracy)
@@ -341,7 +342,7 @@ def _opening_bytes(dataset: Dataset, label: str) -> int:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on, and nothing that names the machine."""
+    """Cores, system and versions that the figures depend on; nothing that identifies the machine."""
     return {
         "cores": str(len(os.sched_getaffinity(0))),
         "system": f"{platform.system()} {platform.machine()}",

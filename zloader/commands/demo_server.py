@@ -1,4 +1,4 @@
-"""Where the demo happens: an S3 server of its own in a temporary directory, and nothing of it left afterwards."""
+"""The demo's own S3 server in a temporary directory, removed at the end."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class DemoServer:
-    """The directory that all of the demo's files are in, and the server that runs in it."""
+    """The directory with all files of the demo, and the S3 server that runs in it."""
 
     directory: Path
-    server: SeaweedFS
+    s3: SeaweedFS
 
 
 @contextlib.contextmanager
-def workplace(*, keep: bool) -> Iterator[DemoServer]:
-    """A running S3 server in a temporary directory. Both are gone afterwards.
+def running_demo_server(*, keep: bool) -> Iterator[DemoServer]:
+    """Starts an S3 server in a temporary directory; stops the server and removes the directory on leaving.
 
-    With `keep` the directory stays, unless what was done here failed or was interrupted.
+    With `keep` the directory stays, unless the body failed or was interrupted.
     """
     directory = Path(tempfile.mkdtemp(prefix="zloader-demo-"))
-    server = SeaweedFS(directory / "seaweedfs", keep=keep)
+    s3 = SeaweedFS(directory / "seaweedfs", keep=keep)
     finished = False
     try:
         with _own_environment(directory):
-            server.start()
-            yield DemoServer(directory=directory, server=server)
+            s3.start()
+            yield DemoServer(directory=directory, s3=s3)
         finished = True
     finally:
-        _clear_up(directory, server, keep=keep and finished)
+        _clean_up(directory, s3, keep=keep and finished)
 
 
-def write_access(place: DemoServer) -> Path:
-    """A shell script, mode 0600, that sets the AWS_* variables for those who go on with a kept server."""
-    path = place.directory / "access.sh"
+def write_access(demo_server: DemoServer) -> Path:
+    """Writes a shell script, mode 0600, that sets the AWS_* variables for a server that was kept."""
+    path = demo_server.directory / "access.sh"
     path.touch(mode=0o600)
-    options = place.server.storage_options
+    options = demo_server.s3.storage_options
     path.write_text(
         f"export AWS_ACCESS_KEY_ID={options['key']}\n"
         f"export AWS_SECRET_ACCESS_KEY={options['secret']}\n"
-        f"export AWS_ENDPOINT_URL={place.server.endpoint_url}\n"
+        f"export AWS_ENDPOINT_URL={demo_server.s3.endpoint_url}\n"
     )
     return path
 
 
-def _clear_up(directory: Path, server: SeaweedFS, *, keep: bool) -> None:
-    """Stops and removes; a second Ctrl-C meanwhile changes nothing."""
+def _clean_up(directory: Path, s3: SeaweedFS, *, keep: bool) -> None:
+    """Stops the server and removes the directory. Further signals are ignored meanwhile."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     try:
-        server.stop()
+        s3.stop()
         if not keep:
             shutil.rmtree(directory)
     finally:
@@ -69,9 +69,9 @@ def _clear_up(directory: Path, server: SeaweedFS, *, keep: bool) -> None:
 
 @contextlib.contextmanager
 def _own_environment(directory: Path) -> Iterator[None]:
-    """Meanwhile no AWS_* variables and no proxy for loopback, since this S3 server is none of the user's.
+    """Unsets AWS_* and bypasses the proxy for loopback: the user's settings do not apply to the demo's own server.
 
-    torch makes a directory for compiled code as soon as there is an optimizer: here, not in /tmp.
+    torch makes a directory for compiled code as soon as an optimizer exists. It goes to `directory`, not /tmp.
     """
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("AWS_")]:

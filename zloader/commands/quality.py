@@ -1,8 +1,8 @@
-"""The command that shows what shuffling costs: how well minibatches mix, and how fast they come, by sizes.
+"""`zloader quality`: how well minibatches mix, and how fast they load, by block_size and fetch_factor.
 
-Mixing is measured on the plan alone (quality.py). Speed is what a link of a stated speed allows for the bytes that an
-epoch of the plan reads (cost.py), or is measured by going through the store. Neither knows of a mirror: epochs from one
-take what memory takes, whatever the sizes.
+Mixing is computed from the plan alone (dataset/quality.py). The loading speed is computed from the link's speed and the
+bytes that an epoch reads (dataset/cost.py), or measured by reading the store. Both are for epochs without a mirror: the
+speed of warm epochs depends little on these sizes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from zloader.dataset.quality import Quality
     from zloader.training.loader import Loader
 
-# Of counting the reads of short fetches, so many rows of them: a few seconds.
-_WALKED_ROWS = 1_000_000
-_MEASURED_S = 10.0  # of each epoch, at most
+# Count the reads of at most this many rows per pair of sizes, which takes a few seconds for short fetches.
+_COUNTED_ROWS = 1_000_000
+_MEASURED_S = 10.0  # per epoch, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What some sizes cost and bring. GETs and bytes are those of an epoch without a mirror.
+    """Mixing and cost of one pair of sizes. GETs and bytes are per epoch without a mirror.
 
-    `quality` is that of blocks in random order, as scDataset has them, `stratified` that of a Loader's own sampling.
+    `quality` is for blocks in random order, as in scDataset; `stratified` is for the Loader's default sampling.
     """
 
     block_size: int
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityGrid:
-    """The cells that there can be, and what they are of; `link_bytes_per_s` is None where speed was measured."""
+    """One cell per valid pair of sizes. `link_bytes_per_s` is None if the speed was measured."""
 
     url: str
     label: str
@@ -77,31 +77,37 @@ class QualityGrid:
 
     @property
     def speed(self) -> str:
-        """Which rows a second `rows_per_s` are."""
+        """How the cells' `rows_per_s` were obtained."""
         if self.link_bytes_per_s is None:
             return "measured without a mirror"
-        return f"that a link of {self.link_bytes_per_s / 1e6:,g} MB/s allows without a mirror"
+        return f"at {self.link_bytes_per_s / 1e6:,g} MB/s without a mirror"
 
     @property
     def random(self) -> str:
-        """What random minibatches have."""
+        """The entropy of random minibatches."""
         return f"random minibatches of {self.batch_size} have {self.cells[0].quality.random_entropy_bits:.2f} bits"
 
 
 @app.command("quality", epilog=KEYS)
 def quality_command(  # noqa: PLR0913 - one parameter a flag
     url: Url,
-    label: Annotated[str, typer.Option(metavar="COLUMN", help="The obs column to be mixed.", show_default=False)],
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a minibatch.", show_default="64")] = None,
-    block_sizes: Annotated[str, typer.Option(metavar="A,B", help="Rows in a shuffled block.")] = "4,16,64,256",
-    fetch_factors: Annotated[str, typer.Option(metavar="A,B", help="Minibatches in a fetch.")] = "1,16,64,256",
-    x: Annotated[str, typer.Option("--x", metavar="NAME", help="The matrix: X, layers/NAME, raw/X.")] = "X",
-    link_speed: Annotated[str, typer.Option(metavar="SIZE", help="What the link brings in a second.")] = "400MB",
+    label: Annotated[
+        str, typer.Option(metavar="COLUMN", help="obs column whose labels should be mixed.", show_default=False)
+    ],
+    batch_size: Annotated[int | None, typer.Option(help="Rows per minibatch.", show_default="64")] = None,
+    block_sizes: Annotated[str, typer.Option(metavar="A,B", help="Rows per shuffled block.")] = "4,16,64,256",
+    fetch_factors: Annotated[str, typer.Option(metavar="A,B", help="Minibatches per fetch.")] = "1,16,64,256",
+    x: Annotated[str, typer.Option("--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X.")] = "X",
+    link_speed: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per second of the link to the store.")
+    ] = "400MB",
     measure: Annotated[
-        bool, typer.Option("--measure", help="Read the store to measure rows/s, up to 10 s for each pair of sizes.")
+        bool, typer.Option("--measure", help="Read the store to measure rows/s, up to 10 s per pair of sizes.")
     ] = False,
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with figure and table.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the figure.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write an HTML page with the figure and the table.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the figure as PNG.")] = None,
     endpoint_url: Endpoint = None,
     region: Region = None,
     profile: Profile = None,
@@ -109,7 +115,7 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show how well minibatches mix the labels of a column, and how fast they come, by block_size and fetch_factor."""
+    """Show how well minibatches mix the labels of a column, and how fast they load, by block_size and fetch_factor."""
     from zloader.common.checks import parse_size, require_at_least
     from zloader.dataset.dataset import open_dataset
     from zloader.training.loader import Loader
@@ -135,7 +141,8 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
         return
     console.print(f"{url}: {grid.rows:,} rows by {label}; {grid.random}", soft_wrap=True)
     console.print(
-        f"Cells: bits of blocks in random order (stratified, as by default), rows/s {grid.speed}", soft_wrap=True
+        f"Each cell: bits for blocks in random order (for stratified blocks, the default), rows/s {grid.speed}",
+        soft_wrap=True,
     )
     console.print(_table(grid))
 
@@ -144,26 +151,26 @@ def _counts(listed: str) -> list[int]:
     try:
         return sorted({int(number) for number in listed.split(",")})
     except ValueError:
-        raise OptionError(f"{listed!r} is no list of whole numbers: write them as 4,16,64") from None
+        raise OptionError(f"{listed!r} is not a list of whole numbers: write it like 4,16,64") from None
 
 
 def _require_drawable(*paths: Path | None) -> None:
-    """Raises before anything is measured."""
+    """Raises an error before the measurement, not after it."""
     given = [path for path in paths if path is not None]
     if given and importlib.util.find_spec("matplotlib") is None:
         raise ZloaderError('drawing needs matplotlib; install it with: pip install "zloader[demo]"')
     for path in given:
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
-            raise OptionError(f"cannot write {path}: give the path of a file in a directory that exists")
+            raise OptionError(f"cannot write {path}: give the path of a file in an existing directory")
     if len({path.resolve() for path in given}) < len(given):
-        raise OptionError(f"page and figure would both be {given[0]}: give two paths")
+        raise OptionError(f"--html and --png both name {given[0]}: give two paths")
 
 
 def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_bytes_per_s: int | None) -> QualityGrid:
-    """A cell for each block_size and fetch_factor, but where a block is larger than a fetch.
+    """One cell per (block_size, fetch_factor) in `sizes`, except where a block is larger than a fetch.
 
-    Speed is what the link allows, or is measured if that is None. Raises OptionError for a column without labels, or
-    where there is no cell.
+    The speed is the link's limit, or is measured if `link_bytes_per_s` is None. Raises OptionError for a column without
+    labels, or if no pair of sizes is valid.
     """
     from zloader.dataset.cost import epoch_costs
     from zloader.dataset.quality import quality
@@ -172,8 +179,8 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
     dataset = loader.dataset
     codes = dataset.obs_column(label).values
     if codes.dtype.kind == "f":
-        raise OptionError(f"obs column {label!r} holds {codes.dtype}: minibatches are mixed by labels or whole numbers")
-    if link_bytes_per_s is None:  # what is loaded and compiled once is out of the way
+        raise OptionError(f"obs column {label!r} holds {codes.dtype}: name a column of labels or whole numbers")
+    if link_bytes_per_s is None:  # finishes imports and compilation before measuring
         _rows_per_s(dataclasses.replace(loader, sampling=Streaming(indices=[0])))
     cells = []
     for block_size, fetch_factor in sizes:
@@ -181,7 +188,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
             continue
         each = dataclasses.replace(loader, fetch_factor=fetch_factor, sampling=BlockShuffling(block_size))
         plan = each.plan(0)
-        most = max(1, _WALKED_ROWS // plan.fetch_rows)
+        most = max(1, _COUNTED_ROWS // plan.fetch_rows)
         cost = epoch_costs(dataset, plan, x=str(loader.x), options=loader.options, most_fetches=most).unmirrored
         speed = plan.n_rows * link_bytes_per_s / max(1, cost.bytes_read) if link_bytes_per_s else _rows_per_s(each)
         cells.append(
@@ -209,7 +216,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
 
 
 def _rows_per_s(loader: Loader) -> float:
-    """Rows a second of an epoch, or of its first seconds."""
+    """Rows per second of an epoch, or of its first 10 seconds."""
     began = time.perf_counter()
     for _ in loader:
         if time.perf_counter() - began > _MEASURED_S:
@@ -217,7 +224,7 @@ def _rows_per_s(loader: Loader) -> float:
     return loader.statistics().rows_per_s
 
 
-# ---- what is shown
+# ---- output
 
 
 def _axes_of(grid: QualityGrid) -> tuple[list[int], list[int], dict[tuple[int, int], Cell]]:
@@ -226,7 +233,7 @@ def _axes_of(grid: QualityGrid) -> tuple[list[int], list[int], dict[tuple[int, i
 
 
 def _table(grid: QualityGrid) -> Table:
-    """Blocks down, fetches across."""
+    """One line per block_size, one column per fetch_factor."""
     blocks, factors, by_sizes = _axes_of(grid)
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("block_size", justify="right")
@@ -243,7 +250,7 @@ def _bits(cell: Cell) -> str:
 
 
 def _figure(grid: QualityGrid) -> Any:
-    """Entropy by sizes as a map, and beside it entropy by speed; dashed where blocks are stratified."""
+    """A heat map of entropy by sizes, and a plot of entropy against speed with dashed lines for stratified blocks."""
     import numpy as np
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -256,7 +263,8 @@ def _figure(grid: QualityGrid) -> Any:
     most = max(0.1, random, *(of.entropy_bits for cell in grid.cells for of in (cell.quality, cell.stratified)))
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     sizes, speeds = figure.subplots(1, 2)
-    sizes.imshow(entropies, cmap="Blues", vmin=0, vmax=1.6 * max(random, 0.1), aspect="auto")  # dark text stays legible
+    darkest = 1.6 * max(random, 0.1)  # cells stay light enough for dark text
+    sizes.imshow(entropies, cmap="Blues", vmin=0, vmax=darkest, aspect="auto")
     for row, column in np.ndindex(entropies.shape):
         found = by_sizes.get((blocks[row], factors[column]))
         sizes.text(column, row, _bits(found) if found else "", ha="center", va="center")
@@ -278,22 +286,22 @@ def _figure(grid: QualityGrid) -> Any:
 
 
 def _draw(grid: QualityGrid, to: Path | StringIO, **options: Any) -> None:
-    """A script that the font lacks is drawn as boxes."""
+    """Draws the figure. Characters that the font lacks become boxes, without a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
         _figure(grid).savefig(to, **options)
 
 
 def _page(grid: QualityGrid) -> str:
-    """One HTML file that needs no network and no script."""
+    """One HTML file without scripts or external resources."""
     import matplotlib as mpl
 
     drawn = StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quality"}):
         _draw(grid, drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = drawn.getvalue()
-    head = ("block_size", "fetch_factor", "entropy, bits", "stratified", "row distance within", "and across",
-            "longest run", "same-block share", "GETs", "MB", "rows/s")  # fmt: skip
+    head = ("block_size", "fetch_factor", "entropy, bits", "entropy, stratified", "row distance within",
+            "row distance across", "longest run", "same-block share", "GETs", "MB", "rows/s")  # fmt: skip
     body = (f"<tr>{''.join(f'<td>{value}</td>' for value in _figures(cell))}</tr>" for cell in grid.cells)
     title = escape(f"{grid.url}: {grid.rows:,} rows by {grid.label}")
     return (
@@ -301,18 +309,18 @@ def _page(grid: QualityGrid) -> str:
         "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#1c2024;"
         "background:#fff}svg{width:100%;height:auto}td,th{text-align:right;padding:.2rem .8rem;font-weight:400}"
         "th{color:#5b636d}</style>"
-        f"<h1>{title}</h1><p>{escape(grid.random)}; rows/s are those {escape(grid.speed)}. "
-        "Stratified blocks (dashed) are what a Loader takes by default; the measures after them are of blocks in "
-        "random order. Row distances are 0 for rows in order and 1 for random ones; GETs and MB are an epoch's.</p>"
+        f"<h1>{title}</h1><p>For comparison, {escape(grid.random)}. Rows/s are {escape(grid.speed)}. "
+        "A Loader uses stratified blocks (dashed lines) by default. The other measures of mixing are for blocks in "
+        "random order. A row distance is 0 for rows in order and 1 for random rows. GETs and MB are per epoch.</p>"
         f"{svg[svg.index('<svg') :]}<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(body)}"
         "</table></html>\n"
     )
 
 
 def _figures(cell: Cell) -> list[str]:
-    seen = cell.quality
-    distances = ["" if score is None else f"{score:.3f}" for score in (seen.l1_within, seen.l1_across)]
-    entropies = [f"{of.entropy_bits:.2f} ± {of.entropy_sd_bits:.2f}" for of in (seen, cell.stratified)]
+    quality = cell.quality
+    distances = ["" if score is None else f"{score:.3f}" for score in (quality.l1_within, quality.l1_across)]
+    entropies = [f"{of.entropy_bits:.2f} ± {of.entropy_sd_bits:.2f}" for of in (quality, cell.stratified)]
     costs = [f"{cell.gets:,}", f"{cell.bytes_read / 1e6:,.1f}", f"{cell.rows_per_s:,.0f}"]
-    mixing = [*distances, str(seen.longest_run), f"{seen.same_block_share:.4f}"]
+    mixing = [*distances, str(quality.longest_run), f"{quality.same_block_share:.4f}"]
     return [str(cell.block_size), str(cell.fetch_factor), *entropies, *mixing, *costs]

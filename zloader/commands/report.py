@@ -1,4 +1,4 @@
-"""What a run of the demo saw, and the page that shows it: one HTML file that needs no network and no script."""
+"""The results of a demo run, and the HTML page that shows them: one file without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
     from zloader.conversion.convert import ConversionReport
 
-_MOST_BINS = 80  # of one epoch's throughput
-_MOST_POINTS = 500  # of one epoch's loss
-_MOST_LABELLED_EPOCHS = 6  # more do not fit side by side
-# Colours that stand for CSS variables until the drawing is done, so that the page's theme decides.
+_MOST_BINS = 80  # per epoch, of the throughput
+_MOST_POINTS = 500  # per epoch, of the loss
+_MOST_LABELLED_EPOCHS = 6  # more labels do not fit side by side
+# Placeholder colours, replaced by CSS variables after drawing so that the page's theme applies.
 _THEME = {"#010101": "ink", "#020202": "quiet", "#030303": "grid", "#040404": "cold", "#050505": "warm"}
 _INK, _QUIET, _GRID, _COLD, _WARM = _THEME
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochFigures:
-    """One epoch of training (seconds, bytes, mean loss of its rows), and the held-out pass after it.
+    """One epoch of training, and the held-out pass after it.
 
-    `started_s` counts from when training began.
+    Times are in seconds; `started_s` is since the start of training. `loss` is the mean over the epoch's rows.
     """
 
     epoch: int
@@ -52,13 +52,13 @@ class EpochFigures:
 
     @property
     def source(self) -> str:
-        """Where its rows came from, in two words."""
+        """`cold, S3` or `warm, mirror`."""
         return "cold, S3" if self.cold else "warm, mirror"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One training step; `done_s` counts from when training began."""
+    """One training step. `done_s` is in seconds since the start of training."""
 
     epoch: int
     done_s: float
@@ -68,10 +68,11 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRun:
-    """All that the demo saw. `source` is a file's bare name; `unlabelled` rows took no part.
+    """The results of a demo run.
 
-    `opening_bytes` were read once, before the first epoch: metadata, indptr and labels. `guess_accuracy` is what the
-    most frequent label alone would reach on the held-out rows.
+    `source` is the file's name without its directory. `unlabelled` rows were left out. `opening_bytes` of metadata,
+    indptr and labels were read once, before the first epoch. `guess_accuracy` is the held-out accuracy of always
+    predicting the majority class.
     """
 
     source: str
@@ -93,24 +94,28 @@ class DemoRun:
     steps: Sequence[Step] = field(repr=False)
 
     @property
-    def seen(self) -> str:
-        """In a sentence or two, what the epochs showed."""
+    def summary(self) -> str:
+        """A summary of the epochs in one to three sentences."""
         cold = [figures for figures in self.epochs if figures.cold]
         warm = [figures for figures in self.epochs if not figures.cold]
-        said = []
+        sentences = []
         if cold:
             first = cold[0]
-            said.append(f"Epoch {first.epoch} read {size(first.bytes_read)} from S3 in {first.gets:,} GETs.")
+            sentences.append(f"Epoch {first.epoch} read {size(first.bytes_read)} from S3 in {first.gets:,} GETs.")
         if warm:
             which = f"Epoch {warm[0].epoch}" if len(warm) == 1 else f"Epochs {warm[0].epoch} to {warm[-1].epoch}"
-            said.append(f"{which} made 0 GETs: all {warm[0].rows:,} training cells came from the mirror.")
+            sentences.append(f"{which} made 0 GETs: all {warm[0].rows:,} training cells came from the mirror.")
         if len(cold) > 1:
-            said.append("The mirror did not hold everything: was its disk full?")
-        return " ".join(said)
+            sentences.append("Later epochs read from S3 too, because the mirror was incomplete. Was its disk full?")
+        return " ".join(sentences)
 
 
 def size(n_bytes: float) -> str:
-    """Bytes for people: `7.6 MB`."""
+    """Formats a number of bytes.
+
+    >>> size(7_599_670)
+    '7.6 MB'
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if n_bytes < 999.5:
             return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 99.95 else f"{n_bytes:.1f} {unit}"
@@ -122,7 +127,7 @@ def size(n_bytes: float) -> str:
 
 
 def throughput(run: DemoRun, epoch: EpochFigures) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rows per second of one epoch in equal bins of time: the bins' edges (seconds) and their values."""
+    """Rows per second of one epoch in time bins of equal width: the edges in seconds, and the values."""
     import numpy as np
 
     steps = [step for step in run.steps if step.epoch == epoch.epoch]
@@ -133,7 +138,7 @@ def throughput(run: DemoRun, epoch: EpochFigures) -> tuple[NDArray[np.float64], 
 
 
 def _throughput_chart(run: DemoRun) -> str:
-    figure, axes = _axes("seconds since training began", "cells per second")
+    figure, axes = _axes("seconds since the start of training", "cells per second")
     for epoch in run.epochs:
         edges, values = throughput(run, epoch)
         colour = _COLD if epoch.cold else _WARM
@@ -146,8 +151,8 @@ def _throughput_chart(run: DemoRun) -> str:
     axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
     axes.set_xlim(0, run.steps[-1].done_s)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    heard = (f"epoch {e.epoch} ({e.source}) {e.rows_per_s:,.0f} cells per second" for e in run.epochs)
-    return _svg(figure, "throughput", "Throughput over time", "; ".join(heard))
+    described = (f"epoch {e.epoch} ({e.source}) {e.rows_per_s:,.0f} cells per second" for e in run.epochs)
+    return _svg(figure, "throughput", "Throughput over time", "; ".join(described))
 
 
 def _loss_chart(run: DemoRun) -> str:
@@ -166,12 +171,12 @@ def _loss_chart(run: DemoRun) -> str:
     if all(step.loss > 0 for step in run.steps):
         axes.set_yscale("log")
     axes.set_xlim(0.5, first + 0.5)
-    heard = (f"mean loss of epoch {e.epoch} {e.loss:.3g}" for e in run.epochs)
-    return _svg(figure, "loss", "Training loss by step", "; ".join(heard))
+    described = (f"mean loss of epoch {e.epoch} {e.loss:.3g}" for e in run.epochs)
+    return _svg(figure, "loss", "Training loss by step", "; ".join(described))
 
 
 def _axes(x_label: str, y_label: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # an extra, which only this page needs
+    from matplotlib.figure import Figure  # an optional dependency, used only for figures
 
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.add_subplot()
@@ -188,7 +193,7 @@ def _axes(x_label: str, y_label: str) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any, name: str, title: str, description: str) -> str:
-    """The figure as inline SVG in the page's colours and font, with a text for those who do not see it."""
+    """The figure as inline SVG in the page's colours and font, with a description for screen readers."""
     import matplotlib as mpl
 
     drawn = StringIO()
@@ -201,11 +206,11 @@ def _svg(figure: Any, name: str, title: str, description: str) -> str:
     for colour, variable in _THEME.items():
         body = body.replace(colour, f"var(--{variable})")
     body = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font: \1 system-ui, sans-serif", body)
-    body = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", body)  # two drawings of one page must not share ids
+    body = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", body)  # ids must be unique within the page
     body = body.replace("xlink:href", "href")
     return (
-        f'<svg viewBox="{box[1]}" role="img" aria-labelledby="{name}-title {name}-heard">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-heard">{escape(description)}</desc>{body}'
+        f'<svg viewBox="{box[1]}" role="img" aria-labelledby="{name}-title {name}-desc">'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>{body}'
     )
 
 
@@ -213,7 +218,7 @@ def _svg(figure: Any, name: str, title: str, description: str) -> str:
 
 
 def render(run: DemoRun) -> str:
-    """The page. Names no directory and no credentials."""
+    """The HTML page. It contains no directory names and no credentials."""
     from importlib.resources import files
 
     best = max(run.epochs, key=lambda figures: figures.epoch)
@@ -224,7 +229,7 @@ def render(run: DemoRun) -> str:
     tiles += [(f"{best.held_out_accuracy:.1%}", f"held-out accuracy of {escape(run.label)}")]
     template = (files("zloader") / "data" / "report.html").read_text()
     parts = {
-        "seen": escape(run.seen),
+        "seen": escape(run.summary),
         "source": escape(run.source),
         "tiles": "".join(f"<div><strong>{figure}</strong><span>{name}</span></div>" for figure, name in tiles),
         "throughput": _throughput_chart(run),
@@ -239,18 +244,18 @@ def render(run: DemoRun) -> str:
 
 
 ATTRIBUTION = (
-    "The cells: human pancreatic islets, Baron et al. 2016, Cell Systems 3, 346-360 (GEO GSE84133), 2 142 of them as "
+    "Data: 2,142 human pancreatic islet cells from Baron et al. 2016, Cell Systems 3, 346-360 (GEO GSE84133), as "
     "shipped in the PyPI package came 0.1.13 (MIT licence)."
 )
 
 
 def _ends(run: DemoRun) -> list[EpochFigures]:
-    """The first epoch and the last."""
+    """The first and the last epoch, or the only one."""
     return list(run.epochs[:1]) + list(run.epochs[1:][-1:])
 
 
 def epoch_rows(epochs: Iterable[EpochFigures]) -> list[list[str]]:
-    """The table of epochs, in text; its header is EPOCH_HEADER."""
+    """The table of epochs as text. EPOCH_HEADER is its header."""
     return [
         [
             str(figures.epoch),
@@ -266,7 +271,7 @@ def epoch_rows(epochs: Iterable[EpochFigures]) -> list[list[str]]:
     ]
 
 
-EPOCH_HEADER = ("epoch", "from", "cells/s", "GETs", "from S3", "waited", "loss", "held-out accuracy")
+EPOCH_HEADER = ("epoch", "source", "cells/s", "GETs", "read from S3", "waiting", "loss", "held-out accuracy")
 
 
 def _epoch_table(epochs: Iterable[EpochFigures]) -> str:
@@ -290,10 +295,10 @@ def _conversion_facts(done: ConversionReport) -> dict[str, str]:
     return {
         "cells × genes": f"{done.rows:,} × {done.genes:,}",
         "values in X": f"{done.values:,} ({density:.1%})",
-        "h5ad before": size(done.bytes_in),
-        "Zarr store after": size(done.bytes_out),
-        "dtypes narrowed, losslessly": ", ".join(changed) or "none: all were as small as can be",
-        "took": f"{done.seconds:.1f} s",
+        "h5ad size": size(done.bytes_in),
+        "Zarr store size": size(done.bytes_out),
+        "dtypes narrowed without loss": ", ".join(changed) or "none",
+        "time": f"{done.seconds:.1f} s",
     }
 
 
@@ -301,18 +306,19 @@ def _training_facts(run: DemoRun) -> dict[str, str]:
     held_out = sum(figures.held_out_gets for figures in run.epochs)
     held_out_bytes = sum(figures.held_out_bytes_read for figures in run.epochs)
     facts = {
-        "learnt": f"{run.label}, {run.categories} categories; guessing the commonest is right {run.guess_accuracy:.1%}",
-        "trained on": f"{run.train_rows:,} cells in minibatches of {run.batch_size}; seed {run.seed}",
-        "held out": f"{run.held_out_rows:,} cells, never trained on",
-        "shuffled": (
+        "label": f"{run.label}, {run.categories} categories",
+        "majority-class accuracy": f"{run.guess_accuracy:.1%}",
+        "training cells": f"{run.train_rows:,}, in minibatches of {run.batch_size}; seed {run.seed}",
+        "held-out cells": f"{run.held_out_rows:,}",
+        "shuffling": (
             f"blocks of {run.block_size} cells in random order, {run.fetch_rows:,} cells mixed in memory at a time"
-            + ("; small on purpose, as the data are" if run.block_size < 64 else "")
+            + ("; smaller than the default, because the file is small" if run.block_size < 64 else "")
         ),
-        "model": "one linear layer over log1p of the counts per 10 000, Adam",
+        "model": "one linear layer over log1p(counts per 10,000), Adam",
         "GETs of the held-out passes": (
-            f"{held_out:,} ({size(held_out_bytes)}), not in the table; they share chunks with the training cells"
+            f"{held_out:,} ({size(held_out_bytes)}), not in the table; held-out and training cells share chunks"
         ),
-        "read once besides": f"{size(run.opening_bytes)} of metadata, row ends (indptr) and labels",
+        "read once at the start": f"{size(run.opening_bytes)} of metadata, row offsets (indptr) and labels",
     }
     if run.unlabelled:
         facts["left out"] = f"{run.unlabelled:,} cells without a {run.label}"

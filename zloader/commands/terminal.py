@@ -1,4 +1,4 @@
-"""What the commands show in a terminal: text and tables."""
+"""The text and tables that the commands print."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from zloader.dataset.cost import EpochCosts
     from zloader.dataset.summary import MatrixSummary, StoreSummary
 
-_WIDTH = 120  # of what does not go to a terminal
-_OTHER_LINES = 4  # header, status and what the cursor needs
+_WIDTH = 120  # columns of output that does not go to a terminal
+_OTHER_LINES = 4  # table header, status, and the line of the cursor
 
 
 def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr; 120 columns wide if that is not a terminal."""
     console = Console(stderr=stderr, highlight=False, markup=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=_WIDTH)
 
@@ -36,38 +37,39 @@ def console(*, stderr: bool = False) -> Console:
 def show_conversion(console: Console, done: ConversionReport) -> None:
     console.print(
         f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: "
-        f"{size(done.bytes_in)} became {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s",
+        f"converted {size(done.bytes_in)} to {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s",
         soft_wrap=True,
     )
     for name, change in done.dtypes_changed.items():
         console.print(f"  {name}: {change}, without loss", soft_wrap=True)
     for name, rows in done.rows_made_canonical.items():
-        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes added up", soft_wrap=True)
+        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed", soft_wrap=True)
     if done.dropped:
-        console.print(f"  left out, since several sources cannot share it: {', '.join(done.dropped)}", soft_wrap=True)
+        console.print(f"  left out, because sources cannot be joined on it: {', '.join(done.dropped)}", soft_wrap=True)
     console.print(f"written to {done.destination}", soft_wrap=True)
 
 
 def show_append(console: Console, done: AppendReport) -> None:
     console.print(
-        f"{done.rows - done.rows_before:,} rows added to {done.rows_before:,}: {done.rows:,} rows and "
-        f"{done.values:,} values are in {done.destination}, after {done.seconds:.1f} s",
+        f"added {done.rows - done.rows_before:,} rows to {done.rows_before:,} in {done.seconds:.1f} s: "
+        f"{done.destination} now has {done.rows:,} rows and {done.values:,} values",
         soft_wrap=True,
     )
     for name, rows in done.rows_made_canonical.items():
-        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes added up", soft_wrap=True)
+        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed", soft_wrap=True)
     if done.left_out:
-        console.print(f"  left out, since the store has none: {', '.join(done.left_out)}", soft_wrap=True)
+        console.print(f"  left out, because the store does not have it: {', '.join(done.left_out)}", soft_wrap=True)
 
 
-def show_verification(console: Console, seen: Verification) -> None:
-    for problem in seen.problems:
+def show_verification(console: Console, verified: Verification) -> None:
+    for problem in verified.problems:
         console.print(f"{problem.where}: {problem.what}", soft_wrap=True)
-    compared = f", every value as in {', '.join(seen.against)}" if seen.against and seen.ok else ""
+    compared = f", and every value equals {', '.join(verified.against)}" if verified.against and verified.ok else ""
     console.print(
-        f"{seen.url}: {seen.rows:,} rows x {seen.genes:,} genes, {seen.values:,} values in {seen.chunks:,} chunks of "
-        f"{seen.objects:,} objects ({size(seen.bytes_read)}) read in {seen.seconds:.1f} s: "
-        + (f"all is well{compared}" if seen.ok else f"{len(seen.problems)} problems"),
+        f"{verified.url}: {verified.rows:,} rows x {verified.genes:,} genes; read {verified.values:,} values in "
+        f"{verified.chunks:,} chunks of {verified.objects:,} objects ({size(verified.bytes_read)}) in "
+        f"{verified.seconds:.1f} s: "
+        + (f"no problems{compared}" if verified.ok else f"problems: {len(verified.problems)}"),
         soft_wrap=True,
     )
 
@@ -78,7 +80,7 @@ def show_store(console: Console, summary: StoreSummary) -> None:
         ("store", summary.url),
         ("rows x genes", f"{summary.rows:,} x {summary.genes:,}"),
         ("objects", f"{summary.objects:,}, {size(summary.stored_bytes)} in all"),
-        ("also", ", ".join(summary.others)),
+        ("other elements", ", ".join(summary.others)),
         ("fingerprint", summary.fingerprint),
     ):
         if fact:
@@ -103,7 +105,7 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
         console.print(matrix.problem, soft_wrap=True)
         return
     table = _table(
-        "array", "dtype", ">values in a chunk", ">chunks in a shard", ">shards", ">stored", ">decoded", "codecs"
+        "array", "dtype", ">values per chunk", ">chunks per shard", ">shards", ">stored", ">decoded", "codecs"
     )
     for array in matrix.arrays:
         narrowed = "" if array.dtype == array.original_dtype else f" (was {array.original_dtype})"
@@ -123,7 +125,7 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
 def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int]) -> None:
     fetch_rows = sizes["batch_size"] * sizes["fetch_factor"]
     console.print(
-        f"\nAn epoch of {x}: minibatches of {sizes['batch_size']:,}, fetches of {fetch_rows:,} rows, "
+        f"\nEpoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, "
         f"blocks of {sizes['block_size']:,}",
         style="bold",
     )
@@ -134,11 +136,11 @@ def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int
     table.add_row("with a mirror, the first epoch", f"{at_most}{first.gets:,}", f"{at_most}{size(first.bytes_read)}")
     table.add_row("with a mirror, each later epoch", "0", "0 B")
     console.print(table)
-    console.print("Metadata, indptr and obs columns, read once when a loader starts, are not counted.", style="dim")
+    console.print("Excludes metadata, indptr and obs columns, which a loader reads once at its start.", style="dim")
 
 
 def _table(*columns: str) -> Table:
-    """A table with these columns; one that begins with > is aligned to the right."""
+    """A table with these columns. A name that begins with > marks a right-aligned column."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
@@ -146,16 +148,18 @@ def _table(*columns: str) -> Table:
 
 
 def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:
-    """The mirrors of a cache, each with what it holds, and their sums."""
-    table = _table("mirror", ">held", ">of all", ">on disk", "last used", "")
+    """The mirrors of a cache with their sizes, and the totals."""
+    table = _table("mirror", ">cached", ">share", ">on disk", "last used", "")
     table.columns[0].overflow = "fold"
-    for entry, held in found:
+    for entry, inspection in found:
         mirror = Text.assemble(entry.url, "\n", (entry.directory.name, "dim"))
-        share = _share(held.bytes_held / held.bytes_in_all) if held.bytes_in_all else ""
+        share = _share(inspection.bytes_held / inspection.bytes_in_all) if inspection.bytes_in_all else ""
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
-        sizes = (size(held.bytes_held), share, size(entry.allocated_bytes))
+        sizes = (size(inspection.bytes_held), share, size(entry.allocated_bytes))
         table.add_row(mirror, *sizes, used, "stale" if entry.stale else "")
-    held_bytes, in_all = (sum(getattr(held, name) for _, held in found) for name in ("bytes_held", "bytes_in_all"))
+    held_bytes, in_all = (
+        sum(getattr(inspection, name) for _, inspection in found) for name in ("bytes_held", "bytes_in_all")
+    )
     on_disk = size(sum(entry.allocated_bytes for entry, _ in found))
     share = _share(held_bytes / in_all) if in_all else ""
     table.add_row(f"mirrors: {len(found)}", size(held_bytes), share, on_disk, "", "", style="bold")
@@ -163,7 +167,7 @@ def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInsp
 
 
 class TerminalOutput:
-    """The demo on a console: lines of text, then a table that grows by epoch."""
+    """Shows the demo's progress on a console: lines of text, then a table with one line per epoch."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -185,8 +189,8 @@ class TerminalOutput:
         self._epochs.append(figures)
 
     def _render(self) -> Group:
-        table = _table(*(name if name in ("epoch", "from") else f">{name}" for name in EPOCH_HEADER))
-        # While it grows, as much as the screen holds; in the end all.
+        table = _table(*(name if name in ("epoch", "source") else f">{name}" for name in EPOCH_HEADER))
+        # Until the demo ends, only the epochs that fit on the screen.
         shown = self._epochs if self._ended else self._epochs[-max(1, self._console.height - _OTHER_LINES) :]
         for figures, cells in zip(shown, epoch_rows(shown), strict=True):
             table.add_row(*cells, style="blue" if figures.cold else "yellow")
@@ -223,18 +227,18 @@ def _rate(bytes_per_s: float) -> str:
     return f"{size(bytes_per_s)}/s"
 
 
-# In the order shown; figures that are not there are left out.
+# In the order of the table. Missing figures are left out.
 _FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "rows_per_s": ("rows/s", _count),
-    "elapsed_s": ("took", _seconds),
+    "elapsed_s": ("elapsed", _seconds),
     "first_minibatch_s": ("first minibatch after", _seconds),
-    "wait_share": ("waited", _share),
+    "wait_share": ("waiting", _share),
     "gets": ("GETs", _count),
     "spans": ("spans", _count),
-    "bytes_read": ("read", size),
-    "bytes_read_per_s": ("read per second", _rate),
+    "bytes_read": ("read from the store", size),
+    "bytes_read_per_s": ("read rate", _rate),
     "in_flight_bytes": ("in flight now", size),
-    "most_in_flight_bytes": ("in flight at most", size),
+    "most_in_flight_bytes": ("peak in flight", size),
     "mirror_share": ("chunks from the mirror", _share),
     "bytes_from_mirror": ("read from the mirror", size),
     "decode_s": ("decoding, all threads", _seconds),
@@ -248,15 +252,15 @@ def _shown(name: str, figures: Mapping[str, float]) -> str:
     return _FIGURES[name][1](figures[name]) if name in figures else ""
 
 
-def in_a_line(figures: Mapping[str, float]) -> str:
-    """The chief figures of an epoch."""
+def one_line(figures: Mapping[str, float]) -> str:
+    """The main figures of an epoch."""
     return f"{_count(figures['rows_per_s'])} rows/s; " + ", ".join(
         f"{_FIGURES[name][0]} {_shown(name, figures)}" for name in _IN_A_LINE if name in figures
     )
 
 
 def _figures_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
-    """One row for each figure that some column has."""
+    """One row per figure that any column has."""
     table = _table("", *(f">{name}" for name in columns))
     for name, (label, _) in _FIGURES.items():
         if any(name in figures for figures in columns.values()):
@@ -265,7 +269,7 @@ def _figures_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def show_figures(console: Console, columns: Mapping[str, Mapping[str, float]]) -> None:
-    """Figures side by side, without what only matters while an epoch runs."""
+    """Prints figures side by side, without those that matter only while an epoch runs."""
     ended = {
         column: {k: v for k, v in figures.items() if k != "in_flight_bytes"} for column, figures in columns.items()
     }
@@ -274,7 +278,7 @@ def show_figures(console: Console, columns: Mapping[str, Mapping[str, float]]) -
 
 @contextlib.contextmanager
 def bench_view(console: Console, rows: int, figures: Callable[[], Mapping[str, float]]) -> Iterator[None]:
-    """Meanwhile shows the figures of the epoch under way, as they change, if there is a terminal to draw on."""
+    """While the context lasts, shows the live figures of the current epoch if the console is a terminal."""
     if not console.is_terminal:
         yield
         return

@@ -1,1 +1,1 @@
-"""Words, options, errors and progress that every stage shares; it knows no stage."""
+"""Options, errors, records and progress bars shared by every stage. Imports none of the stages."""

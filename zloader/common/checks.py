@@ -1,4 +1,4 @@
-"""Checks of arguments: each raises OptionError with the name of the option, its value and what is expected."""
+"""Argument checks. Each raises OptionError with the name of the option, its value and the expected values."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ import numpy as np
 
 from zloader.common.errors import OptionError
 
-MOST = 1 << 62  # more than any count of bytes, rows or threads
+MAX_COUNT = 1 << 62  # above any count of bytes, rows or threads
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size such as 1000, "256MiB" or "64 MB". Raises OptionError."""
+    """The number of bytes in a size such as 1000, "256MiB" or "64 MB". Raises OptionError for anything else."""
     parts = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=\s*[kmgt]))\s*(?:([kmgt]i?)?b)?\s*", str(size), re.IGNORECASE)
     if isinstance(size, bool) or parts is None:
-        raise OptionError(f"{size!r} is not a size: give bytes, or a string such as '256MiB' or '64 MB'")
+        raise OptionError(f"{size!r} is not a size: give a number of bytes, or a string such as '256MiB' or '64 MB'")
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 
 
 def require_at_least(least: float, **values: float) -> None:
-    """Raises OptionError for the first of `values` below `least` or not a number."""
+    """Raises OptionError unless every value is a number of at least `least`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, np.integer)) or not value >= least:
             raise OptionError(f"{name} must be a number of at least {least}, not {value!r}")
 
 
 def require_count(**values: int) -> None:
-    """Raises OptionError for the first of `values` that is not a whole number of at least 1."""
+    """Raises OptionError unless every value is a whole number of at least 1."""
     require_whole(1, **values)
 
 
 def require_whole(least: int, **values: int) -> None:
-    """Raises OptionError for the first of `values` that is not a whole number of at least `least`, below 2**62."""
+    """Raises OptionError unless every value is a whole number of at least `least` and below 2**62."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
             raise OptionError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        if value >= MOST:
+        if value >= MAX_COUNT:
             raise OptionError(f"{name} must be a whole number below 2**62, not {value!r}")
 
 
 def require_flag(**values: bool) -> None:
-    """Raises OptionError for the first of `values` that is neither True nor False."""
+    """Raises OptionError unless every value is True or False."""
     for name, value in values.items():
         if not isinstance(value, (bool, np.bool_)):
             raise OptionError(f"{name} must be True or False, not {value!r}")
 
 
 def require_one_of(known: Sequence[str], **values: str) -> None:
-    """Raises OptionError for the first of `values` that is not one of the `known` words."""
+    """Raises OptionError unless every value is one of the `known` words."""
     for name, value in values.items():
         if not isinstance(value, str) or value not in known:
             raise OptionError(f"{name} must be one of {', '.join(map(repr, known))}, not {value!r}")
 
 
 def names_of(**values: Iterable[str]) -> list[str]:
-    """The names that an option lists. Raises OptionError where it is no list of strings."""
+    """The names listed by an option, as a list. Raises OptionError unless it is a list of strings."""
     ((option, names),) = values.items()
     if isinstance(names, str) or names is None:
         raise OptionError(f"{option} must be a list of names: write {option}={[names] if names else []!r}")
     found = list(names) if isinstance(names, Iterable) and not isinstance(names, bytes) else [names]
     for name in found:
         if not isinstance(name, str):
-            raise OptionError(f"{option} must be a list of names, which are strings, not {name!r:.100}")
+            raise OptionError(f"{option} must be a list of names (strings), but it holds {name!r:.100}")
     return found

@@ -1,4 +1,4 @@
-"""How Python loops become machine code."""
+"""Compiles Python loops to machine code with numba."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """The same function as machine code that runs without the GIL; compiled at its first call and kept on disk.
+    """The function as machine code that runs without the GIL. Compiled on the first call and cached on disk.
 
-    Never with fastmath: sums in another order would be other sums, and orders of rows hang on some of them.
+    fastmath stays off: it reorders sums and so changes their last bits, and some row orders depend on those sums.
     """
     return cast(Function, numba.njit(nogil=True, cache=True)(function))

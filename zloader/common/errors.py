@@ -1,21 +1,21 @@
-"""Every error that zloader raises, as one tree.
+"""Every error that zloader raises, in one tree.
 
-Each message says what went wrong, with which value, and what to do.
+Each message states what happened, the value concerned, and what to do about it.
 
     ZloaderError
-    ├── OptionError (ValueError)              an option or argument that makes no sense
-    ├── MissingColumnError (KeyError)         an obs column that is not there; the message lists those that are
-    ├── ForkError (RuntimeError)              object storage used after fork()
-    ├── ConcurrentUseError (RuntimeError)     an iterator used by two threads at once
-    ├── SourceError (ValueError)              a file given to convert that cannot be converted
-    ├── CacheError (ValueError)               a directory that is no cache, or no mirror to open offline
+    ├── OptionError (ValueError)              an invalid option or argument
+    ├── MissingColumnError (KeyError)         a missing obs column; the message lists the columns that exist
+    ├── ForkError (RuntimeError)              object storage used on both sides of a fork()
+    ├── ConcurrentUseError (RuntimeError)     two threads asked one iterator for a minibatch at once
+    ├── SourceError (ValueError)              a source file that cannot be converted
+    ├── CacheError (ValueError)               not a cache directory, or no mirror to open offline
     └── StoreError
         ├── StoreNotFoundError (FileNotFoundError)
         ├── StoreExistsError (FileExistsError)
         ├── AccessDeniedError (PermissionError)
-        ├── FormatError (ValueError)          not AnnData, or a form that cannot be read
-        ├── StoreChangedError                 the objects are not those that were opened
-        └── ReadError (OSError)               a read that failed for good: URL, key and byte range
+        ├── FormatError (ValueError)          not AnnData, or stored in an unsupported form
+        ├── StoreChangedError                 the store changed after it was opened
+        └── ReadError (OSError)               a read that failed after all retries; names URL, key and byte range
             ├── MissingObjectError
             ├── TruncatedObjectError
             ├── CorruptChunkError
@@ -26,75 +26,82 @@ from __future__ import annotations
 
 
 class ZloaderError(Exception):
-    """The root of every error raised by zloader."""
+    """Base class of every error that zloader raises.
+
+    >>> try:
+    ...     zl.BlockShuffling(block_size=0)
+    ... except zl.ZloaderError as error:
+    ...     print(error)
+    block_size must be a whole number of at least 1, not 0
+    """
 
 
 class OptionError(ZloaderError, ValueError):
-    """An option or argument that makes no sense."""
+    """An option or argument is invalid."""
 
 
 class MissingColumnError(ZloaderError, KeyError):
-    """An obs column that the dataset does not have."""
+    """The dataset has no such obs column."""
 
-    def __str__(self) -> str:  # KeyError would show the repr of the message
+    def __str__(self) -> str:  # KeyError shows the repr of the message
         return str(self.args[0])
 
 
 class ForkError(ZloaderError, RuntimeError):
-    """Object storage was used by the parent before this process was forked."""
+    """The parent process had used object storage before it forked this process."""
 
 
 class ConcurrentUseError(ZloaderError, RuntimeError):
-    """An iterator was asked for a minibatch while another thread was waiting for one."""
+    """An iterator was asked for a minibatch while another thread was waiting for one from it."""
 
 
 class SourceError(ZloaderError, ValueError):
-    """A source file that cannot be converted."""
+    """The source file cannot be converted."""
 
 
 class CacheError(ZloaderError, ValueError):
-    """A directory that is no cache, or a mirror that is not in it."""
+    """The directory is not a cache, or it holds no mirror of the store."""
 
 
 class StoreError(ZloaderError):
-    """Something about a store."""
+    """Base class of errors that concern a store."""
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
-    """There is nothing at this URL."""
+    """Nothing is stored at the URL."""
 
 
 class StoreExistsError(StoreError, FileExistsError):
-    """There is already something at this URL."""
+    """Something is already stored at the URL."""
 
 
 class AccessDeniedError(StoreError, PermissionError):
-    """The credentials do not allow this."""
+    """The credentials do not permit the operation."""
 
 
 class FormatError(StoreError, ValueError):
-    """The store is no AnnData, or in a form that cannot be read."""
+    """The store is not AnnData, or is stored in an unsupported form."""
 
 
 class StoreChangedError(StoreError):
-    """The objects of the store are not those that were opened."""
+    """The objects of the store changed after it was opened."""
 
 
 class ReadError(StoreError, OSError):
-    """A read that failed for good; says URL, key and byte range."""
+    """A read failed after all retries. The message names the URL, the key and the byte range."""
 
 
 class MissingObjectError(ReadError):
-    """An object that must exist is not there."""
+    """A required object is missing."""
 
 
 class TruncatedObjectError(ReadError):
-    """Fewer bytes came back than were asked for."""
+    """A read returned fewer bytes than requested."""
 
 
 class CorruptChunkError(ReadError):
-    """Bytes that do not match their checksum or do not decode."""
+    """Stored bytes do not match their checksum, or cannot be decoded."""
 
 
 class DeadlineError(ReadError, TimeoutError):
-    """A read that did not finish within its deadline."""
+    """A read did not finish within its deadline."""

@@ -1,4 +1,4 @@
-"""How freed memory is kept for the next minibatch; a switch of FetchOptions (`tune_malloc`)."""
+"""Tunes malloc so that freed arrays are reused. `FetchOptions(tune_malloc=False)` turns this off."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import functools
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed arrays for the next ones; once a process. Does nothing on another libc.
+    """Makes glibc keep freed memory for later arrays. Takes effect once per process; does nothing on another libc.
 
-    Without it, memory above 128 KiB goes back to the kernel and comes again page by page, at about half the speed. All
-    threads share one arena: else what one of them freed is kept for it alone, and the process grows with each epoch.
+    By default glibc returns allocations above 128 KiB to the kernel, so each new array pays for its page faults again,
+    at about half the speed. All threads share one arena, because memory freed in an arena is reused only by the threads
+    of that arena, and the process would grow with every epoch.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""The options of reading and of the cache: what each means, its unit, its default and the reason for it."""
+"""Options for reading and for the cache. Each default is set here alone, with its unit and its reason."""
 
 from __future__ import annotations
 
@@ -7,50 +7,69 @@ import os
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from zloader.common.checks import MOST, parse_size, require_at_least, require_count, require_flag, require_whole
+from zloader.common.checks import MAX_COUNT, parse_size, require_at_least, require_count, require_flag, require_whole
 from zloader.common.errors import OptionError
 
 MiB = 1 << 20
-LEAST_MEMORY = 16 * MiB  # that a loader can be told to do with
+MIN_MEMORY = 16 * MiB  # smallest value of FetchOptions.memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    """How reads are made and how much memory they may take.
+    """How a loader reads, and how much memory it may use. Pass it as `zl.Loader(dataset, options=...)`.
 
-    `memory` (bytes, or a string such as "2GiB") is the one dial: whatever of `in_flight_bytes`, `buffer_bytes` and
-    `ready_bytes` is left at 0 is derived from it. Together they are the most that a loader holds, beside the libraries'
-    own 400 MB; one fetch that is larger than `buffer_bytes` is still loaded, alone.
+    Set `memory` to change the memory use of a loader. The three budgets below are derived from it where they are 0, and
+    together they are the most that a loader holds, apart from about 400 MB for the libraries. A single fetch that is
+    larger than `buffer_bytes` is still loaded, one at a time.
+
+    Memory, in bytes:
+        memory: Budget of the loader; also a string such as "2GiB". At least 16 MiB. Default: an eighth of the machine's
+            (or container's) memory, up to 1 GiB plus 32 MiB per thread.
+        in_flight_bytes: Stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
+            when a read takes 160 ms from request to last byte.
+        buffer_bytes: Fetches that are loaded but not yet gathered. Default: the rest of `memory`.
+        ready_bytes: Minibatches being gathered or waiting for the consumer. Default: a sixteenth of `memory`.
+
+    Reads, in bytes:
+        gap_bytes: Two ranges with at most this many bytes between them are read together. Default: 64 KiB, which costs
+            less than the 30 ms of another GET on S3.
+        least_read_bytes: While an epoch fills a mirror, each read is extended to about this size with the data beside a
+            block, which the mirror needs anyway. Default: 512 KiB. It cuts the number of GETs to a quarter and delays
+            the first minibatch by half a second.
+        max_read_bytes: Ranges are read together up to about this size; a chunk is never split. Default: 8 MiB.
+        TensorStore reaches the speed of a link with
+            reads of 1 to 8 MiB; longer ones only make retries more expensive.
+
+    Pace and failures:
+        prefetch: Fetches loaded ahead while the current one is gathered, as far as `buffer_bytes` allows. Default: 2,
+            so that one is decoded while the next is read.
+        deadline_s: Seconds for one read, including all its retries; then it raises DeadlineError. Default: 60.
+        retries: Further attempts after a failure that may be temporary. Default: 16, which take 46 s at 0.1 to 4 s
+            apart. Half a minute of SlowDown or a server restart passes unnoticed, and errors that persist are raised
+            in your training loop before the deadline.
+        threads: Threads that decode and gather. Default: one per core available to this process.
+        tune_malloc: Let the process keep freed memory (glibc's mallopt, set once when the first loader starts).
+            Default: True. Without it every minibatch pays for page faults, at about half the speed of a warm epoch.
+
+    Raises OptionError for an invalid value.
+
+    >>> options = zl.FetchOptions(memory="2GiB", deadline_s=30)
+    >>> [size >> 20 for size in (options.in_flight_bytes, options.buffer_bytes, options.ready_bytes)]  # MiB
+    [128, 1792, 128]
+    >>> loader = zl.Loader(dataset, options=options)
     """
 
-    # By default an eighth of the machine's memory, but no more than 1 GiB and 32 MiB for each thread.
     memory: int | str = 0
-    # Stored bytes being read or decoded; by default a sixteenth of the memory. 64 MiB keeps 400 MB/s busy at 160 ms
-    # from request to last byte.
     in_flight_bytes: int = 0
-    # Fetches loaded but not gathered yet, decoded or from a mirror; by default what the other two leave of the memory.
     buffer_bytes: int = 0
-    # Minibatches being gathered or waiting for the consumer; by default a sixteenth of the memory.
     ready_bytes: int = 0
-    # Reading 64 KiB that nobody asked for costs less than the 30 ms that one more GET takes on S3.
     gap_bytes: int = 64 * 1024
-    # An epoch that fills a mirror wants every byte sooner or later: its reads take what lies beside a block along, up
-    # to this much. Half a second later to the first minibatch, for a quarter of the GETs.
     least_read_bytes: int = 512 * 1024
-    # TensorStore reaches a link's speed with reads of 1 to 8 MiB; longer ones only make retries dearer.
     max_read_bytes: int = 8 * MiB
-    # Fetches loaded while the one before them is gathered, as far as buffer_bytes allow: one is decoded while the link
-    # reads the next.
     prefetch: int = 2
-    # A read that has not ended by then, with all its attempts, has failed, whatever the server says.
     deadline_s: float = 60.0
-    # How often a read is asked for again where that may help. So many, 0.1 to 4 s apart, take 46 s: half a minute
-    # of SlowDown or a server that starts anew passes, and what stays shows within the deadline.
     retries: int = 16
-    # Threads that decode and gather; by default one a core that this process may use.
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    # Keeps freed memory in the process (glibc's mallopt, once, when a loader first starts): without it every minibatch
-    # pays for fresh pages, about half the speed of a warm epoch.
     tune_malloc: bool = True
 
     def __post_init__(self) -> None:
@@ -60,35 +79,43 @@ class FetchOptions:
         require_flag(tune_malloc=self.tune_malloc)
         memory = parse_size(self.memory)
         if memory:
-            require_at_least(LEAST_MEMORY, memory=memory)
-        memory = memory or max(LEAST_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
+            require_at_least(MIN_MEMORY, memory=memory)
+        memory = memory or max(MIN_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
         object.__setattr__(self, "memory", memory)
         self._derive(in_flight_bytes=memory // 16, ready_bytes=memory // 16)
         self._derive(buffer_bytes=max(memory - self.in_flight_bytes - self.ready_bytes, memory // 8))
 
     def _derive(self, **values: int) -> None:
-        """Sets what was left at 0."""
+        """Sets the given attributes that are still 0."""
         for name, value in values.items():
             require_whole(0, **{name: getattr(self, name)})
             object.__setattr__(self, name, getattr(self, name) or value)
 
 
 def _machine_bytes() -> int:
-    """Memory of the machine, or of the container that this process is in, in bytes."""
+    """Bytes of memory of the machine, or of the container that runs this process."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups, version 2 and 1
-        with contextlib.suppress(OSError, ValueError):  # there are none, or "max"
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, then v1
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
     return min(limits)
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Where mirrors are kept: a directory on a fast local disk, and how much of that they may take.
+    """A directory on a fast local disk for mirrors, and how much of the disk they may use.
 
-    `max_bytes` bounds all mirrors in the directory together, as the file system counts them; `min_free_bytes` is what
-    they leave free on the disk. Both are bytes, or strings such as "500GB". A mirror grows until it is full; what is
-    not in it is read from the store. Mirrors that nobody uses make room, stale ones first.
+    Pass it, or just the path of the directory, as `zl.open_dataset(url, cache=...)`. Each store gets a mirror of its
+    own, which grows until the cache is full; chunks that are not in the mirror are read from the store. When space is
+    needed, mirrors that no process uses are evicted, stale ones first.
+
+    `directory` is created if needed; `~` is expanded. `max_bytes` limits all mirrors in the directory together, counted
+    as the file system allocates them; None means no limit. `min_free_bytes` is the space that mirrors leave free on the
+    disk. Both are numbers of bytes, or strings such as "500GB". Raises OptionError for an invalid value.
+
+    >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
+    >>> cache.max_bytes, cache.min_free_bytes
+    (500000000000, 21474836480)
     """
 
     directory: Path
@@ -99,7 +126,7 @@ class Cache:
     def __post_init__(self) -> None:
         named = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None
         if not named or not isinstance(named, str) or "\0" in named:
-            raise OptionError(f"a cache is a directory, given by its path (or a zl.Cache), not {self.directory!r:.100}")
+            raise OptionError(f"a cache is a directory: give its path (or a zl.Cache), not {self.directory!r:.100}")
         object.__setattr__(self, "directory", Path(named).expanduser().absolute())
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", parse_size(self.max_bytes))
@@ -108,8 +135,8 @@ class Cache:
 
     @property
     def most(self) -> int:
-        """`max_bytes` as a number; more than any disk has where there is no limit."""
-        return MOST if self.max_bytes is None else int(self.max_bytes)
+        """`max_bytes` as a number; without a limit, a number larger than any disk."""
+        return MAX_COUNT if self.max_bytes is None else int(self.max_bytes)
 
     @property
     def least_free(self) -> int:

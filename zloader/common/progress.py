@@ -1,4 +1,4 @@
-"""Progress bars of long work, on stderr."""
+"""Progress bars for long operations, drawn on stderr."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _RateColumn(ProgressColumn):
 
 @contextlib.contextmanager
 def progress_bars(*, shown: bool) -> Iterator[Bars]:
-    """Bars that are drawn while the context lasts, if `shown` and stderr is a terminal."""
+    """Draws progress bars inside the context, if `shown` is True and stderr is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -42,7 +42,7 @@ def progress_bars(*, shown: bool) -> Iterator[Bars]:
 
 @contextlib.contextmanager
 def byte_bar(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that is drawn while the context lasts, if stderr is a terminal; takes bytes done so far, and in all."""
+    """Draws one bar inside the context, if stderr is a terminal. Call the result with (bytes done, bytes in total)."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -52,7 +52,7 @@ def byte_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     )
     with _drawn(*columns, shown=True) as bars:
         task = bars.add_task(description, total=None)
-        yield lambda done, in_all: bars.update(task, completed=done, total=in_all)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def _drawn(*columns: ProgressColumn, shown: bool) -> RichProgress:
@@ -60,12 +60,12 @@ def _drawn(*columns: ProgressColumn, shown: bool) -> RichProgress:
 
 
 class Bars:
-    """One bar for each piece of work."""
+    """One bar per task."""
 
     def __init__(self, bars: RichProgress) -> None:
         self._bars = bars
 
     def add(self, description: str, n_values: int) -> Callable[[int], None]:
-        """A new bar; what is returned takes the number of values done since it was last called."""
+        """Adds a bar. Call the result with the number of values finished since the previous call."""
         task = self._bars.add_task(description, total=n_values)
         return lambda done: self._bars.advance(task, done)

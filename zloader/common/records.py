@@ -1,4 +1,4 @@
-"""What the stages of the pipeline hand to one another: byte ranges, arrays, statistics. Plain and frozen."""
+"""Records that the stages of the pipeline pass to one another: byte ranges, arrays, statistics. Plain and frozen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Bytes `[start, stop)` of the object `key`: one ranged GET."""
+    """Bytes `[start, stop)` of the object `key`, read by one ranged GET."""
 
     key: str
     start: int
@@ -23,36 +23,47 @@ class Span:
 
     @property
     def size(self) -> int:
-        """Bytes asked for."""
+        """Number of bytes."""
         return self.stop - self.start
 
     def read_from(self, url: str) -> str:
-        """The read, of a store at `url`, as messages name it."""
+        """How messages name this read of the store at `url`."""
         return f"{url}: reading {self.key} bytes {self.start}-{self.stop - 1}"
 
 
 class ByteSource(Protocol):
-    """Where spans are read from. The one verb is plural; counters, faults and deadlines wrap it."""
+    """Reads spans of a store. It has one method, which counters, injected faults and deadlines wrap."""
 
     @property
     def retries(self) -> int:
-        """Reads that were asked for again so far."""
+        """Retries made so far."""
         ...
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The bytes of each span, in order, each exactly `span.size` long.
 
-        Raises ReadError (or a child of it) with key and byte range; never returns less.
+        Raises ReadError or a subclass, which names the key and the byte range, rather than return fewer bytes.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStatistics:
-    """What a cache holds of a matrix: chunks and decoded bytes, of those there are in all.
+    """How much of a matrix is in the cache; returned by `Dataset.cache_statistics`.
 
-    `allocated_bytes` is what all mirrors in the directory take on disk, `max_bytes` what they may (None: no limit);
-    `full` says that no more is taken.
+    Attributes:
+        directory: Directory of the mirror.
+        chunks, chunks_held: Chunks of the matrix, and how many of them are cached.
+        bytes_in_all, bytes_held: Decoded bytes of the matrix, and how many of them are cached.
+        allocated_bytes: Disk space of all mirrors in the cache, in bytes.
+        max_bytes: Limit for `allocated_bytes`; None means no limit.
+        full: Whether the cache has stopped accepting chunks.
+
+    >>> for minibatch in zl.Loader(dataset):  # one epoch fills the mirror
+    ...     pass
+    >>> statistics = dataset.cache_statistics()
+    >>> statistics.share, statistics.full
+    (1.0, False)
     """
 
     directory: Path
@@ -66,13 +77,13 @@ class CacheStatistics:
 
     @property
     def share(self) -> float:
-        """Of the matrix' bytes those that are held."""
+        """Cached share of the matrix by decoded bytes, from 0 to 1."""
         return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CsrArrays:
-    """Rows in CSR form: `indptr` (rows + 1), `indices` (genes, ascending within a row) and `values`, NumPy arrays."""
+    """Rows in CSR form, as NumPy arrays: `indptr` (rows + 1), `indices` (genes, ascending in each row) and `values`."""
 
     indptr: NDArray[np.integer]
     indices: NDArray[np.integer]
@@ -82,10 +93,10 @@ class CsrArrays:
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchArrays:
-    """One minibatch before it becomes tensors: NumPy arrays, all in the same row order.
+    """One minibatch as NumPy arrays, before it becomes tensors. All arrays have the same row order.
 
-    `x` is CsrArrays, a dense array of rows x genes, or None; `obs` maps a column to one value a row, `obsm` a name to
-    rows x dims; `index` holds the dataset's row numbers.
+    `x` is CsrArrays, a dense array of rows x genes, or None. `obs` maps each column to one value per row. `obsm` maps
+    each name to an array of rows x dims. `index` holds the row numbers in the dataset (int64).
     """
 
     x: CsrArrays | NDArray[np.generic] | None
@@ -95,22 +106,43 @@ class MinibatchArrays:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the arrays."""
-        held = self.index.nbytes + sum(rows.nbytes for of in (self.obs, self.obsm) for rows in of.values())
-        if isinstance(self.x, CsrArrays):
-            return held + self.x.indptr.nbytes + self.x.indices.nbytes + self.x.values.nbytes
-        return held if self.x is None else held + self.x.nbytes
+        """Bytes of all arrays."""
+        annotations = sum(rows.nbytes for group in (self.obs, self.obsm) for rows in group.values())
+        if self.x is None:
+            x = 0
+        elif isinstance(self.x, CsrArrays):
+            x = self.x.indptr.nbytes + self.x.indices.nbytes + self.x.values.nbytes
+        else:
+            x = self.x.nbytes
+        return self.index.nbytes + annotations + x
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Statistics:
-    """What the last epoch of a loader, or the one under way, has done so far.
+    """Counters of the current epoch of a loader, or of its last one; returned by `Loader.statistics`.
 
-    `spans` are the coalesced byte ranges of chunks, `gets` the ranged reads that were made, those of shard indexes and
-    the `retries` among them; `bytes_read` is what they gave, `in_flight_bytes` what is being read now and
-    `most_in_flight_bytes` the most that ever was. `bytes_from_mirror` are decoded. Times are seconds: `decode_s` and
-    `gather_s` are summed over threads, `wait_s` is what the consumer waited for its next minibatch, `elapsed_s` runs
-    from `iter()` to the last minibatch taken.
+    Attributes:
+        epoch: The epoch counted.
+        rows, minibatches: Rows and minibatches received by the consumer.
+        gets: Ranged reads, including reads of shard indexes and retries.
+        spans: Coalesced byte ranges of chunks.
+        retries: Reads that were repeated after a failure.
+        bytes_read: Stored bytes that the reads returned.
+        chunks_decoded: Chunks read from the store and decoded.
+        chunks_from_mirror, bytes_from_mirror: Chunks, and decoded bytes, read from the mirror.
+        in_flight_bytes, most_in_flight_bytes: Bytes being read now, and the highest value in the epoch.
+        decode_s, gather_s: Seconds spent decoding and gathering, summed over threads.
+        wait_s: Seconds that the consumer waited for minibatches.
+        elapsed_s: Seconds from `iter()` to the last minibatch received.
+
+    >>> loader = zl.Loader(dataset, batch_size=64)
+    >>> for minibatch in loader:
+    ...     pass
+    >>> statistics = loader.statistics()
+    >>> statistics  # doctest: +ELLIPSIS
+    <Statistics of epoch 0: 300 rows in 5 minibatches, ... rows/s, waited ...%; ... GETs, ... MB read, ...>
+    >>> statistics.bytes_read + statistics.bytes_from_mirror > 0, statistics.retries
+    (True, 0)
     """
 
     epoch: int
@@ -146,5 +178,5 @@ class Statistics:
 
     @property
     def wait_share(self) -> float:
-        """Share of `elapsed_s` in which the consumer waited."""
+        """Share of `elapsed_s` that the consumer spent waiting, from 0 to 1."""
         return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0

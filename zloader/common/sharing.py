@@ -1,7 +1,8 @@
-"""Large arrays on their way to DataLoader workers: all of them map one copy, instead of each getting its own.
+"""Shares large arrays with DataLoader workers: all workers map one copy instead of holding their own.
 
-A forked worker shares what its parent has. A spawned one gets a pickle, with which 100 million weights would be there
-once for every worker. So while a process is being spawned, arrays go into a file in memory that the pickle only names.
+A forked worker shares the memory of its parent. A spawned worker receives a pickle, so 100 million weights would be
+copied once per worker. While a process is being spawned, large arrays are therefore written to a file in memory, and
+the pickle holds only its path.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LARGE = 1 << 20  # bytes; smaller arrays are pickled
-# Which files the processes under way may yet open, while they live.
+# The files that each spawned process may still open. Kept while the process object lives.
 _sent: weakref.WeakKeyDictionary[Any, list[_File]] = weakref.WeakKeyDictionary()
-# The files there are, by the id of the array that each keeps alive: several may hold one array, such as weights.
+# All files by the id of their array, because several objects may hold the same array, such as weights. A file keeps its
+# array alive.
 _of_arrays: weakref.WeakValueDictionary[int, _File] = weakref.WeakValueDictionary()
 
 
 class SharesArrays:
-    """Base of what holds large arrays that do not change: they are sent to spawned processes once."""
+    """Base class for objects with large, immutable arrays: spawned processes share one copy of each array."""
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "_files"}
@@ -42,13 +44,13 @@ class SharesArrays:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy that is made meanwhile has the arrays themselves.
+        # A copy made in this process while another is being spawned gets the arrays themselves.
         values = {name: value.array if isinstance(value, _File) else value for name, value in state.items()}
-        self.__dict__.update(values)  # also of those that are frozen
+        self.__dict__.update(values)  # works for frozen dataclasses too
 
 
 class _File:
-    """A file in memory that holds an array; pickled, it becomes that array."""
+    """A file in memory that holds an array. Unpickling it gives the array."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array
@@ -68,10 +70,10 @@ class _File:
 
 
 def _mapped(path: str, identity: tuple[int, int], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """The array of a file of the process that sent it. What is written to it stays in this process."""
+    """Maps the array from a file of the sending process. Writes to it stay private to this process."""
     with Path(path).open("rb") as file:
         status = os.fstat(file.fileno())
         if (status.st_dev, status.st_ino) != identity:
-            raise FileNotFoundError(f"{path} is another file by now: the array that was sent is gone")
+            raise FileNotFoundError(f"{path} is now a different file: the process that sent the array has released it")
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return np.frombuffer(mapping, dtype).reshape(shape)

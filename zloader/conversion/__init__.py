@@ -1,1 +1,1 @@
-"""From .h5ad and other sources to a store; appending to stores and verifying them."""
+"""Convert .h5ad and other sources to a store, append rows to a store, and verify a store."""

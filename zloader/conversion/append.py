@@ -1,9 +1,9 @@
-"""More rows at the end of a store that `convert` wrote, without putting it at risk.
+"""Append rows to a store that `convert` wrote, so that the store stays readable at every moment.
 
-First everything is validated, every value of the sources among it. Then shards and small arrays grow on the grids they
-have: an object that is replaced still reads as before under the metadata of before. Those are switched last, the
-root's, which hold all others (consolidated), at the very end: a reader sees the old store or the new one. What an
-interrupted append leaves is never read, and the next one writes over it.
+First everything is validated, including every value of the sources. Then shards and small arrays are extended on their
+existing grids. A replaced object still reads correctly under the old metadata. The metadata are switched last, and the
+root's consolidated metadata at the very end, so a reader sees either the old store or the new one. The remains of an
+interrupted append are never read, and the next append overwrites them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,28 @@ from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.convert import library_settings, refuse_overlap
 from zloader.conversion.joining.content import Content
 from zloader.conversion.sources.inputs import Source, open_inputs
-from zloader.conversion.writing.appended_matrix import FittedMatrix, check_objects, check_room, extend_matrix
+from zloader.conversion.writing.appended_matrix import FittedMatrix, append_matrix, check_capacity, check_object_count
 from zloader.conversion.writing.appending import AppendPlan
 from zloader.conversion.writing.destination import Destination
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.conversion.writing.matrices import MatrixScan, Target, scan_matrix
 from zloader.conversion.writing.shards import threads
-from zloader.dataset.dataset import Dataset
+from zloader.dataset.dataset import open_locations
 
 _DEFAULTS = ConvertOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppendReport:
-    """What `append` did. `values` are those stored for X.
+    """The result of `append`: the size of the store before and after, and what was changed or left out.
 
-    `left_out` names what the sources have and the store does not, `rows_made_canonical` counts, by matrix, the new rows
-    whose genes were not ascending or came twice.
+    - `sources`, `destination`: names and URL, without secrets.
+    - `rows_before`, `rows`: rows of the store before and after.
+    - `values_before`, `values`: values stored for X before and after.
+    - `bytes_in`: stored bytes of the sources.
+    - `rows_made_canonical`: per matrix, the number of new rows whose genes were unsorted or repeated.
+    - `left_out`: elements that the sources have and the store does not, for example `["obs/batch"]`.
+    - `seconds`: wall-clock time.
     """
 
     sources: Sequence[str]
@@ -65,16 +70,30 @@ def append(
     memory: int | str = "1GiB",
     progress: bool = True,
 ) -> AppendReport:
-    """Adds the rows of one or many sources at the end of a store that `convert` wrote; sources are what it takes.
+    """Appends the rows of one or more sources to a store that `convert` wrote. It takes the same sources as `convert`.
 
-    The sources must have the genes of the store, in any order, and its layers, raw, obsm and obs columns; what else
-    they have is left out, and var, varm, varp and uns stay as they are. Values keep the dtypes of the store, new
-    categories come after the old ones. The layout stays: a store should be of the size of what is added, or larger.
+    >>> import zloader as zl
+    >>> _ = zl.convert("pbmc.h5ad", "atlas.zarr")
+    >>> report = zl.append("atlas.zarr", "more.h5ad")
+    >>> report.rows_before, report.rows
+    (60, 100)
 
-    Two appends to one store at once spoil it. A Dataset that is open meanwhile must be opened again.
-    Raises StoreNotFoundError, AccessDeniedError, SourceError, OptionError or StoreError when something does not fit,
-    before a byte is written; and StoreError when writing fails, which leaves the old store. So does Ctrl-C, unless the
-    root's metadata were on their way. When this raises, nothing is being written any more.
+    The sources must have the genes of the store, in any order, and its layers, raw, obsm and obs columns. Anything else
+    they have is left out. var, varm, varp and uns stay unchanged, values keep the dtypes of the store, and new
+    categories are added after the existing ones. Chunks and shards keep the sizes chosen by `convert`, so append to
+    stores that are at least as large as the rows to add.
+
+    - `storage_options`: s3fs options for the store, and for the sources unless `source_options` is given.
+    - `memory`: bound on the resident memory of the process, in bytes or as text such as "1GiB".
+    - `progress`: show progress on stderr if stderr is a terminal.
+
+    Do not run two appends to the same store at once: they corrupt it. A Dataset that was open during an append must be
+    reopened.
+
+    Everything is checked before the first byte is written: StoreNotFoundError, AccessDeniedError, SourceError,
+    OptionError or StoreError is raised if the sources or the store do not fit. StoreError is also raised when a write
+    fails. The store is then unchanged, as it is after Ctrl-C, unless the root's metadata were already being written.
+    After an exception nothing is written in the background.
     """
     location = location_of(url, storage_options)
     return append_to(
@@ -94,79 +113,79 @@ def append_to(
     options: ConvertOptions = _DEFAULTS,
     progress: bool = False,
 ) -> AppendReport:
-    """`append` to a Destination. Of the options only those count that bound memory."""
+    """Like `append`, with a Destination instead of a URL. Of `options`, only the memory bounds are used."""
     started = time.perf_counter()
     keep_freed_memory()
-    growth = AppendPlan(Dataset([destination.location], None))
+    plan = AppendPlan(open_locations([destination.location], None))
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         refuse_overlap(inputs, destination.location)
-        content = growth.content(inputs)
+        content = plan.content(inputs)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
         store = destination.opened()
         root = zarr.open_group(store, mode="r+", use_consolidated=False)
         matrices = [
             opened.enter_context(FittedMatrix(matrix, root[matrix.name]))
-            for matrix in growth.matrices(content, options.window)
+            for matrix in plan.matrices(content, options.window)
         ]
-        addition = _Addition(growth, content, root, matrices, bars)
+        addition = _Addition(plan, content, root, matrices, bars)
         addition.check()
         with destination.extended(store):
             addition.write(destination)
-            root.attrs["zloader"] = growth.provenance(inputs)
+            root.attrs["zloader"] = plan.provenance(inputs)
             zarr.consolidate_metadata(store)
         return AppendReport(
             sources=[source.name for source in inputs],
             destination=destination.location.url,
             bytes_in=sum(source.bytes_in for source in inputs),
-            left_out=growth.left_out(inputs),
+            left_out=plan.left_out(inputs),
             seconds=time.perf_counter() - started,
             **addition.counts(),
         )
 
 
 class _Addition:
-    """Rows on their way to the end of a store: checked first, all of them, and then written."""
+    """The rows to append: all of them are checked before the first is written."""
 
     def __init__(
-        self, growth: AppendPlan, content: Content, root: zarr.Group, matrices: Sequence[FittedMatrix], bars: Bars
+        self, plan: AppendPlan, content: Content, root: zarr.Group, matrices: Sequence[FittedMatrix], bars: Bars
     ) -> None:
-        self._growth, self._content, self._matrices, self._bars = growth, content, matrices, bars
+        self._plan, self._content, self._matrices, self._bars = plan, content, matrices, bars
         self._root: Any = root
         self._values_before = _n_values(self._root[matrices[0].name])
         self._scans: list[MatrixScan] = []
 
     def check(self) -> None:
-        """The first pass: reads everything. Raises SourceError, StoreError."""
-        for path, new in self._growth.obs(self._content):
-            check_objects(self._root[path], len(new))
+        """The first pass: reads and validates everything. Raises SourceError or StoreError."""
+        for path, new in self._plan.obs(self._content):
+            check_object_count(self._root[path], len(new))
         for matrix in self._matrices:
             advance = self._bars.add(f"reading {matrix.name}", matrix.n_reads)
             scan = scan_matrix(matrix, keep_dtype=True, advance=advance)
-            check_room(self._root[matrix.name], scan, matrix.n_rows)
+            check_capacity(self._root[matrix.name], scan, matrix.n_rows)
             self._scans.append(scan)
 
     def write(self, destination: Destination) -> None:
-        """The second pass. Raises SourceError when a source has changed, StoreError."""
-        for path, new in self._growth.obs(self._content):
+        """The second pass: writes. Raises SourceError if a source has changed since the first pass, and StoreError."""
+        for path, new in self._plan.obs(self._content):
             _extend_array(self._root[path], new)
         with threads(destination.location.url) as pool:
             target = Target(
                 root=self._root,
                 location=destination.location,
-                options=ConvertOptions(codec=self._growth.codec),
+                options=ConvertOptions(codec=self._plan.codec),
                 threads=pool,
                 bars=self._bars,
                 create_object=destination.create_object,
-                existing=self._growth.dataset.object_sizes(),
+                existing=self._plan.dataset.object_sizes(),
             )
             for matrix, scan in zip(self._matrices, self._scans, strict=True):
-                extend_matrix(matrix, scan, target)
+                append_matrix(matrix, scan, target)
 
     def counts(self) -> dict[str, Any]:
-        """What the report says of rows and values."""
-        n_rows, n_values = self._growth.dataset.n_obs, self._values_before
+        """The row and value counts of the report."""
+        n_rows, n_values = self._plan.dataset.n_obs, self._values_before
         mended = {matrix.name: scan.mended for matrix, scan in zip(self._matrices, self._scans, strict=True)}
         return {
             "rows_before": n_rows,
@@ -182,8 +201,8 @@ def _n_values(stored: Any) -> int:
 
 
 def _extend_array(array: Any, new: NDArray[Any]) -> None:
-    """Adds to a small array. zarr reads and replaces its last object."""
+    """Appends to a small array: zarr reads, extends and replaces its last object."""
     try:
         array.append(new)
     except (ValueError, RuntimeError) as error:
-        raise StoreError(f"cannot add to {array.path}, whose last object may be damaged: {error}") from error
+        raise StoreError(f"cannot append to {array.path}, its last object may be damaged: {error}") from error

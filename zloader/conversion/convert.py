@@ -1,12 +1,12 @@
-"""AnnData -> sharded Zarr v3, in two passes over windows of rows.
+"""Convert AnnData to sharded Zarr v3, in two passes over windows of rows.
 
-The first pass reads every value once: it validates the sources, finds the smallest lossless dtypes, and counts the
-values that are left when rows are canonical. Only then is anything at the destination replaced. The second pass reads
-the same windows again and stores them. Everything small (obs, var, obsm, varm, obsp, varp, uns) goes through anndata,
-one element at a time.
+The first pass reads every value once. It validates the sources, finds the smallest lossless dtypes, and counts the
+values that remain once the rows are canonical. Nothing at the destination is replaced before it has finished. The
+second pass reads the same windows again and stores them. The small elements (obs, var, obsm, varm, obsp, varp, uns) are
+written by anndata, one at a time.
 
-What the first pass found is kept in a journal at the destination. With it an interrupted conversion can be resumed: the
-shards that are there are checked and kept, and windows are read from the first row that is missing.
+The results of the first pass are saved in a journal at the destination, so an interrupted conversion can be resumed:
+existing shards are checked and kept, and reading starts at the first missing row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zloader.conversion.joining.shuffled import ShuffledContent, arranged
 from zloader.conversion.sources.inputs import Input, Source, open_inputs
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.destination import Destination, PendingStore
-from zloader.conversion.writing.elements import ElementWriter, Rehearsal
+from zloader.conversion.writing.elements import DryRunWriter, ElementWriter
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.conversion.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.conversion.writing.shards import threads
@@ -49,10 +49,15 @@ _EVERYTHING = Selection()
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """What `convert` did. `values` are those stored for X; `dtypes_changed` reads `{"X/data": "float32 -> uint8"}`.
+    """The result of `convert`: what was read, what was stored, and what changed on the way.
 
-    `rows_made_canonical` counts, by matrix, the rows whose genes were not ascending or came twice; `dropped` names what
-    several sources cannot share.
+    - `sources`, `destination`: names and URL, without secrets.
+    - `rows`, `genes`, `values`: the shape of X and the number of values stored for it.
+    - `bytes_in`, `bytes_out`: stored bytes of the sources and of the store.
+    - `dtypes_changed`: the narrowed arrays, for example `{"X/data": "float32 -> uint8"}`.
+    - `rows_made_canonical`: per matrix, the number of rows whose genes were unsorted or repeated.
+    - `dropped`: elements that cannot be joined over several sources, for example `["uns/neighbors"]`.
+    - `seconds`: wall-clock time.
     """
 
     sources: Sequence[str]
@@ -80,20 +85,31 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
     resume: bool = False,
     progress: bool = True,
 ) -> ConversionReport:
-    """Writes one or many AnnData as one sharded AnnData Zarr v3 store to a local path or `s3://` URL.
+    """Converts one or more AnnData into a single sharded AnnData Zarr v3 store at a local path or `s3://` URL.
 
-    A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file or .mtx directory
-    (with scanpy), each as local path, fsspec URL or glob, or an AnnData in memory. `storage_options` are s3fs's, for
-    the destination and, unless there are `source_options`, for the sources. CSC becomes CSR, dense stays dense, dtypes
-    shrink where that loses nothing; several sources become what `anndata.concat` makes of them (see Selection).
+    A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file, a 10x .mtx directory
+    (both need scanpy), or an AnnData in memory. Files are given as local paths, fsspec URLs or globs. Several sources
+    are joined like `anndata.concat` joins them; `select` chooses the parts and genes to store (see `Selection`).
 
-    A store that is there is replaced only with `overwrite`, and not before all sources have been read once; what an
-    interrupted conversion left is replaced without, or with `resume` gone on with, after the last shard that is whole.
-    Nothing else is ever deleted: a destination is refused that holds objects which belong to no AnnData store, or that
-    lies inside a Zarr hierarchy.
-    `progress` is shown on stderr if that is a terminal. When this raises, Ctrl-C included, nothing is being written any
-    more.
-    Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError, StoreError.
+    >>> import zloader as zl
+    >>> report = zl.convert("pbmc.h5ad", "pbmc.zarr")
+    >>> report.rows, report.genes
+    (60, 300)
+    >>> report.dtypes_changed["X/data"]
+    'float32 -> uint8'
+
+    CSC matrices become CSR and dense matrices stay dense. Dtypes are narrowed where no value changes, unless
+    `options.preserve_dtype` is set.
+
+    - `storage_options`: s3fs options for the destination, and for the sources unless `source_options` is given.
+    - `overwrite`: replace an existing store. It is replaced only after every source has been read once.
+    - `resume`: continue an interrupted conversion after its last complete shard. Without `resume` its remains are
+      replaced, which does not need `overwrite`.
+    - `progress`: show progress on stderr if stderr is a terminal.
+
+    Nothing else is ever deleted: a destination inside a Zarr hierarchy, or one with objects that do not belong to an
+    AnnData store, is refused. After an exception, including Ctrl-C, nothing is written in the background.
+    Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError or StoreError.
     """
     location = location_of(dest, storage_options)
     return convert_to(
@@ -119,7 +135,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     resume: bool = False,
     progress: bool = False,
 ) -> ConversionReport:
-    """`convert` to a Destination."""
+    """Like `convert`, with a Destination instead of a URL."""
     started = time.perf_counter()
     keep_freed_memory()
     with contextlib.ExitStack() as opened:
@@ -133,9 +149,10 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         destination.check(overwrite=overwrite or journal is not None)
         matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
         if not matrices or matrices[0].name != "X":
-            there = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
+            layers = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
             raise SourceError(
-                f"{inputs[0].name} has no X: not an AnnData to train on. It holds: {there}. Choose one as X (--x)"
+                f"{inputs[0].name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
+                "matrix as X with x=... (--x)"
             )
         if journal is None:
             conversion.check_elements()
@@ -164,24 +181,24 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
 
 
 def refuse_overlap(inputs: Sequence[Input], location: Location) -> None:
-    """Raises OptionError where a source and the destination are the same, or one of them lies in the other."""
+    """Raises OptionError if a source and the destination are the same, or if one contains the other."""
     for source in inputs:
-        if source.identity() and not _is_apart(source.name, location):  # an AnnData in memory lies nowhere
+        if source.identity() and not _is_apart(source.name, location):  # an AnnData in memory has no location
             raise OptionError(
-                f"cannot convert {source.name} to {location.url}: one lies within the other. Choose another place"
+                f"cannot convert {source.name} to {location.url}: one lies within the other. Choose another destination"
             )
 
 
 def _is_apart(source: str, location: Location) -> bool:
     if "://" in source or location.scheme != "file":
         one, other = (f"{url.rstrip('/')}/" for url in (source, location.url))
-        return one not in other and other not in one  # also in a chain of URLs, such as zip://...::s3://...
+        return one not in other and other not in one  # `in` also covers chained URLs, such as zip://...::s3://...
     path, destination = Path(source).resolve(), Path(location.path).resolve()
     return path != destination and path not in destination.parents and destination not in path.parents
 
 
 def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype[Any], np.dtype[Any]]]:
-    """Name, original and stored dtype of each array."""
+    """The name, source dtype and stored dtype of each array of a matrix."""
     if matrix.encoding == "dense":
         return [(matrix.name, matrix.dtype, scan.data)]
     return [
@@ -192,9 +209,10 @@ def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype
 
 @contextlib.contextmanager
 def library_settings() -> Iterator[None]:
-    """zarr stores chunks of zeros too, so that a missing one is an error; anndata writes what it can read.
+    """Sets zarr and anndata up for writing; the caller's settings are restored at the end.
 
-    zarr's own pipeline is used, whichever the caller prefers: others write in threads that PendingStore knows not of.
+    zarr also stores chunks that are all zeros, so a missing chunk is always an error. Its own codec pipeline is used
+    even if the caller has configured another, because others write in threads that PendingStore cannot wait for.
     """
     settings = {
         "array.write_empty_chunks": True,
@@ -205,15 +223,15 @@ def library_settings() -> Iterator[None]:
         zarr.config.set(settings),
         ad.settings.override(allow_write_nullable_strings=True, auto_shard_zarr_v3=False),
     ):
-        # That consolidated metadata, fixed-length strings, dates and records are not in the Zarr v3 specification yet:
-        # AnnData needs them.
+        # These warn that consolidated metadata, fixed-length strings, dates and records are not in the Zarr v3
+        # specification yet. AnnData needs all of them.
         warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
         warnings.simplefilter("ignore", zarr.errors.UnstableSpecificationWarning)
         yield
 
 
 class _Conversion:
-    """The two passes over what the sources hold."""
+    """The two passes over the content of the sources."""
 
     def __init__(
         self,
@@ -227,7 +245,7 @@ class _Conversion:
         self._options, self._bars = options, bars
 
     def identity(self) -> dict[str, Any]:
-        """What decides the bytes of the store."""
+        """Everything that determines the bytes of the store, as plain JSON types."""
         options = dataclasses.asdict(self._options)
         del options["memory"], options["window_bytes"]
         whole = {
@@ -240,9 +258,9 @@ class _Conversion:
         return plain
 
     def journal_to_resume(self, destination: Destination) -> dict[str, Any] | None:
-        """What was interrupted, if it was this; None if there is nothing to go on with."""
+        """The journal of an interrupted run of this conversion, or None. Raises StoreError if it was another one."""
         if not all(source.identity() for source in self._inputs):
-            raise OptionError("a conversion of an AnnData in memory cannot be resumed: run it again without resume")
+            raise OptionError("converting an AnnData in memory cannot be resumed: run it again without resume")
         journal = destination.journal()
         if journal is None:
             return None
@@ -250,9 +268,9 @@ class _Conversion:
         differing = [part for part in now if before.get(part) != now[part]]
         if differing:
             raise StoreError(
-                f"what was interrupted at {destination.location.url} was another conversion: {', '.join(differing)} "
-                f"differ ({_difference(before.get(differing[0]), now[differing[0]])}). Give the same again, or convert "
-                "anew without --resume"
+                f"cannot resume at {destination.location.url}, because a different conversion was interrupted there: "
+                f"{', '.join(differing)} differ ({_difference(before.get(differing[0]), now[differing[0]])}). Repeat "
+                "the original arguments, or convert again without --resume"
             )
         return journal
 
@@ -264,7 +282,7 @@ class _Conversion:
     def write(
         self, destination: Destination, store: PendingStore, matrices: list[tuple[SourceMatrix, MatrixScan]]
     ) -> None:
-        """The second pass, and all the rest."""
+        """The second pass: writes the small elements, then every matrix, then the consolidated metadata."""
         existing = destination.objects()
         root = zarr.create_group(store, zarr_format=3, attributes=self._root_attributes())
         self._write_elements(ElementWriter(root, self._options, of=self._names()))
@@ -294,15 +312,15 @@ class _Conversion:
         return {"encoding-type": "anndata", "encoding-version": "0.1.0", "zloader": provenance}
 
     def check_elements(self) -> None:
-        """Raises SourceError for anything but the matrices that cannot be stored."""
-        self._write_elements(Rehearsal(self._options, of=self._names()))
+        """Raises SourceError if an element cannot be stored. Matrices are checked by `scan`."""
+        self._write_elements(DryRunWriter(self._options, of=self._names()))
 
     def _names(self) -> str:
         return listed((source.name for source in self._inputs), 3)
 
     def _write_elements(self, writer: ElementWriter) -> None:
         content = self._content
-        columns = ((name, content.obs_column(name)) for name in content.obs_columns)  # one at a time
+        columns = ((name, content.obs_column(name)) for name in content.obs_columns)  # lazy: one column in memory
         writer.write_frame("obs", content.obs_names(), columns, content.obs_columns)
         writer.write("var", content.var)
         if content.raw_var is not None:
@@ -316,11 +334,11 @@ class _Conversion:
 
 
 def _difference(before: Any, now: Any) -> str:
-    """The first part in which two documents differ."""
+    """Describes the first difference between two JSON documents."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in now:
             if before.get(key) != now[key]:
                 return f"{key}: {_difference(before.get(key), now[key])}"
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return next(_difference(a, b) for a, b in zip(before, now, strict=True) if a != b)
-    return f"{before!r} then, {now!r} now"
+    return f"was {before!r}, now {now!r}"

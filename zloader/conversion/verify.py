@@ -1,4 +1,7 @@
-"""Whether a store is whole and sound, and whether it holds what its sources hold: everything wrong is named."""
+"""Verify that a store is complete and intact and, on request, that it holds the values of its sources.
+
+Every stored byte is read once, in a few threads. Problems are collected instead of raised, so one run reports them all.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,20 @@ from zloader.conversion.writing.encode import working_bytes
 from zloader.conversion.writing.ownership import MARKER
 from zloader.dataset.dataset import Dataset, open_dataset
 
-_THREADS = 8  # enough for the latency of S3; on few cores they cost nothing
-_THREAD_BYTES = 24 * MiB  # that a thread holds: stored bytes, and a few chunks decoded
+_THREADS = 8  # enough to hide the latency of S3; on a machine with few cores they cost nothing
+_THREAD_BYTES = 24 * MiB  # memory per thread: stored bytes and a few decoded chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What `verify` has seen of a store, and the `problems` that it found: at most 100, then how many more there are.
+    """The result of `verify`: `ok`, the `problems` found, and how much was read.
 
-    `values` counts the elements of all `arrays`, `bytes_read` are those of the `objects`. `against` names the sources
-    that the store was compared with.
+    - `problems`: at most 100, each with a place (`where`) and a description (`what`), then the number of further ones.
+    - `rows`, `genes`: the shape of X.
+    - `objects`, `arrays`, `chunks`, `values`: stored objects, arrays, chunks, and elements of all arrays.
+    - `bytes_read`: stored bytes read from the objects.
+    - `against`: the names of the sources that the store was compared with.
+    - `seconds`: wall-clock time.
     """
 
     url: str
@@ -51,7 +58,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if no problem was found."""
         return not self.problems
 
 
@@ -64,15 +71,23 @@ def verify(
     memory: int | str = "1GiB",
     progress: bool = True,
 ) -> Verification:
-    """Reads all of the store at a local path or `s3://` URL, and says what is wrong with it.
+    """Reads the whole store at a local path or `s3://` URL and reports everything that is wrong with it.
 
-    Every object must be there and belong to an array, every checksum match, every chunk decode; shapes must fit, X,
-    layers and raw/X be canonical CSR (or dense). With `against`, sources as `convert` takes them, every value is
-    compared with what `convert` would store. `storage_options` are s3fs's, for the store and, unless there are
-    `source_options`, for the sources; `memory` bounds what is held, `progress` is shown on
-    stderr if that is a terminal.
-    Raises StoreNotFoundError and AccessDeniedError; SourceError and OptionError for sources that cannot be opened;
-    StoreError for reads that fail for other reasons than damage.
+    >>> import zloader as zl
+    >>> _ = zl.convert("pbmc.h5ad", "verified.zarr")
+    >>> zl.verify("verified.zarr", against="pbmc.h5ad").ok
+    True
+
+    Every object must exist and belong to an array, every checksum must match, and every chunk must decode. Shapes must
+    agree, and X, layers and raw/X must be canonical CSR or dense.
+
+    - `against`: sources, as for `convert`. Every value is compared with the value that `convert` would store.
+    - `storage_options`: s3fs options for the store, and for the sources unless `source_options` is given.
+    - `memory`: bound on the resident memory of the process, in bytes or as text such as "1GiB".
+    - `progress`: show progress on stderr if stderr is a terminal.
+
+    Raises StoreNotFoundError and AccessDeniedError, SourceError and OptionError if a source cannot be opened, and
+    StoreError if a read fails for a reason other than damage.
     """
     started = time.perf_counter()
     location = location_of(url, storage_options)
@@ -106,7 +121,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """How much was looked at."""
+    """How much was checked."""
 
     objects: int
     rows: int = 0
@@ -118,13 +133,13 @@ class _Seen:
 
 
 def _opened(location: Location, findings: Findings) -> Dataset | None:
-    """The store, unless it is so damaged that nothing else can be said."""
+    """The store; None, after adding the finding, if it is too damaged to open."""
     try:
         return open_dataset(location.url, storage_options=location.storage_options)
     except (FormatError, TruncatedObjectError) as error:
-        there = location.listing()
-        if MARKER in there and "zarr.json" not in there:
-            findings.add(MARKER, "its conversion did not end: convert --resume, or convert again")
+        keys = location.listing()
+        if MARKER in keys and "zarr.json" not in keys:
+            findings.add(MARKER, "its conversion did not finish: run convert with --resume, or convert again")
         else:
             findings.add("zarr.json", error)
         return None
@@ -132,7 +147,7 @@ def _opened(location: Location, findings: Findings) -> Dataset | None:
 
 @contextlib.contextmanager
 def _threads(memory: int | str) -> Iterator[Executor]:
-    """Threads that read; an error or Ctrl-C drops what they had not begun."""
+    """Threads for reading; an error or Ctrl-C cancels the reads that have not started."""
     n_threads = max(1, min(_THREADS, working_bytes(memory) // _THREAD_BYTES))
     with ThreadPoolExecutor(n_threads, thread_name_prefix="zloader-verify") as pool:
         try:
@@ -142,7 +157,7 @@ def _threads(memory: int | str) -> Iterator[Executor]:
 
 
 def _check(hierarchy: Hierarchy, findings: Findings, pool: Executor, bars: Bars) -> _Seen:
-    """All that a store says about itself."""
+    """Checks the objects, shapes and chunks of a store, without its sources."""
     hierarchy.check_objects()
     hierarchy.check_shapes()
     advance = bars.add("verifying", sum(array.size for array in hierarchy.arrays.values()))

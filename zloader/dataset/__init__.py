@@ -1,1 +1,1 @@
-"""Stores opened as one table: rows, columns, views, splits, costs, quality."""
+"""Datasets: opening stores as one table, views and splits, and what an epoch costs and how well it mixes."""

@@ -1,15 +1,14 @@
-"""What an epoch costs: GETs and bytes, counted before they are spent.
+"""Counts the GETs and bytes of an epoch before it runs.
 
-The cost is counted, not guessed: the plan's own fetches become chunks, spans and reads by the functions that the
-reader uses, with the real shard indexes, which are all that is read for it beside indptr. Walking a fetch takes some
-7 ms (4 million rows, 245 fetches: 2 s), so of a longer epoch only some fetches are walked (100 million rows of 1 460
-values: 4 fetches, the indexes of 1 300 shards, 60 MB).
+The counts come from the plan's own fetches and the planner that the reader uses, so nothing is guessed. Only indptr and
+the shard indexes are read. Planning one fetch takes about 7 ms (245 fetches of 4 million rows: 2 s), so a longer epoch
+is sampled: for 100 million rows of 1 460 values, it plans 4 fetches and reads the indexes of 1 300 shards (60 MB).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
@@ -23,20 +22,11 @@ from zloader.dataset.summary import stored_bytes
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import shares
-from zloader.reading.reader import PADDING_BYTES
-from zloader.storage.layout import (
-    ArrayLayout,
-    MatrixLayout,
-    chunk_spans,
-    chunks_of,
-    closed,
-    distinct,
-    total_bytes,
-    widened,
-)
+from zloader.reading.read_plan import ReadPlanner, planner_of
+from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, total_bytes
 
-MOST_FETCHES = 256  # an epoch of more is walked in part
-SAMPLED_FETCHES = 4  # each of hundreds of blocks from all over the dataset
+MOST_FETCHES = 256  # a longer epoch is sampled
+SAMPLED_FETCHES = 4  # a few are enough, because each has hundreds of blocks from all over the dataset
 
 Indexes = Mapping[int, NDArray[np.uint64]]
 _DEFAULTS = FetchOptions()
@@ -44,9 +34,9 @@ _DEFAULTS = FetchOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCost:
-    """GETs and bytes that the values of one epoch take, shard indexes included, as Loader.statistics() counts them.
+    """GETs and bytes of an epoch, including the shard indexes, as Loader.statistics() counts them.
 
-    `exact` is False where some fetches stand for all; with a mirror it is then an upper bound.
+    `exact` is False if the epoch was sampled. The cost is then an estimate without a mirror, an upper bound with one.
     """
 
     gets: int
@@ -56,7 +46,7 @@ class EpochCost:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCosts:
-    """One epoch without a mirror, and the first one that fills a mirror; the epochs after that one read nothing."""
+    """The cost of an epoch without a mirror, and of the first epoch that fills one. Later epochs read nothing."""
 
     unmirrored: EpochCost
     first_mirrored: EpochCost
@@ -67,23 +57,22 @@ def epoch_costs(
 ) -> EpochCosts:
     """Counts the reads that an epoch of `plan` makes for the matrix `x`; reads its indptr and shard indexes.
 
-    An epoch of more than `most_fetches` is walked in part.
-    Raises FormatError for a matrix that cannot be read, and any ReadError.
+    An epoch of more than `most_fetches` fetches is sampled.
+    Raises FormatError if the matrix cannot be read, and any ReadError.
     """
     stores = list(zip(dataset.stores, dataset.matrices(x), strict=True))
     ends = np.cumsum([matrix.n_rows for _, matrix in stores], dtype=np.int64)
-    numbers = _walked(plan, most_fetches)
+    numbers = _sampled(plan, most_fetches)
     exact = len(numbers) == plan.n_fetches
     every, first = _Count(), _Count()
     for (store, matrix), fetches in zip(stores, _rows_by_store(plan, ends, numbers), strict=True):
         steps = list(_chunks_by_array(matrix, store.indptr(matrix), fetches))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
-            indexes = read_indexes(store, array, _shards(array, wanted), options)
-            every.add(array, wanted, indexes, options)
-            run = array.chunks_in(options.least_read_bytes, store.object_sizes()) if plan.sweeps else 1
-            gap = int(options.gap_bytes / max(1.0, array.chunk_bytes(store.object_sizes())))
-            first.add(array, _unseen(array, wanted, run, gap), indexes, replace(options, gap_bytes=PADDING_BYTES))
-            # Fetches that were not walked touch the other shards, too.
+            planner = planner_of(array, options, store.object_sizes(), sweeping=plan.sweeps)
+            indexes = read_indexes(store, array, _shards(planner, wanted), options)
+            every.add(planner, wanted, indexes, into_mirror=False)
+            first.add(planner, _unseen(planner, wanted), indexes, into_mirror=True)
+            # In a sampled epoch, the other fetches need the other shards, too.
             with_index = _indexed(store, array, indexes if exact else range(array.n_shards))
             for count in (every, first):
                 count.add_indexes(array, with_index)
@@ -94,15 +83,15 @@ def epoch_costs(
 
 
 def _at_most(stores: Sequence[tuple[OpenedStore, MatrixLayout]], unmirrored: EpochCost) -> EpochCost:
-    """With a mirror no chunk is read twice, so an epoch takes no more than the whole matrix, chunk by chunk."""
+    """The upper bound with a mirror: it reads no chunk twice, so at most the whole matrix, one GET per chunk."""
     arrays = [(store, array) for store, matrix in stores for array in matrix.arrays]
     chunks = sum(array.n_chunks + array.n_shards for _, array in arrays)
     whole = sum(stored_bytes(store, array) for store, array in arrays)
     return EpochCost(gets=min(chunks, unmirrored.gets), bytes_read=min(whole, unmirrored.bytes_read), exact=False)
 
 
-def _walked(plan: Plan, most_fetches: int) -> Sequence[int]:
-    """The fetches to walk: all, or some that are spread evenly, without the last, which may be short."""
+def _sampled(plan: Plan, most_fetches: int) -> Sequence[int]:
+    """The fetches to plan: all, or an evenly spaced few, without the last one, which may be short."""
     if plan.n_fetches <= most_fetches:
         return range(plan.n_fetches)
     numbers: list[int] = np.unique(np.linspace(0, max(0, plan.n_fetches - 2), SAMPLED_FETCHES).astype(int)).tolist()
@@ -110,7 +99,7 @@ def _walked(plan: Plan, most_fetches: int) -> Sequence[int]:
 
 
 def _rows_by_store(plan: Plan, ends: Rows, numbers: Sequence[int]) -> list[list[Rows]]:
-    """For each store the rows that each fetch takes of it, counted from its first."""
+    """For each store, the rows that each fetch takes from it, counted from the store's first row."""
     taken: list[list[Rows]] = [[] for _ in ends]
     begins = np.append(0, ends[:-1])
     for number in numbers:
@@ -123,15 +112,14 @@ def _rows_by_store(plan: Plan, ends: Rows, numbers: Sequence[int]) -> list[list[
 def _chunks_by_array(
     matrix: MatrixLayout, indptr: NDArray[np.integer] | None, fetches: Sequence[Rows]
 ) -> Iterator[list[Rows]]:
-    """For each fetch the chunks that it needs of each array."""
+    """For each fetch, the chunks that it needs from each array."""
     for rows in fetches:
         starts, stops = matrix.elements_of(rows, indptr)
         yield [chunks_of(starts, stops, array.chunk_elements) for array in matrix.arrays]
 
 
-def _shards(array: ArrayLayout, wanted: Sequence[Rows]) -> list[int]:
-    found: list[int] = distinct(np.concatenate([np.empty(0, np.int64), *wanted]) // array.chunks_per_shard).tolist()
-    return found
+def _shards(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[int]:
+    return planner.shards(np.concatenate([np.empty(0, np.int64), *wanted]))
 
 
 def _indexed(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> int:
@@ -139,17 +127,15 @@ def _indexed(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> i
     return sum(array.sharded and array.shard_key(shard) in store.objects for shard in shards)
 
 
-def _unseen(array: ArrayLayout, wanted: Sequence[Rows], run: int, gap: int) -> list[Rows]:
-    """The chunks that each fetch reads where a mirror keeps them.
-
-    All but the first take whole runs of chunks, and all what lies in gaps of at most so many chunks.
-    """
-    seen = np.zeros(array.n_chunks, bool)
+def _unseen(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[Rows]:
+    """The chunks that each fetch reads when a mirror keeps those of the fetches before it."""
+    seen = np.zeros(planner.layout.n_chunks, bool)
     unseen = []
     for turn, chunks in enumerate(wanted):
-        wide = chunks if seen[chunks].all() else closed(array, widened(array, chunks, run if turn else 1), gap)
-        unseen.append(wide[~seen[wide]])
-        seen[wide] = True
+        # As in ArrayReader.fill_mirror, a fetch that finds all its chunks reads nothing around them.
+        planned = chunks if seen[chunks].all() else planner.chunks_to_mirror(chunks, first_fetch=not turn)
+        unseen.append(planned[~seen[planned]])
+        seen[planned] = True
     return unseen
 
 
@@ -160,22 +146,20 @@ class _Count:
     index_gets: int = 0
     index_bytes: int = 0
 
-    def add(self, array: ArrayLayout, wanted: Sequence[Rows], indexes: Indexes, options: FetchOptions) -> None:
-        """Counts the reads that bring the chunks of each fetch."""
+    def add(self, planner: ReadPlanner, wanted: Sequence[Rows], indexes: Indexes, *, into_mirror: bool) -> None:
+        """Counts the reads for the chunks of each fetch."""
         for chunks in wanted:
-            spans, _ = chunk_spans(
-                array, chunks, indexes, gap_bytes=options.gap_bytes, max_read_bytes=options.max_read_bytes
-            )
+            spans, _ = planner.spans(chunks, indexes, into_mirror=into_mirror)
             self.gets += len(spans)
             self.n_bytes += total_bytes(spans)
 
-    def add_indexes(self, array: ArrayLayout, shards: int) -> None:
-        """Counts the index of each of so many shards."""
-        self.index_gets += shards
-        self.index_bytes += shards * array.index_bytes
+    def add_indexes(self, array: ArrayLayout, n_shards: int) -> None:
+        """Counts the reads of the indexes of `n_shards` shards."""
+        self.index_gets += n_shards
+        self.index_bytes += n_shards * array.index_bytes
 
     def cost(self, scale: float | None = None) -> EpochCost:
-        """The epoch's cost; with a `scale`, of one that is so many times what was walked."""
+        """The epoch's cost; `scale` extrapolates from a sample to the epoch."""
         return EpochCost(
             gets=round(self.gets * (scale or 1)) + self.index_gets,
             bytes_read=round(self.n_bytes * (scale or 1)) + self.index_bytes,
@@ -186,9 +170,10 @@ class _Count:
 def read_indexes(
     store: OpenedStore, array: ArrayLayout, shards: Sequence[int], options: FetchOptions = _DEFAULTS
 ) -> dict[int, NDArray[np.uint64]]:
-    """The index of each shard: offset and size of its chunks. One GET each, none for arrays without shards.
+    """The index of each shard: the offset and size of its chunks.
 
-    Raises MissingObjectError for a shard that must be there, and any ReadError.
+    Costs one GET per shard, or none if the array has no shards. Raises MissingObjectError if a required shard is
+    missing, and any ReadError.
     """
     sizes = store.object_sizes()
     indexes: dict[int, NDArray[np.uint64]] = {}

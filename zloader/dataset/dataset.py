@@ -1,11 +1,15 @@
-"""One or many stores opened as one dataset, and views of it: some of its rows, as datasets of their own."""
+"""Datasets, as `open_dataset` returns them, and views of some of their rows.
+
+A Dataset consists of the opened stores, their Observations (obs and obsm) and their Matrices (X, layers, genes). A View
+shares these three with its dataset and adds a set of rows, at one bit per row of the dataset.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast, overload
 
@@ -17,17 +21,19 @@ from numpy.typing import NDArray
 from zloader.access.location import Location, location_of
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.options import Cache, FetchOptions
-from zloader.common.records import MinibatchArrays, Rows
-from zloader.dataset.annotated import each
+from zloader.common.records import CsrArrays, MinibatchArrays, Rows
+from zloader.dataset.base import BaseDataset
+from zloader.dataset.matrices import Matrices, X, as_scipy
+from zloader.dataset.observations import Observations
+from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Shares, split_rows
-from zloader.dataset.store import open_stores
-from zloader.dataset.table import Table, X
 from zloader.dataset.views import Condition, RowSet, Within, mask_of
-from zloader.order.sampling import Sampling
+from zloader.order.sampling import Sampling, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.expressions import Mask
 
 URL = str | os.PathLike[str]
+_DEFAULTS = FetchOptions()
 
 
 def open_dataset(
@@ -37,38 +43,56 @@ def open_dataset(
     storage_options: Mapping[str, Any] | None = None,
     offline: bool = False,
 ) -> Dataset:
-    """Opens the AnnData store at a local path or URL; or several, in this order, as one dataset.
+    """Opens an AnnData Zarr store, or several stores in the given order, as one Dataset.
 
-    URLs begin with `file://`, `s3://`, `gs://`, `http://` or `https://`.
-    A URL may also be that of an annbatch collection. All stores must have the same genes in the same order.
-    `cache` is the directory (or zl.Cache) that keeps mirrors, best on a local NVMe disk; None keeps none.
-    `storage_options`, for all URLs, are s3fs's (key, secret, token, anon, profile, endpoint_url, client_kwargs); of
-    gcsfs's, token and endpoint_url; of a web server's, headers. A pickle of the dataset carries them.
-    `offline` opens what the cache holds of it, without a request; a read of what it does not hold raises ReadError.
-    Raises StoreNotFoundError, AccessDeniedError or FormatError; CacheError where there is no mirror to open offline.
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("atlas.zarr", cache="cache")
+    >>> dataset.n_obs, dataset.n_vars, dataset.obs_columns
+    (1000, 50, ['cell_type', 'donor', 'n_counts'])
+
+    - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `http://` or `https://`; or a list of
+      them. Each is an AnnData store or an annbatch collection. All stores need the same genes in the same order.
+    - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
+      epoch reads from the stores.
+    - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
+      client_kwargs); for GCS token and endpoint_url; for web servers headers. They are part of a pickled dataset.
+    - `offline`: open from the cache alone, without any network request. Reading values that are not in the cache then
+      raises ReadError.
+
+    Opening reads metadata only. Raises StoreNotFoundError, AccessDeniedError or FormatError if a store cannot be
+    opened, OptionError for unusable arguments, and CacheError if there is no mirror to open offline.
     """
     urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
     if cache is not None and not isinstance(cache, Cache):
-        cache = Cache(directory=cast("Path", cache))  # which looks at what it is
+        cache = Cache(directory=cast("Path", cache))  # Cache checks the type
     for each_url in urls:
         if not isinstance(each_url, str | os.PathLike):
             raise OptionError(
-                f"a store is opened by its path or URL, not by an object of type {type(each_url).__name__}. An AnnData "
-                "in memory becomes a store with zl.convert(adata, 'x.zarr')"
+                f"a store is opened by its path or URL, not by an object of type {type(each_url).__name__}. To make a "
+                "store of an AnnData in memory, run zl.convert(adata, 'x.zarr')"
             )
-    return Dataset([location_of(each_url, storage_options) for each_url in urls], cache, offline=offline)
+    return open_locations([location_of(each_url, storage_options) for each_url in urls], cache, offline=offline)
+
+
+def open_locations(locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> Dataset:
+    """Opens the stores at some locations as one Dataset. Raises FormatError if their genes differ."""
+    opened = open_all(locations, cache, offline=offline)
+    matrices = Matrices(opened)
+    matrices.require_same_genes("var")
+    return Dataset(opened, Observations(opened), matrices)
 
 
 def require_dataset(dataset: Any) -> None:
-    """Raises OptionError for what `open_dataset` does not give."""
+    """Raises OptionError unless `dataset` is a Dataset, which includes views."""
     if not isinstance(dataset, Dataset):
-        raise OptionError(f"dataset must be what zl.open_dataset gives, not {dataset!r:.100}")
+        raise OptionError(f"dataset must be a Dataset from zl.open_dataset, not {dataset!r:.100}")
 
 
 def _reopen(
     locations: Sequence[Location], cache: Cache | None, offline: bool, fingerprints: Mapping[str, str]
 ) -> Dataset:
-    dataset = Dataset(locations, cache, offline=offline)
+    """Unpickles a Dataset. Raises StoreChangedError if a store has changed since."""
+    dataset = open_locations(locations, cache, offline=offline)
     found = {store.location.url: store.fingerprint for store in dataset.stores}
     for url in [*found, *fingerprints]:
         if found.get(url) != fingerprints.get(url):
@@ -76,46 +100,70 @@ def _reopen(
     return dataset
 
 
-class Dataset(Table):
-    """One or several stores seen as one table of rows. Made by `open_dataset`."""
+class Dataset(BaseDataset):
+    """One or several AnnData stores as one table of rows x genes. Made by `zl.open_dataset`.
 
-    def __init__(self, locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> None:
-        if not locations:
-            raise OptionError("there is nothing to open: give at least one URL")
-        self._locations = list(locations)
-        self._offline = offline
-        opened = each(partial(open_stores, cache=cache, offline=offline), self._locations)
-        super().__init__([store for stores in opened for store in stores], cache)
-        self._require_same_genes("var")
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("atlas.zarr")
+    >>> dataset
+    <Dataset atlas.zarr: 1000 rows x 50 genes>
+    >>> dataset.obs(["cell_type"])["cell_type"].value_counts().to_dict()
+    {'B': 500, 'T': 500}
+    >>> dataset.take([5, 3, 99]).shape
+    (3, 50)
+    >>> dataset.where("cell_type == 'T' and n_counts > 100")
+    <View of atlas.zarr: 450 of 1000 rows x 50 genes>
+    >>> train, test = dataset.split([0.8, 0.2], by="donor")
+    >>> len(train), len(test)
+    (800, 200)
+
+    The rows of several stores follow one another. A pickled dataset holds URLs and options, but no values.
+    Unpickling opens the stores again, and raises StoreChangedError if one of them has changed.
+    """
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         fingerprints = {store.location.url: store.fingerprint for store in self.stores}
-        return _reopen, (self._locations, self.cache, self._offline, fingerprints)
+        return _reopen, (self._opened.locations, self.cache, self._opened.offline, fingerprints)
 
     def __repr__(self) -> str:
         return f"<Dataset {self.url}: {self.n_obs} rows x {self.n_vars} genes>"
 
+    def __len__(self) -> int:
+        return self.n_obs
+
     def __getitem__(self, index: Any) -> NoReturn:
-        """Raises OptionError: rows are read together, by a Loader or `take`, and not one by one."""
+        """Raises OptionError: use a Loader or `take`, which read many rows at once."""
         raise OptionError(
-            f"{self.url} is not read row by row, as dataset[...] or torch's DataLoader(dataset) would: iterate over "
-            "zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) gives some rows "
-            "as an AnnData, dataset.where(rows) a view of them"
+            f"{self.url} cannot be indexed row by row, as dataset[...] or torch's DataLoader(dataset) do: iterate over "
+            "zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) returns some "
+            "rows as an AnnData, dataset.where(rows) returns a view of them"
         )
 
     @property
     def whole(self) -> Dataset:
-        """The dataset that `minibatch.index` counts the rows of: this one, or of a view the one it is a view of."""
+        """The dataset whose rows `minibatch.index` counts: the dataset itself, or the dataset that a view is of."""
         return self
 
     def where(self, condition: Condition) -> View:
-        """The rows that an expression such as `"cell_type == 'T' and n_counts > 500"` holds for, as a view.
+        """A view of the rows that satisfy an expression, a boolean mask, or a list of row numbers.
 
-        An expression compares obs columns with constants or with each other (==, !=, <, <=, >, >=, in, not in, joined
-        by and, or and not); a row without a value is in no comparison. A column of booleans may stand by itself where
-        none is missing; else compare it with True or False. Back-quotes hold any name: "`cell type` == 'T'". Or
-        `condition` is a boolean mask over the rows, or their numbers, each once: a view has them in ascending order.
-        Raises OptionError, or MissingColumnError for an obs column that is not there.
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> len(dataset.where("cell_type in ('B', 'T') and n_counts > 100"))
+        900
+        >>> len(dataset.where(dataset.obs()["n_counts"] > 500))
+        500
+        >>> dataset.where([7, 3]).row_numbers
+        array([3, 7])
+
+        An expression compares obs columns with constants or with each other, using `==`, `!=`, `<`, `<=`, `>`, `>=`,
+        `in` and `not in`. Comparisons are combined with `and`, `or` and `not`. A row whose value is missing satisfies
+        no comparison. A boolean column without missing values may stand alone; otherwise compare it with True or False.
+        Write names that are not identifiers in back-quotes, as in "`cell type` == 'T'". A label that the column does
+        not have is an error.
+
+        A mask has one entry per row. Row numbers may be in any order, without repeats; the view is in ascending order.
+        Raises OptionError for a condition that cannot be used, and MissingColumnError for an unknown obs column.
         """
         return self._view(mask_of(condition, self.obs_column, self.n_obs, self.obs_columns))
 
@@ -132,38 +180,98 @@ class Dataset(Table):
     def split(
         self, parts: Shares, *, by: str | None = None, stratify: str | None = None, seed: int = 0
     ) -> list[View] | dict[str, View]:
-        """Views of parts that share no row: fractions of the rows, or numbers of them; of a dict, by their names.
+        """Random, disjoint views: a list of them, or a dict if `parts` is a dict.
 
-        With `by`, an obs column of labels, whole numbers or booleans, all rows of one label are in one part (rows
-        without a label count as one). No part is empty that should have rows, and no label moved, nor any two
-        exchanged, would bring the parts nearer to their sizes; fewer labels than parts are refused. With `stratify`,
-        such a column too, every part has its share of each label's rows, to a row a part.
-        Raises OptionError, also for both at once, and MissingColumnError.
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> train, test = dataset.split([0.8, 0.2], by="donor")
+        >>> views = dataset.split({"train": 800, "test": 100}, stratify="cell_type", seed=1)
+        >>> views["test"].obs()["cell_type"].value_counts().to_dict()
+        {'B': 50, 'T': 50}
+
+        - `parts`: either fractions of the rows or numbers of rows, one per view. They need not add up to all rows.
+        - `by`: an obs column of labels, whole numbers or booleans, such as the donor. All rows with the same label go
+          to the same view. Rows without a label count as one more label. No view that should have rows is empty. Moving
+          one label or exchanging two between views would not bring their sizes closer to `parts`.
+        - `stratify`: an obs column of the same kinds. Every view gets its share of the rows of each label, to within
+          one row.
+        - `seed`: the same seed gives the same views on every machine.
+
+        Raises OptionError for unusable parts, for fewer labels than views, or if both `by` and `stratify` are given;
+        MissingColumnError for an unknown obs column.
         """
-        of_rows = split_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
-        views = [self._view(of_rows == number) for number in range(len(parts))]
+        part_of_row = split_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
+        views = [self._view(part_of_row == number) for number in range(len(parts))]
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 
     def _view(self, mask: Mask) -> View:
         return View(self, RowSet.of(mask))
 
     def sampled(self, sampling: Sampling) -> Sampling:
-        """A sampling of these rows as one of the rows of `whole`."""
+        """A sampling of these rows as a sampling of the rows of `whole`."""
         return sampling
+
+    def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
+        """Some rows as an AnnData with X, obs, var and the arrays of obsm, in the order given. Repeats are allowed.
+
+        Raises OptionError for a row that does not exist, FormatError if X cannot be read, and any ReadError.
+        """
+        rows = self._rows_of_whole(indices)
+        x = self._matrices.read_rows(rows, x="X", options=_DEFAULTS)
+        obs = self._observations.frame().iloc[rows]
+        obsm = {name: self._observations.array(name)[rows] for name in self._observations.usable_arrays}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Observation names are not unique")  # expected for repeated rows
+            x = as_scipy(x) if isinstance(x, CsrArrays) else x
+            return ad.AnnData(X=x, obs=obs, obsm=obsm, var=self.var.copy())
+
+    def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
+        """The values of some rows, in the order given: dense if the matrix is dense in every store, else CSR.
+
+        The dtype is the one from before conversion, except that float16 becomes float32.
+        """
+        return self._matrices.read_rows(self._rows_of_whole(rows), x=x, options=options or _DEFAULTS)
+
+    def _rows_of_whole(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
+        """Row numbers of `whole` for rows of this dataset. Raises OptionError for a row that does not exist."""
+        rows = as_rows(indices)
+        wrong = rows[(rows < 0) | (rows >= self.n_obs)]
+        if len(wrong):
+            raise OptionError(f"row {wrong[0]} does not exist: the dataset has rows 0 to {self.n_obs - 1}")
+        return rows
+
+    def to_anndata(self, minibatch: MinibatchArrays, var: pd.DataFrame) -> ad.AnnData:
+        """A minibatch as an AnnData with its x, its obs columns (labels in place of codes), its obsm, and `var`."""
+        obs = pd.DataFrame(index=pd.Index(minibatch.index.astype(str)))
+        for name, values in minibatch.obs.items():
+            categories = self._observations.column(name).categories
+            obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
+        x = as_scipy(minibatch.x) if isinstance(minibatch.x, CsrArrays) else minibatch.x
+        return ad.AnnData(X=x, obs=obs, obsm=minibatch.obsm, var=var)
 
 
 class View(Dataset):
-    """Some rows of a dataset, in ascending order, as a dataset of its own: made by `where` and `split`.
+    """Some rows of a dataset, in ascending order, as a dataset of their own. Made by `where` and `split`.
 
-    Its rows count from 0, as do masks, weights, labels and indices given for it; `row_numbers` says which rows of
-    `whole` they are, and `minibatch.index` holds those. Nothing is opened or kept twice, but an obs column or obsm
-    array of the view is made anew each time. It has a fingerprint of its own.
+    >>> import zloader as zl
+    >>> view = zl.open_dataset("atlas.zarr").where("cell_type == 'T'")
+    >>> view
+    <View of atlas.zarr: 500 of 1000 rows x 50 genes>
+    >>> view.row_numbers[:3]
+    array([1, 3, 5])
+    >>> for minibatch in zl.Loader(view, batch_size=100):
+    ...     assert set(minibatch.index.tolist()) <= set(view.row_numbers.tolist())
+
+    Rows of a view count from 0, and so do the masks, weights, labels and indices given for a view. `row_numbers` gives
+    the rows of `whole` that they are, and `minibatch.index` holds rows of `whole`.
+
+    A view opens and caches nothing of its own and costs one bit per row of `whole`. Its obs columns and obsm arrays are
+    copied on each call. Its `fingerprint` differs from that of the whole dataset and of other views.
     """
 
     def __init__(self, whole: Dataset, chosen: RowSet) -> None:
+        super().__init__(whole._opened, whole._observations, whole._matrices)
         self._whole, self._chosen = whole, chosen
-        self._locations, self._offline = whole._locations, whole._offline
-        self.stores, self.cache, self.place = whole.stores, whole.cache, whole.place
         self.fingerprint = chosen.digest(whole.fingerprint)
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
@@ -174,56 +282,39 @@ class View(Dataset):
 
     @property
     def whole(self) -> Dataset:
-        """The dataset that this is a view of; never a view itself."""
+        """The dataset that this is a view of. It is never a view itself."""
         return self._whole
 
     @property
     def row_numbers(self) -> Rows:
-        """Which rows of `whole` these are, ascending (int64)."""
+        """The row numbers in `whole`, ascending (int64)."""
         return np.flatnonzero(self._chosen.mask())
 
     @property
     def n_obs(self) -> int:
-        """Rows."""
+        """The number of rows in the view."""
         return len(self._chosen)
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """The obs frame, or only some columns of it, of these rows."""
-        return self._whole.obs(columns).loc[self._chosen.mask()]
+        """The obs frame of the view, or only some of its columns."""
+        return super().obs(columns).loc[self._chosen.mask()]
 
     def obs_column(self, column: str) -> ObsColumn:
-        """One obs column of these rows as numbers."""
-        whole = self._whole.obs_column(column)
-        return replace(whole, values=whole.values[self._chosen.mask()])
-
-    def categories(self, column: str) -> pd.Index:
-        """Labels of an obs column: those of all rows, so that codes mean the same in every view."""
-        return self._whole.categories(column)
+        """One obs column of the view as numbers. Its categories are those of the whole dataset."""
+        of_all = super().obs_column(column)
+        return replace(of_all, values=of_all.values[self._chosen.mask()])
 
     def obsm_array(self, name: str) -> NDArray[Any]:
-        """One obsm array of these rows."""
-        whole: NDArray[Any] = self._whole.obsm_array(name)
-        return whole[self._chosen.mask()]
-
-    def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
-        """Some rows of the view, counted from 0, as an AnnData."""
-        return self._whole.take(self._chosen.numbers(self._checked_rows(indices)))
-
-    def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
-        """The values of some rows of the view, counted from 0."""
-        return self._whole.read_rows(self._chosen.numbers(self._checked_rows(rows)), x=x, options=options)
-
-    def to_anndata(self, minibatch: MinibatchArrays, var: pd.DataFrame) -> ad.AnnData:
-        """A minibatch of the view as an AnnData."""
-        return self._whole.to_anndata(minibatch, var)
-
-    def keep_columns(self) -> None:
-        """Brings the obs columns and obsm arrays of all rows into the cache."""
-        self._whole.keep_columns()
+        """One obsm array of the view."""
+        of_all: NDArray[Any] = super().obsm_array(name)
+        return of_all[self._chosen.mask()]
 
     def _view(self, mask: Mask) -> View:
         return View(self._whole, self._chosen.narrowed(mask))
 
+    def _rows_of_whole(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
+        return self._chosen.numbers(super()._rows_of_whole(indices))
+
     def sampled(self, sampling: Sampling) -> Sampling:
-        """A sampling of the view's rows as one of the rows of `whole`."""
+        """A sampling of the rows of the view as a sampling of the rows of `whole`."""
         return Within(sampling, self._chosen)

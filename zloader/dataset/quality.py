@@ -1,17 +1,20 @@
-"""How well a plan mixes rows: arithmetic on its row numbers and a column of labels. No values are read.
+"""How well does a plan mix the rows? Measured from row numbers and one column of labels, without reading values.
 
-Four measures of its full minibatches, for one alone misleads: 16 runs of consecutive rows in a minibatch already have
-0.94 of the row distance of a random one.
+There are four measures over the full minibatches of an epoch, because a single measure can mislead: minibatches made of
+16 runs of consecutive rows already have 0.94 of the row distance of random minibatches. In a long epoch, 16 evenly
+spaced stretches of about 256 minibatches are examined.
 
-- Label entropy, `-sum(p * log2(p))` over the shares p of the labels in a minibatch, in bits (D'Ascenzo and Cultrera di
-  Montesano 2025, scDataset). Minibatches of b rows have about `(k - 1) / (2 * b * ln 2)` bits less than all rows of k
-  labels, and so much again with b blocks in a fetch; so it is held against that of random minibatches, which are drawn.
-- Row distance, the mean of `|i - j|` over pairs of rows, of one minibatch or of one and the next (SLAF's L1; there of
-  a hundred drawn pairs, here of all), scaled to 0 for rows in order and 1 for random ones. Of n rows and minibatches
-  of b, rows in order have `(b + 1) / 3` within and `b` across, random ones `(n + 1) / 3` both.
-- The longest run: the most consecutive rows that one minibatch has.
-- The same-block share: of the pairs of a minibatch, those read as part of one stretch of consecutive rows. With m
-  blocks in a fetch it is about `1 / m`.
+- Label entropy: `-sum(p * log2(p))` over the shares p of the labels in a minibatch, in bits (D'Ascenzo and Cultrera di
+  Montesano 2025, scDataset). Even a random minibatch of b rows has about `(k - 1) / (2 * b * ln 2)` bits less than the
+  whole dataset with its k labels, and a fetch of only b blocks costs as much again. So the entropy is compared with the
+  entropy of random minibatches.
+- Row distance: the mean of `|i - j|` over pairs of rows, within a minibatch or between one minibatch and the next. It
+  is scaled to 0 for rows in order and 1 for random rows. (SLAF's L1, over all pairs in place of a hundred random
+  pairs.) For n rows in minibatches of b, rows in order have a distance of `(b + 1) / 3` within a minibatch and `b`
+  between two; random rows have `(n + 1) / 3` in both cases.
+- Longest run: the largest number of consecutive rows in one minibatch.
+- Same-block share: the share of the pairs of a minibatch that were read in the same stretch of consecutive rows. With m
+  blocks per fetch it is about `1 / m`.
 """
 
 from __future__ import annotations
@@ -30,8 +33,7 @@ from zloader.dataset.views import RowSet, Within
 from zloader.order.permutation import permute, words_at
 from zloader.order.plan import Fetch, Plan
 
-# Of a longer epoch, so many stretches of so many minibatches are looked at: 4 096 know the mean entropy of a poor plan
-# (sd 0.3 bits) to 0.005.
+# 16 * 256 = 4,096 minibatches determine the mean entropy of a poor plan (sd 0.3 bits) to 0.005 bits.
 _STRETCHES = 16
 _STRETCH_MINIBATCHES = 256
 _RANDOM_MINIBATCHES = 1024
@@ -41,11 +43,22 @@ _COLUMNS = (pd.Series, pd.Index, pd.api.extensions.ExtensionArray)
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """How well the full minibatches of a plan are mixed; the module says what is measured.
+    """How well the full minibatches of a plan are mixed; returned by `quality`.
 
-    Entropies are means and standard deviations over minibatches, in bits; `random_` of as many random rows each, drawn
-    with replacement where a minibatch has more rows than take part. The row distances are 0 for rows in order, 1 for
-    random ones, and None where too few rows tell these apart. `minibatches` were looked at, from all over the epoch.
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("atlas.zarr")
+    >>> loader = zl.Loader(dataset, batch_size=50, sampling=zl.Streaming())
+    >>> measured = zl.quality(dataset.obs_column("donor").values, loader.plan(0))
+    >>> measured.entropy_bits, measured.l1_within, measured.longest_run  # rows in order, sorted by donor
+    (0.0, 0.0, 50)
+
+    - `minibatches`: the number of minibatches examined, from all over the epoch.
+    - `entropy_bits`, `entropy_sd_bits`: mean and standard deviation of the label entropy over minibatches, in bits.
+    - `random_entropy_bits`, `random_entropy_sd_bits`: the same for random minibatches, the value to compare with.
+    - `l1_within`, `l1_across`: distance of rows in one minibatch and in successive ones, 0 for rows in order and 1 for
+      random rows. None if there are too few rows to tell the two apart.
+    - `longest_run`: the most consecutive rows in a minibatch.
+    - `same_block_share`: the share of the pairs of rows in a minibatch that come from the same block.
     """
 
     minibatches: int
@@ -60,57 +73,70 @@ class Quality:
 
 
 def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, plan: Plan) -> Quality:
-    """Measures a plan, given the label of each row of the dataset; of the whole one, where the plan is of a view.
+    """Measures how well the minibatches of a plan are mixed, without reading values.
 
-    Labels are whole numbers (codes, such as `dataset.obs_column` has), booleans, strings or categories; what is missing
-    among them is one more label. A sampling's `indices` are all the rows there are: distances and runs are counted
-    among them, and random rows drawn from them. Weights play no part in that, so that balanced classes may have more
-    entropy than random rows.
-    Raises OptionError for labels that are not one a row or are floats, or a plan without a full minibatch.
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("atlas.zarr")
+    >>> loader = zl.Loader(dataset, batch_size=50, fetch_factor=4, sampling=zl.BlockShuffling(10))
+    >>> measured = zl.quality(dataset.obs_column("cell_type").values, loader.plan(0))
+    >>> measured.minibatches, 0.9 < measured.entropy_bits <= 1
+    (20, True)
+
+    - `labels`: one label per row of the dataset: whole numbers such as codes, booleans, strings or categories. Missing
+      labels count as one more label. For a plan of a view, give the labels of the whole dataset:
+      `view.whole.obs_column(name).values`.
+    - `plan`: the plan of an epoch, from `loader.plan(epoch)`.
+
+    For a view, or a sampling with `indices`, row distances and runs are computed among the chosen rows only, and random
+    minibatches are drawn from them, with replacement if a minibatch has more rows than were chosen. Random minibatches
+    ignore the weights of a sampling, so a class-balanced plan can have more entropy than they have.
+    Raises OptionError for floats as labels, for the wrong number of labels, and for a plan without a full minibatch.
     """
     codes = _codes(labels, plan)
-    taking_part = _taking_part(plan)
-    stretches = [_stretch(plan, numbers) for numbers in _walked(plan)]
+    chosen = _chosen_rows(plan)
+    stretches = [_stretch(plan, numbers) for numbers in _examined(plan)]
     rows = np.concatenate([rows for rows, _ in stretches])
     if not len(rows):
-        raise OptionError(f"no minibatch of the plan has {plan.batch_size} rows: lower batch_size")
-    n_rows = plan.dataset_rows if taking_part is None else len(taking_part)
-    places = rows if taking_part is None else taking_part.positions(rows)
-    of_stretches = np.split(places, np.cumsum([len(rows) for rows, _ in stretches])[:-1])
+        raise OptionError(f"the plan has no full minibatch of {plan.batch_size} rows: lower batch_size")
+    n_rows = plan.dataset_rows if chosen is None else len(chosen)
+    positions = rows if chosen is None else chosen.positions(rows)
+    of_stretches = np.split(positions, np.cumsum([len(rows) for rows, _ in stretches])[:-1])
     entropies = _entropies(codes[rows])
-    random = _entropies(codes[_random(plan, n_rows, taking_part)])
+    random = _entropies(codes[_random(plan, n_rows, chosen)])
     return Quality(
         minibatches=len(rows),
         entropy_bits=float(entropies.mean()),
         entropy_sd_bits=float(entropies.std()),
         random_entropy_bits=float(random.mean()),
         random_entropy_sd_bits=float(random.std()),
-        l1_within=_scaled(_within(places), (plan.batch_size + 1) / 3, (n_rows + 1) / 3),
+        l1_within=_scaled(_within(positions), (plan.batch_size + 1) / 3, (n_rows + 1) / 3),
         l1_across=_scaled(_across(of_stretches), plan.batch_size, (n_rows + 1) / 3),
-        longest_run=_longest_run(places),
+        longest_run=_longest_run(positions),
         same_block_share=_same_share(np.concatenate([blocks for _, blocks in stretches])),
     )
 
 
 def _codes(labels: Any, plan: Plan) -> NDArray[Any]:
-    """A whole number for each row, which differs where the labels do."""
+    """One integer per row, equal for equal labels."""
     column = labels if isinstance(labels, _COLUMNS) else np.asarray(labels)
     if column.shape != (plan.dataset_rows,):
         if isinstance(plan.sampling, Within) and column.shape == (len(plan.sampling.chosen),):
             raise OptionError(
-                f"these are labels of the {len(column)} rows of a view, but those of all {plan.dataset_rows} rows of "
-                "the whole dataset are wanted: give view.whole.obs_column(NAME).values"
+                f"these are the labels of the {len(column)} rows of a view, but the labels of all {plan.dataset_rows} "
+                "rows of the whole dataset are needed: give view.whole.obs_column(NAME).values"
             )
-        raise OptionError(f"labels must be one for each of {plan.dataset_rows} rows, not of shape {column.shape}")
+        raise OptionError(
+            f"give one label for each of the {plan.dataset_rows} rows, not an array of shape {column.shape}"
+        )
     if pd.api.types.is_float_dtype(column.dtype):
-        raise OptionError(f"labels are {column.dtype}: minibatches are mixed by labels or whole numbers")
+        raise OptionError(f"labels must be strings, categories or whole numbers, not {column.dtype}")
     if isinstance(column, np.ndarray) and column.dtype.kind in "biu":
         return column
     return np.asarray(pd.factorize(column)[0])
 
 
-def _taking_part(plan: Plan) -> RowSet | None:
-    """The rows that there are, as bits: those of a large view are no list of numbers. None for all."""
+def _chosen_rows(plan: Plan) -> RowSet | None:
+    """The rows that the plan samples from, at one bit per row; None for all rows of the dataset."""
     if isinstance(plan.sampling, Within) and getattr(plan.sampling.sampling, "indices", None) is None:
         return plan.sampling.chosen
     indices = getattr(plan.sampling, "indices", None)
@@ -121,8 +147,8 @@ def _taking_part(plan: Plan) -> RowSet | None:
     return RowSet.of(mask)
 
 
-def _walked(plan: Plan) -> Iterator[range]:
-    """Fetches to look at: all, or stretches of consecutive ones that are spread evenly."""
+def _examined(plan: Plan) -> Iterator[range]:
+    """The fetches to examine: all, or 16 evenly spaced stretches of consecutive fetches."""
     length = -(-_STRETCH_MINIBATCHES // plan.fetch_factor)
     if plan.n_fetches <= _STRETCHES * length:
         yield range(plan.n_fetches)
@@ -132,7 +158,7 @@ def _walked(plan: Plan) -> Iterator[range]:
 
 
 def _stretch(plan: Plan, numbers: range) -> tuple[Rows, Rows]:
-    """Rows of the full minibatches of some fetches, and which block each was read in; both minibatches x batch_size."""
+    """The rows of the full minibatches of some fetches, and the block of each row; both minibatches x batch_size."""
     rows, blocks, seen = [np.empty((0, plan.batch_size), np.int64)], [np.empty((0, plan.batch_size), np.int64)], 0
     for number in numbers:
         fetch = plan.fetch(number)
@@ -146,31 +172,31 @@ def _stretch(plan: Plan, numbers: range) -> tuple[Rows, Rows]:
 
 
 def _blocks(fetch: Fetch) -> Rows:
-    """For each row of a fetch, as read, how many times before it the rows were not consecutive."""
+    """The block of each row of a fetch, in reading order; a new block begins where rows are not consecutive."""
     return np.cumsum(np.diff(fetch.rows, prepend=fetch.rows[:1] - 1) != 1)
 
 
-def _random(plan: Plan, n_rows: int, taking_part: RowSet | None) -> Rows:
-    """Random minibatches of the rows that take part: no row twice, unless a minibatch has more rows than there are."""
+def _random(plan: Plan, n_rows: int, chosen: RowSet | None) -> Rows:
+    """Random minibatches of the chosen rows, without repeats unless a minibatch has more rows than were chosen."""
     if n_rows < plan.batch_size:
         numbers = np.arange(_RANDOM_MINIBATCHES * plan.batch_size, dtype=np.uint64)
-        places = (words_at(_RANDOM_KEY, numbers) % np.uint64(n_rows)).astype(np.int64)
+        positions = (words_at(_RANDOM_KEY, numbers) % np.uint64(n_rows)).astype(np.int64)
     else:
         n_minibatches = min(_RANDOM_MINIBATCHES, n_rows // plan.batch_size)
-        places = permute(np.arange(n_minibatches * plan.batch_size), n_rows, _RANDOM_KEY)
-    rows = places if taking_part is None else taking_part.numbers(places)
+        positions = permute(np.arange(n_minibatches * plan.batch_size), n_rows, _RANDOM_KEY)
+    rows = positions if chosen is None else chosen.numbers(positions)
     return rows.reshape(-1, plan.batch_size)
 
 
 def _runs(alike: NDArray[np.bool_]) -> tuple[Rows, Rows]:
-    """Runs in each line of a table: how long each is, and its line. `alike` says which places go on with a run."""
+    """Lengths and line numbers of the runs in each line of a table; `alike[i, k]` joins entries k and k + 1."""
     starts = np.flatnonzero(np.pad(~alike, ((0, 0), (1, 0)), constant_values=True))
     width = alike.shape[1] + 1
     return np.diff(starts, append=len(alike) * width), starts // width
 
 
 def _entropies(labels: NDArray[Any]) -> NDArray[np.float64]:
-    """Entropy of each line of labels, in bits: `log2(b) - sum(c * log2(c)) / b` for labels that come c times."""
+    """The entropy of each line of b labels in bits: `log2(b) - sum(c * log2(c)) / b` over the label counts c."""
     width = labels.shape[1]
     ordered = np.sort(labels, axis=1)
     counts, lines = _runs(ordered[:, 1:] == ordered[:, :-1])
@@ -183,26 +209,26 @@ def _longest_run(rows: Rows) -> int:
 
 
 def _same_share(blocks: Rows) -> float:
-    """Share of the pairs of a line that are equal; 0 where there are no pairs."""
+    """The share of equal pairs within lines; 0 if there are no pairs."""
     ordered = np.sort(blocks, axis=1)
     counts, _ = _runs(ordered[:, 1:] == ordered[:, :-1])
     return float((counts * (counts - 1)).sum() / max(1, len(blocks) * blocks.shape[1] * (blocks.shape[1] - 1)))
 
 
 def _sums(rows: Rows) -> NDArray[np.float64]:
-    """Sum of `|i - j|` over the pairs of each line: once sorted, number k of b is the larger one of k of its pairs."""
+    """The sum of `|i - j|` over the pairs of each line. In a sorted line, entry k is the larger in k of its pairs."""
     width = rows.shape[1]
     return np.asarray(np.sort(rows, axis=1) @ (2.0 * np.arange(width) - (width - 1)))
 
 
 def _within(rows: Rows) -> float | None:
-    """Mean distance of two rows of a minibatch; None where minibatches have one row."""
+    """The mean distance of two rows of a minibatch; None for minibatches of a single row."""
     pairs = rows.shape[1] * (rows.shape[1] - 1) / 2
     return float(_sums(rows).mean() / pairs) if pairs else None
 
 
 def _across(stretches: list[Rows]) -> float | None:
-    """Mean distance of a row and one of the next minibatch; None where no minibatch follows another."""
+    """The mean distance between rows of successive minibatches; None if no two minibatches are successive."""
     both = np.concatenate([np.concatenate([rows[:-1], rows[1:]], axis=1) for rows in stretches])
     if not len(both):
         return None

@@ -1,7 +1,7 @@
-"""One store opened: its root, obs and var, how its matrices lie, and the mirror that belongs to it.
+"""One opened AnnData store: its metadata, elements and columns, the layout of its matrices, and its mirrors.
 
-Opening makes one listing and reads one metadata object. Columns are read one by one when asked for, through anndata;
-nothing of TensorStore is opened here before rows are taken.
+Opening reads one metadata object; the listing is given. Elements are read one by one, when they are first used, with
+zarr and anndata. TensorStore is not used here: only reading rows of a matrix opens it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -27,11 +26,10 @@ from zloader.access.implied_objects import UNDECODABLE, undecodable_key
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject, fingerprint, mirror_fingerprint
-from zloader.access.unconverted import refuse_unconverted
 from zloader.caching.cached_files import load_column, save_column
-from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, keep_listing, kept_listing
-from zloader.caching.mirror import Mirror, open_mirror, open_place
-from zloader.common.errors import CacheError, FormatError, OptionError, ZloaderError
+from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, save_listing
+from zloader.caching.mirror import Mirror, open_mirror, open_mirror_directory
+from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.reading.matrix_parts import MatrixPart
@@ -43,12 +41,11 @@ from zloader.storage.metadata import IndptrCheck, layout_of, matrix_shape, store
 log = logging.getLogger("zloader")
 
 Check = Callable[[int, NDArray[Any]], None]
-_WINDOW_BYTES = 32 << 20  # of a column that is read into the mirror
-_COLLECTION = "annbatch-preshuffled"
+_WINDOW_BYTES = 32 << 20  # read at a time when a column is copied into the mirror
 
 
 class OpenedStore:
-    """One AnnData store, as it was when it was opened. Raises FormatError for what is none."""
+    """One AnnData store, as it was when it was opened."""
 
     def __init__(
         self,
@@ -59,33 +56,36 @@ class OpenedStore:
         cache: Cache | None,
         offline: bool = False,
     ) -> None:
-        """`origin` is Location.origin, `objects` what it lists; both of when it was last open, where `offline`."""
+        """`objects` is the listing of the location, `origin` its Location.origin; with `offline`, both from the cache.
+
+        Raises FormatError if there is no Zarr group, and CacheError if `offline` has no usable mirror.
+        """
         self.location = location
         self.objects = objects
         self.offline = offline
         self._sizes = {key: entry.size for key, entry in objects.items()}
         self.fingerprint = fingerprint(objects)
         self.mirror_fingerprint = None if cache is None else mirror_fingerprint(location.url, origin, objects)
-        self.place = None
+        self.mirror_directory = None
         if cache is not None and self.mirror_fingerprint is not None:
-            self.place = open_place(cache, self.mirror_fingerprint, location.address)
-        if offline and self.place is None:
+            self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
+        if offline and self.mirror_directory is None:
             raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
         self._opened = (os.getpid(), self._open_group())
-        if self.place is not None:
-            keep_listing(self.place, origin, objects)
+        if self.mirror_directory is not None:
+            save_listing(self.mirror_directory, origin, objects)
         self._mirrors: dict[str, Mirror | None] = {}
         self._indptrs: dict[str, NDArray[np.integer]] = {}
 
     @property
     def root(self) -> Any:
-        """The root zarr group; opened anew in a forked process, where the parent's connections do not live on."""
+        """The root zarr group. A forked process opens it again, because it cannot use its parent's connections."""
         if self._opened[0] != os.getpid():
             self._opened = (os.getpid(), self._open_group())
         return self._opened[1]
 
     def require_anndata(self) -> None:
-        """Raises FormatError where it is something else."""
+        """Raises FormatError if the root is not an AnnData element with obs and var."""
         encoding = self.root.attrs.get("encoding-type")
         if encoding != "anndata":
             raise FormatError(
@@ -93,29 +93,29 @@ class OpenedStore:
             )
         for needed in ("obs", "var"):
             if needed not in self:
-                raise FormatError(f"{self.location.url} has no {needed}: it is not a whole AnnData store")
+                raise FormatError(f"{self.location.url} has no {needed}: it is not a complete AnnData store")
 
     def _open_group(self) -> Any:
         if not self.objects.keys() & {"zarr.json", ".zgroup"}:
-            why = "its conversion did not end" if "zloader.partial" in self.objects else "there is no zarr.json in it"
+            why = "its conversion did not finish" if "zloader.partial" in self.objects else "it has no zarr.json"
             raise FormatError(f"{self.location.url} is not a complete AnnData Zarr store: {why}")
-        known: Literal[2, 3] = 3 if "zarr.json" in self.objects else 2  # else zarr would look for the objects of both
+        known: Literal[2, 3] = 3 if "zarr.json" in self.objects else 2  # saves zarr from probing for both
         store = self._zarr_store()
         try:
             try:
                 group = zarr.open_group(store, mode="r", zarr_format=known)
-            except UNDECODABLE:  # one array that zarr cannot read spoils the consolidated metadata of all
+            except UNDECODABLE:  # a single array that zarr cannot read makes the consolidated metadata unusable
                 group = zarr.open_group(store, mode="r", zarr_format=known, use_consolidated=False)
         except ZloaderError:
             raise
         except UNDECODABLE as error:
             raise FormatError(f"{self.location.url} is not a Zarr group: {error}") from error
-        store.complete = "zloader" in group.attrs  # `convert` writes all objects, others leave out those of fill values
+        store.complete = "zloader" in group.attrs  # `convert` writes every object, others omit chunks of fill values
         return group
 
     @contextlib.contextmanager
     def _reading(self, path: str, node: Any, start: int = 0, stop: int | None = None) -> Iterator[None]:
-        """Raises FormatError for an element that zarr or anndata cannot read, and names the object that is damaged."""
+        """Raises FormatError for errors of zarr or anndata inside the block, and names the damaged object."""
         try:
             yield
         except (ZloaderError, MemoryError):
@@ -126,60 +126,60 @@ class OpenedStore:
             raise FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}") from error
 
     def node(self, path: str) -> Any:
-        """The zarr group or array at a path. Raises FormatError where there is none whose metadata zarr can read."""
+        """The zarr group or array at a path. Raises FormatError if it is missing or zarr cannot read its metadata."""
         try:
             return self.root[path]
         except ZloaderError:
             raise
         except (KeyError, AttributeError, IndexError, OverflowError) as error:
-            raise self._damaged(path, f"it is missing, or its metadata make no sense ({error})") from error
+            raise self._damaged(path, f"it is missing, or its metadata are invalid ({error})") from error
         except (ValueError, TypeError) as error:
             raise FormatError(
                 f"cannot read {path} of {self.location.url}: {error}. Write it again with a data type that zarr-python "
-                "has, such as float32"
+                "supports, such as float32"
             ) from error
 
     def _damaged(self, path: str, why: str) -> FormatError:
-        return FormatError(f"{path} of {self.location.url} cannot be used: {why}: the store is damaged")
+        return FormatError(f"{path} of {self.location.url} cannot be used because {why}: the store is damaged")
 
     def keys(self, group: str) -> list[str]:
-        """Names of what stands in a group such as `"layers"`, in order; nothing where there is no such group."""
+        """Sorted names of the members of a group such as `"layers"`; empty if there is no such group."""
         try:
             return sorted(self.root.get(group, {}))
-        except UNDECODABLE:  # zarr cannot read one of them, and so lists none
+        except UNDECODABLE:  # zarr lists no members if it cannot read one of them
             inside = (key.split("/") for key in self.objects if key.startswith(f"{group}/"))
             return sorted({parts[1] for parts in inside if len(parts) > 2})
 
     def _zarr_store(self) -> ListedStore:
-        if self.place is None:
+        if self.mirror_directory is None:
             store, location = self.location.zarr_store(read_only=True), self.location
             return ListedStore(store, location.url, self.object_sizes(), all_listed=not location.is_web)
-        return CachedMetadataStore(self.location, self.objects, self.place, offline=self.offline)
+        return CachedMetadataStore(self.location, self.objects, self.mirror_directory, offline=self.offline)
 
     @cached_property
     def n_obs(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.length("obs")
 
     @cached_property
     def n_vars(self) -> int:
-        """Genes."""
+        """The number of genes."""
         return self.length("var")
 
     def length(self, frame: str) -> int:
-        """Rows of a frame, such as `"raw/var"`, as its index has them."""
+        """The number of rows of a frame such as `"raw/var"`, from the shape of its index."""
         path = self._index_path(frame)
         node = self.node(path)
         with self._reading(path, node):
             length = stored_length(node)
         if length is None:
-            raise self._damaged(path, "it holds no names")
+            raise self._damaged(path, "it does not hold names")
         return length
 
     def _index_path(self, frame: str) -> str:
         name = self.node(frame).attrs.get("_index")
         if not _is_name(name):
-            raise self._damaged(frame, f"its index is said to be {name!r}")
+            raise self._damaged(frame, f"its metadata name {name!r} as its index")
         return f"{frame}/{name}"
 
     def names(self, frame: str) -> pd.Index:
@@ -188,32 +188,31 @@ class OpenedStore:
 
     @cached_property
     def obs_columns(self) -> list[str]:
-        """Names of the obs columns."""
+        """Names of the obs columns, in the order of the frame."""
         names = self.node("obs").attrs.get("column-order")
         if not isinstance(names, list) or not all(map(_is_name, names)):
-            raise self._damaged("obs", f"its columns are said to be {names!r:.100}")
+            raise self._damaged("obs", f"its metadata list {names!r:.100} as its columns")
         return names
 
     def element(self, path: str) -> Any:
-        """An element read whole by anndata."""
+        """A whole element, as anndata reads it."""
         node = self.node(path)
         with self._reading(path, node):
-            # The parts of a sparse matrix carry no encoding of their own: plain arrays.
+            # The arrays of a sparse matrix have no encoding-type of their own.
             return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
 
     def column(self, path: str, check: Check | None = None, dtype: str | None = None) -> NDArray[Any]:
-        """A whole array of numbers, in its own dtype or another; mapped from the mirror where there is one.
+        """A whole array of numbers, in the stored dtype or in `dtype`; memory-mapped if there is a mirror.
 
-        It is read in windows, each of which is given to `check`, with the number of its first row, before it is kept.
+        It is read in windows of about 32 MiB. `check(first_row, window)` is called on each window before it is cached.
         """
         node = self.node(path)
         kind = np.dtype(dtype or node.dtype).newbyteorder("=")
-        column = None if self.place is None else load_column(self.place, path, shape=node.shape, dtype=kind)
-        if column is not None:
-            return column
-        windows = self._windows(path, node, check)
-        if self.place is not None:
-            column = save_column(self.place, path, windows, shape=node.shape, dtype=kind)
+        directory, column = self.mirror_directory, None
+        if directory is not None:
+            column = load_column(directory, path, shape=node.shape, dtype=kind)
+            if column is None:
+                column = save_column(directory, path, self._windows(path, node, check), shape=node.shape, dtype=kind)
         if column is None:
             with self._reading(path, node):
                 column = np.empty(node.shape, kind)
@@ -242,18 +241,18 @@ class OpenedStore:
 
     @property
     def matrix_names(self) -> list[str]:
-        """What `x` may name: X, raw/X and the layers that are there."""
+        """The values that `x` may take: X, raw/X and the layers of this store."""
         layers = [f"layers/{layer}" for layer in self.keys("layers")]
         return [name for name in ("X", "raw/X") if name in self] + layers
 
     def __contains__(self, path: str) -> bool:
         try:
             return path in self.root
-        except UNDECODABLE:  # it is there, and zarr cannot read it
+        except UNDECODABLE:  # the element exists, but zarr cannot read it
             return True
 
     def matrix(self, name: str) -> MatrixLayout:
-        """How the matrix `"X"`, `"layers/NAME"` or `"raw/X"` is stored; raises FormatError when it cannot be read."""
+        """The layout of the matrix `"X"`, `"layers/NAME"` or `"raw/X"`. Raises FormatError if it cannot be read."""
         if not isinstance(name, str) or name not in self.matrix_names:
             raise FormatError(
                 f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
@@ -277,16 +276,16 @@ class OpenedStore:
         return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Rows and genes of a matrix."""
+        """The numbers of rows and genes of a matrix, from its metadata."""
         node = self.node(name)
         shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
         found = matrix_shape(shape)
         if found is None:
-            raise self._damaged(name, f"its shape is said to be {shape!r:.100}, not rows x genes")
+            raise self._damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")
         return found
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
-        """First element of every row of a CSR matrix (rows + 1, int64), kept in the mirror; None for a dense one."""
+        """The indptr of a CSR matrix (rows + 1, int64), cached in the mirror; None for a dense matrix."""
         if matrix.genes is None:
             return None
         path = f"{matrix.path}/indptr"
@@ -299,36 +298,36 @@ class OpenedStore:
         return self._indptrs[path]
 
     def mirror(self, matrix: MatrixLayout) -> Mirror | None:
-        """The mirror of a matrix, opened once a process; None without a cache or where it cannot be used."""
-        if self.place is None:
+        """The mirror of a matrix, opened once per process. None without a usable cache."""
+        if self.mirror_directory is None:
             return None
         if matrix.path not in self._mirrors:
-            self._mirrors[matrix.path] = open_mirror(self.place, matrix.arrays)
+            self._mirrors[matrix.path] = open_mirror(self.mirror_directory, matrix.arrays)
         return self._mirrors[matrix.path]
 
     def original_dtype(self, matrix: MatrixLayout) -> str:
-        """The dtype that the matrix had before `convert` narrowed it, else the one stored."""
+        """The dtype of the values before `convert` narrowed it, or else the stored dtype."""
         return str(self.recorded_dtypes(matrix.path).get("data", np.dtype(matrix.values.dtype).name))
 
     def recorded_dtypes(self, path: str) -> dict[str, Any]:
-        """The dtypes that `data` and `indices` of a matrix had before `convert` narrowed them, as far as it did."""
+        """The dtypes of `data` and `indices` before `convert` narrowed them; only the arrays that it narrowed."""
         recorded = self.node(path).attrs.get("zloader")
         dtypes = recorded.get("dtype") if isinstance(recorded, dict) else None
         return dtypes if isinstance(dtypes, dict) else {}
 
     def object_sizes(self) -> dict[str, int]:
-        """Bytes of each stored object by key."""
+        """The size in bytes of each stored object, by key."""
         return self._sizes
 
     def source(self, options: FetchOptions) -> ByteSource:
-        """What reads the store's objects."""
+        """Reads byte ranges of the store's objects; with `offline`, raises ReadError instead."""
         if self.offline:
             return OfflineSource(self.location.url)
         source = FileSource if self.location.scheme == "file" else ObjectSource
         return source(self.location, self.objects, options)
 
     def part(self, matrix: MatrixLayout, options: FetchOptions) -> MatrixPart:
-        """What a Recipe needs of a matrix."""
+        """A matrix of this store, as a Recipe takes it."""
         return MatrixPart(
             url=self.location.url,
             matrix=matrix,
@@ -339,41 +338,6 @@ class OpenedStore:
         )
 
 
-def open_stores(location: Location, cache: Cache | None, *, offline: bool = False) -> list[OpenedStore]:
-    """The store at a location or, where an annbatch collection is, its stores in their order; one listing for all.
-
-    `offline` takes everything from the mirrors in the cache. Raises CacheError where it is not there.
-    """
-    if offline and cache is None:
-        raise OptionError("offline=True opens what is in a cache: give cache= too")
-    if offline and cache is not None:
-        origin, objects = kept_listing(cache.directory, location)
-    else:
-        origin, objects = location.origin, location.listing()
-        refuse_unconverted(location, objects)
-    opened = OpenedStore(location, objects, origin=origin, cache=cache, offline=offline)
-    if opened.root.attrs.get("encoding-type") != _COLLECTION:
-        opened.require_anndata()
-        return [opened]
-    children: dict[int, dict[str, StoredObject]] = {}
-    for key, stored in objects.items():
-        if match := re.fullmatch(r"dataset_(0|[1-9]\d*)/(.+)", key):
-            children.setdefault(int(match[1]), {})[match[2]] = stored
-    missing = set(range(max(children, default=0) + 1)) - children.keys()
-    if missing:
-        raise FormatError(
-            f"{location.url} is an annbatch collection without dataset_{min(missing)}: it is incomplete. Write it again"
-        )
-    stores = []
-    cache = cache if opened.mirror_fingerprint else None  # it has been said why not
-    for number in sorted(children):
-        child = replace(location, url=f"{location.url.rstrip('/')}/dataset_{number}")
-        below = origin and f"{origin}/dataset_{number}"
-        stores.append(OpenedStore(child, children[number], origin=below, cache=cache, offline=offline))
-        stores[-1].require_anndata()
-    return stores
-
-
 def _is_name(name: Any) -> bool:
-    """Whether it leads to something below a group."""
+    """Whether a metadata value is a relative path that stays below its group."""
     return isinstance(name, str) and {"", ".", ".."}.isdisjoint(name.split("/"))

@@ -1,4 +1,9 @@
-"""Which block_size and fetch_factor suit a store and a memory: arithmetic on its metadata, without reading values."""
+"""Which block_size and fetch_factor suit a dataset and the available memory? Computed from metadata alone.
+
+A large fetch of many small blocks mixes rows well. Small blocks cost decoding, because a chunk is always decoded whole.
+So blocks are about two chunks long, and a fetch has 256 of them. If memory is short, a fetch gets fewer blocks, down to
+64, and then shorter ones, as long as at most four rows are decoded per row of a block.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +16,29 @@ from zloader.common.options import FetchOptions
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.sampling import BlockShuffling, stratified
 
-# Blocks of two chunks: chunks are decoded whole, so that a block of B rows costs B rows and a chunk's more.
+# A chunk is decoded whole, so a block of B rows decodes B rows plus one chunk on average.
 _BLOCK_CHUNKS = 2
-# Blocks in a fetch. Of 14 plates in a row, minibatches of 64 then have the entropy of random rows to 0.01 bits (0.05
-# without strata, and 0.18 with 64 blocks: D'Ascenzo and Cultrera di Montesano 2025), and of the pairs of rows in a
-# minibatch, one in 256 is of one block.
+# With 14 plates stored one after another, minibatches of 64 rows from 256 blocks have the entropy of random rows to
+# within 0.01 bits (0.05 without strata; 0.18 with 64 blocks: D'Ascenzo and Cultrera di Montesano 2025). One in 256
+# pairs of rows in a minibatch is from the same block.
 _BLOCKS = 256
-_LEAST_BLOCKS = 64  # that smaller blocks are worth decoding more for,
-_MOST_DECODED = 4  # but not more than so many rows for each one of a block
+_LEAST_BLOCKS = 64  # below this, make blocks shorter instead
+_MOST_DECODED = 4  # rows decoded per row of a block; do not make blocks so short that it is more
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Suggestion:
-    """Sizes for a Loader and its sampling; its repr says why.
+    """Sizes for a Loader, returned by `suggest`. The repr explains the choice.
 
-    `rows_per_chunk` is what the store has on average, `spread` how many of its rows there are for each one of a view
-    (else 1), `fetch_rows` what one fetch has, `fetch_bytes` what its chunks decode to, of the `memory_bytes` for all
-    fetches that are loaded at once.
+    >>> import zloader as zl
+    >>> zl.suggest(zl.open_dataset("atlas.zarr"))  # doctest: +ELLIPSIS
+    <Suggestion: batch_size=64, ...: a chunk has ... rows, so ... rows are decoded per row of a block...>
+
+    - `batch_size`, `fetch_factor`, `block_size`, and `sampling` with that block size: arguments of a Loader.
+    - `rows_per_chunk`: rows in a stored chunk, on average.
+    - `spread`: for a view, rows of the stores per row of the view; otherwise 1.
+    - `fetch_rows`, `fetch_bytes`: rows in one fetch, and the decoded size of its chunks.
+    - `memory_bytes`: the memory for all loaded fetches together.
     """
 
     batch_size: int
@@ -41,7 +52,7 @@ class Suggestion:
 
     @property
     def sampling(self) -> BlockShuffling:
-        """Blocks of that size, as a Loader takes them."""
+        """Shuffled blocks of `block_size` rows, for the `sampling` of a Loader."""
         return stratified(self.block_size)
 
     def __repr__(self) -> str:
@@ -49,18 +60,34 @@ class Suggestion:
         n_blocks = -(-self.fetch_rows // self.block_size)
         return (
             f"<Suggestion: batch_size={self.batch_size}, fetch_factor={self.fetch_factor}, "
-            f"sampling={self.sampling}: a chunk has {self.rows_per_chunk:,.1f} rows, so that "
-            f"{decoded:.1f} rows are decoded for each of a block; a fetch mixes {n_blocks} blocks, "
-            f"{self.fetch_rows:,} rows, and takes {self.fetch_bytes / 1e6:,.1f} of {self.memory_bytes / 1e6:,.1f} MB>"
+            f"sampling={self.sampling}: a chunk has {self.rows_per_chunk:,.1f} rows, so {decoded:.1f} rows are "
+            f"decoded per row of a block; a fetch mixes {n_blocks} blocks with {self.fetch_rows:,} rows and takes "
+            f"{self.fetch_bytes / 1e6:,.1f} of {self.memory_bytes / 1e6:,.1f} MB>"
         )
 
 
 def suggest(dataset: Dataset, *, batch_size: int = 64, memory: int | str = 0, x: str = "X") -> Suggestion:
-    """Sizes that mix rows well and decode little more than them, for fetches that fit `memory`, as FetchOptions has it.
+    """Suggests a fetch_factor and a block size that mix rows well, decode few extra rows and fit into memory.
 
-    Blocks are about two chunks long, and a fetch has 256 of them; less memory gives fewer and then shorter blocks.
-    The rows of a view are taken to be spread evenly over the dataset, as those of a split are. Raises OptionError, or
-    FormatError for a matrix that cannot be read or has no rows.
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("atlas.zarr")
+    >>> sizes = zl.suggest(dataset, batch_size=64, memory="1GB")
+    >>> sizes.batch_size, sizes.fetch_factor, sizes.block_size
+    (64, 16, 256)
+    >>> loader = zl.Loader(
+    ...     dataset,
+    ...     batch_size=sizes.batch_size,
+    ...     fetch_factor=sizes.fetch_factor,
+    ...     sampling=sizes.sampling,
+    ...     options=zl.FetchOptions(memory="1GB"),
+    ... )
+
+    - `batch_size`: rows per minibatch.
+    - `memory`: the memory budget of the loader, as in zl.FetchOptions: bytes, text such as "8GB", or 0 for its default.
+    - `x`: the matrix to load.
+
+    Reads metadata only. The rows of a view are assumed to be spread evenly over the dataset, as those of a split are.
+    Raises OptionError for unusable arguments, and FormatError if the matrix cannot be read or there are no rows.
     """
     require_dataset(dataset)
     matrices = [matrix for matrix in dataset.matrices(x) if matrix.n_rows]
@@ -71,7 +98,7 @@ def suggest(dataset: Dataset, *, batch_size: int = 64, memory: int | str = 0, x:
     return sizes(
         n_rows=dataset.n_obs,
         row_bytes=sum(array.n_elements * array.dtype.itemsize for array, _ in arrays) / n_rows,
-        # Of an array with fewer elements than a chunk, all rows are in one chunk.
+        # If an array has fewer elements than a chunk, all of its rows are in one chunk.
         rows_per_chunk=max(min(rows, array.chunk_elements * rows / max(1, array.n_elements)) for array, rows in arrays),
         spread=max(1.0, n_rows / dataset.n_obs),
         batch_size=batch_size,
@@ -82,9 +109,9 @@ def suggest(dataset: Dataset, *, batch_size: int = 64, memory: int | str = 0, x:
 def sizes(
     *, n_rows: int, row_bytes: float, rows_per_chunk: float, spread: float = 1, batch_size: int, options: FetchOptions
 ) -> Suggestion:
-    """The same for `n_rows` of a matrix, every `spread`-th, with so many bytes a row once decoded and rows a chunk."""
+    """`suggest` for every `spread`-th row of a matrix, `n_rows` in all, with `row_bytes` decoded bytes per row."""
     require_count(batch_size=batch_size)
-    room_rows = options.buffer_bytes / (options.prefetch + 1) / max(1.0, row_bytes)  # once decoded
+    room_rows = options.buffer_bytes / (options.prefetch + 1) / max(1.0, row_bytes)  # decoded rows per fetch
 
     def decoded(block_size: int) -> float:
         return _decoded_rows(block_size, rows_per_chunk, spread)
@@ -95,7 +122,7 @@ def sizes(
             break
         block_size //= 2
     n_blocks = min(_BLOCKS, room_rows / decoded(block_size))
-    if n_blocks < 1:  # nothing fits: one minibatch at a time, whatever it takes
+    if n_blocks < 1:  # not even one block fits: load one minibatch at a time, regardless of its size
         n_blocks = 0
     fetch_factor = max(1, min(int(n_blocks * block_size) // batch_size, -(-n_rows // batch_size)))
     block_size = min(block_size, batch_size * fetch_factor)
@@ -114,5 +141,5 @@ def sizes(
 
 
 def _decoded_rows(block_size: int, rows_per_chunk: float, spread: float) -> float:
-    """Rows in the chunks of a block that begins anywhere, on average; at most a chunk for each of its rows."""
+    """The average number of rows in the chunks of a block at a random position; at most one chunk per row."""
     return min(block_size * spread + max(0.0, rows_per_chunk - 1), block_size * max(spread, rows_per_chunk))

@@ -1,4 +1,4 @@
-"""What a dataset holds: rows, columns and how each matrix is laid out, from listings and metadata alone."""
+"""Summaries of datasets for `zloader info`: rows, columns and matrix layouts, from listings and metadata alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySummary:
-    """One array of a matrix. `stored_bytes` are its objects', `decoded_bytes` what a mirror of it takes.
+    """One array of a matrix. `stored_bytes` is the size of its objects, `decoded_bytes` the size of its mirror.
 
-    Over several stores: the sums, every dtype and codec that there is, and the largest chunks and shards.
+    With several stores, sizes are summed, all dtypes and codecs are listed, and chunks and shards are the largest.
     """
 
     path: str
@@ -39,7 +39,7 @@ class ArraySummary:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSummary:
-    """One matrix: X, a layer or raw/X. `values` are those stored; `problem` says why it cannot be read, if so."""
+    """One matrix: X, a layer or raw/X. `values` counts the stored values; `problem` says why it cannot be read."""
 
     name: str
     encoding: str
@@ -53,9 +53,9 @@ class MatrixSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSummary:
-    """One obs column: `kind` is `categorical`, `string` or a dtype.
+    """One obs column. `kind` is `categorical`, `string` or a dtype, or several of them joined by slashes.
 
-    `categories` is None where it has none, or may have others in each of several stores.
+    `categories` is the number of categories. It is None for other kinds of columns, and with several stores.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ColumnSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSummary:
-    """What one or several stores hold, all of them. `others` names obsm, varm and the like as `obsm/X_pca`."""
+    """The contents of a dataset. `others` lists entries of obsm, varm, obsp, varp and uns, such as `obsm/X_pca`."""
 
     url: str
     stores: int
@@ -80,7 +80,7 @@ class StoreSummary:
 
 
 def summarize(dataset: Dataset) -> StoreSummary:
-    """What the dataset holds, from its metadata alone."""
+    """Summarizes a dataset from its metadata alone."""
     stores = dataset.stores
     objects = [entry for store in stores for entry in store.objects.values()]
     return StoreSummary(
@@ -119,7 +119,7 @@ def _kind(node: Any) -> str:
 
 
 def _all(names: Iterable[str]) -> str:
-    """Every name once."""
+    """The distinct names, joined by slashes."""
     return " / ".join(dict.fromkeys(names))
 
 
@@ -155,7 +155,7 @@ def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
 
 
 def _values(store: OpenedStore, matrix: str) -> Any:
-    """The array of a matrix' values."""
+    """The array with the values of a matrix."""
     node = store.node(matrix)
     return node if isinstance(node, zarr.Array) else store.node(f"{matrix}/data")
 
@@ -183,7 +183,7 @@ def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> Ar
 
 
 def _codec(codec: Mapping[str, Any]) -> str:
-    """`blosc(lz4, shuffle)` or the codec's bare name."""
+    """The name of a codec, as in `blosc(lz4, shuffle)` or `crc32c`."""
     settings = codec.get("configuration") or {}
     if codec["name"] == "blosc":
         return f"blosc({settings['cname']}, {settings['shuffle']})"
@@ -191,6 +191,6 @@ def _codec(codec: Mapping[str, Any]) -> str:
 
 
 def stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:
-    """Bytes of the objects that hold an array."""
+    """The size in bytes of the objects that hold an array."""
     keys = map(array.shard_key, range(array.n_shards))
     return sum(store.objects[key].size for key in keys if key in store.objects)

@@ -1,7 +1,7 @@
-"""Fills mirrors ahead of training: every chunk of a matrix is read once and kept, and so are all columns of obs.
+"""Fills the mirrors of a dataset ahead of training: every chunk of a matrix is read once, and so are obs and obsm.
 
-Whatever is there already is not read again, so that an interrupted run goes on where it was; several processes that do
-the same share the work, as they do while training.
+Chunks that are in a mirror already are not read again, so an interrupted run continues where it stopped. Several
+processes that warm or train at the same time share the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zloader.caching.mirror import MirrorArray, holding
+from zloader.caching.mirror import MirrorArray, contents_of
 from zloader.common.checks import names_of, require_count
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
@@ -27,15 +27,24 @@ from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters
 from zloader.storage.layout import ArrayLayout
 
-_WINDOW_BYTES = 16 << 20  # decoded, brought as one; several at once keep a link busy
-_WINDOWS = 16
+_WINDOW_BYTES = 16 << 20  # decoded bytes of the chunks that are downloaded together
+_WINDOWS = 16  # windows in flight, enough to keep a fast link busy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """What `warm` has done so far: chunks and decoded bytes held and in all, and what it read for that.
+    """The progress of `warm`, for all its matrices together.
 
-    `full` says that the cache's limits, or its disk, allow no more.
+    >>> import zloader as zl
+    >>> warmed = zl.warm(zl.open_dataset("atlas.zarr", cache="cache"))
+    >>> warmed.bytes_held == warmed.bytes_in_all, warmed.full
+    (True, False)
+
+    - `chunks`, `chunks_held`: the chunks of the matrices, and how many of them are in the cache.
+    - `bytes_in_all`, `bytes_held`: the same in decoded bytes.
+    - `gets`, `bytes_read`: requests made and bytes read from the stores by this call.
+    - `elapsed_s`: seconds since the call.
+    - `full`: whether the cache has reached its limits, or its disk is full.
     """
 
     chunks: int
@@ -56,42 +65,57 @@ def warm(
     options: FetchOptions | None = None,
     on_progress: Callable[[Warmed], None] | None = None,
 ) -> Warmed:
-    """Brings matrices, and the metadata, var, obs columns and obsm of their stores, into the dataset's cache.
+    """Fills the cache of a dataset: matrices, and the metadata, var, obs columns and obsm arrays of its stores.
 
-    `x` are names such as Loader takes; `bytes_per_s` bounds what is read from the store. `on_progress` is called now
-    and then, on the calling thread.
-    Raises OptionError for a dataset without a cache or names that it does not have; any ReadError.
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("atlas.zarr", cache="cache")
+    >>> warmed = zl.warm(dataset)
+    >>> warmed.chunks_held == warmed.chunks
+    True
+    >>> loader = zl.Loader(dataset)  # now reads from the cache only
+    >>> sum(len(minibatch) for minibatch in loader), loader.statistics().gets
+    (1000, 0)
+
+    - `dataset`: a dataset opened with a cache. For a view, all rows of its whole dataset are cached.
+    - `x`: names of the matrices, as a Loader takes them.
+    - `bytes_per_s`: limits the rate of reading from the stores. None for no limit.
+    - `options`: the options of a Loader for reading.
+    - `on_progress`: called from time to time with the progress so far, on the calling thread.
+
+    Returns when everything is cached or the cache is full. Raises OptionError for a dataset without a usable cache, for
+    a matrix it does not have and for other unusable arguments; FormatError for a matrix that cannot be read; and any
+    ReadError.
     """
     require_dataset(dataset)
     x = names_of(x=x)
     if dataset.cache is None:
-        raise OptionError("there is no cache to fill: open the dataset with cache=")
+        raise OptionError("the dataset has no cache to fill: open it with cache=")
     if bytes_per_s is not None:
         require_count(bytes_per_s=bytes_per_s)
     options = options or FetchOptions()
     parts = [part for name in x for part in dataset.parts(name, options)]
     unmirrored = next((part for part in parts if part.mirror is None), None)
     if unmirrored is not None:
-        raise OptionError(f"the mirror of {unmirrored.url} cannot be used (see the warning): nothing can be filled")
+        raise OptionError(f"cannot fill the mirror of {unmirrored.url}: it cannot be used (see the warning)")
     dataset.keep_columns()
-    dataset.var  # noqa: B018 - reading is keeping
+    dataset.var  # noqa: B018 - reading the frame writes it to the cache
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:
-        held = holding(_arrays(parts))
+        cached = contents_of(_arrays(parts))
         return Warmed(
-            chunks=held.chunks,
-            chunks_held=held.chunks_held,
-            bytes_held=held.bytes_held,
-            bytes_in_all=held.bytes_in_all,
+            chunks=cached.chunks,
+            chunks_held=cached.chunks_held,
+            bytes_held=cached.bytes_held,
+            bytes_in_all=cached.bytes_in_all,
             gets=counters.gets,
             bytes_read=counters.bytes_read,
             elapsed_s=time.perf_counter() - began,
-            full=held.full,
+            full=cached.full,
         )
 
     async def produce(put: Put[None]) -> None:
-        await _bring_all(_throttled(parts, bytes_per_s), options, counters, put)
+        await _fill_all(_throttled(parts, bytes_per_s), options, counters, put)
 
     for _ in Bridge(produce, ready_bytes=1 << 20, name="zloader-warm"):
         if on_progress is not None:
@@ -105,35 +129,35 @@ def _arrays(parts: Sequence[MatrixPart]) -> Iterator[MirrorArray]:
             yield from part.mirror.arrays.values()
 
 
-async def _bring_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
-    """Brings all chunks, window by window; puts something after each."""
-    ahead = asyncio.Semaphore(_WINDOWS)
+async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
+    """Downloads all chunks, window by window, and puts one item after each window."""
+    in_flight = asyncio.Semaphore(_WINDOWS)
     with opened_readers(parts, options, counters, sweeping=True) as readers:
         async with asyncio.TaskGroup() as group:
 
-            async def bring(reader: ArrayReader, mirror: MirrorArray, window: Rows) -> None:
+            async def fill(reader: ArrayReader, mirror: MirrorArray, window: Rows) -> None:
                 try:
                     if mirror.writable:
-                        await reader.bring(window, turn=1)
+                        await reader.fill_mirror(window, turn=1)
                     await put([None], 1)
                 finally:
-                    ahead.release()
+                    in_flight.release()
 
             arrays = []
             for part, of_part in zip(parts, readers, strict=True):
                 assert part.mirror is not None
                 for reader, array in zip(of_part, part.matrix.arrays, strict=True):
                     arrays.append(_windows(array, reader, part.mirror.arrays[array.path]))
-            # All arrays side by side: where there is no room for all, whole rows are held, not one array of them.
+            # Advance through all arrays in step, so that a full cache holds whole rows and not a single array.
             for _, window, reader, mirror in heapq.merge(*arrays, key=lambda window: window[0]):
-                await ahead.acquire()
-                group.create_task(bring(reader, mirror, window))
+                await in_flight.acquire()
+                group.create_task(fill(reader, mirror, window))
 
 
 def _windows(
     array: ArrayLayout, reader: ArrayReader, mirror: MirrorArray
 ) -> Iterator[tuple[float, Rows, ArrayReader, MirrorArray]]:
-    """All chunks of an array, in runs, with the share of the array that lies before each."""
+    """All chunks of an array in windows, each with the share of the array that precedes it."""
     size = max(1, _WINDOW_BYTES // (array.chunk_elements * array.dtype.itemsize))
     for first in range(0, array.n_chunks, size):
         yield first / array.n_chunks, np.arange(first, min(first + size, array.n_chunks)), reader, mirror
@@ -147,7 +171,7 @@ def _throttled(parts: Sequence[MatrixPart], bytes_per_s: int | None) -> Sequence
 
 
 class _Pace:
-    """Spreads bytes over time: each amount begins when those before it should have ended."""
+    """Limits a byte rate: each read starts when the reads before it would have finished at that rate."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
@@ -162,7 +186,7 @@ class _Pace:
 
 @dataclass(frozen=True)
 class _PacedSource:
-    """A source whose reads keep to a pace."""
+    """A source whose reads are limited by a pace."""
 
     source: ByteSource
     pace: _Pace
@@ -172,7 +196,7 @@ class _PacedSource:
         return self.source.retries
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """As the source's, each span when its turn has come."""
+        """Reads each span when the pace allows it."""
         return list(await asyncio.gather(*map(self._read_one, spans)))
 
     async def _read_one(self, span: Span) -> bytes:

@@ -1,1 +1,1 @@
-"""Which rows come when: permutations, samplings, plan, resume, ranks. Pure arithmetic, without I/O."""
+"""The order of rows: permutations, samplings, plan, resuming, ranks. Pure arithmetic without I/O."""

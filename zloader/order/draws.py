@@ -1,20 +1,23 @@
-"""Rows drawn by their weights, block by block: what the samplings of `weighted.py` run on. Pure.
+"""Draws rows by weight, block by block, for the samplings of `weighted.py`. Pure.
 
-With replacement an epoch is a row of slots of `block_size` positions. A block is as many consecutive rows of positive
-weight; it is drawn with a chance proportional to its weight, the sum of its rows', and rows of it are taken at equal
-steps of its running weight, from a random begin (systematic sampling; Madow 1949). So the row at every position is row
-i with a chance of exactly weight i / weight of all, and blocks of equal weights are taken whole.
+With replacement, the order of an epoch is a sequence of slots of `block_size` positions. A block is `block_size`
+consecutive rows of positive weight, and its weight is the sum over its rows. A block is drawn with a probability
+proportional to its weight. Its rows are then taken at equal steps of the running weight from a random start (systematic
+sampling; Madow 1949). At every position, row i therefore occurs with probability exactly weight i / sum of weights, and
+a block of equal weights is taken whole.
 
-A row that weighs half its block would fill half a slot. So of such a block fewer rows are taken at a time: the most of
-`block_size`, `block_size` / 2, / 4 ... that brings none twice. Blocks of which as many are taken are a level, and a
-slot is filled with draws from one level. What is read then follows from the weights: whole blocks where they are alike,
-a few rows here and there where a few rows weigh as much as all others.
+A row with half the weight of its block would fill half a slot. From such a block fewer rows are taken per draw: the
+largest of `block_size`, `block_size` / 2, / 4 ... with which no row occurs twice. Blocks with the same number of rows
+per draw form a level, and each slot is filled with draws from one level. The reads then follow the weights: whole
+blocks where the weights are equal, and a few scattered rows where a few rows weigh as much as all others together.
 
-Random words are mixed from counters, and sums are made in one order by loops without fastmath: the same bits
-everywhere. A table holds 8 bytes a block (16 where there are levels); planning a fetch searches it for each draw.
+The result has the same bits on every machine, because random words are computed from counters, and loops without
+fastmath add in a fixed order. The table takes 8 bytes per block, or 16 if there are several levels. Planning a fetch
+takes one binary search per draw.
 
-Without replacement the rows are chosen once an epoch (Efraimidis and Spirakis 2006), with 16 bytes a row meanwhile and
-8 a chosen row for as long as this epoch is asked for, and then shuffled in blocks of consecutive chosen rows.
+Without replacement, the rows of an epoch are chosen once per epoch (Efraimidis and Spirakis 2006) and then shuffled in
+blocks of consecutive chosen rows. Choosing takes 16 bytes per row; the result takes 8 bytes per chosen row, and is kept
+until another epoch is planned.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
 from zloader.order.sampling import BlockShuffling
 
 _U64 = np.uint64
-_ROUNDING = 1 + 1e-9  # more than sums of equal weights are off
+_ROUNDING = 1 + 1e-9  # larger than the rounding error in sums of equal weights
 _STEP = 2.0**-53
-_LEAST = 2.0**-960
+_MIN_TOTAL = 2.0**-960
 Codes = NDArray[np.integer]
 
 
@@ -48,7 +51,7 @@ def _weight(table: NDArray[Any], codes: Codes | None, row: int) -> float:
 def _weigh(
     table: NDArray[Any], codes: Codes | None, n: int, block_size: int, sums: NDArray[Any], levels: NDArray[Any]
 ) -> None:
-    """The weight of each block and its level: at level k, `block_size >> k` rows are taken of it at a time."""
+    """Computes the weight and the level of each block. At level k, a draw takes `block_size >> k` rows."""
     for block in range(len(sums)):
         total, most = 0.0, 0.0
         for row in range(block * block_size, min((block + 1) * block_size, n)):
@@ -69,22 +72,22 @@ def _take(
     draws: tuple[Rows, Rows, NDArray[np.uint64]],
     out: Rows,
 ) -> None:
-    """Fills `out` with the rows of draws, one after the other; a draw is a block, how many rows, and a random word.
+    """Fills `out` with the rows of consecutive draws. A draw is a block, a number of rows and a random word.
 
-    Draws fill slots of `block_size` positions; what does not fit the last of a slot is left out.
+    Draws fill slots of `block_size` positions. Rows of the last draw that do not fit into its slot are dropped.
     """
     at = 0
-    for block, taken, word in zip(*draws):  # noqa: B905 (numba knows no strict)
+    for block, taken, word in zip(*draws):  # noqa: B905 (numba does not support strict)
         first, last = block * block_size, min((block + 1) * block_size, n)
         total = 0.0
         for row in range(first, last):
             total += _weight(table, codes, row)
-        begin = (word >> _U64(11)) * _STEP
+        start = (word >> _U64(11)) * _STEP
         row, reached, before = first, _weight(table, codes, first), 0.0
         for number in range(min(taken, block_size - at % block_size)):
-            share = begin + number / taken
+            share = start + number / taken
             share -= share >= 1.0
-            if share < before:  # once: from the end of the block to its beginning
+            if share < before:  # at most once: wraps from the end of the block to its beginning
                 row, reached = first, _weight(table, codes, first)
             before = share
             while reached <= share * total and row < last - 1:
@@ -96,9 +99,9 @@ def _take(
 
 @compiled
 def _waits(table: NDArray[Any], codes: Codes | None, key: Any, out: NDArray[np.float64]) -> None:
-    """A wait for each row, exponential with its weight as the rate: the rows that come first are drawn.
+    """Computes an exponential waiting time for each row, with its weight as the rate. The shortest waits are drawn.
 
-    By von Neumann's comparisons of random words (1951), not by a logarithm, whose last bit machines disagree on.
+    It compares random words (von Neumann 1951), because the last bit of a logarithm differs between machines.
     """
     for row in range(len(out)):
         word = mix_word(key + GOLDEN * _U64(row))
@@ -123,7 +126,7 @@ def _unit(words: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _search(ends: NDArray[np.float64], points: NDArray[np.float64]) -> Rows:
-    """How many of `ends` are not above each point; in ascending order, or each would miss the cache a dozen times."""
+    """Number of `ends` at or below each point. Searches in ascending order, which avoids cache misses."""
     order = np.argsort(points)
     found = np.empty(len(points), np.int64)
     found[order] = np.searchsorted(ends, points[order], side="right")
@@ -131,11 +134,10 @@ def _search(ends: NDArray[np.float64], points: NDArray[np.float64]) -> Rows:
 
 
 class Draws(SharesArrays):
-    """A sampling: `total_size` rows an epoch, drawn by weight in blocks of `block_size`.
+    """A sampling of `total_size` rows per epoch, drawn by weight in blocks of `block_size`.
 
-    The weight of row i is `table[i]`, or with codes `table[codes[i]]`, where code -1 is the last of the table. With
-    `indices` (ascending) only those rows take part; they are kept as given. Raises OptionError for weights that make no
-    sense.
+    The weight of row i is `table[i]`, or `table[codes[i]]` if there are codes; code -1 selects the last entry. With
+    `indices` (ascending, stored without a copy) only these rows take part. Raises OptionError for invalid weights.
     """
 
     shuffles_fetch = True
@@ -154,11 +156,11 @@ class Draws(SharesArrays):
         _require_weights(table)
         self.block_size, self.repeats = int(block_size), bool(replace)
         self.indices = indices
-        self._of_dataset = len(table if codes is None else codes)
+        self._dataset_rows = len(table if codes is None else codes)
         self._rows, self._table, self._codes = _positive(table, codes, indices)
         self._n = len(self._table if self._codes is None else self._codes)
         if not self._n:
-            raise OptionError("no row has a weight above 0: there would be no minibatch")
+            raise OptionError("no row has a weight above 0, so there would be no minibatch")
         if total_size is not None:
             require_count(total_size=total_size)
             if total_size > self._n and not replace:
@@ -167,35 +169,35 @@ class Draws(SharesArrays):
                     "with replace=True"
                 )
         self._total_size = self._n if total_size is None else int(total_size)
-        self._chosen: tuple[int, Rows] | None = None  # of the last key
+        self._chosen: tuple[int, Rows] | None = None  # (key, rows) of the last epoch planned
         if replace:
             self._build()
 
     def _build(self) -> None:
-        """The running weight of blocks, level by level."""
+        """Builds the table: the running weight of the blocks, level by level."""
         n_blocks = -(-self._n // self.block_size)
         sums, levels = np.empty(n_blocks), np.empty(n_blocks, np.uint8)
         _weigh(self._table, self._codes, self._n, self.block_size, sums, levels)
         counts = [np.count_nonzero(levels == level) for level in range(self.block_size.bit_length())]
         self._order = None if max(counts) == n_blocks else np.argsort(levels, kind="stable")
         self._ends = sums if self._order is None else sums[self._order]
-        with np.errstate(over="ignore"):  # it is said below
+        with np.errstate(over="ignore"):  # an overflow raises below
             np.cumsum(self._ends, out=self._ends)
-        if not _LEAST <= self._ends[-1] < np.inf:  # a float64 has fewer digits below
+        if not _MIN_TOTAL <= self._ends[-1] < np.inf:  # smaller float64 numbers have fewer digits
             raise OptionError(f"the weights add up to {self._ends[-1]}: divide them all by their largest")
-        self._stops = np.cumsum(counts)  # of each level, in the table
+        self._stops = np.cumsum(counts)  # end of each level in the table
         self._bounds = np.append(0.0, np.where(self._stops > 0, self._ends[self._stops - 1], 0.0))
 
     def n_rows(self, dataset_rows: int) -> int:
-        """How many rows an epoch has."""
-        if dataset_rows != self._of_dataset:
+        """Number of rows per epoch."""
+        if dataset_rows != self._dataset_rows:
             raise OptionError(
-                f"there are weights or labels of {self._of_dataset} rows, but the dataset has {dataset_rows}"
+                f"the weights or labels are for {self._dataset_rows} rows, but the dataset has {dataset_rows}"
             )
         return self._total_size
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)`."""
+        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         if self.repeats:
             rows = self._drawn(start, stop, key_of(seed, epoch))
         else:
@@ -217,15 +219,15 @@ class Draws(SharesArrays):
         level, taken = level[slot], taken[slot]
         words = words_at(key_of(key, 1), slots[slot] * _U64(size) + number.astype(_U64))
         begin, end = self._bounds[level], self._bounds[level + 1]
-        place = _search(self._ends, begin + _unit(words) * (end - begin))
-        place = np.minimum(place, self._stops[level] - 1)  # where rounding went up to the end
-        block = place if self._order is None else self._order[place]
+        entry = _search(self._ends, begin + _unit(words) * (end - begin))
+        entry = np.minimum(entry, self._stops[level] - 1)  # rounding may reach the end of the level
+        block = entry if self._order is None else self._order[entry]
         out = np.empty((last - first) * size, np.int64)
         _take(self._table, self._codes, self._n, size, (block, taken, mix(words + GOLDEN)), out)
         return out[start - first * size : stop - first * size]
 
     def _choose(self, key: int) -> Rows:
-        """The rows of an epoch without replacement, ascending."""
+        """The rows of an epoch without replacement, in ascending order."""
         if self._chosen is None or self._chosen[0] != key:
             waits = np.empty(self._n)
             _waits(self._table, self._codes, _U64(key), waits)
@@ -243,26 +245,26 @@ def _require_weights(table: NDArray[Any]) -> None:
 
 
 def require_within(indices: Rows, n_rows: int) -> None:
-    """Raises OptionError where one of `indices` (ascending) has no weight or label."""
+    """Raises OptionError if one of `indices` (ascending) has no weight or label."""
     if indices[0] < 0 or indices[-1] >= n_rows:
         bad = indices[0] if indices[0] < 0 else indices[-1]
         raise OptionError(
-            f"indices holds row {bad}, but there are weights or labels of {n_rows} rows: they are one for each row of "
-            "the dataset, not of indices"
+            f"indices holds row {bad}, but the weights or labels are for {n_rows} rows: give one per row of the "
+            "dataset, not per row of indices"
         )
 
 
 def _positive(
     table: NDArray[Any], codes: Codes | None, indices: Rows | None
 ) -> tuple[Rows | None, NDArray[Any], Codes | None]:
-    """The rows that can be drawn (None for all), and the table and codes of those alone."""
+    """The rows that can be drawn (None for all rows), with their table and codes."""
     positive = table > 0
     if codes is not None:
         positive = positive[codes]
     if indices is not None:
         require_within(indices, len(positive))
         taken = positive[indices]
-        rows = indices if taken.all() else indices[taken]  # one array for both
+        rows = indices if taken.all() else indices[taken]  # one array serves both
     elif positive.all():
         return None, table, codes
     else:

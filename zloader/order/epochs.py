@@ -1,4 +1,4 @@
-"""How the iterations of one loader are counted, in whichever processes they run."""
+"""Counts the iterations of a loader across this process and its DataLoader workers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 import torch
 
 from zloader.common.errors import OptionError
-from zloader.order.resume import MOST_STRETCHES, Position
+from zloader.order.resume import MAX_STRETCHES, Position
 
-_MOST_WORKERS = 1024
-_WORD = 1 << 24  # epochs that a loader can count
+_MAX_WORKERS = 1024
+_WORD = 1 << 24  # maximum number of epochs counted
 
 
 class EpochCount:
-    """Which epoch an iteration is: one more than the last, whichever processes took part in that.
+    """Gives each iteration its epoch: one more than the last iteration in any process.
 
-    Kept in shared memory, so that this process and DataLoader workers, of this iteration and of others, agree.
+    The count is in shared memory, so that this process and the DataLoader workers of all iterations agree.
     """
 
     def __init__(self) -> None:
-        # The epoch that the count began at; then for this process and each worker number a word and a process id. A
-        # word holds the epochs begun so far in its low bits and above them a key that all workers of an iteration
-        # share: stored at once, so that those who begin together find the same.
+        # The epoch of the first iteration counted; then one word and one process id for this process and for each
+        # worker number. The low bits of a word hold the number of epochs started so far. Its high bits hold a key that
+        # all workers of an iteration share. Both are stored in one write, so workers that start together agree.
         self._first = torch.zeros(1, dtype=torch.int64)
-        self._words = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64)
-        self._pids = torch.zeros(1 + _MOST_WORKERS, dtype=torch.int64)
-        # What of that first epoch has been received: a world size and minibatches of each rank, one after the other.
-        self._stretches = torch.zeros(2 * MOST_STRETCHES, dtype=torch.int64)
-        self._iterations = 0  # of this process
+        self._words = torch.zeros(1 + _MAX_WORKERS, dtype=torch.int64)
+        self._pids = torch.zeros(1 + _MAX_WORKERS, dtype=torch.int64)
+        # The part of the first epoch already received: pairs of a world size and the minibatches per rank, flattened.
+        self._stretches = torch.zeros(2 * MAX_STRETCHES, dtype=torch.int64)
+        self._iterations = 0  # in this process
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -38,27 +38,27 @@ class EpochCount:
         self._share()
 
     def _share(self) -> None:
-        """Of a copy or an ordinary pickle too, which counts for itself; what is shared already stays as it is."""
+        """Moves tensors to shared memory. Copies and ordinary pickles get tensors of their own and count separately."""
         for tensor in (self._first, self._words, self._pids, self._stretches):
             tensor.share_memory_()  # type: ignore[no-untyped-call]
 
     def restart(self, position: Position) -> None:
-        """Makes the next iteration the epoch of `position`, from there on."""
+        """Makes the next iteration start at `position`."""
         if position.epoch >= 1 << 62:
-            raise OptionError(f"epoch {position.epoch} is more than a loader can count to")
+            raise OptionError(f"epoch {position.epoch} is too large: it must be below 2**62")
         flat = [number for stretch in position.stretches for number in stretch]
-        # At once: workers that are told the same one after the other read meanwhile.
-        self._stretches.copy_(torch.tensor(flat + [0] * (2 * MOST_STRETCHES - len(flat))))
+        # One write, because workers that get the same position later may already be reading.
+        self._stretches.copy_(torch.tensor(flat + [0] * (2 * MAX_STRETCHES - len(flat))))
         self._first[0] = position.epoch
         self._words.zero_()
 
     def next(self) -> Position:
-        """Where an iteration would begin now."""
+        """The position at which the next iteration starts."""
         return self._position(self._begun() + 1)
 
     @property
     def left_to_workers(self) -> bool:
-        """Whether the last iteration was one of DataLoader workers, not of this process."""
+        """Whether the last iteration ran in DataLoader workers rather than in this process."""
         return self._begun() > int(self._words[0]) % _WORD
 
     def _begun(self) -> int:
@@ -72,15 +72,18 @@ class EpochCount:
         return Position(epoch=epoch, stretches=tuple(stretches))
 
     def begin(self, worker: Any) -> Position:
-        """Where an iteration begins that does so now, in this process or in a DataLoader `worker`."""
+        """Starts an iteration in this process or in a DataLoader `worker`, and returns its position."""
         slot, key = (0, 0) if worker is None else (worker.id + 1, self._key(worker))
-        if slot > _MOST_WORKERS:
-            raise OptionError(f"at most {_MOST_WORKERS} workers can share a loader; use fewer, best none")
+        if slot > _MAX_WORKERS:
+            raise OptionError(
+                f"at most {_MAX_WORKERS} workers can share a loader: lower num_workers. Loaders are fastest with 0"
+            )
         self._iterations += 1
         words = [divmod(word, _WORD) for word in self._words.tolist()]
         begun: int = 1 + max(count for _, count in words)
         for other, (others_key, count) in enumerate(words):
-            # Who seeds torch alike before each epoch gives the same key again: then those who left it are gone.
+            # The key repeats if torch is seeded identically before each epoch. The workers that stored it before have
+            # then exited, so only the words of live processes count.
             if key and others_key == key and other != slot and _is_alive(int(self._pids[other])):
                 begun = count
         self._pids[slot] = os.getpid()

@@ -1,14 +1,17 @@
-"""Which rows each rank gets, fetch by fetch and minibatch by minibatch. Arithmetic without state. Pure.
+"""The plan of an epoch: which rows each rank gets, fetch by fetch and minibatch by minibatch. Pure.
 
-The order of an epoch is cut into fetches of `batch_size * fetch_factor` rows, dealt round-robin to the ranks, then to
-the workers of a rank. What is left after the last full round is shared out evenly, so that every rank yields the same
-number of minibatches: with `drop_last=False` no row is lost for that (but for `batch_size=1`, where fewer than
-`world_size` are); with `drop_last=True` fewer than `world_size * batch_size` are: those that come last in the order, so
-others in each shuffled epoch. With `remainder="pad"` every minibatch of every rank is full: the first rows of the order
-come a second time for that.
+The order of an epoch is cut into fetches of `batch_size * fetch_factor` rows. Fetches are dealt round-robin to the
+ranks, then to the workers of each rank. The rows after the last full round are divided evenly, so that every rank
+yields the same number of minibatches:
+- `drop_last=False` keeps every row. The exception is `batch_size=1`, which drops fewer than `world_size` rows.
+- `drop_last=True` drops fewer than `world_size * batch_size` rows. They are the last rows of the order, so each
+  shuffled epoch drops different rows.
+- `remainder="pad"` fills every minibatch of every rank by repeating the first rows of the order.
 
-A run that is resumed goes on after so many minibatches of each rank (`Plan.fetches`). Where the number of ranks has
-changed, what nobody has seen is an order of its own (`Unseen`), which is dealt to the new ranks as any other.
+A resumed run skips the minibatches that each rank has received (`Plan.fetches`). If the number of ranks has changed,
+the rows not yet received form an order of their own (`Unseen`), which is dealt to the new ranks like any other order.
+
+Planning a fetch costs time and memory in proportion to its rows, however many rows the dataset has.
 """
 
 from __future__ import annotations
@@ -29,10 +32,9 @@ from zloader.order.sampling import Sampling, require_rows, require_sampling, siz
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """The rows loaded together into one buffer, and the minibatches made of them.
+    """The rows loaded into one buffer, and how they are cut into minibatches.
 
-    `rows` stand as they are read (block by block); row `i` of the minibatches laid end to end is `rows[order[i]]`, and
-    minibatch k takes `order[cuts[k]:cuts[k + 1]]`.
+    `rows` are in read order, block by block. Minibatch k holds `rows[order[cuts[k] : cuts[k + 1]]]`.
     """
 
     number: int
@@ -41,7 +43,7 @@ class Fetch:
     cuts: NDArray[np.int64]
 
     def after(self, n_minibatches: int) -> Fetch:
-        """The same without its first minibatches, and without the rows that only they needed."""
+        """The fetch without its first `n_minibatches` minibatches, and without the rows that only they use."""
         if not n_minibatches:
             return self
         cuts = self.cuts[n_minibatches:]
@@ -54,7 +56,7 @@ class Fetch:
 class Unseen:
     """The rest of an epoch as a sampling: the rows `first`, then the order of `sampling` from position `begin` on.
 
-    For the seed and epoch that `first` was made for.
+    It is valid only for the seed and the epoch from which `first` was computed.
     """
 
     sampling: Sampling
@@ -63,22 +65,22 @@ class Unseen:
 
     @property
     def shuffles_fetch(self) -> bool:
-        """As the sampling does."""
+        """Whether the underlying sampling permutes the rows of each fetch."""
         return self.sampling.shuffles_fetch
 
     @property
     def block_size(self) -> int:
-        """As in the sampling; but the rows `first` may begin and end within a block."""
+        """Block size of the underlying sampling. The rows `first` may begin and end within a block."""
         return int(getattr(self.sampling, "block_size", 1))
 
     def n_rows(self, dataset_rows: int) -> int:
-        """How many rows are left."""
+        """Number of rows left in the epoch."""
         return len(self.first) + self.sampling.n_rows(dataset_rows) - self.begin
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)` of the rest."""
-        moved = self.begin - len(self.first)
-        begin, end = max(start + moved, self.begin), stop + moved
+        """The rows (int64) at positions `[start, stop)` in the rest of the epoch."""
+        shift = self.begin - len(self.first)
+        begin, end = max(start + shift, self.begin), stop + shift
         if begin >= end:
             return self.first[start:stop]
         rest = self.sampling.rows(begin, end, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
@@ -87,7 +89,7 @@ class Unseen:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One epoch of one rank: a pure function of its fields to an ordered list of fetches."""
+    """One epoch of one rank: maps the options below to an ordered list of fetches. Raises OptionError."""
 
     dataset_rows: int
     sampling: Sampling
@@ -106,13 +108,15 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
                 raise OptionError(f"{name} must be a whole number of at least 0, not {value!r}")
-        # NumPy's integers overflow where Python's do not.
+        # NumPy integers overflow; Python integers do not.
         for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
         require_sampling(self.sampling)
         object.__setattr__(self, "sampling", sized(self.sampling, self.fetch_rows))
         if self.rank >= self.world_size:
-            raise OptionError(f"rank {self.rank} does not exist in a world of {self.world_size}: ranks count from 0")
+            raise OptionError(
+                f"rank {self.rank} does not exist in a world of {self.world_size}: ranks are numbered from 0"
+            )
         block_size = getattr(self.sampling, "block_size", 1)
         if block_size > self.fetch_rows:
             raise OptionError(
@@ -123,12 +127,18 @@ class Plan:
         require_one_of(["drop", "pad"], remainder=self.remainder)
         require_flag(drop_last=self.drop_last)
         if self.pads and self.drop_last:
-            raise OptionError("remainder='pad' leaves no smaller minibatch that drop_last could drop: give one of them")
-        rest = isinstance(self.sampling, Unseen)  # of which a handful, too few to share out, is left out
+            raise OptionError(
+                "remainder='pad' and drop_last=True exclude each other, because padding leaves no smaller minibatch: "
+                "set one of them"
+            )
+        rest = isinstance(self.sampling, Unseen)  # may have fewer rows than ranks, which are then left out
         if self.n_rows < (1 if self.pads else self.world_size) and not rest:
             if not self.n_rows:
                 raise OptionError("there are 0 rows to load: the dataset, view or sampling is empty")
-            raise OptionError(f"{self.n_rows} rows cannot be shared out to {self.world_size} ranks")
+            raise OptionError(
+                f"{self.n_rows} rows cannot be divided among {self.world_size} ranks: use fewer ranks or "
+                "remainder='pad'"
+            )
 
     @property
     def fetch_rows(self) -> int:
@@ -142,25 +152,25 @@ class Plan:
 
     @property
     def sweeps(self) -> bool:
-        """Whether this rank takes every row of the dataset in an epoch."""
+        """Whether this rank reads every row of the dataset in an epoch."""
         repeats = getattr(self.sampling, "repeats", False)
         return self.world_size == 1 and self.n_rows == self.dataset_rows and not repeats
 
     @property
     def n_rows(self) -> int:
-        """Rows in the epoch, over all ranks."""
+        """Rows per epoch over all ranks."""
         return self.sampling.n_rows(self.dataset_rows)
 
     @property
     def _full_rounds(self) -> int:
         rounds, left = divmod(self.n_rows, self.world_size * self.fetch_rows)
-        # A handful of rows too few for every rank to get one: they join the last full round.
+        # If fewer rows are left than there are ranks, the tail includes the last full round.
         return rounds - (rounds > 0 and 0 < left < self.world_size and not self.pads)
 
     def _tail(self) -> tuple[int, int]:
-        """Positions `[start, stop)` of this rank's share of what is left after the full rounds.
+        """Positions `[start, stop)` of this rank's share of the rows after the full rounds.
 
-        Where rows are repeated, those from `n_rows` on stand for the first ones.
+        With padding, positions from `n_rows` on stand for the first rows again.
         """
         begin = self._full_rounds * self.world_size * self.fetch_rows
         left = self.n_rows - begin
@@ -173,14 +183,14 @@ class Plan:
         return start, start + share + (self.rank < extra)
 
     def _tail_cuts(self) -> NDArray[np.int64]:
-        """Where this rank's tail is cut into minibatches; every rank gets the same number of them."""
+        """The cuts of this rank's tail into minibatches. Every rank gets the same number of minibatches."""
         start, stop = self._tail()
         cuts = np.arange(0, stop - start, self.batch_size, dtype=np.int64)
         if not self.drop_last and not self.pads and self.batch_size > 1 and stop > start:
             left = self.n_rows - self._full_rounds * self.world_size * self.fetch_rows
-            most = -(-left // self.world_size)  # rows of the rank that has most
-            # A rank whose share is one row less, and thereby one minibatch less, cuts its last minibatch in two.
-            if -(-most // self.batch_size) > len(cuts):
+            largest = -(-left // self.world_size)  # rows of the rank with the largest share
+            # If a share is one row smaller and therefore one minibatch short, its last minibatch is cut in two.
+            if -(-largest // self.batch_size) > len(cuts):
                 cuts = np.append(cuts, stop - start - 1)
         return np.append(cuts, stop - start)
 
@@ -192,7 +202,7 @@ class Plan:
 
     @property
     def n_minibatches(self) -> int:
-        """Minibatches that this rank yields: the same on every rank."""
+        """Minibatches of this rank, which is the same number on every rank."""
         return self._full_rounds * self.fetch_factor + len(self._tail_cuts()) - 1
 
     def _span(self, number: int) -> tuple[int, int]:
@@ -208,14 +218,14 @@ class Plan:
         return np.arange(0, self.fetch_rows + 1, self.batch_size, dtype=np.int64)
 
     def _order(self, number: int, n_rows: int) -> Rows:
-        """In which order a fetch gives its rows."""
+        """The permutation in which a fetch yields its rows."""
         if not self.sampling.shuffles_fetch:
             return np.arange(n_rows, dtype=np.int64)
         dealt = min(number, self._full_rounds) * self.world_size + self.rank
         return shuffled(n_rows, key_of(self.seed, self.epoch, dealt))
 
     def _rows(self, start: int, stop: int) -> Rows:
-        """The rows at positions `[start, stop)`; after the last one the first comes again."""
+        """The rows at positions `[start, stop)`. With padding, positions wrap around after the last row."""
         pieces: list[Rows] = []
         n_rows = self.n_rows
         while start < stop or not pieces:
@@ -230,7 +240,7 @@ class Plan:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def fetch(self, number: int) -> Fetch:
-        """Fetch `number` (from 0) of this rank."""
+        """Fetch `number` of this rank, counted from 0."""
         rows = self._rows(*self._span(number))
         return Fetch(number=number, rows=rows, order=self._order(number, len(rows)), cuts=self._cuts(number))
 
@@ -239,39 +249,39 @@ class Plan:
         return range(worker, self.n_fetches, n_workers)
 
     def fetches(self, *, done: int = 0, worker: int = 0, n_workers: int = 1, skip: int = 0) -> Iterator[Fetch]:
-        """The fetches of one of the rank's workers, in order, or what is left of them.
+        """The fetches of one of the rank's workers that remain, in order.
 
-        The first `done` minibatches of the rank are left out; the others are shared out to its workers, and of its own
-        this one leaves out the first `skip`. No row is planned that only these needed.
+        Skips the first `done` minibatches of the rank, deals the remaining fetches to the workers, and then skips the
+        first `skip` minibatches of this worker. Rows that only skipped minibatches use are left out.
         """
-        first, gone = self._fetch_of(done)
+        first, received = self._fetch_of(done)
         for number in range(first, self.n_fetches)[worker::n_workers]:
-            begin = gone if number == first else 0
+            begin = received if number == first else 0
             size = len(self._cuts(number)) - 1 - begin
             if skip < size:
                 yield self.fetch(number).after(begin + skip)
             skip = max(0, skip - size)
 
     def _fetch_of(self, minibatch: int) -> tuple[int, int]:
-        """The fetch of a minibatch of this rank, and which one of it that is."""
+        """The number of the fetch that holds a minibatch of this rank, and the minibatch's number within the fetch."""
         number = min(minibatch // self.fetch_factor, self._full_rounds)
         return number, minibatch - number * self.fetch_factor
 
     def unseen(self, done: int) -> Unseen:
-        """What no rank has seen when each has had its first `done` minibatches."""
-        number, gone = self._fetch_of(done)
+        """The rows that no rank has received after the first `done` minibatches of each rank."""
+        number, received = self._fetch_of(done)
         ranks = [replace(self, rank=rank) for rank in range(self.world_size)]
         begin = ranks[0]._span(number)[0]
-        if not gone:
+        if not received:
             return Unseen(sampling=self.sampling, first=np.empty(0, np.int64), begin=begin)
         left, repeated = [], []
         for rank in ranks:
             start, stop = rank._span(number)
-            positions, cut = start + rank._order(number, stop - start), rank._cuts(number)[gone]
+            positions, cut = start + rank._order(number, stop - start), rank._cuts(number)[received]
             repeated.append(positions[:cut][positions[:cut] >= self.n_rows] % self.n_rows)
-            left.append(np.sort(positions[cut:][positions[cut:] < self.n_rows]))  # what lies beyond is a repetition
+            left.append(np.sort(positions[cut:][positions[cut:] < self.n_rows]))  # later positions are padding
         end = min(stop, self.n_rows)
         unseen = np.concatenate(left)
-        unseen = unseen[~np.isin(unseen, np.concatenate(repeated))]  # where one fetch is the whole epoch, and more
+        unseen = unseen[~np.isin(unseen, np.concatenate(repeated))]  # if one fetch is longer than the epoch
         first = self._rows(begin, end)[unseen - begin]
         return Unseen(sampling=self.sampling, first=first, begin=end)

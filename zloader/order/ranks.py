@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, and which part of the data its machine keeps to."""
+"""The rank of this process, and the part of the rows that its machine reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Locality = Literal["global", "machine"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """A rank among those that share out the same rows: all, or those of the machine `machine` of `machines`."""
+    """A rank among the `world_size` ranks that divide the same rows: all ranks, or the ranks of one machine."""
 
     rank: int
     world_size: int
@@ -28,11 +28,11 @@ class RankPlacement:
     machines: int = 1
 
     def keep_to_part(self, sampling: Sampling, dataset_rows: int) -> Sampling:
-        """The sampling of the machine's own part of the rows; raises OptionError where it has none."""
+        """The sampling restricted to this machine's part of the rows. Raises OptionError if it cannot be restricted."""
         if self.machines == 1:
             return sampling
         if not isinstance(sampling, Streaming | BlockShuffling | MixtureOfScanners):
-            kind = "one by weight" if isinstance(sampling, Draws) else type(sampling).__name__
+            kind = "weighted sampling" if isinstance(sampling, Draws) else type(sampling).__name__
             raise OptionError(
                 f"locality='machine' needs Streaming, BlockShuffling or MixtureOfScanners, not {kind}: use one of "
                 "these, or locality='global'"
@@ -40,10 +40,13 @@ class RankPlacement:
         if sampling.indices is not None:
             raise OptionError(
                 f"locality='machine' takes {type(sampling).__name__} without indices: give the Loader the view "
-                "dataset.where(indices) and the sampling no indices, or use locality='global'"
+                "dataset.where(indices) instead, or use locality='global'"
             )
         if dataset_rows < self.machines:
-            raise OptionError(f"{dataset_rows} rows cannot be shared out to {self.machines} machines")
+            raise OptionError(
+                f"{dataset_rows} rows cannot be divided among {self.machines} machines: use fewer machines or "
+                "locality='global'"
+            )
         begin, end = (dataset_rows * number // self.machines for number in (self.machine, self.machine + 1))
         return RankShare(
             sampling=sampling, begin=begin, end=end, size=dataset_rows // self.machines, number=self.machine
@@ -52,10 +55,10 @@ class RankPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """A sampling of the rows `[begin, end)` alone, which takes `size` of them: on every machine as many.
+    """A sampling of the rows `[begin, end)`. Each epoch takes `size` rows, the same number on every machine.
 
-    Where there is a row more, an epoch leaves one out, the next epoch the row after it, and so on around the part: two
-    successive epochs have all rows, whatever the sampling.
+    If the part has one row more than `size`, each epoch leaves one row out, and the next epoch the row after it. Two
+    successive epochs therefore cover all rows, with any sampling.
     """
 
     sampling: Sampling
@@ -66,30 +69,30 @@ class RankShare:
 
     @property
     def shuffles_fetch(self) -> bool:
-        """As the sampling does."""
+        """Whether the underlying sampling permutes the rows of each fetch."""
         return self.sampling.shuffles_fetch
 
     @property
     def block_size(self) -> int:
-        """As in the sampling."""
+        """Block size of the underlying sampling."""
         return int(getattr(self.sampling, "block_size", 1))
 
     def n_rows(self, dataset_rows: int) -> int:
-        """How many rows an epoch has on this machine."""
+        """Number of rows per epoch on this machine."""
         return self.size
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)`."""
-        own, n_rows = key_of(seed, self.number), self.end - self.begin
-        left_out = (own + epoch) % n_rows if n_rows > self.size else n_rows
-        rows = self.sampling.rows(start, stop, dataset_rows=self.size, seed=own, epoch=epoch)
+        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
+        machine_seed, n_rows = key_of(seed, self.number), self.end - self.begin
+        left_out = (machine_seed + epoch) % n_rows if n_rows > self.size else n_rows
+        rows = self.sampling.rows(start, stop, dataset_rows=self.size, seed=machine_seed, epoch=epoch)
         return self.begin + rows + (rows >= left_out)
 
 
-def place_of(
+def placement_of(
     rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None
 ) -> RankPlacement:
-    """The rank from arguments, torch.distributed or the environment; with locality `"machine"` that on its machine."""
+    """The rank from the arguments, torch.distributed or the environment; with "machine", the rank on its machine."""
     require_one_of(["global", "machine"], locality=locality)
     rank, world_size = _rank_and_world_size(rank, world_size)
     if locality == "global":
@@ -101,11 +104,11 @@ def place_of(
     require_whole(0, rank=rank)
     if world_size % local:
         raise OptionError(
-            f"locality='machine' needs as many ranks on every machine, but the world size {world_size} is no multiple "
-            f"of local_world_size {local}"
+            f"locality='machine' needs the same number of ranks on every machine, but world_size {world_size} is "
+            f"not a multiple of local_world_size {local}"
         )
     if rank >= world_size:
-        raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks count from 0")
+        raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks are numbered from 0")
     return RankPlacement(rank=rank % local, world_size=local, machine=rank // local, machines=world_size // local)
 
 
@@ -120,17 +123,17 @@ def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int,
     if rank is None and world_size in (None, 1):
         return 0, 1
     if rank is None or world_size is None:
-        there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+        present, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
         raise OptionError(
-            f"the environment has {there}={os.environ[there]} but no {missing}: set RANK and WORLD_SIZE, as torchrun "
-            "does, or give rank and world_size"
+            f"the environment has {present}={os.environ[present]} but no {missing}: set RANK and WORLD_SIZE, as "
+            "torchrun does, or give rank and world_size"
         )
     return rank, world_size
 
 
 def _variable(name: str) -> int | None:
-    """A whole number from the environment; None where it is not set."""
+    """A whole number from the environment, or None if the variable is not set."""
     text = os.environ.get(name)
     if text is not None and not text.strip().isdecimal():
-        raise OptionError(f"the environment has {name}={text!r}, which is no whole number: set it right, or unset it")
+        raise OptionError(f"the environment has {name}={text!r}, which is not a whole number: correct it or unset it")
     return None if text is None else int(text)

@@ -1,9 +1,9 @@
-"""Where a run stands, as a few numbers that JSON can hold, and what is left of its epoch. Pure.
+"""The state of a run as a few JSON values, and the rest of its epoch. Pure.
 
-All ranks are at the same minibatch, as training in lock step has it: so one number says what each of them has received,
-and the state of any rank will do for all. With as many ranks as before, each goes on where it was, bit for bit. With
-another number of ranks, what nobody has seen of the epoch is dealt anew, and the state remembers both stretches: how
-many ranks received how many minibatches each, one stretch after the other.
+In lock-step training all ranks have received the same number of minibatches. One number therefore describes all ranks,
+and it is enough to save the state of one rank. With the same number of ranks, each rank continues where it was, bit for
+bit. With another number of ranks, the rows of the epoch that no rank has received are dealt to the new ranks. The state
+then has one stretch per number of ranks: the world size, and the minibatches received by each rank.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
 
 VERSION = 1
-MOST_STRETCHES = 16  # in one epoch
+MAX_STRETCHES = 16  # per epoch
 _NUMBERS = ("epoch", "stretches", "worker", "of_workers", "of_ranks", "worker_minibatches")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """What the consumer has received: `stretches` of the epoch are pairs of world size and minibatches of each rank.
+    """What the consumer has received of an epoch.
 
-    Of a DataLoader worker that is one of several, `worker_minibatches` are its own since then, of `of_ranks` ranks.
+    `stretches` are pairs of a world size and the minibatches received per rank. In a DataLoader worker that is one of
+    several, `worker_minibatches` counts this worker's minibatches since then, in a world of `of_ranks` ranks.
     """
 
     epoch: int
@@ -41,20 +42,20 @@ class Position:
     of_ranks: int = 1
     worker_minibatches: int = 0
 
-    def require_place(self, worker: int, of_workers: int, of_ranks: int) -> None:
-        """Raises OptionError unless whoever is `worker` of `of_workers` can go on from here."""
+    def require_worker(self, worker: int, of_workers: int, of_ranks: int) -> None:
+        """Raises OptionError unless `worker` of `of_workers` in a world of `of_ranks` can continue from here."""
         if self.of_workers == 1:
             return
         then, now = (self.worker, self.of_workers, self.of_ranks), (worker, of_workers, of_ranks)
         if then != now:
             raise OptionError(
-                "the state is that of DataLoader worker {} of {} in a world of {} ranks, and this is {} of {} in a "
-                "world of {}: load it with as many workers and ranks; only what Loader.state_dict gives in a loop "
-                "without workers fits any number of them, no state of StatefulDataLoader does".format(*then, *now)
+                "the state was saved by DataLoader worker {} of {} in a world of {} ranks, and this is {} of {} in a "
+                "world of {}: load it with the same numbers of workers and ranks. States of StatefulDataLoader always "
+                "need them; only Loader.state_dict without workers fits any number".format(*then, *now)
             )
 
     def later(self, world_size: int, n_minibatches: int) -> Position:
-        """The position after `n_minibatches` more of each of `world_size` ranks, or of this one of several workers."""
+        """The position `n_minibatches` later on each of `world_size` ranks, or in this one of several workers."""
         if self.of_workers > 1:
             return replace(self, worker_minibatches=self.worker_minibatches + n_minibatches)
         before, done = _split(self.stretches, world_size)
@@ -64,17 +65,17 @@ class Position:
 
 
 def _split(stretches: Sequence[tuple[int, int]], world_size: int) -> tuple[Sequence[tuple[int, int]], int]:
-    """The stretches of other world sizes, and the minibatches of one of this size after them."""
+    """The earlier stretches, and the minibatches of the last stretch if it has this world size (else 0)."""
     if stretches and stretches[-1][0] == world_size:
         return stretches[:-1], stretches[-1][1]
     return stretches, 0
 
 
 def resumed(plan: Plan, stretches: Sequence[tuple[int, int]]) -> tuple[Plan, int]:
-    """The plan of an epoch's rest, and how many minibatches of it this rank has received.
+    """The plan of the rest of an epoch, and the number of its minibatches that this rank has received.
 
-    Costs the memory of a fetch of each former rank, where their number has changed; nothing is read. Raises OptionError
-    for stretches that no such epoch has.
+    Reads nothing. If the number of ranks has changed, it takes the memory of one fetch per former rank. Raises
+    OptionError if the stretches do not fit the epoch.
     """
     before, done = _split(stretches, plan.world_size)
     for world_size, minibatches in before:
@@ -88,71 +89,71 @@ def resumed(plan: Plan, stretches: Sequence[tuple[int, int]]) -> tuple[Plan, int
 def _require_position(plan: Plan, done: int) -> None:
     if done > plan.n_minibatches:
         raise OptionError(
-            f"the state is after {done} minibatches of each of {plan.world_size} ranks, but there are "
-            f"{plan.n_minibatches}: it is of other data or options"
+            f"the state is after {done} minibatches of each of {plan.world_size} ranks, but there are only "
+            f"{plan.n_minibatches}: give the loader the data and options with which the state was saved"
         )
 
 
 def as_state(position: Position, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What `state_dict` gives: numbers, strings and lists of them."""
+    """The result of `state_dict`: numbers, strings, and lists of these."""
     stretches = [list(stretch) for stretch in position.stretches]
     return {"version": VERSION, **dataclasses.asdict(position), "stretches": stretches, **identity}
 
 
 def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Position:
-    """The position that a state holds. Raises OptionError, naming the difference, unless it is of the same run."""
+    """The position saved in a state. Raises OptionError, naming the differences, if it was saved by another run."""
     if not isinstance(state, Mapping) or "version" not in state:
-        raise OptionError(f"this is no state of a zloader.Loader: {state!r:.200}")
+        raise OptionError(f"this is not a state of a zloader.Loader: {state!r:.200}. Give what state_dict() returned")
     if not _is_same(state["version"], VERSION):
         raise OptionError(
             f"the state is of version {state['version']!r}, but this zloader reads version {VERSION}: resume with the "
-            "zloader that saved it, or begin the epoch anew with set_epoch"
+            "zloader that saved it, or restart the epoch with set_epoch"
         )
     missing = [name for name in (*_NUMBERS, *identity) if name not in state]
     if missing:
-        raise OptionError(f"the state has no {missing[0]!r}: it is damaged")
+        raise OptionError(f"the state has no {missing[0]!r}, so it is damaged: restart the epoch with set_epoch")
     differences = [
         f"{name} was {state[name]!r}, is {now!r}" for name, now in identity.items() if not _is_same(state[name], now)
     ]
     if differences:
         raise OptionError(
-            f"the state is of another run: {'; '.join(differences)}. Give the loader what it had, or begin the epoch "
-            "anew with set_epoch"
+            f"the state is of another run: {'; '.join(differences)}. Give the loader the same options, or restart the "
+            "epoch with set_epoch"
         )
     try:
         stretches = tuple((_whole(world_size), _whole(minibatches)) for world_size, minibatches in state["stretches"])
         numbers = {name: _whole(state[name]) for name in _NUMBERS if name != "stretches"}
     except (TypeError, ValueError) as error:
         raise OptionError(f"the state is damaged: {error}") from error
-    if len(stretches) > MOST_STRETCHES:
+    if len(stretches) > MAX_STRETCHES:
         raise OptionError(f"the state is damaged: {state!r:.300}")
     return Position(stretches=stretches, **numbers)
 
 
 def _whole(number: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or not 0 <= number < 1 << 62:
-        raise ValueError(f"{number!r} is no whole number that it can hold")
+        raise ValueError(f"{number!r} is not a whole number from 0 to 2**62 - 1")
     return int(number)
 
 
 def _is_same(then: Any, now: Any) -> bool:
     try:
         return bool(then == now)
-    except (TypeError, ValueError):  # an array, or what is missing to pandas
+    except (TypeError, ValueError):  # arrays and pandas.NA have no truth value
         return False
 
 
 @reprlib.recursive_repr()
 def described(options: Any) -> str:
-    """A sampling as text that changes whenever its public options do, and is the same in every process.
+    """Text that identifies a sampling: it changes with every public option and is the same in every process.
 
-    Long lists stand as their checksum. Private attributes and what a cached_property keeps are no options.
+    Lists are replaced by their checksum. Private attributes and cached properties are left out.
     """
     kind = type(options)
     if dataclasses.is_dataclass(options):
         named = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.init}
     else:
-        state: Any = object.__getstate__(options)  # the attributes; where there are slots, theirs too
+        state: Any = object.__getstate__(options)  # attributes in __dict__ and in slots
         parts = state if isinstance(state, tuple) else (state,)
         named = {
             name: value
@@ -167,7 +168,7 @@ def _text(value: Any) -> str:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
-    if hasattr(value, "n_rows"):  # a sampling within one
+    if hasattr(value, "n_rows"):  # a sampling inside a sampling
         return described(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"

@@ -1,7 +1,8 @@
-"""In which order an epoch takes the rows. Pure.
+"""Samplings: the order of the rows in an epoch. Pure.
 
-A sampling maps positions of the epoch's order to rows, given seed and epoch; it holds no state and no generator
-(`permutation.py` says how). Samplings that draw rows by weight have a room of their own, `weighted.py`.
+A sampling maps positions in the order of an epoch to rows. The order depends on the seed and the epoch alone: a
+sampling has no state and no random generator (see `permutation.py`). Finding n rows costs time and memory in proportion
+to n, however many rows the dataset has. Samplings that draw rows by weight are in `weighted.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import key_of, permute, words_at
 from zloader.selecting.columns import Column
 
-DEFAULT_BLOCK_SIZE = 64  # rows; scDataset's and annbatch's figures are quoted for it
-# Of 14 plates in a row, minibatches of 64 then have the entropy of random rows to 0.01 bits where a fetch has 128
-# blocks or more (to 0.05 without strata, with 256 of them). More strata than a fetch has blocks would do less.
+DEFAULT_BLOCK_SIZE = 64  # rows; scDataset and annbatch publish their benchmarks for this size
+# Measured with 14 plates stored one after another: with 64 strata and at least 128 blocks per fetch, the label entropy
+# of minibatches of 64 is within 0.01 bits of random rows. Without strata and with 256 blocks it is within 0.05 bits.
+# More strata than blocks per fetch would be less effective.
 DEFAULT_STRATA = 64
 
 
 class Sampling(Protocol):
-    """The order of an epoch, as a pure function of positions. Write your own by giving these three:
+    """The order of the rows in an epoch, as a pure function of positions. All samplings implement this protocol.
+
+    To write your own, implement these three:
 
     >>> import numpy as np, zloader.order.plan
     >>> class EverySecondRow:
@@ -42,62 +46,66 @@ class Sampling(Protocol):
     >>> [plan.fetch(number).rows.tolist() for number in range(plan.n_fetches)]
     [[1, 3, 5, 7], [9, 11]]
 
-    Four more may be given. `block_size`: a plan whose fetches are smaller is refused. `repeats`: True where a row may
-    come more than once an epoch. `bound(column)` and `sized(fetch_rows)`: the sampling to use instead, once the dataset
-    and how many rows a fetch has are known (itself, when it is asked again); see the functions of these names.
+    Four members are optional:
+    - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError.
+    - `repeats`: True if a row may occur more than once per epoch.
+    - `bound(column)`: returns the sampling to use once the dataset is known. `column(name)` gives an obs column.
+    - `sized(fetch_rows)`: returns the sampling to use once the number of rows per fetch is known.
 
-    The state of a loader is refused by one whose sampling is of another class or differs in a public attribute.
+    The last two may be called again on their own result and must then return it unchanged.
+
+    A loader refuses the saved state of another loader if the samplings differ in class or in a public attribute.
     """
 
     @property
     def shuffles_fetch(self) -> bool:
-        """Whether the rows of a fetch are permuted in memory."""
+        """Whether the rows of each fetch are permuted in memory."""
         ...
 
     def n_rows(self, dataset_rows: int) -> int:
-        """How many rows an epoch has."""
+        """Number of rows per epoch."""
         ...
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)` of the epoch's order (int64)."""
+        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         ...
 
 
 def require_sampling(sampling: Any) -> None:
-    """Raises OptionError for what is no sampling, such as its class or a number."""
+    """Raises OptionError unless `sampling` has the members of Sampling. A class is refused too."""
     needed = ("n_rows", "rows", "shuffles_fetch")
     missing = [name for name in needed if not hasattr(sampling, name)]
     if isinstance(sampling, type) or missing:
-        why = "which is a class" if isinstance(sampling, type) else f"which has no {' and no '.join(missing)}"
-        raise OptionError(f"sampling must be one such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
+        why = "which is a class" if isinstance(sampling, type) else f"which lacks {' and '.join(missing)}"
+        raise OptionError(f"sampling must be a sampling such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
 
 
 def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: int) -> None:
-    """Raises OptionError where `rows` is not what `sampling.rows(start, stop)` must give of rows 0 to `n_rows`."""
-    asked = f"{type(sampling).__name__}.rows({start}, {stop}) must give {stop - start} row numbers"
+    """Raises OptionError unless `rows`, the result of `sampling.rows(start, stop)`, are valid rows below `n_rows`."""
+    expected = f"{type(sampling).__name__}.rows({start}, {stop}) must give {stop - start} row numbers"
     if not isinstance(rows, np.ndarray) or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
-        raise OptionError(f"{asked} as a 1-d array of integers, not {rows!r:.100}")
+        raise OptionError(f"{expected} as a 1-d array of integers, not {rows!r:.100}")
     if len(rows) != stop - start:
-        raise OptionError(f"{asked}, not {len(rows)}")
+        raise OptionError(f"{expected}, not {len(rows)}")
     if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
         bad = rows.min() if rows.min() < 0 else rows.max()
-        raise OptionError(f"{asked} from 0 to {n_rows - 1}, but gave {bad}")
+        raise OptionError(f"{expected} from 0 to {n_rows - 1}, but gave {bad}")
 
 
 def bound(sampling: Sampling, column: Column) -> Sampling:
-    """The sampling, told what is in the obs columns that it names; `column` is `Dataset.obs_column`."""
+    """The sampling with the obs columns that it names looked up. `column` is `Dataset.obs_column`."""
     bind: Callable[[Column], Sampling] | None = getattr(sampling, "bound", None)
     return sampling if bind is None else bind(column)
 
 
 def sized(sampling: Sampling, fetch_rows: int) -> Sampling:
-    """The sampling, told how many rows are loaded and shuffled together."""
+    """The sampling adapted to fetches of `fetch_rows` rows."""
     size: Callable[[int], Sampling] | None = getattr(sampling, "sized", None)
     return sampling if size is None else size(fetch_rows)
 
 
 def as_rows(indices: Sequence[int] | NDArray[np.integer]) -> Rows:
-    """A copy of the row numbers as int64. Raises OptionError for what holds none."""
+    """A copy of the row numbers as int64. Raises OptionError unless they are a 1-d sequence of integers."""
     rows = np.asarray(indices)
     if rows.dtype == bool or rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
         raise OptionError(f"indices must be a 1-d sequence of row numbers, not {rows.dtype} of shape {rows.shape}")
@@ -109,42 +117,42 @@ def _checked(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None
         return None
     rows = as_rows(indices)
     if not rows.size:
-        raise OptionError("indices is empty: there would be no minibatch")
+        raise OptionError("indices is empty, so there would be no minibatch: give at least one row, or None for all")
     return rows
 
 
 def checked_once(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | None:
-    """The indices in ascending order. Raises OptionError for what is no row number, or is there twice."""
+    """The row numbers in ascending order. Raises OptionError for duplicates and for anything but row numbers."""
     rows = _checked(indices)
     if rows is None:
         return None
     rows = np.sort(rows)
-    twice = rows[1:][rows[1:] == rows[:-1]]
-    if len(twice):
-        raise OptionError(f"indices holds row {twice[0]} more than once; every row comes once an epoch")
+    duplicates = rows[1:][rows[1:] == rows[:-1]]
+    if len(duplicates):
+        raise OptionError(f"indices holds row {duplicates[0]} more than once: list each row once")
     return rows
 
 
 class _Subset(SharesArrays):
-    """What samplings share: an optional list of the rows that take part."""
+    """Base class: restricts a sampling to optional `indices`."""
 
     _rows: Rows | None
-    _least: int
-    _most: int
+    _min_row: int
+    _max_row: int
 
     def _choose(self, rows: Rows | None) -> None:
         object.__setattr__(self, "_rows", rows)
-        if rows is not None:  # once: n_rows is asked for with every fetch
-            object.__setattr__(self, "_least", int(rows.min()))
-            object.__setattr__(self, "_most", int(rows.max()))
+        if rows is not None:  # computed once, because every fetch calls n_rows
+            object.__setattr__(self, "_min_row", int(rows.min()))
+            object.__setattr__(self, "_max_row", int(rows.max()))
 
     def n_rows(self, dataset_rows: int) -> int:
-        """How many rows an epoch has: all, or as many as `indices`."""
+        """Number of rows per epoch: the length of `indices`, or all rows."""
         if self._rows is None:
             return dataset_rows
-        if self._least < 0 or self._most >= dataset_rows:
-            bad = self._least if self._least < 0 else self._most
-            raise OptionError(f"indices holds row {bad}, but the dataset has the rows 0 to {dataset_rows - 1}")
+        if self._min_row < 0 or self._max_row >= dataset_rows:
+            bad = self._min_row if self._min_row < 0 else self._max_row
+            raise OptionError(f"indices holds row {bad}, but the rows of the dataset are 0 to {dataset_rows - 1}")
         return len(self._rows)
 
     def _take(self, positions: Rows) -> Rows:
@@ -153,9 +161,16 @@ class _Subset(SharesArrays):
 
 @dataclass(frozen=True, eq=False)
 class Streaming(_Subset):
-    """Rows in the order of the dataset, or of `indices` (a row as often as it is listed).
+    """Rows in the order of the dataset, or in the order of `indices`. The choice for evaluation.
 
-    `shuffle=True` permutes the rows of each fetch in memory.
+    `indices` may list a row several times; it then occurs as often per epoch. `shuffle=True` permutes the rows of each
+    fetch in memory. Raises OptionError if `indices` are not row numbers or are empty.
+
+    >>> zl.Streaming().rows(0, 5, dataset_rows=100, seed=0, epoch=0).tolist()
+    [0, 1, 2, 3, 4]
+    >>> loader = zl.Loader(dataset, sampling=zl.Streaming(indices=[7, 3, 7]))
+    >>> next(iter(loader)).index.tolist()
+    [7, 3, 7]
     """
 
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
@@ -170,30 +185,44 @@ class Streaming(_Subset):
 
     @property
     def repeats(self) -> bool:
-        """Whether `indices` lists a row twice."""
+        """Whether `indices` lists a row more than once."""
         return self._repeats
 
     @property
     def shuffles_fetch(self) -> bool:
-        """Whether the rows of a fetch are permuted in memory."""
+        """Whether the rows of each fetch are permuted in memory."""
         return self.shuffle
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)`."""
+        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         return self._take(np.arange(start, stop, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
 class BlockShuffling(_Subset):
-    """Contiguous blocks of `block_size` rows in random order, the rows of each fetch permuted in memory.
+    """Contiguous blocks of `block_size` rows in random order, with the rows of each fetch permuted in memory.
 
-    Every row (or every one of `indices`, which are sorted) comes exactly once an epoch. Where the row count is no
-    multiple of `block_size`, one block is shorter: which one changes with the epoch, and it comes last, so that no row
-    is always among the last. (scDataset's name and meaning: D'Ascenzo and Cultrera di Montesano 2025.)
+    Every row, or every row of `indices`, occurs exactly once per epoch. Larger blocks need fewer reads; smaller blocks
+    mix better. `block_size=1` is perfect random shuffling. `indices` are sorted first, so that a block is `block_size`
+    neighbours among them.
 
-    With `n_strata` above 1 the blocks are stratified: the rows are cut into that many equal stretches, and every
-    `n_strata` blocks of the order are one random block of each, in random order. So each fetch has rows from everywhere
-    alike, where random blocks alone would bring more of one plate and less of another by chance.
+    `n_strata` above 1 mixes better at no cost: the rows are cut into `n_strata` equal strata, and every `n_strata`
+    consecutive blocks of the order hold one random block of each stratum, in random order. So every fetch takes rows
+    evenly from the whole dataset. Purely random blocks would by chance over-represent one plate and under-represent
+    another. A Loader without `sampling` uses blocks of 64 rows and 64 strata.
+
+    If the number of rows is not a multiple of `block_size`, the last block of the order is shorter. The place of the
+    short block in the dataset changes with the epoch, so the same rows are not always last.
+
+    Raises OptionError if a count is below 1, or if `indices` are not row numbers, are empty or contain duplicates.
+
+    The order before the rows of each fetch are permuted:
+
+    >>> zl.BlockShuffling(block_size=3).rows(0, 9, dataset_rows=9, seed=0, epoch=0).tolist()
+    [3, 4, 5, 6, 7, 8, 0, 1, 2]
+    >>> loader = zl.Loader(dataset, sampling=zl.BlockShuffling(block_size=16, n_strata=64))
+
+    The name and the meaning come from scDataset (D'Ascenzo and Cultrera di Montesano 2025).
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -203,16 +232,16 @@ class BlockShuffling(_Subset):
     def __post_init__(self) -> None:
         require_count(block_size=self.block_size, n_strata=self.n_strata)
         for name in ("block_size", "n_strata"):
-            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy's integers overflow
+            object.__setattr__(self, name, int(getattr(self, name)))  # NumPy integers overflow
         self._choose(checked_once(self.indices))
 
     @property
     def shuffles_fetch(self) -> bool:
-        """Always: the rows of a fetch are permuted in memory."""
+        """Always True: the rows of each fetch are permuted in memory."""
         return True
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)`."""
+        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         n_full, rest = divmod(self.n_rows(dataset_rows), self.block_size)
         key = key_of(seed, epoch)
         position = np.arange(start, stop, dtype=np.int64)
@@ -220,7 +249,7 @@ class BlockShuffling(_Subset):
         first, last = start // self.block_size, -(-stop // self.block_size)
         slots = np.arange(first, min(last, n_full), dtype=np.int64)
         block = self._blocks(slots, n_full, key)
-        # The short block stands before block number `gap`: all blocks from there on begin `rest` rows later.
+        # The short block lies before block `gap`, so that block and all later ones begin `rest` rows later.
         gap = key_of(key, 1) % (n_full + 1)
         begin = block * self.block_size + np.where(block >= gap, rest, 0)
         if last > n_full:
@@ -228,44 +257,56 @@ class BlockShuffling(_Subset):
         return self._take(begin[slot - first] + within)
 
     def _blocks(self, slots: Rows, n_blocks: int, key: int) -> Rows:
-        """Which of the full blocks comes at each of `slots` of the order."""
+        """The number of the full block at each of the given `slots` in the order."""
         n_strata = min(self.n_strata, n_blocks)
         if n_strata <= 1:
             return permute(slots, n_blocks, key)
         n_rounds, left = divmod(n_blocks, n_strata)
-        # Equal, or one block more: these `left` strata, others in each epoch, have a turn after the last full round.
+        # `left` strata have one block more than the others. They get another turn after the last full round. Which
+        # strata these are changes with the epoch.
         bounds = (np.arange(n_strata + 1) * n_blocks + key_of(key, 4) % n_strata) // n_strata
         sizes = np.diff(bounds)
-        turn, place = np.divmod(slots, n_strata)
+        turn, within = np.divmod(slots, n_strata)
         late = turn == n_rounds
-        stratum = permute(place, n_strata, key_of(key, 2), which=turn, sizes=np.where(late, left, n_strata))
+        stratum = permute(within, n_strata, key_of(key, 2), which=turn, sizes=np.where(late, left, n_strata))
         stratum[late] = np.flatnonzero(sizes > n_rounds)[stratum[late]]
         return bounds[stratum] + permute(turn, n_rounds + 1, key_of(key, 3), which=stratum, sizes=sizes[stratum])
 
 
 def default_block_size(fetch_rows: int) -> int:
-    """Rows in a block unless told otherwise: no more than a fetch has."""
+    """Default rows per block: 64, or the rows of a fetch if that is less."""
     return min(DEFAULT_BLOCK_SIZE, max(1, fetch_rows))
 
 
 def stratified(block_size: int = DEFAULT_BLOCK_SIZE) -> BlockShuffling:
-    """What a Loader takes unless told otherwise."""
+    """The default sampling of a Loader."""
     return BlockShuffling(block_size=block_size, n_strata=DEFAULT_STRATA)
 
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfScanners(_Subset):
-    """Sequential readers that begin at random places; a random few advance with each fetch, their rows shuffled.
+    """Sequential scanners that start at random places. Each fetch advances a few of them and shuffles their rows.
 
-    The rows (or `indices`, sorted) are a ring that is cut, at places that change with the epoch, into `n_scanners`
-    equal stretches, one for each scanner. Each turn of a scanner is its next `block_size` rows, and a round is one turn
-    of every scanner, in random order. So a fetch advances fetch rows / `block_size` scanners by a block, or, where
-    these are more than there are scanners, all of them by several. With `active` a fetch advances about so many of
-    them, and `block_size` is what this takes: 4 of 16 have 4 096 rows each in a fetch of 16 384. After the last full
-    round come the ends of the stretches, each shorter than a block.
+    Each scanner reads its rows in sequence, and every row occurs exactly once per epoch. The rows (or `indices`,
+    sorted) form a ring, which is cut into `n_scanners` equal stretches, one per scanner. The cuts change with the
+    epoch. In each round every scanner has one turn, in random order, and reads its next `block_size` rows. After the
+    last full round come the ends of the stretches, each shorter than a block.
 
-    SLAF's name and idea. SLAF draws the scanners of each step anew, so that some end before others; here they end
-    together, and every row comes exactly once an epoch. Planning costs what a fetch has rows, plus `n_scanners`.
+    A fetch of n rows therefore advances n / `block_size` scanners by one block each, or all scanners by several blocks.
+    Set `active` to advance about that many scanners per fetch instead; `block_size` is then derived from the fetch. For
+    example, with 4 active scanners of 16 and fetches of 16 384 rows, each advances by 4 096 rows.
+
+    Planning a fetch costs time in proportion to its rows plus `n_scanners`. Raises OptionError if a count is below 1,
+    if `active` exceeds `n_scanners`, or if `indices` are not row numbers, are empty or contain duplicates.
+
+    The order before the rows of each fetch are permuted:
+
+    >>> zl.MixtureOfScanners(n_scanners=2, block_size=3).rows(0, 12, dataset_rows=12, seed=0, epoch=0).tolist()
+    [6, 7, 8, 0, 1, 2, 9, 10, 11, 3, 4, 5]
+    >>> loader = zl.Loader(dataset, sampling=zl.MixtureOfScanners(n_scanners=16, active=4))
+
+    The name and the idea come from SLAF. SLAF draws the scanners of each step independently, so some finish before
+    others; here all scanners finish together.
     """
 
     n_scanners: int = 16
@@ -280,41 +321,44 @@ class MixtureOfScanners(_Subset):
         if self.active is not None:
             require_count(active=self.active)
             if self.active > self.n_scanners:
-                raise OptionError(f"active {self.active} is more than the {self.n_scanners} scanners that there are")
+                raise OptionError(
+                    f"active {self.active} is more than the {self.n_scanners} scanners: lower active or raise "
+                    "n_scanners"
+                )
         self._choose(checked_once(self.indices))
 
     @property
     def shuffles_fetch(self) -> bool:
-        """Always: the rows of a fetch are permuted in memory."""
+        """Always True: the rows of each fetch are permuted in memory."""
         return True
 
     def sized(self, fetch_rows: int) -> MixtureOfScanners:
-        """The same with the `block_size` that makes a fetch advance `active` scanners."""
+        """A copy with the `block_size` with which a fetch of `fetch_rows` rows advances `active` scanners."""
         if self.active is None:
             return self
         block_size = max(1, round(fetch_rows / self.active))
         return replace(self, active=None, block_size=block_size, indices=self._rows)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)`."""
+        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         if self.active is not None:
             raise OptionError(f"{self} depends on the size of a fetch: call sized(fetch_rows) first")
         n_rows, key = self.n_rows(dataset_rows), key_of(seed, epoch)
         n_scanners = min(self.n_scanners, n_rows)
-        length, extra = divmod(n_rows, n_scanners)  # of a stretch; the first `extra` are one row longer
+        length, extra = divmod(n_rows, n_scanners)  # rows per stretch; the first `extra` stretches are one row longer
         n_rounds, rest = divmod(length, self.block_size)
-        turn, place = np.divmod(np.arange(start, stop, dtype=np.int64), n_scanners * self.block_size)
-        slot, within = np.divmod(place, self.block_size)
+        turn, in_round = np.divmod(np.arange(start, stop, dtype=np.int64), n_scanners * self.block_size)
+        slot, within = np.divmod(in_round, self.block_size)
         first, last = start // (n_scanners * self.block_size), -(-stop // (n_scanners * self.block_size))
         counters = np.arange(first * n_scanners, last * n_scanners, dtype=np.uint64)
-        # No two of these words are equal, so that they have one order alone.
+        # All words of a key differ, so their order is unique.
         order = np.argsort(words_at(key, counters).reshape(-1, n_scanners), axis=1)
         ends = turn >= n_rounds
         if ends.any():
             sizes = rest + (order[-1] < extra)
             stops = np.cumsum(sizes)
-            slot[ends] = np.searchsorted(stops, place[ends], side="right")
-            within[ends] = place[ends] - (stops - sizes)[slot[ends]]
+            slot[ends] = np.searchsorted(stops, in_round[ends], side="right")
+            within[ends] = in_round[ends] - (stops - sizes)[slot[ends]]
         scanner = order[turn - first, slot]
         begin = scanner * length + np.minimum(scanner, extra) + key_of(key, 1) % n_rows
         return self._take((begin + turn * self.block_size + within) % n_rows)

@@ -1,6 +1,6 @@
-"""Samplings that draw rows by weight, and classes alike. Pure.
+"""Samplings that draw rows by weight, or all classes equally often. Pure.
 
-`draws.py` says how rows are drawn. What names an obs column is `bound` to it by the Loader, once.
+`draws.py` explains how rows are drawn. A sampling that names an obs column is bound to it once, by the Loader.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from zloader.selecting.columns import Column, ObsColumn, as_numbers
 
 @dataclass(frozen=True, eq=False)
 class _Weighted(SharesArrays):
-    """What both have: options, and the draws once what they are made of is known."""
+    """Base class: the common options, and the draws once the weights are known."""
 
     _: KW_ONLY
     block_size: int = DEFAULT_BLOCK_SIZE
     total_size: int | None = None
     replace: bool = True
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
-    _chosen: Rows | None = field(default=None, init=False, repr=False)  # `indices`, in ascending order
+    _chosen: Rows | None = field(default=None, init=False, repr=False)  # `indices` in ascending order
     _draws: Draws | None = field(default=None, init=False, repr=False)
 
     @property
     def shuffles_fetch(self) -> bool:
-        """Always: the rows of a fetch are permuted in memory."""
+        """Always True: the rows of each fetch are permuted in memory."""
         return True
 
     @property
     def repeats(self) -> bool:
-        """Whether a row may come more than once an epoch."""
+        """Whether a row may occur more than once per epoch."""
         return self.replace
 
     def n_rows(self, dataset_rows: int) -> int:
-        """How many rows an epoch has: `total_size`, or as many as have a weight above 0."""
+        """Number of rows per epoch: `total_size`, or the number of rows with a weight above 0."""
         return self._resolved().n_rows(dataset_rows)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows at positions `[start, stop)`."""
+        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         return self._resolved().rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
 
     def _resolved(self) -> Draws:
         if self._draws is None:
-            raise OptionError(f"{self} names an obs column: bind it to the dataset with bound(dataset.obs_column)")
+            raise OptionError(f"{self} names an obs column: call bound(dataset.obs_column) first, as the Loader does")
         return self._draws
 
     def _draw(self, table: NDArray[Any], codes: Codes | None) -> Draws:
@@ -71,19 +71,33 @@ class _Weighted(SharesArrays):
 
 @dataclass(frozen=True, eq=False)
 class BlockWeightedSampling(_Weighted):
-    """Rows drawn by weight, as many as `total_size` (or as there are rows of positive weight), in blocks.
+    """Draws `total_size` rows per epoch by weight, in blocks.
 
-    `weights` are one number a row of the dataset (float32 or float64 are kept as they are: do not change them); or with
-    `column` a mapping from its labels to the weight of a row that has it, where other labels weigh nothing. `indices`
-    are the rows that take part. Every row comes `total_size * weight / weight of all` times an epoch on average, one of
-    weight 0 never.
+    A row occurs `total_size * weight / sum of weights` times per epoch on average. A row of weight 0 never occurs.
 
-    A block is `block_size` consecutive rows of positive weight: on disk, one run where no row between weighs 0. Of
-    blocks in which a few rows weigh most, fewer rows are taken at a time, so that none comes twice in a draw.
-    `block_size=1` draws every row by itself. With `replace=False` no row comes twice in an epoch: `total_size` rows
-    are drawn one after the other from those that are left, and come in blocks of consecutive ones.
+    Args:
+        weights: One number per row of the dataset, at least 0. float32 and float64 arrays are not copied, so do not
+            change them afterwards. With `column`, a mapping from labels of that column to the weight of a row with the
+            label; labels that are not listed weigh 0.
+        column: The obs column of the labels in `weights`.
+        block_size: Rows drawn together, which makes reads longer. A block is `block_size` consecutive rows of positive
+            weight, so it is contiguous on disk unless rows of weight 0 lie between. If a few rows dominate the weight
+            of a block, fewer of its rows are taken per draw, so that no row occurs twice in a draw. 1 draws each row on
+            its own. Default: 64.
+        total_size: Rows per epoch. Default: the number of rows with a positive weight.
+        replace: Whether a row may occur several times per epoch. With False, rows are drawn one after the other from
+            the rows that remain, and come in shuffled blocks of consecutive drawn rows. Default: True.
+        indices: The rows that take part. Default: all.
 
-    scDataset's name; there a block is `block_size` neighbours of the sorted draws.
+    Raises OptionError for invalid weights or options; when a Loader is made, also for a label that does not exist.
+
+    >>> sampling = zl.BlockWeightedSampling([1, 0, 1, 4], block_size=1, total_size=10)
+    >>> sampling.rows(0, 10, dataset_rows=4, seed=0, epoch=0).tolist()
+    [0, 3, 3, 3, 3, 3, 3, 0, 3, 3]
+    >>> rare = zl.BlockWeightedSampling({"T": 1, "NK": 10}, column="cell_type", total_size=100)
+    >>> loader = zl.Loader(dataset, sampling=rare)
+
+    The name comes from scDataset, where a block is `block_size` neighbours among the sorted draws.
     """
 
     weights: Sequence[float] | NDArray[Any] | Mapping[Any, float] = field(kw_only=False, repr=False)
@@ -93,41 +107,51 @@ class BlockWeightedSampling(_Weighted):
         _require_options(self)
         if isinstance(self.weights, Mapping) != (self.column is not None):
             raise OptionError(
-                "weights must be one number a row, or a mapping from the labels of the obs column `column`"
+                "weights must be one number per row, or a mapping from labels to weights together with column="
             )
         if not isinstance(self.weights, Mapping):
             table = np.asarray(self.weights)
             if table.ndim != 1 or table.dtype.kind not in "biuf":
-                raise OptionError(f"weights must be one number a row, not {table.dtype} of shape {table.shape}")
+                raise OptionError(f"weights must be one number per row, not {table.dtype} of shape {table.shape}")
             if table.dtype not in (np.float32, np.float64):
                 table = table.astype(np.float64)
             object.__setattr__(self, "_draws", self._draw(table, None))
 
     def bound(self, column: Column) -> _Weighted | Draws:
-        """The same with the weights of a column's labels looked up. Raises OptionError for a label it does not have."""
+        """The sampling with the weights of all rows looked up by label. Raises OptionError for an unknown label."""
         if self.column is None or not isinstance(self.weights, Mapping):
             return self
         found = column(self.column)
         if found.categories is None:
-            raise OptionError(f"obs column {self.column!r} holds numbers, not labels: give weights as one number a row")
-        table = np.zeros(len(found.categories) + 1)  # the last one for rows without a label
+            raise OptionError(
+                f"obs column {self.column!r} holds numbers, not labels: give weights as one number per row"
+            )
+        table = np.zeros(len(found.categories) + 1)  # the last entry is for rows without a label
         for label, weight in self.weights.items():
             if label not in found.categories:
                 known = ", ".join(map(repr, found.categories[:20]))
-                raise OptionError(f"weights has {label!r}, which obs column {self.column!r} has not; it has: {known}")
+                raise OptionError(
+                    f"weights names the label {label!r}, but the labels of obs column {self.column!r} are: {known}"
+                )
             if not isinstance(weight, int | float | np.number) or not 0 <= weight < np.inf:
-                raise OptionError(f"weights has {weight!r} for {label!r}: a weight is a number of at least 0")
+                raise OptionError(f"weights has {weight!r} for {label!r}: give a number of at least 0")
             table[found.categories.get_loc(label)] = weight
         return self._draw(table, found.values)
 
 
 @dataclass(frozen=True, eq=False)
 class ClassBalancedSampling(_Weighted):
-    """Rows drawn so that every class is equally likely, and within it every row.
+    """Draws every class equally often, and every row of a class equally often.
 
-    `labels` is the name of an obs column (labels, whole numbers or booleans), or one label a row of the dataset. Rows
-    without one (code -1, None) are never drawn, nor, with `indices`, others than those, which alone are counted.
-    The rest is as for BlockWeightedSampling with the weight 1 / rows of the class.
+    It is BlockWeightedSampling with the weight 1 / (rows in the class), and takes the same `block_size`, `total_size`,
+    `replace` and `indices`. `labels` is the name of an obs column (of labels, whole numbers or booleans), or one label
+    per row of the dataset. Rows without a label (code -1, None) are never drawn. With `indices`, classes are counted
+    among these rows only. Raises OptionError for a column of fractions, and for invalid options.
+
+    >>> sampling = zl.ClassBalancedSampling(["T", "T", "T", "NK"], block_size=1, total_size=10)
+    >>> sampling.rows(0, 10, dataset_rows=4, seed=0, epoch=0).tolist()
+    [0, 2, 3, 3, 2, 3, 2, 0, 3, 2]
+    >>> loader = zl.Loader(dataset, obs=["cell_type"], sampling=zl.ClassBalancedSampling("cell_type"))
     """
 
     labels: str | Sequence[Any] | NDArray[Any] = field(kw_only=False)
@@ -136,7 +160,8 @@ class ClassBalancedSampling(_Weighted):
         _require_options(self)
         if np.ndim(self.labels) != (0 if isinstance(self.labels, str) else 1):
             raise OptionError(
-                f"labels must be the name of an obs column, or one label a row of the dataset, not {self.labels!r:.100}"
+                f"labels must be the name of an obs column, or one label per row of the dataset, not "
+                f"{self.labels!r:.100}"
             )
         if not isinstance(self.labels, str):
             object.__setattr__(self, "_draws", self._balanced("labels", as_numbers("labels", self.labels)))
@@ -146,7 +171,7 @@ class ClassBalancedSampling(_Weighted):
         return f"ClassBalancedSampling({labels}, block_size={self.block_size}, total_size={self.total_size})"
 
     def bound(self, column: Column) -> _Weighted | Draws:
-        """The same with the classes of the column counted."""
+        """The sampling with the classes of the column counted. `column` is `Dataset.obs_column`."""
         if not isinstance(self.labels, str):
             return self
         return self._balanced(f"obs column {self.labels!r}", column(self.labels))
@@ -159,18 +184,18 @@ class ClassBalancedSampling(_Weighted):
             codes, classes = pd.factorize(codes)
             n_classes = len(classes)
         else:
-            raise OptionError(f"{name} holds {codes.dtype}: classes are labels, whole numbers or booleans")
+            raise OptionError(f"{name} holds {codes.dtype}, but classes must be labels, whole numbers or booleans")
         if self._chosen is not None:
             require_within(self._chosen, len(codes))
         counts = np.zeros(n_classes + 1, np.int64)
         _count(codes if self._chosen is None else codes[self._chosen], counts)
-        counts[-1] = 0  # rows without a label
+        counts[-1] = 0  # rows without a label are never drawn
         return self._draw(np.divide(1.0, counts, out=np.zeros(n_classes + 1), where=counts > 0), codes)
 
 
 @compiled
 def _count(codes: Codes, counts: Rows) -> None:
-    """Adds to `counts` how often each code is there; -1 counts at the end."""
+    """Adds the number of occurrences of each code to `counts`. Code -1 counts in the last entry."""
     for code in codes:
         counts[code] += 1
 

@@ -1,1 +1,1 @@
-"""From a plan to the rows in memory: byte ranges, decoding, gathering, under one scheduler."""
+"""Loads the rows of a plan into memory: one scheduler reads byte ranges, decodes chunks and gathers minibatches."""

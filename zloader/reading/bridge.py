@@ -1,8 +1,8 @@
-"""Runs a coroutine on a thread of its own and hands what it makes to synchronous code.
+"""Runs a coroutine on its own thread and hands its items to synchronous code.
 
-The producer puts groups of items; it is held back once `ready_bytes` of them wait to be taken. Closing (also by leaving
-a loop, garbage collection or interpreter exit) cancels the coroutine and joins the thread. An error in the coroutine is
-raised where the items are taken, after those made before it.
+The coroutine puts groups of items, and waits once `ready_bytes` of them are queued. Closing the bridge cancels the
+coroutine and joins the thread; leaving a loop, garbage collection and interpreter exit close it, too. An error in the
+coroutine is raised in the consumer, after the items that were put before it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ Result = TypeVar("Result")
 
 
 class ByteBudget:
-    """A bound on bytes held, for coroutines of one loop: the smallest `turn` first, and in a turn first come.
+    """A bound on the bytes that the coroutines of one event loop hold.
 
-    One request larger than the whole bound waits until nothing else is held, and then goes ahead.
+    Requests are granted by ascending `turn`, and in order of arrival within a turn. A request larger than the bound
+    waits until nothing else is held.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._held = 0
         self._arrivals = itertools.count()
-        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []  # a heap: turn, arrival, bytes, go-ahead
+        self._waiting: list[
+            tuple[int, int, int, asyncio.Future[None]]
+        ] = []  # a heap of (turn, arrival, bytes, granted)
 
     def _fits(self, n_bytes: int) -> bool:
         return self._held == 0 or self._held + n_bytes <= self._limit
 
     async def acquire(self, n_bytes: int, turn: int = 0) -> None:
-        """Waits until `n_bytes` more may be held, and holds them."""
+        """Waits until `n_bytes` more fit into the budget, and takes them."""
         if not self._waiting and self._fits(n_bytes):
             self._held += n_bytes
             return
@@ -50,13 +53,13 @@ class ByteBudget:
         try:
             await go
         except asyncio.CancelledError:
-            granted = go.done() and not go.cancelled()  # in the same moment
+            granted = go.done() and not go.cancelled()  # granted just before it was cancelled
             go.cancel()
-            self.release(n_bytes if granted else 0)  # also lets those go ahead who stood behind
+            self.release(n_bytes if granted else 0)  # also grants requests that were queued behind this one
             raise
 
     def release(self, n_bytes: int) -> None:
-        """Gives bytes back."""
+        """Returns bytes to the budget, and grants the requests that now fit."""
         self._held -= n_bytes
         while self._waiting and (self._waiting[0][3].cancelled() or self._fits(self._waiting[0][2])):
             _, _, granted, go = heapq.heappop(self._waiting)
@@ -66,15 +69,15 @@ class ByteBudget:
 
 
 def fulfil(future: concurrent.futures.Future[Result], function: Callable[..., Result], *args: Any) -> None:
-    """Runs a function and gives a future its result, or the exception that it raises."""
+    """Runs a function and sets the future to its result or exception."""
     try:
         future.set_result(function(*args))
-    except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+    except BaseException as error:  # noqa: BLE001 - raised again by future.result()
         future.set_exception(error)
 
 
 async def aside(function: Callable[..., Result], *args: Any) -> Result:
-    """Runs a function in a thread that nobody waits for any more, the loop included, once this is cancelled."""
+    """Runs a function in a daemon thread. Once this is cancelled, nothing waits for the thread, not even the loop."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
     threading.Thread(target=fulfil, args=(future, function, *args), daemon=True, name="zloader-aside").start()
@@ -82,12 +85,12 @@ async def aside(function: Callable[..., Result], *args: Any) -> Result:
 
 
 class _Channel(Generic[Item]):
-    """What the two threads share; knows nothing of the Bridge, so that a dropped Bridge can be collected."""
+    """The state shared by the two threads. It does not refer to the Bridge, so a dropped Bridge is collected."""
 
     def __init__(self, ready_bytes: int) -> None:
         self.ready_bytes = ready_bytes
         self.taken: queue.SimpleQueue[tuple[Sequence[Item], int] | BaseException | None] = queue.SimpleQueue()
-        # Reentrant, since garbage is collected at any moment: also a dropped Bridge by a thread that holds its lock.
+        # Reentrant, because garbage collection may close a dropped Bridge on a thread that already holds its lock.
         self.lock = threading.RLock()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.task: asyncio.Task[None] | None = None
@@ -95,20 +98,20 @@ class _Channel(Generic[Item]):
         self.closed = False
 
     def give_back(self, n_bytes: int) -> None:
-        """Called by the consumer's thread when it has taken a group."""
+        """Returns bytes to the producer's budget. The consumer's thread calls this when it has taken a group."""
         with self.lock:
             if self.loop is not None and self.budget is not None:
                 self.loop.call_soon_threadsafe(self.budget.release, n_bytes)
 
     def cancel(self) -> None:
-        """Called by the consumer's thread; safe at any time, more than once."""
+        """Cancels the producer. Safe on any thread, at any time, and more than once."""
         with self.lock:
             self.closed = True
             if self.loop is not None and self.task is not None:
                 self.loop.call_soon_threadsafe(self.task.cancel)
 
     async def run(self, produce: Producer[Item]) -> None:
-        """The life of the producer's loop."""
+        """Runs the producer on its own loop, from start to end."""
         budget = ByteBudget(self.ready_bytes)
 
         async def put(items: Sequence[Item], n_bytes: int) -> None:
@@ -150,20 +153,20 @@ def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
 
 def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.Thread, pid: int) -> None:
     if os.getpid() != pid:
-        return  # a forked child has a copy of all this, but not the thread
+        return  # a forked child has a copy of these objects, but not the thread
     channel.cancel()
-    # Garbage may be collected on any thread, also on one that the loop is waiting for: only those wait here that it
-    # is not likely to be waiting for, and not for ever. A thread that has not begun yet will end when it does.
+    # Garbage may be collected on any thread, even on one that the loop is waiting for, so joining could deadlock. Only
+    # the owner and the main thread join, and with a timeout. A thread that has not started yet ends when it starts.
     if threading.current_thread() in (owner, threading.main_thread()) and thread.is_alive():
         thread.join(timeout=2.0)
 
 
 class Bridge(Generic[Item], Iterator[Item]):
-    """Iterates over the items that the coroutine `produce(put)` puts, on the thread that calls `next`.
+    """Iterates over the items that the coroutine `produce(put)` puts.
 
-    Any thread may call it, but only one at a time; `close` may be called meanwhile, and ends that call.
-    An exception in `next`, KeyboardInterrupt included, ends the iteration, as it ends a generator.
-    Raises ForkError in a forked child, where nothing would ever come.
+    Any thread may call `next`, but only one at a time. `close` may be called meanwhile, and ends a waiting `next`.
+    Any exception in `next`, including KeyboardInterrupt, ends the iteration, as in a generator.
+    Raises ForkError in a forked child, because the producer's thread exists only in the parent.
     """
 
     def __init__(self, produce: Producer[Item], *, ready_bytes: int, name: str) -> None:
@@ -172,7 +175,7 @@ class Bridge(Generic[Item], Iterator[Item]):
         self._ready: Iterator[Item] = iter(())
         self._pid = os.getpid()
         thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
-        # Before the thread starts, since an interrupt may come while it does.
+        # Registered before the thread starts, because an interrupt may arrive during the start.
         self.close = weakref.finalize(self, _close, self._channel, thread, threading.current_thread(), self._pid)
         try:
             thread.start()
@@ -188,14 +191,14 @@ class Bridge(Generic[Item], Iterator[Item]):
                 raise StopIteration
             try:
                 self._take_group()
-            except BaseException:  # whoever keeps it, as notebooks keep the last one, keeps this object alive
+            except BaseException:  # a kept exception (notebooks keep the last one) would keep this bridge alive
                 self.close()
                 raise
 
     def _take_group(self) -> None:
         if os.getpid() != self._pid:
             raise ForkError(
-                f"process {self._pid} began this iteration before the fork: begin a new one in this process"
+                f"this iteration belongs to process {self._pid}, before the fork: begin a new one in this process"
             )
         before = time.perf_counter()
         try:

@@ -1,8 +1,8 @@
-"""The asyncio scheduler: loads fetches ahead, gathers their minibatches and puts them in order, bounded throughout.
+"""The asyncio scheduler: loads fetches ahead, gathers their minibatches in threads, and puts them in order.
 
-Up to `prefetch` fetches are loaded while the one before them is gathered, as far as `buffer_bytes` allow; the reads of
-the earlier one always go first. Leaving, for whatever reason, cancels every load.
-Nothing here knows of torch: this is the stretch from plan to minibatch that any process can run from plain options.
+Up to `prefetch` fetches are loaded while the one before them is gathered, within `buffer_bytes`. The reads of earlier
+fetches always go first. Any exit cancels all loads.
+This module does not import torch: any process can go from plan to minibatch with plain options.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from zloader.reading.resources import BufferPool, Counters, timed
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes
 
-# Minibatches that one job gathers, as one that is then cut apart: enough to make the hand-over between threads cheap,
-# and the calls that rows from many stores take; few enough to keep all threads busy.
+# One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
+# between threads and the calls per store cheap, and small enough to keep all threads busy.
 _GROUP = 8
-_GROUP_BYTES = 16 << 20  # at most, if it is more than one: larger memory comes fresh from the system each time
+_GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time; one minibatch may exceed this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What minibatches are made of, beside the rows.
+    """How to make minibatches from rows.
 
-    `parts` are in the order of their rows, and none where no x is wanted; `columns` gives the obs columns and `obsm`
-    the obsm arrays, of all rows of the dataset, and both are called while the first rows are read; `dtype` is that of x
-    and `genes` those it has, None for all. `sweeping` says that the fetches are those of a whole epoch.
+    `parts` are in the order of their rows, and empty if no x is wanted. `columns` and `obsm` return the obs columns and
+    obsm arrays of all rows of the dataset; they are called while the first rows are read. `dtype` and `genes` are those
+    of x; None means all genes. `sweeping` says that the fetches make up a whole epoch.
     """
 
     parts: Sequence[MatrixPart]
@@ -61,7 +61,7 @@ class Recipe:
 
 
 def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
-    """The stores that `rows` lie in, each with the positions of its rows; store k ends before row `ends[k]`."""
+    """The stores that contain `rows`, each with the positions of its rows; store k ends before row `ends[k]`."""
     if len(ends) == 1:
         return [(0, slice(None))]
     of = np.searchsorted(ends, rows, side="right")
@@ -72,9 +72,10 @@ def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What a fetch needs of one array: the elements `[start, stop)` of rows, which lie in `chunks`, into `n_bytes`.
+    """The elements that a fetch needs from one array: `[start, stop)` of each row, contained in `chunks`.
 
-    `ahead_bytes` is what it takes before it is gathered, in a buffer or in the page cache.
+    They need a buffer of `n_bytes`. `ahead_bytes` is the memory that they take until they are gathered, in the buffer
+    or in the page cache.
     """
 
     reader: ArrayReader
@@ -87,9 +88,10 @@ class _Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A fetch before its reads: the positions `at` of the rows of each part that it touches, and what those need.
+    """A fetch before its reads. For each part that it touches, `at` has the positions of the part's rows.
 
-    A part's arrays are those of the genes (CSR only) and of the values; `lengths` are the elements of each row.
+    `wanted` has the elements needed from each of the part's arrays: genes (CSR only), then values. `lengths` are the
+    elements per row.
     """
 
     fetch: Fetch
@@ -99,20 +101,23 @@ class _Planned:
 
     @property
     def n_bytes(self) -> int:
-        """Memory for the decoded elements."""
+        """Buffer bytes for the decoded elements."""
         return sum(array.n_bytes for arrays in self.wanted.values() for array in arrays)
 
     @property
     def ahead_bytes(self) -> int:
-        """What loading it takes of the bytes that fetches may take ahead; else a small page cache would lose them."""
+        """Bytes that it takes of `buffer_bytes`.
+
+        Elements from a mirror count, too, because a small page cache would evict them.
+        """
         return sum(array.ahead_bytes for arrays in self.wanted.values() for array in arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """A fetch whose elements are in memory: row i is `lengths[i]` of a part's `elements` from `starts` on.
+    """A fetch whose elements are in memory. Row i is `lengths[i]` of its part's `elements`, from `starts` on.
 
-    `starts` are those in the genes and in the values; `buffer` is what to give back when all is gathered.
+    `starts` has the starts in the genes and in the values. `buffer` is given back when all minibatches are gathered.
     """
 
     planned: _Planned
@@ -122,7 +127,7 @@ class _Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Noted:
+class _RowArrays:
     """The obs columns and obsm arrays of a fetch's rows."""
 
     obs: dict[str, NDArray[Any]]
@@ -130,7 +135,7 @@ class _Noted:
 
 
 class FetchScheduler:
-    """Makes the minibatches of some fetches, in order; `start` runs it on a thread of its own."""
+    """Makes the minibatches of some fetches, in order. `start` runs it on its own thread."""
 
     def __init__(self, recipe: Recipe, options: FetchOptions, buffers: BufferPool) -> None:
         self.counters = Counters()
@@ -138,25 +143,27 @@ class FetchScheduler:
         self._recipe = recipe
         self._options = options
         self._room = ByteBudget(options.buffer_bytes)
-        self._half_ready = options.ready_bytes // 2  # of minibatches being gathered, and of those that wait
+        self._half_ready_bytes = (
+            options.ready_bytes // 2
+        )  # one half for minibatches being gathered, one for those that are ready
         self._ahead = asyncio.Semaphore(options.prefetch + 1)
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any]] = {}
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
-        """Iterates over the minibatches of `fetches`, which the thread `name` makes ahead."""
+        """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
 
         async def produce(put: Put[MinibatchArrays]) -> None:
             await self.run(fetches, put)
 
-        return Bridge(produce, ready_bytes=self._half_ready, name=name)
+        return Bridge(produce, ready_bytes=self._half_ready_bytes, name=name)
 
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
-        """Puts every minibatch of `fetches`; raises the first error of any read."""
+        """Puts every minibatch of `fetches`. Raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
         counters, sweeping = self.counters, self._recipe.sweeping
-        # Threads beside those that decode: minibatches that the consumer waits for do not queue behind later fetches.
+        # Gathering has its own threads, so that minibatches do not queue behind the decoding of later fetches.
         with (
             opened_readers(self._recipe.parts, self._options, counters, sweeping=sweeping) as readers,
             ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
@@ -168,8 +175,8 @@ class FetchScheduler:
                     self._obsm = await aside(self._recipe.obsm)
                     while (load := await loads.get()) is not None:
                         loaded = await load
-                        noted, _ = await timed(gathering, self._noted, loaded.planned.fetch.rows)
-                        await self._emit(loaded, noted, gathering, put)
+                        row_arrays, _ = await timed(gathering, self._take_row_arrays, loaded.planned.fetch.rows)
+                        await self._emit(loaded, row_arrays, gathering, put)
                         self._buffers.give_back(loaded.buffer)
                         self._room.release(loaded.planned.ahead_bytes)
                         self._ahead.release()
@@ -183,15 +190,15 @@ class FetchScheduler:
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         group: asyncio.TaskGroup,
     ) -> None:
-        """Begins one load after another, each when there is room for it, and puts them into `loads` in order."""
+        """Begins each load when there is room for it, and puts the loads into `loads` in order."""
         for turn, fetch in enumerate(fetches):
             await self._ahead.acquire()
-            planned = self._planned(fetch, readers)
+            planned = self._plan(fetch, readers)
             await self._room.acquire(planned.ahead_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)
 
-    def _planned(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
+    def _plan(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
         lengths = np.zeros(len(fetch.rows), np.int64)
         at = dict(shares(self._ends, fetch.rows)) if readers else {}
         wanted = {}
@@ -200,7 +207,7 @@ class FetchScheduler:
             rows = fetch.rows[here] - (self._ends[number] - part.matrix.n_rows)
             starts, stops = part.matrix.elements_of(rows, part.indptr)
             if part.indptr is not None:
-                page_cache.let_go(part.indptr)
+                page_cache.release(part.indptr)
             lengths[here] = stops - starts
             wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]
         return _Planned(fetch=fetch, at=at, wanted=wanted, lengths=lengths)
@@ -213,9 +220,9 @@ class FetchScheduler:
         async with asyncio.TaskGroup() as group:
             for number, arrays in planned.wanted.items():
                 for array in arrays:
-                    place = buffer[used : used + array.n_bytes]
+                    slot = buffer[used : used + array.n_bytes]
                     used += array.n_bytes
-                    load = array.reader.load(array.chunks, array.starts, array.stops, place, turn=turn)
+                    load = array.reader.load(array.chunks, array.starts, array.stops, slot, turn=turn)
                     loads[number].append(group.create_task(load))
         elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
         for number, at in planned.at.items():
@@ -223,18 +230,18 @@ class FetchScheduler:
                 into[at] = loaded.starts
         return _Loaded(planned=planned, elements=elements, starts=starts, buffer=buffer)
 
-    def _noted(self, rows: Rows) -> _Noted:
-        """What is noted of the rows of a fetch: all at once, while they stand in the order of the columns."""
-        noted = _Noted(
+    def _take_row_arrays(self, rows: Rows) -> _RowArrays:
+        """The obs and obsm of a fetch, taken for all rows at once, block by block."""
+        row_arrays = _RowArrays(
             obs={name: column.taken(rows) for name, column in self._columns.items()},
             obsm={name: array[rows] for name, array in self._obsm.items()},
         )
         for array in (*(column.values for column in self._columns.values()), *self._obsm.values()):
-            page_cache.let_go(array)
-        return noted
+            page_cache.release(array)
+        return row_arrays
 
     async def _emit(
-        self, loaded: _Loaded, noted: _Noted, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]
+        self, loaded: _Loaded, row_arrays: _RowArrays, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]
     ) -> None:
         """Gathers the minibatches of one fetch in threads and puts them in order."""
         jobs: deque[tuple[int, asyncio.Task[tuple[list[MinibatchArrays], float]]]] = deque()
@@ -242,11 +249,11 @@ class FetchScheduler:
         async with asyncio.TaskGroup() as group:
             for cuts in self._groups(loaded):
                 n_bytes = self._x_bytes(loaded, cuts)
-                while jobs and (len(jobs) > self._options.threads or making + n_bytes > self._half_ready):
+                while jobs and (len(jobs) > self._options.threads or making + n_bytes > self._half_ready_bytes):
                     made, job = jobs.popleft()
                     await self._put(await job, put)
                     making -= made
-                jobs.append((n_bytes, group.create_task(timed(threads, self._make, loaded, noted, cuts))))
+                jobs.append((n_bytes, group.create_task(timed(threads, self._make, loaded, row_arrays, cuts))))
                 making += n_bytes
             for _, job in jobs:
                 await self._put(await job, put)
@@ -257,14 +264,14 @@ class FetchScheduler:
         await put(minibatches, sum(minibatch.nbytes for minibatch in minibatches))
 
     def _groups(self, loaded: _Loaded) -> Iterator[Rows]:
-        """The cuts of the minibatches that are gathered together."""
+        """For each group of minibatches that are gathered together, their cuts."""
         cuts = loaded.planned.fetch.cuts
-        least = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # of one minibatch, on average
+        least = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # bytes per minibatch, on average
         size = max(1, min(_GROUP, _GROUP_BYTES // least))
         return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
-        """Bytes that x takes in the minibatches between cuts; at most, for CSR from dense stores."""
+        """Bytes of x in the minibatches between cuts; an upper bound for CSR from dense stores."""
         value_bytes = np.dtype(self._recipe.dtype).itemsize
         if self._recipe.dense and self._recipe.parts:
             return int(cuts[-1] - cuts[0]) * self._recipe.n_genes * value_bytes
@@ -273,12 +280,12 @@ class FetchScheduler:
             lengths = np.minimum(lengths, self._recipe.n_genes)
         return int(lengths.sum()) * (4 + value_bytes)
 
-    def _make(self, loaded: _Loaded, noted: _Noted, cuts: Rows) -> list[MinibatchArrays]:
-        """The minibatches between cuts."""
+    def _make(self, loaded: _Loaded, row_arrays: _RowArrays, cuts: Rows) -> list[MinibatchArrays]:
+        """Gathers the minibatches between cuts."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         rows = loaded.planned.fetch.rows[taken]
-        obs = {name: values[taken] for name, values in noted.obs.items()}
-        obsm = {name: array[taken] for name, array in noted.obsm.items()}
+        obs = {name: values[taken] for name, values in row_arrays.obs.items()}
+        obsm = {name: array[taken] for name, array in row_arrays.obsm.items()}
         together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows)
         return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 
@@ -310,7 +317,7 @@ def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
 
 
 def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
-    """The rows at positions `taken` of a fetch, all in one store, and where they go."""
+    """The rows at positions `taken` of a fetch, all from one store, which go to `at` in the minibatch."""
     *genes, values = (elements.source for elements in loaded.elements[number])
     starts = (loaded.starts[0][taken], loaded.starts[1][taken])
     return gather.StoreRows(

@@ -1,11 +1,11 @@
-"""Compiled row gathers: rows scattered over flat arrays -> one CSR or dense minibatch. Pure.
+"""Gathers rows that are scattered over flat arrays into one CSR or dense minibatch, in compiled loops. Pure.
 
-The sources are flat read-only arrays (a mirror's file mapped into memory, or the buffer of one fetch), one or two for
-each store; a row is the elements `[start, start + length)`. Every kernel runs without the GIL and loops over local
-slice views, which LLVM vectorises: twice as fast as slice assignment. The values are converted to the wanted dtype on
-the way; where it does not hold all that the stored dtype does, they are compared with the limits (limits.py) in the
-same loop, since a loop of its own would read memory twice. Chosen genes are first packed, in the dtypes they are stored
-in, and then gathered as any other rows.
+The sources are flat read-only arrays, one or two per store: a mirror's file mapped into memory, or the buffer of one
+fetch. A row is the elements `[start, start + length)`. The kernels release the GIL and loop over local slice views,
+which LLVM vectorises: this is twice as fast as slice assignment. Values are converted to the wanted dtype as they are
+copied. If the wanted dtype cannot hold every stored value, the same loop compares them with limits (value_limits.py),
+because a second loop would read memory twice. Chosen genes are first packed in their stored dtypes, and then gathered
+like all other rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_INT32 = np.iinfo(np.int32).max
 
 @compiled
 def _fits(value: Any, limits: Limits | None) -> Any:
-    """Whether a value is within limits; without any, it is no code at all."""
+    """Whether a value is within limits. If `limits` is None, this compiles to nothing."""
     if limits is None:
         return True
     least, most, whole = limits
@@ -49,7 +49,7 @@ def _all_fit(values: NDArray[Any], limits: Limits | None) -> bool:
 def copy_rows(
     source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
 ) -> int:
-    """Copies rows, up to the first that has a value beyond the limits; gives that row, or -1 where all fit."""
+    """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
     for row in range(len(starts)):
         n = lengths[row]
         taken = source[starts[row] : starts[row] + n]
@@ -128,26 +128,26 @@ def _select_values(
     n_columns: int,
     out: tuple[NDArray[Any], NDArray[Any], Rows],
 ) -> None:
-    """Packs the columns and values of chosen genes, row after row, and how many each row has.
+    """Packs the columns and values of chosen genes into `out`, row after row, and counts the values per row.
 
-    There must be room for all that is stored: no branch depends on the gene, and what is not chosen is written over by
-    what comes next, which is twice to four times as fast where many are chosen.
+    `out` needs room for all stored values: every value is written, and the next one overwrites it if its gene is not
+    chosen. Without a branch per value this is two to four times as fast when many genes are chosen.
     """
-    columns, kept, found = out
+    columns, packed, counts = out
     first = 0
     for row in range(len(lengths)):
         n = lengths[row]
         stored = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
         given_columns = columns[first : first + n]
-        given_values = kept[first : first + n]
+        given_values = packed[first : first + n]
         to = 0
         for i in range(n):
             column = column_of[stored[i]]
             given_columns[to] = column
             given_values[to] = taken[i]
             to += column < n_columns
-        found[row] = to
+        counts[row] = to
         first += to
 
 
@@ -169,7 +169,7 @@ def _sort_by_byte(
 
 @compiled
 def _sort_rows(columns: NDArray[Any], values: NDArray[Any], lengths: Rows, n_columns: int) -> None:
-    """Sorts rows that follow one another by column: a stable radix sort, two bytes a turn, linear in the values."""
+    """Sorts each of the packed rows by column: a stable radix sort, two bytes per pass, linear in the values."""
     spare_columns, spare_values = np.empty_like(columns), np.empty_like(values)
     places = np.empty(257, np.int64)
     first = 0
@@ -201,10 +201,10 @@ def indptr_of(lengths: Rows) -> Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRows:
-    """The rows of a minibatch that lie in one store: row i of them becomes the minibatch's row `at[i]`.
+    """The rows of a minibatch that come from one store.
 
-    Row i is `lengths[i]` elements of `values` from `starts[1][i]` on and, unless the store is dense, as many of `genes`
-    from `starts[0][i]` on.
+    Row i consists of `lengths[i]` elements of `values` from `starts[1][i]` on and, unless the store is dense, as many
+    elements of `genes` from `starts[0][i]` on. It becomes the minibatch's row `at[i]`.
     """
 
     at: Rows | slice
@@ -214,7 +214,7 @@ class StoreRows:
     lengths: Rows
 
     def n_values(self) -> Rows:
-        """Values that each row has in CSR form; from dense rows those that are not zero."""
+        """Values per row in CSR form, which for dense rows are the nonzero values."""
         if self.genes is not None:
             return self.lengths
         found = np.empty_like(self.lengths)
@@ -223,14 +223,14 @@ class StoreRows:
 
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:
-    """The values as the compiled loops can move them: float16, of which numba knows nothing, as its bits."""
+    """The values in a dtype that the compiled loops can copy: float16, which numba does not support, as uint16."""
     return values.view(np.uint16) if values.dtype == np.float16 else values
 
 
 def choose(rows: StoreRows, genes: ChosenGenes, *, ascending: bool) -> StoreRows:
-    """The same rows with the chosen genes alone, packed.
+    """The rows with only the chosen genes, packed.
 
-    With `ascending`, rows whose genes are chosen in another order than the store's are sorted by column.
+    With `ascending`, each row is sorted by column if the genes are not chosen in the store's order.
     """
     n_rows, n_columns = len(rows.lengths), len(genes)
     stored, dtype = _bits(rows.values), rows.values.dtype
@@ -253,7 +253,7 @@ def choose(rows: StoreRows, genes: ChosenGenes, *, ascending: bool) -> StoreRows
 
 
 def widened(rows: StoreRows) -> StoreRows:
-    """The same rows; those of float16, packed, as float32."""
+    """The rows, packed and converted to float32 if they are float16."""
     if rows.values.dtype != np.float16:
         return rows
     starts = indptr_of(rows.lengths)
@@ -263,7 +263,7 @@ def widened(rows: StoreRows) -> StoreRows:
 
 
 class UnfitValue(Exception):
-    """A stored value that the wanted dtype does not hold, in a row of the minibatch."""
+    """A stored value that the wanted dtype cannot hold, and its row in the minibatch."""
 
     def __init__(self, row: int, value: Any) -> None:
         super().__init__(row, value)
@@ -271,7 +271,7 @@ class UnfitValue(Exception):
 
 
 def _require_fit(part: StoreRows, limits: Limits | None, beyond: int, n_rows: int) -> None:
-    """Raises UnfitValue where `beyond` is a row of the part, as the gathers give it, and not -1."""
+    """Raises UnfitValue unless `beyond`, which the kernels return, is -1. Otherwise it is a row of the part."""
     if beyond >= 0:
         first = part.starts[1][beyond]
         values = part.values[first : first + part.lengths[beyond]]
@@ -280,9 +280,9 @@ def _require_fit(part: StoreRows, limits: Limits | None, beyond: int, n_rows: in
 
 
 def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> CsrArrays:
-    """A minibatch of `n_rows` rows in CSR form; `parts` together are all of its rows.
+    """A minibatch of `n_rows` rows in CSR form. `parts` together hold all its rows.
 
-    indptr and indices are int32, as scipy and torch's own kernels have them; int64 where there are 2**31 values.
+    indptr and indices are int32, as in SciPy and torch's own kernels, or int64 from 2**31 values on.
     Raises UnfitValue.
     """
     parts = [widened(part) for part in parts]
@@ -304,7 +304,7 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
 
 
 def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> NDArray[Any]:
-    """A dense minibatch (`n_rows` x genes); values of a gene that stands twice in a CSR row are summed.
+    """A dense minibatch (`n_rows` x genes). If a gene occurs twice in a CSR row, its values are summed.
 
     Raises UnfitValue.
     """
@@ -323,7 +323,7 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
 
 
 def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
-    """The rows `[first, last)` of a minibatch as one of their own; its memory is part of the other's."""
+    """The rows `[first, last)` of a minibatch as a minibatch. CSR values and dense rows share its memory."""
     x = minibatch.x
     if isinstance(x, CsrArrays):
         begin, end = x.indptr[first], x.indptr[last]

@@ -1,4 +1,4 @@
-"""A store's matrix as one part of a dataset, and the readers of its arrays for as long as something is read."""
+"""The matrix of one store as part of a dataset, and the readers of its arrays during an epoch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zloader.storage.layout import MatrixLayout
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixPart:
-    """One store's matrix: its rows are a run of the dataset's rows.
+    """One store's matrix. Its rows are consecutive rows of the dataset.
 
-    `url` names the store in messages; `indptr` belongs to a CSR matrix; `object_sizes` gives the bytes of each stored
+    `url` names the store in messages. `indptr` is None for a dense matrix. `object_sizes` has the bytes per stored
     object.
     """
 
@@ -39,10 +39,10 @@ class MatrixPart:
 def opened_readers(
     parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: bool
 ) -> Iterator[list[list[ArrayReader]]]:
-    """The readers of each part's arrays, which share threads and one bound on the bytes in flight.
+    """The readers of each part's arrays. They share threads and one bound on the bytes in flight.
 
-    `sweeping` says that all of every part will be read. Afterwards mirrors know what was found right, and others may
-    bring what was not brought.
+    `sweeping` says that every part will be read completely. On leaving, the mirrors record the chunks whose checksums
+    were verified, and the leases are released, so that other processes may download the remaining chunks.
     """
     in_flight = ByteBudget(options.in_flight_bytes)
     with contextlib.ExitStack() as stack:
@@ -50,7 +50,7 @@ def opened_readers(
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         readers = []
         for part in parts:
-            shop = Resources(
+            resources = Resources(
                 url=part.url,
                 options=options,
                 source=part.source,
@@ -62,7 +62,9 @@ def opened_readers(
             )
             mirrored, leases = {}, None
             if part.mirror is not None:
-                stack.callback(part.mirror.note)
+                stack.callback(part.mirror.record_verified)
                 mirrored, leases = part.mirror.arrays, stack.enter_context(contextlib.closing(part.mirror.leases()))
-            readers.append([ArrayReader(array, mirrored.get(array.path), leases, shop) for array in part.matrix.arrays])
+            readers.append(
+                [ArrayReader(array, mirrored.get(array.path), leases, resources) for array in part.matrix.arrays]
+            )
         yield readers

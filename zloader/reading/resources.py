@@ -1,4 +1,4 @@
-"""What all loads of one epoch share: threads, memory, the bound on bytes in flight, and counters."""
+"""Resources that all loads of an epoch share: threads, buffers, the bound on bytes in flight, and counters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True)
 class Counters:
-    """What one epoch has done; written by the scheduler's thread alone."""
+    """Counters of one epoch, as in Statistics. Only the scheduler's thread writes them."""
 
     gets: int = 0
     spans: int = 0
@@ -38,38 +38,38 @@ class Counters:
 
 
 class BufferPool:
-    """Memory for decoded fetches, used again: fresh memory costs a page fault every 4 KiB."""
+    """Reuses the memory of decoded fetches, because fresh memory costs one page fault per 4 KiB. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[NDArray[np.uint8]] = []
-        self._lock = threading.Lock()  # two epochs of one loader may be under way at once
+        self._lock = threading.Lock()  # two epochs of one loader may run at once
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least `n_bytes`; its content is arbitrary."""
+        """A buffer of at least `n_bytes`, with arbitrary contents."""
         with self._lock:
             for position, buffer in enumerate(self._free):
                 if len(buffer) >= n_bytes:
                     return self._free.pop(position)
             if self._free:
-                self._free.pop()  # too small for what is asked now: let it go rather than keep both
+                self._free.pop()  # all are too small: drop one instead of keeping both
         return np.empty(n_bytes + n_bytes // 8, np.uint8)
 
     @property
     def n_free(self) -> int:
-        """Buffers that nobody uses now."""
+        """Buffers that are not in use."""
         return len(self._free)
 
     def __reduce__(self) -> tuple[type[BufferPool], tuple[()]]:
-        return BufferPool, ()  # a worker process needs none of this one's memory
+        return BufferPool, ()  # a worker process begins with an empty pool
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Says that nobody reads this buffer any more."""
+        """Makes a buffer available again, once nothing reads it any more."""
         self._free.append(buffer)
 
 
 @dataclass
 class Resources:
-    """What all loads from one store share in an epoch."""
+    """Resources that all loads from one store share in an epoch."""
 
     url: str  # of the store, for messages
     options: FetchOptions
@@ -77,20 +77,20 @@ class Resources:
     object_sizes: Mapping[str, int]
     counters: Counters
     threads: ThreadPoolExecutor
-    in_flight: ByteBudget  # of all stores of the epoch together
-    # Whether all of the store will be wanted, by this process: what lies beside a block is worth mirroring with it.
+    in_flight: ByteBudget  # shared by all stores of the epoch
+    # Whether this process will need the whole store. Then the chunks beside a block are worth mirroring with it.
     sweeping: bool
 
     def __post_init__(self) -> None:
-        self._retries = 0  # of the source, as far as they are counted
+        self._retries = 0  # of the source, as last counted
         self.scratch = threading.local()
 
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
-        """Runs a function in one of the threads; gives its result and the seconds it took there."""
+        """Runs a function in one of the threads; returns its result and the seconds it took there."""
         return await timed(self.threads, function, *args)
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """The source's `read`, counted."""
+        """Reads spans from the source, and counts GETs, bytes and retries."""
         counters, n_bytes = self.counters, sum(span.size for span in spans)
         counters.gets += len(spans)
         counters.bytes_read += n_bytes
@@ -106,7 +106,7 @@ class Resources:
 
 
 async def timed(threads: ThreadPoolExecutor, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
-    """Runs a function in a thread; gives its result and the seconds it took there."""
+    """Runs a function in a thread; returns its result and the seconds it took there."""
 
     def run() -> tuple[Result, float]:
         before = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Which values of one dtype another one holds: what a gather has to look at before it converts them. Pure."""
+"""Which stored values fit into the wanted dtype. A gather checks them as it converts. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# The least and the greatest value, in the stored dtype, and whether fractions, NaN and infinities are beyond them too.
+# The smallest and the largest value that fit, in the stored dtype, and whether the value must be a whole number, which
+# rules out fractions, NaN and infinities.
 Limits: TypeAlias = tuple[Any, Any, bool]
 
 
 def limits_of(stored: np.dtype[Any], wanted: np.dtype[Any]) -> Limits | None:
-    """The limits between which stored values can become `wanted`; None where all of them can.
+    """The limits within which a stored value fits into `wanted`, or None if all values fit.
 
-    A whole number may become the nearest float, and a float one of lower precision, but no finite one an infinity. Only
-    whole numbers that it has become an integer.
+    Whole numbers are rounded to the nearest float, and floats to a lower precision, but a finite value must not become
+    infinite. Only whole numbers within its range fit into an integer.
     """
     if wanted.kind == "f":
         if stored.kind != "f" or stored.itemsize <= wanted.itemsize:
             return None
         of = np.finfo(wanted)
-        # Half a step above the largest of `wanted` is the least that is rounded to infinity.
+        # Half a step above the largest value of `wanted` is the smallest value that is rounded to infinity.
         infinite = stored.type(of.max) + stored.type(2.0) ** (of.maxexp - of.nmant - 2)
         most = np.nextafter(infinite, stored.type(0))
         return -most, most, False

@@ -1,1 +1,1 @@
-"""Which columns, rows and genes are meant, from names and expressions. Pure."""
+"""Selects columns, rows and genes by names, positions and expressions. Pure."""

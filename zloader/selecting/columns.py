@@ -1,4 +1,4 @@
-"""obs columns as numbers: codes and categories, or plain values; and which obsm arrays are fit for tensors. Pure."""
+"""Turns obs columns into numbers (codes with categories, or plain values) and checks obsm arrays. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zloader.common.records import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class ObsColumn:
-    """One obs column: a value for every row, and the labels that the values are codes of (None for plain numbers)."""
+    """One obs column: a value per row. If `categories` is not None, the values are codes of these labels (-1: none)."""
 
     values: NDArray[Any]
     categories: pd.Index | None
@@ -24,21 +24,21 @@ class ObsColumn:
 
     @property
     def minibatch_dtype(self) -> np.dtype[Any]:
-        """int64 for codes (what torch indexes and computes losses with), else the stored dtype."""
+        """int64 for codes, as torch needs for indexing and losses; otherwise the stored dtype."""
         return np.dtype(np.int64) if self.categories is not None else self.values.dtype
 
     def taken(self, rows: Rows) -> NDArray[Any]:
-        """The values of some rows, as minibatches have them."""
+        """The values of the given rows in the dtype of minibatches."""
         return self.values[rows].astype(self.minibatch_dtype, copy=False)
 
 
-Column = Callable[[str], ObsColumn]  # an obs column by its name, such as `Dataset.obs_column`
+Column = Callable[[str], ObsColumn]  # looks up an obs column by name, like `Dataset.obs_column`
 
 
 def as_numbers(name: str, column: Any) -> ObsColumn:
-    """A column as anndata reads it, as numbers; strings become codes of their sorted labels.
+    """Converts a column as read by anndata to numbers. Strings become codes of their sorted labels.
 
-    Raises OptionError for what no tensor can hold, such as dates.
+    Raises OptionError for values that a tensor cannot hold, such as dates.
     """
     if isinstance(column, pd.Categorical):
         return ObsColumn(values=np.asarray(column.codes), categories=as_labels(column.categories))
@@ -54,61 +54,61 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
 
 
 def as_names(index: Any) -> pd.Index:
-    """The index of a frame as anndata reads it, as an Index; strings have the dtype that pandas gives strings."""
+    """Converts the index of a frame as read by anndata to an Index. Strings get the default string dtype of pandas."""
     return pd.Index(np.asarray(index, object) if isinstance(index.dtype, pd.StringDtype) else index)
 
 
 def as_labels(categories: pd.Index) -> pd.Index:
-    """Categories as plain Python strings (dtype object) or NumPy numbers, the same in every version of pandas."""
+    """Categories as Python strings (dtype object) or NumPy numbers, in the same form with every pandas version."""
     if isinstance(categories.dtype, pd.StringDtype):
         return pd.Index(categories.to_numpy(object), dtype=object)
     return pd.Index(categories.to_numpy(getattr(categories.dtype, "numpy_dtype", None)))
 
 
 def native(values: NDArray[Any]) -> NDArray[Any]:
-    """The same numbers in this machine's byte order, as torch needs them."""
+    """The same numbers in native byte order, as torch requires."""
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _nullable(name: str, column: Any) -> NDArray[Any]:
-    """A pandas nullable column as plain numbers; floats with NaN where there is a missing value."""
+    """A pandas nullable column as plain numbers; as floats with NaN if values are missing."""
     dtype, missing = column.dtype.numpy_dtype, np.asarray(column.isna())
     if not missing.any():
         return np.asarray(column.to_numpy(dtype=dtype))
     large = _beyond_float64(column[~missing].to_numpy(dtype=dtype))
     if large is not None:
         raise OptionError(
-            f"obs column {name!r} holds {large} and missing values: no dtype of a tensor holds both. Fill in what is "
-            "missing, or leave the column out"
+            f"obs column {name!r} holds {large} and missing values: no dtype of a tensor holds both. Fill in the "
+            "missing values, or leave the column out"
         )
     return np.asarray(column.to_numpy(dtype="float64", na_value=np.nan))
 
 
 def _beyond_float64(values: NDArray[Any]) -> np.integer | None:
-    """One of the integers up to which float64 does not hold all; None where there is none."""
+    """An integer outside the range in which float64 is exact, or None."""
     if values.dtype.kind not in "iu" or values.size == 0:
         return None
-    most = 2 ** np.finfo(np.float64).nmant * 2
-    return next((value for value in (values.min(), values.max()) if not -most <= int(value) <= most), None)
+    limit = 2 ** np.finfo(np.float64).nmant * 2
+    return next((value for value in (values.min(), values.max()) if not -limit <= int(value) <= limit), None)
 
 
 def require_exact(name: str, arrays: Sequence[NDArray[Any]]) -> None:
-    """Raises FormatError where the dtype that the arrays of all stores promote to rounds one of their numbers."""
+    """Raises FormatError if the common dtype of the arrays of all stores would round one of their numbers."""
     common = np.result_type(*arrays)
     for array in arrays if common.kind == "f" else ():
         if (large := _beyond_float64(array)) is not None:
             dtypes = ", ".join(sorted({str(each.dtype) for each in arrays}))
             raise FormatError(
-                f"{name} holds {large} in one of the stores, which are of {dtypes}: together they would be {common}, "
-                "which does not hold it. Leave it out, or write these stores again with it alike in all"
+                f"{name} holds {large} in one of the stores, whose dtypes are {dtypes}: the common dtype {common} "
+                "cannot represent it. Leave it out, or write these stores again with the same dtype"
             )
 
 
 def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
-    """The same column of several stores as one column over all their rows.
+    """Joins a column of several stores into one column over all rows.
 
-    Codes are over all categories of all stores, in order of first appearance; over sorted labels where all were
-    strings. Numbers have the dtype that all promote to. Raises FormatError where that rounds one.
+    The categories are those of all stores in order of first appearance, or sorted if all columns were strings. Numbers
+    get the common dtype of all stores. Raises FormatError if that dtype would round a number.
     """
     if len(columns) == 1:
         return columns[0]
@@ -122,7 +122,7 @@ def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
     dtype = np.min_scalar_type(-max(1, len(labels)))
     recoded = []
     for column in columns:
-        codes = np.array([*(code_of[label] for label in _labels(column)), -1], dtype)  # -1, none, is the last
+        codes = np.array([*(code_of[label] for label in _labels(column)), -1], dtype)  # code -1 selects the last entry
         recoded.append(codes[column.values])
     return ObsColumn(values=np.concatenate(recoded), categories=as_labels(pd.Index(labels)), from_strings=from_strings)
 
@@ -137,28 +137,29 @@ def _labels(column: ObsColumn) -> Sequence[Any]:
 
 
 def concatenated(name: str, columns: Sequence[Any]) -> Any:
-    """The same column of several stores, as anndata reads it, over all their rows; categories as `joined` has them."""
+    """Joins a column of several stores as read by anndata. Categories are joined as in `joined`."""
     if len(columns) == 1:
         return columns[0]
     if any(isinstance(column, pd.Categorical) for column in columns):
-        one = joined(name, [as_numbers(name, column) for column in columns])
+        codes = joined(name, [as_numbers(name, column) for column in columns])
         ordered = all(getattr(column, "ordered", False) and column.dtype == columns[0].dtype for column in columns)
-        return pd.Categorical.from_codes(one.values, _labels(one), ordered=ordered)
+        return pd.Categorical.from_codes(codes.values, _labels(codes), ordered=ordered)
     if all(isinstance(column, np.ndarray) for column in columns):
         numeric = all(column.dtype.kind in "biuf" for column in columns)
         return _end_to_end(name, columns) if numeric else np.concatenate(columns)
-    filled = [pd.Series(column) for column in columns if len(column)]  # pandas is about to change what no rows weigh
+    # Empty columns are left out, because pandas is about to change how they affect the dtype.
+    filled = [pd.Series(column) for column in columns if len(column)]
     return pd.concat(filled).array if filled else columns[0]
 
 
 def require_alike(name: str, columns: Sequence[Any], urls: Sequence[str]) -> None:
-    """Raises FormatError for a column that holds numbers in one store and labels in another."""
+    """Raises FormatError if a column holds numbers in one store and labels in another."""
     numeric = [bool(pd.api.types.is_numeric_dtype(column.dtype)) for column in columns]
     if len(set(numeric)) > 1:
         number, label = numeric.index(True), numeric.index(False)
         raise FormatError(
             f"obs column {name!r} holds numbers in {urls[number]} and {_kind(columns[label])} in {urls[label]}: "
-            "leave it out, or write these stores again with it alike in all"
+            "leave it out, or write these stores again with the same kind of values"
         )
 
 
@@ -167,7 +168,7 @@ def _kind(column: Any) -> str:
 
 
 def unfit_obsm(name: str, nodes: Sequence[Any], n_rows: Sequence[int], urls: Sequence[str]) -> ZloaderError | None:
-    """Why what the stores have as one obsm element, as zarr nodes, makes no tensor of rows x dims; None if it does."""
+    """The error if an obsm element, given as zarr nodes of all stores, is not a tensor of rows x dims; else None."""
     for node, rows, url in zip(nodes, n_rows, urls, strict=True):
         if not hasattr(node, "shape") or node.dtype.kind not in "biuf":
             kind = node.attrs.get("encoding-type", "group") if not hasattr(node, "shape") else f"array of {node.dtype}"
@@ -180,7 +181,7 @@ def unfit_obsm(name: str, nodes: Sequence[Any], n_rows: Sequence[int], urls: Seq
         if node.shape[1:] != nodes[0].shape[1:]:
             return FormatError(
                 f"obsm {name!r} has {_dims(nodes[0])} dims in {urls[0]}, but {_dims(node)} in {url}: leave it out, or "
-                "write these stores again with it alike in all"
+                "write these stores again with the same dims"
             )
     return None
 

@@ -1,11 +1,14 @@
-"""Which rows an expression over obs columns holds for, such as "cell_type == 'T' and n_counts > 500". Pure.
+"""Selects rows by an expression over obs columns, such as "cell_type == 'T' and n_counts > 500". Pure.
 
-Python's own grammar, but only a little of it, and never evaluated as Python: names of columns (also dotted ones, such
-as percent.mt; in back-quotes any other, such as `cell type`), constants, == != < <= > >= in, not in, and, or, not, and
-columns of booleans by themselves.
-Labels are compared as codes: each label is looked up once. A row without a value (code -1, NaN) is in no comparison,
-neither `a == 'T'` nor `a != 'T'`, and `not` before a comparison asks for the opposite one, so that it is in neither
-there.
+The grammar is a small part of Python's, and nothing is evaluated as Python. It has column names (also dotted names such
+as percent.mt, and any other name in back-quotes, such as `cell type`), constants, the operators == != < <= > >= in,
+not in, and, or, not, and boolean columns on their own.
+
+Labels are compared as codes, and each label is looked up once. A row without a value (code -1, NaN) satisfies no
+comparison: neither `a == 'T'` nor `a != 'T'`. `not` before a comparison negates the operator, so such a row satisfies
+neither form.
+
+The cost is one vectorised pass per comparison over windows of about a million rows.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from zloader.selecting.columns import Column, ObsColumn
 
 Mask = NDArray[np.bool_]
 Test = Callable[[slice], Mask]
-_WINDOW = 1 << 20  # rows looked at together, so that what a term needs meanwhile stays small
+_WINDOW = 1 << 20  # rows per pass, which bounds the memory of intermediate results
 _SHOWN = 20
 _TEXT_OR_QUOTED = re.compile(r"""('''|\"\"\"|'|")(?:\\.|(?!\1).)*\1|`[^`\r\n]+`""", re.DOTALL)
-# What pandas and other languages write for and, or and not: those that Python parses, and all of them in text.
+# Operators for and, or and not in pandas and other languages: as Python syntax nodes, and as text.
 _SIGNS = (ast.BitAnd, ast.BitOr, ast.Invert)
 _SIGN = re.compile(r"[&|~]|!(?!=)")
 _USE_WORDS = "write and, or, not: signs such as &, ||, ~ and ! are not understood"
@@ -41,7 +44,7 @@ _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn,
 }
 _OPPOSITE |= {opposite: operation for operation, opposite in _OPPOSITE.items()}
-_TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {  # what `a < b` is when written from b to a
+_SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {  # the operator after swapping the two sides
     ast.Eq: ast.Eq,
     ast.NotEq: ast.NotEq,
     ast.Lt: ast.Gt,
@@ -60,28 +63,30 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def matching(expression: str, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
-    """Which of `n_rows` rows the expression holds for; `column` is `Dataset.obs_column`, `names` are those it knows.
+    """A mask of the `n_rows` rows that satisfy the expression. `column` looks up one of the columns `names`.
 
-    Raises OptionError for what is no such expression or names a label that is not there, and what `column` raises.
+    Raises OptionError for an invalid expression or an unknown label, and any error raised by `column`.
     """
     expression = expression.strip()
     try:
-        # What is in back-quotes becomes a name as long as it is: places in the tree are places in the expression.
+        # Text in back-quotes is replaced by a name of the same length, so that offsets in the tree stay valid.
         plain = _TEXT_OR_QUOTED.sub(lambda found: found[0] if found[1] else "_" * len(found[0].encode()), expression)
         tree = ast.parse(plain, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        such = "\"cell_type == 'T'\" or \"`cell type` == 'T'\""
+        example = "\"cell_type == 'T'\" or \"`cell type` == 'T'\""
         advice = f"; {_USE_WORDS}" if _SIGN.search(_TEXT_OR_QUOTED.sub("", expression)) else ""
-        raise OptionError(f"{expression!r} is not an expression such as {such}: {error}{advice}") from error
+        raise OptionError(f"{expression!r} is not an expression such as {example}: {error}{advice}") from error
     mask = np.empty(n_rows, bool)
     try:
-        reader = _Reader(expression, cache(column), names)  # a view makes a column anew each time
+        reader = _Reader(expression, cache(column), names)  # cached, because a view computes a column on each call
         test = reader.test(tree, opposite=False)
         for start in range(0, n_rows, _WINDOW):
             window = slice(start, min(start + _WINDOW, n_rows))
             mask[window] = test(window)
     except RecursionError as error:
-        raise OptionError(f"{expression[:_SHOWN]!r}... is nested too deeply: write it flatter") from error
+        raise OptionError(
+            f"{expression[:_SHOWN]!r}... is nested too deeply: split it into several conditions"
+        ) from error
     return mask
 
 
@@ -103,7 +108,7 @@ class _Reader:
         raise OptionError(f"{self._part(node)!r} in the expression {self._expression!r}: {why}")
 
     def test(self, node: ast.expr, *, opposite: bool) -> Test:
-        """Which rows of a window `node` holds for; or with `opposite`, `not node`."""
+        """A test of which rows of a window satisfy `node`, or with `opposite` satisfy `not node`."""
         if isinstance(node, ast.BoolOp):
             tests = [self.test(value, opposite=opposite) for value in node.values]
             every = isinstance(node.op, ast.And) != opposite
@@ -122,29 +127,30 @@ class _Reader:
             self._refuse(node, "only comparisons of obs columns, and, or, not and in can be used")
         column = self._column(name)
         if column.categories is not None or column.values.dtype != bool:
-            why = "the column holds no booleans: compare it with something"
-            if column.categories is None and column.values.dtype.kind == "f":  # as nullable booleans are held
+            why = "the column does not hold booleans: compare it with a value"
+            if column.categories is None and column.values.dtype.kind == "f":  # nullable booleans are stored as floats
                 why = (
-                    f"the column holds no booleans, or some are missing: write {self._part(node)} == True, or == False"
+                    "the column does not hold booleans, or some are missing: write "
+                    f"{self._part(node)} == True, or == False"
                 )
             self._refuse(node, why)
         return lambda window: column.values[window] != opposite
 
     def _name(self, node: ast.expr) -> str | None:
-        """The column that a node names, if it names one.
+        """The column named by a node, or None.
 
-        Python takes names for the same that have one NFKC form, such as with the micro sign and the letter mu.
+        Python treats names with the same NFKC form as equal, for example with the micro sign and the letter mu.
         """
         name = self._written(node)
         if name is None or name[0] == name[-1] == "`":
             return name and name[1:-1]
         if name in self._names:
             return name
-        alike = [known for known in self._names if normalize("NFKC", known) == normalize("NFKC", name)]
-        return alike[0] if len(alike) == 1 else name
+        equal = [known for known in self._names if normalize("NFKC", known) == normalize("NFKC", name)]
+        return equal[0] if len(equal) == 1 else name
 
     def _written(self, node: ast.expr) -> str | None:
-        """A name as the expression has it: in the tree it is normalised, and without what is in back-quotes."""
+        """A name as written. The tree holds its NFKC form, and placeholders for text in back-quotes."""
         if isinstance(node, ast.Name):
             return self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
         if isinstance(node, ast.Attribute):
@@ -155,9 +161,9 @@ class _Reader:
     def _compared(
         self, node: ast.Compare, operation: type[ast.cmpop], left: ast.expr, right: ast.expr, *, opposite: bool
     ) -> Test:
-        """One link of a comparison: a column with a constant, with several, or with another column."""
-        if self._name(left) is None and operation in _TURNED:
-            left, right, operation = right, left, _TURNED[operation]
+        """One link of a comparison: a column with a constant, a list of constants, or another column."""
+        if self._name(left) is None and operation in _SWAPPED:
+            left, right, operation = right, left, _SWAPPED[operation]
         name = self._name(left)
         if name is None or operation not in _OPPOSITE:
             self._refuse(node, "only obs columns can be compared, with ==, !=, <, <=, >, >=, in and not in")
@@ -194,7 +200,7 @@ class _Reader:
             self._refuse(node, f"{name} holds numbers, and {constant!r} is a string")
 
     def _one_of(self, node: ast.AST, name: str, column: ObsColumn, constants: list[Any], *, outside: bool) -> Test:
-        """Whether a value is among constants, or with `outside` is there but not among them."""
+        """A test whether a value is among the constants. With `outside`: is present but not among them."""
         values = column.values
         if column.categories is None:
             for constant in constants:
@@ -202,7 +208,7 @@ class _Reader:
             operation = ast.NotEq if outside else ast.Eq
             tests = [_with_constant(operation, values, constant) for constant in constants]
             if not tests:
-                return lambda window: _there(values[window]) & outside
+                return lambda window: _is_present(values[window]) & outside
             return _joined(np.logical_and if outside else np.logical_or, tests)
         labels = column.categories
         for constant in constants:
@@ -211,26 +217,28 @@ class _Reader:
                 more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
                 self._refuse(node, f"obs column {name!r} has no label {constant!r}; it has: {known}{more}")
         wanted = np.append(np.isin(np.arange(len(labels)), [labels.get_loc(c) for c in constants]) != outside, False)
-        return lambda window: wanted[values[window]]  # code -1 takes the last
+        return lambda window: wanted[values[window]]  # code -1 selects the last entry
 
     def _of_two(self, node: ast.AST, operation: type[ast.cmpop], column: ObsColumn, other: ObsColumn) -> Test:
         if column.categories is not None or other.categories is not None:
-            self._refuse(node, "two columns can be compared only where both hold numbers")
+            self._refuse(node, "two columns can be compared only if both hold numbers")
         left, right, compare = column.values, other.values, _ORDERS[operation]
-        return lambda window: compare(left[window], right[window]) & _there(left[window]) & _there(right[window])
+        return lambda window: (
+            compare(left[window], right[window]) & _is_present(left[window]) & _is_present(right[window])
+        )
 
 
 def _with_constant(operation: type[ast.cmpop], values: NDArray[Any], constant: float) -> Test:
     compare = _ORDERS[operation]
     if values.dtype.kind == "f" and abs(constant) > float(np.finfo(values.dtype).max):
-        constant = np.float64(constant)  # or it would become an infinity of the column's dtype
-    if operation is ast.NotEq and values.dtype.kind == "f":  # the only one that NaN would be in
-        return lambda window: compare(values[window], constant) & _there(values[window])
+        constant = np.float64(constant)  # in the dtype of the column it would overflow to infinity
+    if operation is ast.NotEq and values.dtype.kind == "f":  # NaN != constant would be True
+        return lambda window: compare(values[window], constant) & _is_present(values[window])
     return lambda window: compare(values[window], constant)
 
 
-def _there(values: NDArray[Any]) -> Mask:
-    """Which numbers are not missing."""
+def _is_present(values: NDArray[Any]) -> Mask:
+    """Which numbers are not missing (NaN)."""
     return ~np.isnan(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
 
 

@@ -1,4 +1,4 @@
-"""Which genes become the columns of x, in which order. Pure."""
+"""Chooses the genes that become the columns of x, and their order. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 
 Genes: TypeAlias = Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series
-_SHOWN = 3  # genes that a message names
+_SHOWN = 3  # genes named in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenGenes:
-    """Some genes of a store: column k of x is the gene at `positions[k]` of the `n_stored` in the store."""
+    """A choice of genes: column k of x is gene `positions[k]` of the `n_stored` genes of the store."""
 
     positions: Rows
     n_stored: int
@@ -31,9 +31,9 @@ class ChosenGenes:
 
     @cached_property
     def column_of(self) -> NDArray[Any]:
-        """The column of each gene of the store, `len(self)` for those that are left out.
+        """The column of each gene of the store, or `len(self)` for a gene that is not chosen.
 
-        In the smallest unsigned dtype, so that the processor's own caches hold it: 125 KB for 62 710 genes.
+        It has the smallest unsigned dtype, to fit into the L2 cache: 125 KB for 62 710 genes.
         """
         columns = np.full(self.n_stored, len(self), np.min_scalar_type(len(self)))
         columns[self.positions] = np.arange(len(self))
@@ -41,15 +41,16 @@ class ChosenGenes:
 
     @cached_property
     def ascending(self) -> bool:
-        """Whether the columns are in the store's order."""
+        """Whether the columns are in the order of the store."""
         return bool((np.diff(self.positions) > 0).all())
 
 
 def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], where: str) -> ChosenGenes:
-    """What `genes` chooses of `n_stored` genes: their names, their positions, or a mask over all, in x's order.
+    """Resolves `genes` (names, positions, or a mask over all genes) among `n_stored` genes. Keeps the given order.
 
-    `names` gives the names of all genes, which lie in `where`; it is called only where `genes` are names.
-    Raises OptionError for genes that are not there, stand twice, or are none at all.
+    `names` returns the names of all genes and is called only if `genes` are names. `where` names their place in
+    messages. Raises OptionError for genes that do not exist, are listed more than once, or are ambiguous, and for an
+    empty choice.
     """
     given = _as_index(genes)
     positions: Rows | list[int]
@@ -62,7 +63,7 @@ def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], 
     else:
         raise OptionError(f"genes must be names, positions or a mask of booleans, not {given.dtype}: {_first(given)}")
     if not len(positions):
-        raise OptionError("genes chooses none: give at least one, or None for all")
+        raise OptionError("genes selects no gene: give at least one, or None for all")
     return ChosenGenes(positions=np.asarray(positions, np.int64), n_stored=n_stored)
 
 
@@ -70,7 +71,9 @@ def _as_index(genes: Genes) -> pd.Index:
     if isinstance(genes, str):
         raise OptionError(f"genes must be a list of genes: write genes=[{genes!r}]")
     if isinstance(genes, Set):
-        raise OptionError("genes must be a list, since x's columns have its order: a set has none. Write sorted(...)")
+        raise OptionError(
+            "genes must be a list, because it orders the columns of x, and a set has no order: write sorted(...)"
+        )
     try:
         return pd.Index(genes)
     except (TypeError, ValueError) as error:
@@ -81,14 +84,16 @@ def _as_index(genes: Genes) -> pd.Index:
 
 def _of_mask(mask: NDArray[np.bool_], n_stored: int, where: str) -> Rows:
     if len(mask) != n_stored:
-        raise OptionError(f"genes is a mask of {len(mask)}, but {where} has {n_stored} genes: give a value for each")
+        raise OptionError(
+            f"genes is a mask of {len(mask)} values, but {where} has {n_stored} genes: give one value per gene"
+        )
     return np.flatnonzero(mask)
 
 
 def _of_positions(positions: pd.Index, n_stored: int, where: str) -> list[int]:
     wrong = positions[(positions < 0) | (positions >= n_stored)]
     if len(wrong):
-        raise OptionError(f"gene {_first(wrong)} is not there: {where} has the genes 0 to {n_stored - 1}")
+        raise OptionError(f"gene {_first(wrong)} does not exist: {where} has genes 0 to {n_stored - 1}")
     _refuse_repeats(positions)
     return [int(position) for position in positions]
 
@@ -99,14 +104,14 @@ def _of_names(chosen: list[str], names: pd.Index, where: str) -> list[int]:
     if unknown:
         raise OptionError(
             f"{len(unknown)} of {len(chosen)} genes are not in {where}: {_first(unknown)}. Its genes have names such "
-            f"as {_first(names)}: leave out those that are not there, or give positions"
+            f"as {_first(names)}: leave out the missing genes, or give positions"
         )
     _refuse_repeats(chosen)
     ambiguous = set(names[names.duplicated()]) & set(chosen) if len(position_of) < len(names) else set()
     if ambiguous:
         raise OptionError(
-            f"{len(ambiguous)} of {len(chosen)} genes stand more than once in {where}: {_first(sorted(ambiguous))}. "
-            "Choose these by their positions"
+            f"{len(ambiguous)} of {len(chosen)} genes occur more than once in {where}: {_first(sorted(ambiguous))}. "
+            "Choose them by position"
         )
     return [position_of[name] for name in chosen]
 
@@ -114,7 +119,7 @@ def _of_names(chosen: list[str], names: pd.Index, where: str) -> list[int]:
 def _refuse_repeats(chosen: Iterable[Any]) -> None:
     repeated = [gene for gene, times in Counter(chosen).items() if times > 1]
     if repeated:
-        raise OptionError(f"genes has {_first(repeated)} more than once: each can be one column of x only")
+        raise OptionError(f"genes lists {_first(repeated)} more than once: list each gene once")
 
 
 def _first(genes: Sequence[Any] | pd.Index) -> str:

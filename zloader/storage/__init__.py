@@ -1,1 +1,1 @@
-"""What the bytes of a store mean: row, element, chunk, byte; metadata and decoding. Pure, without I/O."""
+"""The layout of stored arrays: rows, elements, chunks, bytes; metadata and decoding. Pure, without I/O."""

@@ -1,9 +1,8 @@
-"""Many Blosc chunks decoded by one compiled call, without the interpreter and its lock. Pure.
+"""Decodes many Blosc chunks in one compiled call that releases the GIL. Pure.
 
-A chunk of 32 rows decodes in 40 µs; going through Python for each costs a quarter of that again, and threads that ask
-for the interpreter's lock at every chunk wait for one another. So the C functions inside numcodecs and google-crc32c
-are called from a numba loop. Where their libraries do not show these functions, `AVAILABLE` is False, and decode.py
-goes chunk by chunk instead.
+A chunk of 32 rows takes 40 µs to decode. Calling Python per chunk adds a quarter to that, and threads that take the GIL
+for every chunk wait for one another. So a numba loop calls the C functions in numcodecs and google-crc32c directly. If
+their libraries do not export these functions, `AVAILABLE` is False and decode.py decodes chunk by chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from zloader.common.records import Rows
 
 
 def _load() -> bool:
-    """Makes the C functions known to numba; False where one of them is missing."""
+    """Loads the C functions for numba. Returns False if any is missing."""
     for library in ("numcodecs.blosc", "google_crc32c._crc32c"):
         found = importlib.util.find_spec(library)
         if found is None or found.origin is None:
@@ -40,7 +39,7 @@ def _load() -> bool:
 
 AVAILABLE = _load()
 
-# Addresses are passed as integers, which C takes in the same registers as pointers.
+# Addresses are passed as integers, which the C calling convention puts into the same registers as pointers.
 _crc32c: Any = types.ExternalFunction("crc32c_value", types.uint32(types.intp, types.uintp))
 _validate: Any = types.ExternalFunction("blosc_cbuffer_validate", types.int32(types.intp, types.uintp, types.intp))
 _sizes: Any = types.ExternalFunction("blosc_cbuffer_sizes", types.void(types.intp, types.intp, types.intp, types.intp))
@@ -49,11 +48,11 @@ _decompress: Any = types.ExternalFunction(
     "blosc_decompress_ctx", types.int32(types.intp, types.intp, types.uintp, types.int32)
 )
 _getitem: Any = types.ExternalFunction("blosc_getitem", types.int32(types.intp, types.int32, types.int32, types.intp))
-# What the crc32c of any bytes followed by their own crc32c (little endian) is.
+# The crc32c of any bytes followed by their own crc32c (little endian) is this constant.
 _RESIDUE = np.uint32(0x48674BC7)
 
-# Where a chunk lies, and where it goes: bytes `[offset, offset + size)` of a read become elements from `begin` on of an
-# array. Only its elements `[first, stop)` are needed, counted from the chunk's own first.
+# The source and the target of a chunk: bytes `[offset, offset + size)` of read number `read` become elements of an
+# array from `begin` on. Only elements `[first, stop)` of the chunk are needed, counted from its first element.
 CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop")])
 
 
@@ -61,12 +60,12 @@ CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin
 def decompress(
     addresses: Rows, chunks: NDArray[Any], checked: bool, out: NDArray[np.uint8], chunk_bytes: int, itemsize: int
 ) -> NDArray[np.bool_]:
-    """Decompresses `chunks` (of CHUNK) from the reads at `addresses` into `out`; gives whether each was right.
+    """Decompresses `chunks` (dtype CHUNK) from the reads at `addresses` into `out`. Returns which are valid.
 
-    `checked` chunks are followed by their crc32c, which their size includes. `out` must have room for whole chunks;
-    blosc's own blocks, of which a chunk may have several, are only decompressed where they are needed.
+    With `checked`, each chunk ends with its crc32c, and its size includes those 4 bytes. `out` must have room for whole
+    chunks. A chunk may consist of several Blosc blocks, and only the needed blocks are decompressed.
     """
-    right = np.zeros(len(chunks), np.bool_)
+    valid = np.zeros(len(chunks), np.bool_)
     sizes = np.zeros(3, np.int64)
     for i in range(len(chunks)):
         chunk = chunks[i]
@@ -75,32 +74,32 @@ def decompress(
             if n < 4 or _crc32c(stored, n) != _RESIDUE:
                 continue
             n -= 4
-        # Blosc trusts its header, and would read past a chunk that is shorter than it says.
+        # Blosc trusts the size in its header and would read past the end of a truncated chunk.
         if _validate(stored, n, sizes.ctypes.data) != 0 or sizes[0] != chunk_bytes:
             continue
         _sizes(stored, sizes.ctypes.data, sizes[1:].ctypes.data, sizes[2:].ctypes.data)
         target, block = out.ctypes.data + chunk.begin * itemsize, max(sizes[2], 1)
         first, last = chunk.first * itemsize // block, (chunk.stop * itemsize - 1) // block
-        # Items are counted in the size that the chunk was compressed with, which need not be that of the elements.
+        # blosc_getitem counts in the item size of the compressor, which may differ from that of the elements.
         _metainfo(stored, sizes.ctypes.data, sizes[1:].ctypes.data)
         if sizes[0] == itemsize and last - first + 1 < (chunk_bytes + block - 1) // block:
             wanted = chunk.stop - chunk.first
-            given = _getitem(stored, chunk.first, wanted, target + chunk.first * itemsize)
-            right[i] = given == wanted * itemsize
+            n_bytes = _getitem(stored, chunk.first, wanted, target + chunk.first * itemsize)
+            valid[i] = n_bytes == wanted * itemsize
         else:
-            right[i] = _decompress(stored, target, chunk_bytes, 1) == chunk_bytes
-    return right
+            valid[i] = _decompress(stored, target, chunk_bytes, 1) == chunk_bytes
+    return valid
 
 
 @compiled
 def within(elements: NDArray[np.integer], chunks: NDArray[Any], below: int) -> NDArray[np.bool_]:
-    """Whether all elements that are needed of each of `chunks` (of CHUNK) are at least 0 and below `below`."""
-    right = np.ones(len(chunks), np.bool_)
+    """Whether the needed elements of each of `chunks` (dtype CHUNK) are all in `range(below)`."""
+    valid = np.ones(len(chunks), np.bool_)
     for i in range(len(chunks)):
         chunk = elements[chunks[i].begin + chunks[i].first : chunks[i].begin + chunks[i].stop]
         least, most = 0, 0
         for k in range(len(chunk)):
             least = min(least, chunk[k])
             most = max(most, chunk[k])
-        right[i] = least >= 0 and most < below
-    return right
+        valid[i] = least >= 0 and most < below
+    return valid

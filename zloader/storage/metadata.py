@@ -1,4 +1,4 @@
-"""An array's Zarr metadata, v2 or v3 -> its ArrayLayout. Pure."""
+"""Parses the Zarr metadata (v2 or v3) of an array into its ArrayLayout. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zloader.storage.layout import ArrayLayout
 
 
 def stored_length(node: Any) -> int | None:
-    """Rows of a column or index as it is stored, in Zarr or HDF5; None for a group that is neither.
+    """Number of rows of a column or index stored in Zarr or HDF5; None for any other group.
 
-    A plain array has them itself, strings that may be missing in `values`, a categorical in `codes`.
+    The length is that of the array itself, of `values` for nullable columns, or of `codes` for a categorical.
     """
     for part in ("values", "codes"):
         node = node if hasattr(node, "shape") else node.get(part, node)
@@ -25,7 +25,7 @@ def stored_length(node: Any) -> int | None:
 
 
 def matrix_shape(stored: Any) -> tuple[int, int] | None:
-    """Rows and genes of the shape that an array has, or a sparse matrix says it has; None for no such shape."""
+    """Rows and genes from the shape of an array or the shape attribute of a sparse matrix; None if it is invalid."""
     if not isinstance(stored, list | tuple) or len(stored) != 2:
         return None
     if not all(type(size) in (int, float) and size >= 0 and size % 1 == 0 for size in stored):
@@ -34,21 +34,22 @@ def matrix_shape(stored: Any) -> tuple[int, int] | None:
 
 
 def layout_of(array: Any, *, absent_is_fill: bool) -> ArrayLayout:
-    """The layout of an opened zarr array. Raises FormatError as `array_layout`."""
-    metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # which zarr leaves out for v2
+    """The layout of an open zarr array. Raises FormatError like `array_layout`."""
+    metadata = array.metadata.to_dict() | {"dtype": array.dtype.str}  # zarr omits the dtype for v2
     return array_layout(array.path, metadata, absent_is_fill=absent_is_fill)
 
 
 def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
-    """The layout of the array whose `zarr.json` (v3) or `.zarray` (v2) is `metadata`.
+    """The layout of an array from its `zarr.json` (v3) or `.zarray` (v2).
 
-    Raises FormatError for what cannot be read: another Zarr version, chunks that split a row, foreign endianness.
+    Raises FormatError if the array cannot be read: another Zarr version, chunks that split rows, or big-endian bytes.
     """
     if metadata.get("zarr_format") == 2:
         return _layout_v2(path, metadata, absent_is_fill=absent_is_fill)
     if metadata.get("zarr_format") != 3:
         raise FormatError(
-            f"{path} is Zarr v{metadata.get('zarr_format')}: v2 and v3 are read. Run 'zloader convert' on it"
+            f"{path} is Zarr v{metadata.get('zarr_format')}, but only v2 and v3 can be read: run 'zloader convert' "
+            "on it"
         )
     shape = tuple(metadata["shape"])
     outer = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
@@ -62,12 +63,12 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     is_default = encoding["name"] == "default"
     separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
     if encoding["name"] not in ("default", "v2") or not known_index or (sharding and len(codecs) > 1):
-        raise FormatError(f"{path} has an unknown key encoding or form of shards. Run 'zloader convert' on it")
+        raise FormatError(f"{path} has an unsupported key encoding or shard format: run 'zloader convert' on it")
     return ArrayLayout(
         path=path,
         dtype=_dtype(path, metadata["data_type"]),
         n_elements=math.prod(shape),
-        chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # 0 without genes
+        chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # would be 0 without genes
         chunks_per_shard=outer[0] // inner[0],
         codecs=tuple(sharding["codecs"]) if sharding else codecs,
         sharded=sharding is not None,
@@ -82,16 +83,16 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
 
 
 def _check_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
-    """A dense chunk must hold whole rows. A writer may also make it wider than the rows, which pads every row."""
+    """Raises FormatError unless chunks hold whole rows. Chunks wider than a row, which pad rows, are refused too."""
     if any(size != max(1, whole) for grid in grids for size, whole in zip(grid[1:], shape[1:], strict=True)):
         raise FormatError(
-            f"{path} has chunks of {' in shards of '.join(map(str, grids))}, not of whole rows of {shape}: "
+            f"{path} has chunks of {' in shards of '.join(map(str, grids))}, which do not hold whole rows of {shape}: "
             "run 'zloader convert' on it"
         )
 
 
 def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
-    """The layout of a Zarr v2 array: every chunk is an object, compressed and filtered by numcodecs."""
+    """The layout of a Zarr v2 array, in which each chunk is an object, filtered and compressed by numcodecs."""
     shape, chunks = tuple(metadata["shape"]), tuple(metadata["chunks"])
     _check_whole_rows(path, shape, chunks)
     if metadata.get("order", "C") != "C" and len(shape) > 1:
@@ -123,7 +124,7 @@ def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) 
 
 
 def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
-    """Names of the codecs of a shard index; a byte order other than ours shows as a name of its own."""
+    """Names of the codecs of a shard index. Big-endian bytes get a name of their own."""
     names = {"little": "bytes", "big": "big-endian bytes"}
     return [
         names[codec.get("configuration", {}).get("endian", "little")] if codec["name"] == "bytes" else codec["name"]
@@ -138,17 +139,17 @@ def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
         dtype = np.dtype(object)
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise FormatError(
-            f"{path} holds {data_type!r}, not real numbers of at most 64 bits: write it again as such, float32 for "
+            f"{path} holds {data_type!r}, not real numbers of at most 64 bits: write it again as numbers, float32 for "
             "example"
         )
     return dtype
 
 
 def last_codecs(key: str, document: Any) -> dict[str, str]:
-    """The codec last applied to the objects of each array that a metadata object describes, by the array's path.
+    """Maps the path of each array described by a metadata object to the last codec applied to its chunks.
 
-    `document` is what is stored at the key: a `zarr.json` or `.zmetadata`, consolidated or not, a `.zarray`, or others,
-    which describe no array.
+    `document` is the object at `key`: a `zarr.json` (consolidated or not), a `.zmetadata` or a `.zarray`. Any other
+    object describes no arrays.
     """
     above, _, name = key.rpartition("/")
     nodes = {above: document} if name in ("zarr.json", ".zarray") else {}
@@ -157,26 +158,28 @@ def last_codecs(key: str, document: Any) -> dict[str, str]:
         nodes |= {f"{above}/{path}".lstrip("/"): node for path, node in consolidated.items()}
     elif name == ".zmetadata":
         consolidated = {key.rpartition("/"): node for key, node in document.get("metadata", {}).items()}
-        nodes = {f"{above}/{path}".lstrip("/"): node for (path, _, of), node in consolidated.items() if of == ".zarray"}
+        nodes = {
+            f"{above}/{path}".lstrip("/"): node for (path, _, leaf), node in consolidated.items() if leaf == ".zarray"
+        }
     codecs = {path: _codec_names(node) for path, node in nodes.items()}
     return {path: names[-1].removeprefix("numcodecs.") for path, names in codecs.items() if names}
 
 
 def _codec_names(node: Mapping[str, Any]) -> list[str]:
-    """The codecs of an array, v2 or v3, in the order of encoding; none of a group."""
+    """Names of the codecs of an array (v2 or v3) in encoding order; empty for a group."""
     if node.get("zarr_format") == 3:
         return [codec if isinstance(codec, str) else codec["name"] for codec in node.get("codecs", [])]
     return [coder["id"] for coder in [*(node.get("filters") or []), node.get("compressor")] if coder is not None]
 
 
 class IndptrCheck:
-    """Raises FormatError for an indptr, given in windows, that falls or leaves the `n_elements` there are."""
+    """Checks an indptr window by window. Raises FormatError unless it ascends from 0 to at most `n_elements`."""
 
     def __init__(self, where: str, n_elements: int) -> None:
         self._where, self._n_elements, self._last = where, n_elements, 0
 
     def __call__(self, first: int, window: NDArray[Any]) -> None:
-        """Looks at the entries from `first` on."""
+        """Checks the entries from number `first` on."""
         if first == 0:
             self._last = 0
         before = np.append(self._last, window[:-1]) if len(window) else window

@@ -1,11 +1,11 @@
-"""Runs one server and ends it when told to, or when its owner dies in whatever way: `python -I -S _guard.py SPEC`.
+"""Runs a server, and ends it on SIGTERM or when the owner process dies for any reason: `python -I -S _guard.py SPEC`.
 
-`zloader.testing.seaweed` starts this file as a script of its own, in a session of its own. SIGTERM, or the death of the
-owner, ends the server and removes what it leaves behind.
+`zloader.testing.seaweed` runs this file as a script in its own session. After the server has ended, the script removes
+the files and directories listed in SPEC.
 
-Why a process in between: PR_SET_PDEATHSIG alone follows the *thread* that forked, so a server started from a worker
-thread would die with that thread, and setting it needs Python code between fork and exec, which is not safe where
-there are threads. Here there is one thread, and a pidfd speaks for the owner as a whole. It costs 20 ms and 13 MB.
+Why a separate process? PR_SET_PDEATHSIG alone follows the *thread* that forked, so a server started from a worker
+thread would die with that thread. Setting it also runs Python code between fork and exec, which is unsafe in a process
+with threads. This process has one thread, and watches the whole owner process with a pidfd. It costs 20 ms and 13 MB.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-_GRACE_S = 5.0  # a server that has not ended this long after SIGTERM is killed
+_GRACE_S = 5.0  # time between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 
 
 class Spec(TypedDict):
-    """What to run: the one argument, as JSON."""
+    """The script's only argument, as JSON."""
 
     owner: int  # pid
     command: list[str]
-    end_signal: int  # SIGKILL, or SIGTERM for a server that shall put its files in order
+    end_signal: int  # SIGKILL, or SIGTERM to let the server flush its files
     leftovers: list[str]  # files and directories to remove once the server has ended
 
 
 def run(spec: Spec) -> int:
-    """Runs the command until it ends, SIGTERM comes or the owner dies; returns the command's exit status."""
+    """Runs the command until it ends, SIGTERM arrives or the owner dies. Returns the command's exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         owner = os.pidfd_open(spec["owner"])
     except ProcessLookupError:
         return 0
-    if os.getppid() != spec["owner"]:  # it died before the line above, and the pid may be someone else's by now
+    if os.getppid() != spec["owner"]:  # the owner died before pidfd_open, and its pid may have been reused
         return 0
     guard, prctl = os.getpid(), ctypes.CDLL(None).prctl
 
@@ -65,7 +65,7 @@ def run(spec: Spec) -> int:
 
 
 def _end(server: subprocess.Popen[bytes], end_signal: int) -> None:
-    server.send_signal(end_signal)  # does nothing when it has ended
+    server.send_signal(end_signal)  # does nothing if it has ended
     try:
         server.wait(timeout=_GRACE_S)
     except subprocess.TimeoutExpired:
@@ -74,7 +74,7 @@ def _end(server: subprocess.Popen[bytes], end_signal: int) -> None:
 
 
 def remove(leftovers: list[str]) -> None:
-    """Removes these files and directories as far as they are there."""
+    """Removes these files and directories if they exist."""
     for path in map(Path, leftovers):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

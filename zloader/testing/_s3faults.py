@@ -1,4 +1,4 @@
-"""What goes wrong in the S3 simulator: the kinds of fault, and which requests they befall."""
+"""Faults of the S3 simulator: their kinds, and the requests they apply to."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _WHOLE_OBJECT = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class HttpFault:
-    """One fault: what happens (`kind` and the fields it names), and to which requests.
+    """One fault: `kind`, the fields of that kind, and the requests it applies to.
 
-    It befalls `count` requests (None: all), after leaving out the first `skip`, of those that have this `method`
-    ("*": any), a path where the regular expression `match` is found, ask for `min_bytes` or more, and pass a
-    throw of the dice with probability `p`.
+    A request qualifies if it has this `method` ("*": any), its path contains a match of the regular expression
+    `match`, it asks for `min_bytes` or more, and a random draw succeeds with probability `p`. The first `skip` matching
+    requests are left out, and the fault applies to at most `count` requests (None: no limit).
 
-    Errors: OptionError for an unknown kind or value.
+    Raises OptionError for an unknown kind or an invalid value.
     """
 
     kind: str
@@ -45,23 +45,23 @@ class HttpFault:
     count: int | None = None
     skip: int = 0
     min_bytes: int = 0
-    status: int = 503  # status: answered instead of the object, with S3's error document...
+    status: int = 503  # status: the response instead of the object, with S3's error document...
     code: str = "SlowDown"
     message: str = "Please reduce your request rate."
-    body: str | None = None  # ...or with this text, say a load balancer's
-    after: int = 0  # reset, truncate, noclen, stall: bytes of the body sent before; reset: -1 is before the head
-    seconds: float | None = None  # delay: before the head (default 1); stall: of silence, then the end (default 3600)
+    body: str | None = None  # ...or with this text, for example a load balancer's
+    after: int = 0  # reset, truncate, noclen, stall: body bytes sent first; reset: -1 means before the head
+    seconds: float | None = None  # delay: before the head (default 1); stall: silence before closing (default 3600)
     at: int | None = None  # flip: offset in the body, by default its middle
-    n: int = 1  # flip: bytes inverted
-    bps: float = 1000  # slow: bytes a second
-    by: int = 1  # short: bytes missing from an otherwise correct answer
-    value: str = '"simulated"'  # etag: the ETag shown
+    n: int = 1  # flip: bytes to invert
+    bps: float = 1000  # slow: bytes per second
+    by: int = 1  # short: bytes missing from an otherwise correct response
+    value: str = '"simulated"'  # etag: the ETag to send
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise OptionError(f"no fault is of kind {self.kind!r}: it is one of {', '.join(KINDS)}")
+            raise OptionError(f"unknown kind of fault {self.kind!r}: choose one of {', '.join(KINDS)}")
         if not 0 <= self.p <= 1:
-            raise OptionError(f"p={self.p!r} is no probability: give a number from 0 to 1")
+            raise OptionError(f"p={self.p!r} is not a probability: give a number from 0 to 1")
         try:
             re.compile(self.match)
         except re.error as error:
@@ -69,18 +69,18 @@ class HttpFault:
 
 
 def parse_fault(fault: HttpFault | Mapping[str, Any]) -> HttpFault:
-    """A fault as it is, or from its fields by name."""
+    """Returns an HttpFault unchanged, or makes one from a mapping of its fields."""
     if isinstance(fault, HttpFault):
         return fault
     try:
         return HttpFault(**fault)
     except TypeError as error:
         known = ", ".join(HttpFault.__dataclass_fields__)
-        raise OptionError(f"{dict(fault)!r} is no fault ({error}): the fields are {known}") from error
+        raise OptionError(f"{dict(fault)!r} is not a valid fault ({error}): its fields can be {known}") from error
 
 
 class FaultScript:
-    """Faults with the count of what they have met; the first that applies is taken."""
+    """Picks the first fault that applies to a request, and counts the requests of each fault."""
 
     def __init__(self, faults: Iterable[HttpFault], rng: random.Random) -> None:
         self.faults = tuple(faults)
@@ -90,7 +90,7 @@ class FaultScript:
         self._lock = threading.Lock()
 
     def pick(self, method: str, path: str, asked: str) -> HttpFault | None:
-        """The fault that befalls this request; `asked` is its Range field, or empty."""
+        """The fault that applies to this request, or None. `asked` is its Range header, or empty."""
         if not self.faults:
             return None
         with self._lock:

@@ -1,4 +1,4 @@
-"""Answers the S3 simulator's requests from files: ROOT/BUCKET/KEY, read-only."""
+"""Serves the S3 simulator's requests from local files: ROOT/BUCKET/KEY, read-only."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from zloader.testing._s3wire import DisconnectError, Exchange, send_body
 
 
 class Files:
-    """GET, HEAD, Range, If-Match, If-None-Match and ListObjectsV2 over a directory; bodies go through sendfile.
+    """GET, HEAD, Range, If-Match, If-None-Match and ListObjectsV2 over a directory. Bodies are sent with sendfile.
 
-    Links that lead out of the bucket are as good as missing. Signatures are not looked at.
+    Links that lead out of the bucket count as missing. Signatures are ignored.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = os.path.realpath(root)
 
     def close(self) -> None:
-        """Does nothing: there is nothing to close."""
+        """Does nothing."""
 
     def respond(self, exchange: Exchange) -> bool:
-        """Answers one request; returns whether the connection is still good."""
+        """Answers one request. Returns whether the connection can be reused."""
         exchange.skip_request_body()
         bucket, _, key = exchange.request.path.lstrip("/").partition("/")
         directory = f"{self._root}/{bucket}"
@@ -49,14 +49,12 @@ class Files:
 
 
 def _open_inside(directory: str, key: str) -> int | None:
-    """Opens a file; None where there is none or where it lies outside of the bucket."""
+    """Opens a file. Returns None if it does not exist or is outside the bucket."""
     try:
-        fd = os.open(f"{directory}/{key}", os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not hold us up
+        fd = os.open(f"{directory}/{key}", os.O_RDONLY | os.O_NONBLOCK)  # opening a FIFO must not block
     except OSError:
         return None
-    real = str(
-        Path(f"/proc/self/fd/{fd}").readlink()
-    )  # where it is, whatever links and dots led there, in one system call
+    real = str(Path(f"/proc/self/fd/{fd}").readlink())  # the path without links and dots, in one system call
     if real.startswith(f"{directory}/") and stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
@@ -107,7 +105,7 @@ class _FileBody:
         to = self._exchange.wire.sock.fileno()
         while start < stop:
             sent = os.sendfile(to, self._fd, start, self._exchange.allow(stop - start))
-            if not sent:  # the file was cut meanwhile
+            if not sent:  # the file has been truncated
                 raise DisconnectError
             start += sent
             self._exchange.entry["bytes"] += sent
@@ -117,7 +115,7 @@ class _FileBody:
 
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
-    """Start and stop of a Range field; None where there is none that S3 would understand."""
+    """The start and stop of a Range header, or None if it is missing or not in a form that S3 understands."""
     match = re.match(r"bytes=(\d*)-(\d*)$", asked)
     if not match or not any(match.groups()):
         return None
@@ -172,7 +170,7 @@ def _keys(directory: Path, prefix: str, after: str) -> Iterator[str]:
 
 
 def _page(keys: list[str], prefix: str, delimiter: str, limit: int) -> tuple[list[str], list[str], str, bool]:
-    """Keys and common prefixes of one page, the key to go on after, and whether there is more."""
+    """The keys and common prefixes of one page, the last key of the page, and whether there are more pages."""
     found: list[str] = []
     folded: dict[str, None] = {}
     last = ""

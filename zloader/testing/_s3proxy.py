@@ -1,7 +1,7 @@
-"""Answers the S3 simulator's requests by asking a real S3 server.
+"""Forwards the S3 simulator's requests to a real S3 server.
 
-Heads pass untouched but for what a fault changes, so signatures stay valid when the client signs for the simulator's
-address. Bodies are spliced in the kernel.
+Only faults change heads, so a signature that the client made for the simulator's address stays valid. Bodies are
+spliced in the kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _F_SETPIPE_SZ = 1031
 
 
 class Proxy:
-    """One connection to the server behind, opened at the first request."""
+    """One connection to the upstream server, opened at the first request."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -27,14 +27,14 @@ class Proxy:
         self._pipe: tuple[int, int] = (-1, -1)
 
     def close(self) -> None:
-        """Closes the connection, if it was opened."""
+        """Closes the connection if it is open."""
         if self._upstream:
             self._upstream.sock.close()
             for end in self._pipe:
                 os.close(end)
 
     def respond(self, exchange: Exchange) -> bool:
-        """Passes one request on and its answer back; returns whether the connection is still good."""
+        """Forwards one request and its response. Returns whether the connection can be reused."""
         upstream = self._connected()
         self._forward_request(exchange, upstream)
         answer = upstream.head()
@@ -59,7 +59,7 @@ class Proxy:
         if self._upstream is None:
             self._upstream = Wire(socket.create_connection(self._address))
             self._pipe = os.pipe()
-            with contextlib.suppress(OSError):  # beyond what this user may have: the default size is slower, no more
+            with contextlib.suppress(OSError):  # above the user's limit; the default size is only slower
                 fcntl.fcntl(self._pipe[1], _F_SETPIPE_SZ, _PIPE_BYTES)
         return self._upstream
 
@@ -71,7 +71,7 @@ class Proxy:
             if interim is None:
                 raise DisconnectError
             wire.sock.sendall(interim.raw)
-            if " 100 " not in interim.first_line:  # refused, and the body will not come
+            if " 100 " not in interim.first_line:  # refused: the client will not send the body
                 exchange.tally.answered(exchange.entry, int(interim.first_line.split(" ", 2)[1]))
                 wire.sock.sendall(upstream.exactly(interim.length))
                 raise DisconnectError
@@ -81,7 +81,7 @@ class Proxy:
             self.splice(exchange, wire, upstream, request.length, counted=False)
 
     def splice(self, exchange: Exchange, source: Wire, sink: Wire, count: int, *, counted: bool) -> None:
-        """Moves `count` bytes from one connection to the other; `counted` when they are the answer's body."""
+        """Moves `count` bytes from one connection to the other. `counted` says that they are the response body."""
         early = source.take(count)
         sink.sock.sendall(early)
         _count(exchange, len(early), counted)
@@ -101,7 +101,7 @@ class Proxy:
             _count(exchange, moved, counted)
 
     def _forward_chunks(self, exchange: Exchange, source: Wire, sink: Wire, *, counted: bool) -> None:
-        """Moves a body in chunked transfer coding, with its trailer."""
+        """Moves a body in chunked transfer coding, including its trailer."""
         while True:
             line = source.line()
             sink.sock.sendall(line)
@@ -120,7 +120,7 @@ class Proxy:
 
 
 class _UpstreamBody:
-    """The body that the server behind is sending; it can be taken only once and in order."""
+    """The body of the upstream server's response, which can be read only once and in order."""
 
     def __init__(self, proxy: Proxy, exchange: Exchange, upstream: Wire) -> None:
         self._proxy, self._exchange, self._upstream = proxy, exchange, upstream
@@ -133,7 +133,7 @@ class _UpstreamBody:
 
 
 def _changed(exchange: Exchange, answer: Head, size: int) -> tuple[bytes, int]:
-    """The answer's head as the fault has it, and how many bytes of the body are left away."""
+    """The head of the response after the fault, and the number of body bytes that the fault removes."""
     raw, fault = answer.raw, exchange.fault
     if fault and fault.kind == "etag":
         return re.sub(rb"(?i)\r\netag: [^\r]*", lambda _: b"\r\nETag: " + fault.value.encode(), raw), 0

@@ -1,6 +1,6 @@
-"""The S3 simulator itself: listens, shapes, picks faults, and lets files or a server behind answer.
+"""The S3 simulator: accepts connections, shapes traffic and injects faults. Files or an upstream server respond.
 
-One thread a connection. All of them end with `stop`, whatever they wait for.
+There is one thread per connection. `stop` ends all threads, including those that wait.
 """
 
 from __future__ import annotations
@@ -32,22 +32,26 @@ _STOP_DEADLINE_S = 10.0
 
 
 class Responder(Protocol):
-    """What answers requests."""
+    """Answers requests."""
 
     def respond(self, exchange: Exchange) -> bool:
-        """Answers one request; returns whether the connection is still good."""
+        """Answers one request. Returns whether the connection can be reused."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases all resources."""
 
 
 class Sim:
-    """A loopback S3 endpoint with latency, bandwidth and faults as asked, from `start` to `stop` (or `with`).
+    """A loopback S3 endpoint with configurable latency, bandwidth and faults, from `start` to `stop` (or `with`).
 
-    `root` serves ROOT/BUCKET/KEY read-only, without looking at signatures; `upstream` ("HOST:PORT" or "http://HOST:PORT")
-    stands in front of a real S3 server instead, for all methods. Port 0 takes any that is free.
+    `root` serves ROOT/BUCKET/KEY read-only and ignores signatures. `upstream` ("HOST:PORT" or "http://HOST:PORT")
+    forwards all methods to a real S3 server instead. Port 0 chooses a free port.
 
-    Errors: OptionError unless exactly one of the two is given, and for faults or shaping that make no sense.
+    Raises OptionError unless exactly one of `root` and `upstream` is given, and for invalid faults or shaping.
+
+    >>> with Sim(root="/tmp", ttfb_ms=30, faults=[{"kind": "status", "count": 2}]) as sim:
+    ...     sim.url.startswith("http://127.0.0.1:")
+    True
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Sim:
         **shaping: Unpack[ShapingOptions],
     ) -> None:
         if (root is None) == (upstream is None):
-            raise OptionError(f"give root or upstream, and not both: root={root!r}, upstream={upstream!r}")
+            raise OptionError(f"give either root or upstream, not root={root!r} and upstream={upstream!r}")
         self.host, self.port = host, port
         self.root = None if root is None else Path(root)
         self.upstream = None if upstream is None else _address(upstream)
@@ -71,7 +75,7 @@ class Sim:
         self._listener: socket.socket | None = None
         self._stopped = threading.Event()
         self._connections: dict[threading.Thread, Wire] = {}
-        self._lock = threading.Lock()  # of _connections
+        self._lock = threading.Lock()  # guards _connections
         self._acceptor = threading.Thread(target=self._accept, daemon=True, name="s3sim-accept")
         self.faults = faults
         self.shaping = Shaping(**shaping)
@@ -87,7 +91,7 @@ class Sim:
 
     @property
     def shaping(self) -> Shaping:
-        """How slow the link is; may be set while requests run."""
+        """Latency and bandwidth. Can be set while requests are running."""
         return self._shaping
 
     @shaping.setter
@@ -97,18 +101,18 @@ class Sim:
 
     @property
     def faults(self) -> tuple[HttpFault, ...]:
-        """What goes wrong; may be set while requests run, as HttpFault or as mappings with its fields."""
+        """The faults. Can be set while requests are running, to HttpFault objects or mappings of their fields."""
         return self._script.faults
 
     @faults.setter
     def faults(self, faults: Iterable[HttpFault | Mapping[str, Any]]) -> None:
         parsed = [parse_fault(fault) for fault in faults]
         if self.upstream and any(fault.kind == "ignore_range" for fault in parsed):
-            raise OptionError("ignore_range works with root alone: a server behind checks the signature of the Range")
+            raise OptionError("ignore_range works only with root: an upstream server checks the signature of the Range")
         self._script = FaultScript(parsed, self._rng)
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Changes `faults` and the fields of `shaping` that are named, and leaves the rest."""
+        """Changes the given settings: `faults`, and fields of `shaping`. Other settings stay as they are."""
         changes = dict(settings)
         faults = changes.pop("faults", None)
         unknown = changes.keys() - {field.name for field in fields(Shaping)}
@@ -121,29 +125,29 @@ class Sim:
             self.shaping = replace(self.shaping, **changes)
 
     def stats(self) -> dict[str, int]:
-        """Counters: requests, each method, status_N, fault_KIND, bytes_out, connections, active, peak_active..."""
+        """Counters: requests, one per method, status_N, fault_KIND, bytes_out, connections, active, peak_active."""
         with self._lock:
             return {**self.tally.stats(), "open_connections": len(self._connections)}
 
     @property
     def log(self) -> list[LogEntry]:
-        """The last 10 000 requests, oldest first."""
+        """The last 10,000 requests, oldest first."""
         return self.tally.log()
 
     def start(self) -> Self:
-        """Listens and answers from now on."""
+        """Starts listening."""
         self._listener = socket.create_server((self.host, self.port), backlog=1024)
         self.port = self._listener.getsockname()[1]
         self._acceptor.start()
         return self
 
     def stop(self) -> None:
-        """Closes every connection and ends every thread; a stopped simulator cannot be started again."""
+        """Closes all connections and ends all threads. A stopped simulator cannot be started again."""
         if self._listener is None or self._stopped.is_set():
             return
         self._stopped.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, which close alone would not
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, unlike close
         self._acceptor.join(_STOP_DEADLINE_S)
         self._listener.close()
         with self._lock:
@@ -182,7 +186,7 @@ class Sim:
         self.tally.count("connections")
         responder: Responder = Files(self.root) if self.root else Proxy(self.upstream or ("", 0))
         if self.shaping.congestion:
-            with contextlib.suppress(OSError):  # not in this kernel
+            with contextlib.suppress(OSError):  # the kernel lacks this algorithm
                 wire.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.shaping.congestion.encode())
         try:
             extra_ms = self.shaping.connect_ms
@@ -194,7 +198,7 @@ class Sim:
                 if not good or request.says("connection", "close"):
                     break
                 extra_ms = 0.0
-        except (DisconnectError, OSError):  # the client's going is no failure of ours
+        except (DisconnectError, OSError):  # the client disconnected
             pass
         finally:
             wire.sock.close()
@@ -273,7 +277,7 @@ class Sim:
             case "reset", _:
                 self.tally.clear()
             case _:
-                status, answer = 404, {"error": f"there is config, stats, log and reset, but no {request.path}"}
+                status, answer = 404, {"error": f"unknown path {request.path}: use config, stats, log or reset"}
         text = json.dumps(answer).encode()
         reason = b"OK" if status == 200 else b"Error"
         head = b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -291,5 +295,5 @@ def _send_status(exchange: Exchange, fault: HttpFault) -> None:
 def _address(upstream: str) -> tuple[str, int]:
     parts = urlsplit(upstream if "//" in upstream else f"//{upstream}")
     if parts.scheme not in ("", "http") or not parts.hostname or not parts.port:
-        raise OptionError(f"upstream={upstream!r} does not name a server: give HOST:PORT or http://HOST:PORT")
+        raise OptionError(f"upstream={upstream!r} is not an address: give HOST:PORT or http://HOST:PORT")
     return parts.hostname, parts.port

@@ -1,4 +1,4 @@
-"""The S3 simulator's account of what was asked and answered."""
+"""The S3 simulator's counters and request log."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _LOG_ENTRIES = 10_000
 
 
 class LogEntry(TypedDict):
-    """One request; the fields that are None or 0 at first are filled in while it is answered."""
+    """One request. Fields that are None or 0 at first are filled in while it is answered."""
 
-    t: float  # time.time() at which it came
+    t: float  # time.time() of its arrival
     method: str
     path: str  # with the query, as sent
     range: str | None
     status: int | None
-    bytes: int  # of the body sent
-    fault: str | None  # the kind
+    bytes: int  # of the response body, sent so far
+    fault: str | None  # the kind of fault
     seconds: float | None
 
 
 class Tally:
-    """Counters, and a log of the last 10 000 requests."""
+    """Counters, and a log of the last 10,000 requests."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,19 +31,19 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
-        """Back to nothing; requests in progress stay active."""
+        """Resets the counters and the log. Requests in progress stay active."""
         with self._changed:
             self._counts: Counter[str] = Counter()
             self._log: deque[LogEntry] = deque(maxlen=_LOG_ENTRIES)
             self._peak = self._active
 
     def count(self, name: str) -> None:
-        """One more of `name`."""
+        """Increments the counter `name`."""
         with self._changed:
             self._counts[name] += 1
 
     def begin(self, entry: LogEntry) -> None:
-        """A request has come."""
+        """Records the arrival of a request."""
         with self._changed:
             self._log.append(entry)
             self._counts["requests"] += 1
@@ -54,13 +54,13 @@ class Tally:
             self._peak = max(self._peak, self._active)
 
     def answered(self, entry: LogEntry, status: int) -> None:
-        """Its status is decided. Comes before the head is sent, so that whoever has read the head finds it counted."""
+        """Records the status, before the head is sent, so that a client that has read the head finds it counted."""
         with self._changed:
             entry["status"] = status
             self._counts[f"status_{status}"] += 1
 
     def end(self, entry: LogEntry, seconds: float) -> None:
-        """It is over, well or not."""
+        """Records the end of a request, successful or not."""
         with self._changed:
             entry["seconds"] = round(seconds, 6)
             self._counts["bytes_out"] += entry["bytes"]
@@ -68,7 +68,7 @@ class Tally:
             self._changed.notify_all()
 
     def wait_idle(self, deadline_s: float) -> bool:
-        """Waits until no request is in progress; False when the deadline came first."""
+        """Waits until no request is in progress. Returns False after `deadline_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._active, timeout=deadline_s)
 

@@ -1,4 +1,4 @@
-"""The lower layer of the S3 simulator: sockets, HTTP heads, bandwidth, and one request with its answer."""
+"""The lower layer of the S3 simulator: sockets, HTTP heads, bandwidth, and one request with its response."""
 
 from __future__ import annotations
 
@@ -22,27 +22,25 @@ _SO_MAX_PACING_RATE = 47  # Linux; the socket module has no name for it
 _UNPACED = 2**64 - 1
 _RECEIVE_BYTES = 1 << 16
 _CUTS = ("reset", "truncate", "noclen", "stall")
-_SECONDS_BEFORE_RESET = 0.05  # RST throws away what the client has not read yet: let it take what was sent
-_DRIP_S = 0.05  # between the drops of a slow body
+_SECONDS_BEFORE_RESET = 0.05  # RST discards bytes that the client has not read yet, so give it time to read
+_DRIP_S = 0.05  # between the pieces of a slow body
 _BURST_S = 0.02  # how far the shared link may run ahead of its rate
 
 
 class DisconnectError(Exception):
-    """The connection to the client is to be closed."""
+    """Raised to close the connection to the client."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """How slow the link is. Rates are in MB/s (10^6 bytes); 0 means no limit and no delay."""
+    """Latency and bandwidth of the simulated link. Rates are in MB/s (10^6 bytes); 0 means no limit and no delay."""
 
-    ttfb_ms: float = 0.0  # before the head of every answer...
-    ttfb_sigma: float = 0.0  # ...log-normal around that median when above 0
-    connect_ms: float = 0.0  # more of it before the first answer of a connection, for TCP's and TLS's handshakes
-    conn_mbps: float = (
-        0.0  # of each connection; the kernel paces it, all but the first 10 segments (0.6 MB on loopback)
-    )
-    total_mbps: float = 0.0  # of all connections together
-    congestion: str = "cubic"  # TCP's algorithm for new connections
+    ttfb_ms: float = 0.0  # delay before the head of every response...
+    ttfb_sigma: float = 0.0  # ...log-normal around that median if above 0
+    connect_ms: float = 0.0  # extra delay before a connection's first response, for the TCP and TLS handshakes
+    conn_mbps: float = 0.0  # per connection; paced by the kernel after the first 10 segments (0.6 MB on loopback)
+    total_mbps: float = 0.0  # all connections together
+    congestion: str = "cubic"  # TCP congestion control algorithm of new connections
 
 
 class ShapingOptions(TypedDict, total=False):
@@ -58,7 +56,7 @@ class ShapingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The head of an HTTP message: its first line, its fields by lower-case name, and the bytes of it all."""
+    """The head of an HTTP message: its first line, its headers by lower-case name, and its raw bytes."""
 
     first_line: str
     fields: Mapping[str, str]
@@ -66,36 +64,36 @@ class Head:
 
     @property
     def length(self) -> int:
-        """Content-Length in bytes, 0 where it is not given."""
+        """Content-Length in bytes, or 0 if it is missing."""
         return int(self.fields.get("content-length") or 0)
 
     def says(self, name: str, value: str) -> bool:
-        """Whether field `name` has this (lower-case) value."""
+        """Whether the header `name` has this value, compared in lower case."""
         return self.fields.get(name, "").lower() == value
 
     @cached_property
     def method(self) -> str:
-        """Of a request: GET, HEAD..."""
+        """The method of a request: GET, HEAD, ..."""
         return self.first_line.partition(" ")[0]
 
     @cached_property
     def target(self) -> str:
-        """Of a request: path and query as sent."""
+        """The path and query of a request, as sent."""
         return self.first_line.split(" ")[1]
 
     @cached_property
     def path(self) -> str:
-        """Of a request: the path, decoded."""
+        """The decoded path of a request."""
         return unquote(self.target.partition("?")[0])
 
     @cached_property
     def query(self) -> dict[str, str]:
-        """Of a request: the first value of each parameter."""
+        """The first value of each query parameter of a request."""
         return {k: v[0] for k, v in parse_qs(self.target.partition("?")[2], keep_blank_values=True).items()}
 
 
 class Wire:
-    """One TCP connection, with what was received and not yet used."""
+    """One TCP connection, with a buffer of received bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -104,7 +102,7 @@ class Wire:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def head(self) -> Head | None:
-        """The next head; None at the end of the stream."""
+        """The next head, or None at the end of the stream."""
         scanned = 0
         while (end := self.received.find(b"\r\n\r\n", max(0, scanned - 3))) < 0:
             scanned = len(self.received)
@@ -118,7 +116,7 @@ class Wire:
         return Head(first_line=first, fields={k.strip().lower(): v.strip() for k, _, v in pairs}, raw=raw)
 
     def take(self, count: int) -> bytes:
-        """Up to `count` bytes of those received."""
+        """Up to `count` of the bytes received."""
         taken = bytes(self.received[:count])
         del self.received[:count]
         return taken
@@ -142,7 +140,7 @@ class Wire:
         return self.take(limit)
 
     def skip(self, count: int) -> None:
-        """Throws away the next `count` bytes."""
+        """Discards the next `count` bytes."""
         while count:
             count -= len(self.some(min(count, 1 << 20)))
 
@@ -153,7 +151,7 @@ class Wire:
         self.received += piece
 
     def pace(self, bytes_per_s: float) -> None:
-        """Has the kernel send no faster than this; 0 is no limit."""
+        """Limits the kernel's sending rate. 0 means no limit."""
         if bytes_per_s != self._bytes_per_s:
             rate = struct.pack("Q", int(bytes_per_s) if bytes_per_s else _UNPACED)
             self.sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
@@ -165,7 +163,7 @@ class Wire:
         self.sock.close()
 
     def hang_up(self) -> None:
-        """Ends both directions, which wakes whoever waits on the socket."""
+        """Shuts down both directions, which wakes threads that wait on the socket."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -173,7 +171,7 @@ class Wire:
 class Link:
     """The bandwidth that all connections share: a token bucket."""
 
-    piece_bytes = 1 << 18  # what is taken at once, so that connections take turns
+    piece_bytes = 1 << 18  # taken at once, so that connections take turns
 
     def __init__(self, bytes_per_s: float, pause: Callable[[float], None]) -> None:
         self._bytes_per_s, self._pause = bytes_per_s, pause
@@ -181,7 +179,7 @@ class Link:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Returns when `count` bytes may be sent."""
+        """Waits until `count` bytes may be sent."""
         with self._lock:
             now = time.monotonic()
             self._free_at = max(self._free_at, now - _BURST_S) + count / self._bytes_per_s
@@ -192,7 +190,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One request, and all that answering it takes."""
+    """One request, and everything needed to answer it."""
 
     wire: Wire
     request: Head
@@ -204,31 +202,31 @@ class Exchange:
 
     @property
     def kind(self) -> str | None:
-        """The kind of fault that befalls this request."""
+        """The kind of fault that applies to this request, or None."""
         return self.fault.kind if self.fault else None
 
     def skip_request_body(self) -> None:
-        """Reads the body, if any, and forgets it."""
+        """Reads and discards the request body, if there is one."""
         if self.request.length and self.request.says("expect", "100-continue"):
             self.wire.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.wire.skip(self.request.length)
 
     def send_head(self, status: int, fields: Iterable[str], *, body_bytes: int = 0) -> None:
-        """The head of the answer; `body_bytes` of body are sent next."""
+        """Sends the head of the response. `body_bytes` of body follow."""
         self.tally.answered(self.entry, status)
         head = "\r\n".join([f"HTTP/1.1 {status} {_reason(status)}", *fields, "", ""])
         more = socket.MSG_MORE if body_bytes and not self.fault else 0
         self.wire.sock.sendall(head.encode("latin-1"), more)
 
     def send_document(self, status: int, document: str, *fields: str) -> None:
-        """A whole answer with an XML body, which is left away for HEAD."""
+        """Sends a complete response with an XML body, without the body for HEAD."""
         body = document.encode()
         self.send_head(status, ["Content-Type: application/xml", f"Content-Length: {len(body)}", *fields])
         if self.request.method != "HEAD":
             self.wire.sock.sendall(body)
 
     def send_error(self, status: int, code: str, message: str) -> None:
-        """S3's error document."""
+        """Sends S3's error document."""
         self.send_document(
             status,
             f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{escape(code)}</Code><Message>{escape(message)}'
@@ -236,7 +234,7 @@ class Exchange:
         )
 
     def allow(self, count: int) -> int:
-        """How many of `count` bytes may be sent now; waits for the shared link."""
+        """Waits for the shared link. Returns how many of `count` bytes may be sent now."""
         if self.link:
             count = min(count, self.link.piece_bytes)
             self.link.take(count)
@@ -244,21 +242,21 @@ class Exchange:
 
 
 class Body(Protocol):
-    """The body of an answer, wherever it comes from."""
+    """The body of a response, from a file or from an upstream server."""
 
     def send(self, start: int, stop: int) -> None:
-        """Sends bytes [start, stop) of it to the client."""
+        """Sends bytes [start, stop) of the body to the client."""
 
     def read(self, start: int, stop: int) -> bytes:
-        """Those bytes themselves."""
+        """Returns bytes [start, stop) of the body."""
 
 
 def send_body(exchange: Exchange, body: Body, size: int) -> bool:
-    """Sends a body of `size` bytes as the fault has it; returns whether the connection is still good."""
+    """Sends a body of `size` bytes, changed by the fault if any. Returns whether the connection can be reused."""
     fault = exchange.fault
     if fault and fault.kind == "slow":
         piece = max(1, int(fault.bps * _DRIP_S))
-        for start in range(0, size, piece):  # not by pacing, which would let a small body go at once
+        for start in range(0, size, piece):  # pacing would send a small body at once
             exchange.pause(_DRIP_S)
             body.send(start, min(size, start + piece))
     elif fault and fault.kind in _CUTS:

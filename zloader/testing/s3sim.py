@@ -3,15 +3,16 @@
     python -m zloader.testing.s3sim --root DIR --port 9000 --ttfb-ms 30 --ttfb-sigma 0.3 --conn-mbps 80 --total-mbps 400
     python -m zloader.testing.s3sim --upstream 127.0.0.1:8333 --faults '[{"kind": "status", "count": 2}]'
 
-`--root` serves DIR/BUCKET/KEY read-only and checks no signature: 2-4 GB/s at 0.2-0.35 s of CPU a GB, because bodies go
-through sendfile and the kernel does the pacing. `--upstream` stands in front of a real S3 server. The line printed says
-where it listens; SIGTERM or Ctrl-C ends it. Over HTTP:
+`--root` serves DIR/BUCKET/KEY read-only and ignores signatures. It reaches 2-4 GB/s at 0.2-0.35 s of CPU per GB,
+because bodies are sent with sendfile and paced by the kernel. `--upstream` forwards requests to a real S3 server. The
+first line of output gives the URL. SIGTERM or Ctrl-C ends the simulator. It can be controlled over HTTP:
 
-    POST /__sim/config {"faults": [...], "ttfb_ms": 30, ...}     GET /__sim/config, /__sim/stats, /__sim/log
-    POST /__sim/reset                                            zeroes counters and log
+    POST /__sim/config {"faults": [...], "ttfb_ms": 30, ...}     changes settings
+    POST /__sim/reset                                            resets counters and log
+    GET  /__sim/config, /__sim/stats, /__sim/log
 
-Faults and their fields are those of HttpFault: status, reset, truncate, noclen, stall, flip, slow, delay, ignore_range,
-short, etag.
+HttpFault describes the faults and their fields. The kinds are status, reset, truncate, noclen, stall, flip, slow,
+delay, ignore_range, short and etag.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["HttpFault", "Shaping", "Sim"]
 
 
 def main() -> None:
-    """Runs one simulator until a signal ends it."""
+    """Runs a simulator until a signal ends it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root")
     parser.add_argument("--upstream")
@@ -42,7 +43,7 @@ def main() -> None:
         kind = type(field.default)
         parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default)
     ending = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # before the threads, which inherit it
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # before threads start, because they inherit the mask
     with Sim(**vars(parser.parse_args())) as sim:
         print(f"s3sim {sim.url} pid {os.getpid()}", flush=True)
         signal.sigwait(ending)

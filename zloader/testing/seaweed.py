@@ -1,8 +1,8 @@
-"""A real S3 server for tests and the demo: SeaweedFS on loopback, ended with the process that started it.
+"""A real S3 server for tests and the demo: SeaweedFS on loopback, which ends with the process that started it.
 
-It checks signatures and speaks PUT, multipart, conditional requests and listing well enough for TensorStore, s3fs,
-obstore and zarr. Ready in about a second and 120 MB of memory. It spends 3.4 ms of CPU a request, so throughput is
-measured against `zloader.testing.s3sim` instead.
+It checks signatures, and supports PUT, multipart uploads, conditional requests and listing well enough for TensorStore,
+s3fs, obstore and zarr. It starts in about a second and takes 120 MB of memory. It spends 3.4 ms of CPU per request, so
+measure throughput with `zloader.testing.s3sim` instead.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from zloader.testing import _guard
 
 REGION = "us-east-1"
 
-_SERVICES = ("s3", "master", "volume", "filer", "admin")  # each listens on a port p and, for gRPC, on p + 10000
+_SERVICES = ("s3", "master", "volume", "filer", "admin")  # each listens on a port p, and on p + 10000 for gRPC
 _GRPC_OFFSET = 10_000
-_PORTS = range(10_240, 22_700)  # with the offset still below 32768, where the ports of outgoing connections begin
-_START_ATTEMPTS = 5  # another program may take a port between our look and weed's
+_PORTS = range(10_240, 22_700)  # with the offset, still below 32768, where the ports of outgoing connections begin
+_START_ATTEMPTS = 5  # another program may take a port between the check and weed's start
 _POLL_S = 0.01
 _REQUEST_DEADLINE_S = 5.0
-_STOP_DEADLINE_S = 25.0  # a little more than the guard gives the server
+_STOP_DEADLINE_S = 25.0  # longer than the guard waits for the server
 _LOG_TAIL = 2_000
 _NOT_INHERITED = ("AWS_", "S3_", "WEED_")  # weed reads credentials, buckets and settings from such variables
 
 
 class ServerStartError(ZloaderError, RuntimeError):
-    """SeaweedFS could not be started; the message carries the end of its log."""
+    """SeaweedFS could not be started. The message contains the end of its log."""
 
 
 class _PortTakenError(ServerStartError):
@@ -48,14 +48,17 @@ class _PortTakenError(ServerStartError):
 
 
 class SeaweedFS:
-    """One S3 server on loopback with one bucket, from `__enter__` (or `start`) to `__exit__` (or `stop`).
+    """An S3 server on loopback with one bucket, from `start` to `stop` (or `with`).
 
-    It ends with this process, however that dies, and Ctrl-C reaches only this process. Everything it writes lies in
-    `directory`: `data/`, `s3.json` (the keys, mode 0600) and `weed.log`; the first two are removed at the end.
-    With `keep=True` they stay, and a later server on the same directory has the same objects; ending then takes
-    seconds, because the server puts its files in order first. A `data/` that was there before is never removed.
+    The server ends with this process, even if the process is killed. Ctrl-C reaches only this process. The server
+    writes only to `directory`: `data/`, `s3.json` (the keys, mode 0600) and `weed.log`. `data/` and `s3.json` are
+    removed at the end, except a `data/` that existed before. With `keep=True` they stay, and a later server in the same
+    directory has the same objects; stopping then takes seconds, because the server flushes its files.
 
-    Errors: ServerStartError when `weed` is not installed, or not ready within `start_deadline_s`.
+    Raises ServerStartError if `weed` is not installed, or not ready within `start_deadline_s` seconds.
+
+        with SeaweedFS("/tmp/s3") as s3:
+            zl.convert("cells.h5ad", s3.url("cells.zarr"), storage_options=s3.storage_options)
     """
 
     def __init__(
@@ -84,24 +87,24 @@ class SeaweedFS:
 
     @property
     def endpoint_url(self) -> str:
-        """`http://127.0.0.1:PORT`; the port is another at each start."""
+        """`http://127.0.0.1:PORT`. The port changes with each start."""
         if not self._port:
-            raise RuntimeError("SeaweedFS has no endpoint before it has been started: use it in a with statement")
+            raise RuntimeError("SeaweedFS has no endpoint before it is started: use it in a with statement")
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The options of s3fs (and of zloader) for the identity that may do everything."""
+        """The s3fs and zloader storage options of an identity with all permissions."""
         return self._options(*self._keys)
 
     @property
     def read_only_storage_options(self) -> dict[str, Any]:
-        """The same for an identity that may only get and list."""
+        """The storage options of an identity that can only read and list."""
         return self._options(*self._read_only_keys)
 
     @property
     def pid(self) -> int | None:
-        """The process, and process group, that the server runs in; None when it is not running."""
+        """The id of the server's process group and of its guard process, or None if it is not running."""
         return self._process.pid if self._process else None
 
     def url(self, name: str = "") -> str:
@@ -127,7 +130,7 @@ class SeaweedFS:
         return self
 
     def stop(self) -> None:
-        """Ends the server; does nothing when it is not running."""
+        """Stops the server. Does nothing if it is not running."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -135,9 +138,9 @@ class SeaweedFS:
         try:
             process.wait(timeout=_STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own group: the guard leads it
+            os.killpg(process.pid, signal.SIGKILL)  # the process group that the guard leads
             process.wait()
-        if process.returncode < 0:  # the guard was killed, and could not do this
+        if process.returncode < 0:  # the guard was killed before it could remove them
             _guard.remove(self._leftovers)
 
     def __enter__(self) -> Self:
@@ -159,13 +162,13 @@ class SeaweedFS:
 
     def _launch(self, weed: str) -> None:
         storage, identities = self.directory / "data", self.directory / "s3.json"
-        throw_away = [] if self.keep else [identities] if storage.exists() else [identities, storage]
+        temporary = [] if self.keep else [identities] if storage.exists() else [identities, storage]
         storage.mkdir(exist_ok=True)
         identities.touch(mode=0o600)
         identities.write_text(json.dumps(_identities(self._keys, self._read_only_keys)))
         ports = dict(zip(_SERVICES, _free_ports(len(_SERVICES)), strict=True))
         self._port = ports["s3"]
-        self._leftovers = [*map(str, throw_away), *_sockets(ports)]
+        self._leftovers = [*map(str, temporary), *_sockets(ports)]
         spec: _guard.Spec = {
             "owner": os.getpid(),
             "command": [weed, *_weed_arguments(storage, identities, ports)],
@@ -180,21 +183,21 @@ class SeaweedFS:
                 stderr=subprocess.STDOUT,
                 cwd=self.directory,
                 env={name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)},
-                start_new_session=True,  # the terminal's Ctrl-C is for this process, which then ends the server
+                start_new_session=True,  # the terminal's Ctrl-C reaches only this process
             )
 
     def _await_ready(self, deadline: float) -> None:
-        """Returns once the bucket is there and a signed write went through."""
-        import s3fs  # here, because it takes a quarter of a second, in which the server starts
+        """Waits until the bucket exists and a signed write has succeeded."""
+        import s3fs  # takes a quarter of a second, while the server starts
         from botocore.exceptions import BotoCoreError
 
         while not self._answers():
-            self._pause(deadline, "it does not answer requests")
-        patience = {"connect_timeout": _REQUEST_DEADLINE_S, "read_timeout": _REQUEST_DEADLINE_S}
+            self._pause(deadline, "it does not respond to requests")
+        timeouts = {"connect_timeout": _REQUEST_DEADLINE_S, "read_timeout": _REQUEST_DEADLINE_S}
         filesystem = s3fs.S3FileSystem(
-            **self.storage_options, config_kwargs={**patience, "retries": {"max_attempts": 0}}, skip_instance_cache=True
+            **self.storage_options, config_kwargs={**timeouts, "retries": {"max_attempts": 0}}, skip_instance_cache=True
         )
-        filesystem.retries = 1  # it is this loop that tries again
+        filesystem.retries = 1  # the loop below retries
         try:
             while True:
                 try:
@@ -219,7 +222,7 @@ class SeaweedFS:
             connection.close()
 
     def _pause(self, deadline: float, state: str) -> None:
-        """Waits a moment; raises when the server has ended or the deadline has passed."""
+        """Waits a moment. Raises ServerStartError if the server has ended or the deadline has passed."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(timeout=_POLL_S)
@@ -232,7 +235,7 @@ class SeaweedFS:
         if time.monotonic() > deadline:
             raise ServerStartError(
                 f"SeaweedFS in {self.directory} was not ready within {self.start_deadline_s} s ({state}). Is the disk "
-                f"full or the machine very busy? start_deadline_s allows more. "
+                f"full or the machine busy? If not, raise start_deadline_s. "
                 f"Its log ends with:\n{self._log.read_text(errors='replace')[-_LOG_TAIL:]}"
             )
 
@@ -242,8 +245,8 @@ class SeaweedFS:
 
 
 def _find_weed() -> str:
-    places = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
-    weed = shutil.which("weed", path=os.pathsep.join(places))
+    directories = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    weed = shutil.which("weed", path=os.pathsep.join(directories))
     if weed is None:
         raise ServerStartError(
             "the SeaweedFS binary `weed` is neither on PATH nor beside the Python interpreter; "
@@ -266,7 +269,7 @@ def _identities(keys: tuple[str, str], read_only_keys: tuple[str, str]) -> dict[
 
 def _weed_arguments(storage: Path, identities: Path, ports: dict[str, int]) -> list[str]:
     return [
-        "-logtostderr=true",  # otherwise it writes log files of its own to /tmp
+        "-logtostderr=true",  # otherwise weed writes log files to /tmp
         "mini",
         f"-dir={storage}",
         "-ip=127.0.0.1",
@@ -275,7 +278,7 @@ def _weed_arguments(storage: Path, identities: Path, ports: dict[str, int]) -> l
         "-s3.autoCreateBucket=false",
         *(f"-{service}.port={port}" for service, port in ports.items()),
         "-master.telemetry=false",
-        "-volume.preStopSeconds=0",  # a second at the end, for clients of a cluster
+        "-volume.preStopSeconds=0",  # otherwise weed waits a second at the end, for clients of a cluster
         "-admin.ui=false",
         "-webdav=false",
         "-s3.port.iceberg=0",
@@ -291,15 +294,17 @@ def _sockets(ports: dict[str, int]) -> list[str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ports p of loopback with both p and p + 10000 free at this moment."""
+    """Distinct loopback ports p for which both p and p + 10000 are free now."""
     found: list[int] = []
-    with contextlib.ExitStack() as held:  # so that none is found twice
+    with contextlib.ExitStack() as bound:  # until all are found, so that none is found twice
         for port in random.SystemRandom().sample(_PORTS, k=1_000):
             with contextlib.ExitStack() as pair, contextlib.suppress(OSError):
                 for number in (port, port + _GRPC_OFFSET):
                     pair.enter_context(socket.socket()).bind(("127.0.0.1", number))
-                held.push(pair.pop_all())
+                bound.push(pair.pop_all())
                 found.append(port)
             if len(found) == count:
                 return found
-    raise ServerStartError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop} on 127.0.0.1")
+    raise ServerStartError(
+        f"fewer than {count} free ports between {_PORTS.start} and {_PORTS.stop} on 127.0.0.1: end some servers"
+    )

@@ -1,4 +1,4 @@
-"""A Source over a directory, with scripted faults and completion in random order."""
+"""A byte source over a directory, with scripted faults and random completion order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zloader.common.records import Span
 
 @dataclass(kw_only=True)
 class Fault:
-    """What happens to reads of keys that match `key` (a regular expression): the first `count` after `skip` of them.
+    """A fault in reads of keys that match the regular expression `key`: the first `count` reads after `skip`.
 
-    `"error"` raises ReadError; `"flip"` inverts the byte in the middle of what is returned.
+    Kind `"error"` raises ReadError, and `"flip"` inverts the middle byte of the result.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Fault:
     seen: int = 0
 
     def hits(self, span: Span) -> bool:
-        """Whether this read is one of those; counts it."""
+        """Counts a matching read, and returns whether the fault applies to it."""
         if not re.search(self.key, span.key):
             return False
         self.seen += 1
@@ -35,9 +35,9 @@ class Fault:
 
 
 class FakeSource:
-    """Reads files below `root`; `reads` lists every span in the order of asking.
+    """Reads files below `root`. `reads` lists every requested span, in request order.
 
-    With `seed` not None each read lets a random number of others go first, so that completion order is shuffled.
+    With a `seed`, each read lets a random number of other reads finish first, which shuffles the completion order.
     """
 
     retries = 0
@@ -49,7 +49,7 @@ class FakeSource:
         self._random = None if seed is None else random.Random(seed)
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
-        """The bytes of each span, in order, unless a fault says otherwise."""
+        """The bytes of each span, in order, after any faults."""
         self.reads += spans
         return [await self._read(span) for span in spans]
 

@@ -1,1 +1,1 @@
-"""Minibatches for a training loop in torch."""
+"""Minibatches as torch tensors, for a training loop."""

@@ -1,32 +1,30 @@
-"""The torch side: wires plan -> fetch -> minibatch -> tensors in one visible function, `Loader.__iter__`."""
+"""The Loader wires plan -> fetch -> minibatch -> tensors, visibly, in one function: `Loader.__iter__`."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch.utils.data
 
 from zloader.common.checks import names_of, require_count, require_one_of
-from zloader.common.errors import ConcurrentUseError, OptionError
+from zloader.common.errors import OptionError
 from zloader.common.malloc import keep_freed_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import MinibatchArrays, Statistics
+from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.epochs import EpochCount
 from zloader.order.plan import Plan
-from zloader.order.ranks import Locality, RankPlacement, place_of
+from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, bound, default_block_size, require_sampling, sized, stratified
-from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.resources import BufferPool, Counters
+from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
+from zloader.training.epoch import EpochIterator, EpochRecord
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 
 __all__ = ["Loader", "Minibatch"]
@@ -38,30 +36,58 @@ DTYPES = ("float32", "float64", "int32", "int64")
 
 @dataclass(eq=False)
 class Loader(torch.utils.data.IterableDataset[Minibatch]):
-    """Iterates over shuffled minibatches of a dataset; each iteration is one epoch, the first is epoch 0.
+    """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
 
-    A fetch loads `batch_size * fetch_factor` rows, permutes them in memory and is cut into minibatches. `x` is `"X"`,
-    `"layers/NAME"`, `"raw/X"` or None; `obs` lists columns and `obsm` arrays. `genes` chooses the columns of x and
-    their order: a list of names or positions, or a mask over all; None takes all. `layout` is `"csr"`
-    (torch.sparse_csr), `"dense"`, `"scipy"` or `"anndata"`, `dtype` that of x: `"float32"`, `"float64"`, `"int32"` or
-    `"int64"`. Values are rounded to the nearest float, but one that `dtype` cannot hold is refused: a fraction, NaN or
-    a number out of range as an integer, and 1e300 as float32, which would be infinite. `sampling` is BlockShuffling in
-    blocks of 64 rows and 64 strata unless given. `seed` decides every order.
+    >>> import zloader as zl
+    >>> dataset = zl.open_dataset("cells.zarr")
+    >>> loader = zl.Loader(dataset, batch_size=64, obs=["cell_type"], layout="dense")
+    >>> len(loader)
+    8
+    >>> for epoch in range(2):
+    ...     for minibatch in loader:
+    ...         x, cell_type = minibatch.x, minibatch.obs["cell_type"]
+    >>> x.shape, x.dtype, cell_type.dtype
+    (torch.Size([55, 97]), torch.float32, torch.int64)
+    >>> state = loader.state_dict()  # to resume: zl.Loader(dataset, ...).load_state_dict(state)
 
-    `rank` and `world_size` come from torch.distributed where it is initialised, else from RANK and WORLD_SIZE. Every
-    rank yields as many minibatches, and no row is lost for that (of minibatches of one row, fewer than `world_size`).
-    With `drop_last` smaller minibatches are left out, fewer than `world_size * batch_size` rows; with
-    `remainder="pad"` they are filled up with rows that come again. With `locality="machine"` the ranks of a machine,
-    `local_world_size` (or LOCAL_WORLD_SIZE) each, share out the same contiguous part of the rows in every epoch: its
-    mirror holds that part alone, for which minibatches mix the rows of one part only. Where the rows are no multiple
-    of the machines, fewer rows than there are machines are left out, others each epoch: two epochs have all.
+    A fetch loads `batch_size * fetch_factor` rows, permutes them in memory and cuts them into minibatches. Unless the
+    sampling or an option below says otherwise, every row comes exactly once per epoch. All ranks yield the same number
+    of minibatches, so with `batch_size=1` fewer than `world_size` rows are dropped per epoch.
 
-    Any thread may take the next minibatch of an iterator or close it, but two that take one at the same time raise
-    ConcurrentUseError. Iterators that exist side by side do not disturb one another: each is an epoch of its own, and
-    `state_dict` and `statistics`, which any thread may call, speak of the one that began last.
+    Any thread may take the next minibatch from an iterator or close it. If two threads take one at the same time, the
+    second gets a ConcurrentUseError. Several iterators may be in use at once, and each is an epoch of its own.
+    `state_dict` and `statistics` may be called from any thread and describe the iterator that began last.
 
-    Raises OptionError, MissingColumnError or FormatError when made; in the loop any ReadError, and OptionError for a
-    value that `dtype` cannot hold.
+    Args:
+        dataset: a Dataset, or a View of one.
+        batch_size: rows per minibatch.
+        fetch_factor: minibatches per fetch. A higher factor shuffles better and takes more memory.
+        sampling: the order of the rows. Default: BlockShuffling with 64 strata and blocks of 64 rows, or of a fetch if
+            that has fewer.
+        x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix.
+        obs: names of the obs columns to load.
+        obsm: names of the obsm arrays to load.
+        genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
+        layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"scipy"` (CSR matrix)
+            or `"anndata"`.
+        dtype: the dtype of x: `"float32"`, `"float64"`, `"int32"` or `"int64"`. Values are rounded to the nearest
+            float. A value that `dtype` cannot hold raises OptionError: a fraction, NaN or a number out of range as an
+            integer, or 1e300 as float32, which would become infinite.
+        seed: decides every order. A whole number of at least 0.
+        drop_last: whether to drop minibatches smaller than `batch_size`. This drops fewer than
+            `world_size * batch_size` rows per epoch.
+        rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
+            if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
+        remainder: `"drop"`, or `"pad"` to fill smaller minibatches up with rows that come a second time.
+        locality: `"global"`, or `"machine"` to give the ranks of each machine the same contiguous part of the rows in
+            every epoch. The machine's mirror then holds only this part, and each minibatch mixes rows of one part
+            only. If the rows do not divide evenly among the machines, each epoch leaves out fewer rows than there are
+            machines, and two successive epochs cover all rows.
+        local_world_size: ranks per machine, for `locality="machine"`. Default: LOCAL_WORLD_SIZE, else 1.
+        options: memory, threads, retries and deadlines of reads (see FetchOptions).
+
+    Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError, and
+    OptionError for a value that `dtype` cannot hold.
     """
 
     dataset: Dataset
@@ -93,7 +119,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         require_one_of(DTYPES, dtype=self.dtype)
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
-            raise OptionError(f"{'genes' if self.genes is not None else repr(self.layout)} needs an x: it is None")
+            option = "genes" if self.genes is not None else "layout='anndata'"
+            raise OptionError(f"{option} needs an x, but x is None: name a matrix, such as x='X'")
         silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         self.dataset.require_obsm(self.obsm)
@@ -106,21 +133,21 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         require_sampling(sampling)
         self._sampling = sized(bound(sampling, self.dataset.obs_column), fetch_rows)
         self._epochs = EpochCount()
-        self._sent_from: RankPlacement | None = None  # of the process that pickled this loader
-        self._own: Position | None = None  # of this worker, one of several, in the epoch that begins next
-        self._current: _Record | None = None  # of the epoch that state_dict speaks of
-        self._record = _Record(epoch=0)
+        self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
+        self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
+        self._current: EpochRecord | None = None  # of the epoch that state_dict describes; None before it begins
+        self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration epoch `epoch`, and those after it the following ones."""
+        """Makes the next iteration epoch `epoch`; later iterations count up from there."""
         self.plan(epoch)
         self._restart(Position(epoch=int(epoch)))
 
     def plan(self, epoch: int) -> Plan:
-        """The plan of a whole epoch for this rank; raises OptionError for sizes that make no sense."""
-        place = self._place()
+        """The plan of a whole epoch for this rank. Raises OptionError for sizes that cannot work together."""
+        place = self._placement()
         return Plan(
             dataset_rows=self.dataset.whole.n_obs,
             sampling=self.dataset.sampled(place.keep_to_part(self._sampling, self.dataset.n_obs)),
@@ -134,30 +161,33 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             remainder=self.remainder,
         )
 
-    def _place(self) -> RankPlacement:
-        if self._sent_from is not None and torch.utils.data.get_worker_info() is not None:
-            return self._sent_from  # torch.distributed is initialised in the rank, not in its workers
-        return place_of(self.rank, self.world_size, self.locality, self.local_world_size)
+    def _placement(self) -> RankPlacement:
+        if self._pickled_placement is not None and torch.utils.data.get_worker_info() is not None:
+            return self._pickled_placement  # torch.distributed is initialised in the rank, not in its workers
+        return placement_of(self.rank, self.world_size, self.locality, self.local_world_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_sent_from": self._place()}
+        return self.__dict__ | {"_pickled_placement": self._placement()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is: a few numbers and strings, for `load_state_dict` of a loader made alike.
+        """The consumer's position, for `load_state_dict` of a loader with the same options.
 
-        They say which minibatches have been received, whatever was made ahead, and are the same on every rank: all are
-        taken to be at the same minibatch. In a DataLoader worker, those are meant that it has yielded. Raises
-        OptionError in a process whose workers iterate: they run ahead of it.
+        The state counts the minibatches that the consumer has received, not those that were prepared ahead. It is a
+        few numbers, strings and lists of numbers, which JSON can hold. Ranks are assumed to be at the same minibatch,
+        so their states are equal, and it is enough to save the state of one rank. In a DataLoader worker, the state
+        counts the minibatches that this worker has yielded.
+
+        Raises OptionError in a process whose DataLoader workers iterate, because they run ahead of it.
         """
         worker = torch.utils.data.get_worker_info()
         if worker is None and self._epochs.left_to_workers:
             raise OptionError(
-                "DataLoader workers iterate, and this process does not know what they have yielded: use num_workers=0, "
-                "or torchdata's StatefulDataLoader"
+                "DataLoader workers iterate, and this process does not know how many minibatches they have yielded: "
+                "use num_workers=0, or torchdata's StatefulDataLoader"
             )
-        current = self._current  # read once: another thread may begin an epoch
+        current = self._current  # read once, because another thread may begin an epoch
         if current is None:
-            position = self._own or self._epochs.next()
+            position = self._worker_position or self._epochs.next()
         elif current.finished and worker is None:
             position = Position(epoch=current.epoch + 1)
         else:
@@ -165,29 +195,31 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return as_state(position, self._identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration what was left of the epoch that a state was saved in.
+        """Makes the next iteration the rest of the epoch that `state` was saved in.
 
-        With as many ranks as then it goes on bit for bit, with another number every row that no rank had seen comes
-        once (but for fewer than `world_size`, where not every rank would get one). Nothing of what was received is
-        read. Raises OptionError, naming the difference, for a state of another run.
+        With the same number of ranks, the remaining minibatches are bit-identical. With another number, every row that
+        no rank had received comes exactly once, except that fewer than `world_size` rows are dropped if there are not
+        enough left for every rank. Rows that were already received are not read again.
+
+        Raises OptionError, naming the difference, if the state belongs to other data or options.
         """
         worker = torch.utils.data.get_worker_info()
         position = position_of(state, self._identity)
         plan = self.plan(position.epoch)
-        own = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        position.require_place(*own, plan.world_size)
+        worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        position.require_worker(worker_id, n_workers, plan.world_size)
         resumed(plan, position.stretches)
         self._restart(position)
 
     def _restart(self, position: Position) -> None:
         self._epochs.restart(position)
-        self._own = position if position.of_workers > 1 else None
+        self._worker_position = position if position.of_workers > 1 else None
         self._current = None
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """What a state must share with the loader that it is given to."""
-        place = self._place()
+        """The entries of a state that must equal those of the loader it is loaded into."""
+        place = self._placement()
         return {
             "fingerprint": self.dataset.fingerprint,
             "rows": int(self.dataset.n_obs),
@@ -202,153 +234,58 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         }
 
     def __len__(self) -> int:
-        """Minibatches that a whole epoch yields on this rank, over all its workers."""
+        """Minibatches per whole epoch on this rank, over all its workers."""
         return self.plan(0).n_minibatches
 
     def statistics(self) -> Statistics:
-        """Figures of the epoch under way or, after it, of the last one (in this process, not in DataLoader workers)."""
+        """Figures of the current epoch, or of the last one if it has ended.
+
+        They cover this process only, not DataLoader workers.
+        """
         return self._record.statistics()
 
     def __iter__(self) -> Iterator[Minibatch]:
+        """Begins the next epoch, or the rest of the one that `load_state_dict` restored.
+
+        Dropping the iterator, as leaving a `for` loop does, ends its threads; so does its `close()`.
+        """
         worker = torch.utils.data.get_worker_info()
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        position, self._own = self._own, None
+        restored, self._worker_position = self._worker_position, None
         begun = self._epochs.begin(worker)
-        position = position or begun
+        position = restored or begun
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
         skip = position.worker_minibatches
         if n_workers > 1:
             position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
-        # Before all that takes time: another thread may ask for the state meanwhile.
-        record = _Record(epoch=plan.epoch, begun_at=position, world_size=plan.world_size)
+        # Set before the slow steps below, because another thread may ask for the state during them.
+        record = EpochRecord(epoch=plan.epoch, begun_at=position, world_size=plan.world_size)
         self._record = self._current = record
         fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
-        recipe = Recipe(
-            parts=self.dataset.parts(self.x, self.options),
-            columns=lambda: {name: self.dataset.whole.obs_column(name) for name in self.obs},
-            obsm=lambda: {name: self.dataset.whole.obsm_array(name) for name in self.obsm},
-            dense=self.layout == "dense",
-            dtype=self.dtype,
-            genes=self._genes,
-            sweeping=whole.sweeps and n_workers == 1 and not position.stretches,
-        )
+        recipe = self._recipe(sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
         var = self.dataset.var_of(self.x, self._genes) if self.x is not None and self.layout == "anndata" else None
         silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
         scheduler = FetchScheduler(recipe, self.options, self._buffers)
         record.counters = scheduler.counters
-
-        log.debug(
-            "epoch %d of %s begins: rank %d of %d, worker %d of %d",
-            plan.epoch,
-            [store.location.url for store in self.dataset.stores],  # not the dataset: its repr may have to read
-            plan.rank,
-            plan.world_size,
-            worker_id,
-            n_workers,
-        )
+        urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
+        message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
+        log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge = scheduler.start(fetches, name="zloader-fetch")
         convert = functools.partial(as_minibatch, self.dataset, self.layout, var)
-        return _Epoch(bridge, record, convert, self._epochs)
+        return EpochIterator(bridge, record, convert, self._epochs)
 
-
-@dataclass
-class _Record:
-    """What is known of an epoch while it lasts and after; holds no thread, so that a dropped epoch can end."""
-
-    epoch: int
-    counters: Counters = field(default_factory=Counters)
-    begun_at: Position = field(default_factory=lambda: Position(epoch=0))
-    world_size: int = 1
-    finished: bool = False
-    rows: int = 0
-    minibatches: int = 0
-    wait_s: float = 0.0
-    elapsed_s: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def position(self) -> Position:
-        """Where the consumer is."""
-        return self.begun_at.later(self.world_size, self.minibatches)
-
-    def statistics(self) -> Statistics:
-        """The figures so far."""
-        return Statistics(
-            epoch=self.epoch,
-            rows=self.rows,
-            minibatches=self.minibatches,
-            wait_s=self.wait_s,
-            elapsed_s=self.elapsed_s,
-            **vars(self.counters),
-        )
-
-
-class _Epoch(Iterator[Minibatch]):
-    """The iterator of one epoch; dropping it ends its threads."""
-
-    def __init__(self, bridge: Bridge[MinibatchArrays], record: _Record, convert: Any, epochs: EpochCount) -> None:
-        self._bridge = bridge
-        self._record = record
-        self._convert = convert
-        self._epochs = epochs
-        self._closed = False
-        self._in_use = threading.Lock()
-
-    def __next__(self) -> Minibatch:
-        if not self._in_use.acquire(blocking=False):
-            raise ConcurrentUseError(
-                "another thread is waiting for this iterator's next minibatch: only one thread at a time may call "
-                "next(). Hold a lock around it, or have one thread hand the minibatches to the others"
-            )
-        try:
-            return self._next()
-        finally:
-            self._in_use.release()
-
-    def _next(self) -> Minibatch:
-        if self._closed:
-            raise StopIteration
-        try:
-            minibatch: Minibatch = self._convert(next(self._bridge))
-        except StopIteration:
-            self._record.finished = not self._closed
-            log.debug("epoch ends: %r", self._record.statistics())
-            raise
-        except BaseException as error:
-            self.close()  # what comes after an error is no end of the epoch
-            log.debug("epoch ends with %r: %r", error, self._record.statistics())
-            raise
-        finally:
-            self._record.wait_s = self._bridge.wait_s
-            self._record.elapsed_s = time.perf_counter() - self._record.started
-        self._record.rows += len(minibatch)
-        self._record.minibatches += 1
-        return minibatch
-
-    def close(self) -> None:
-        """Ends the epoch and its threads now; dropping the iterator does so too."""
-        self._closed = True
-        self._bridge.close()
-
-    def state_dict(self) -> dict[str, bool]:
-        """What torchdata's StatefulDataLoader wants to know beside the state of the loader."""
-        return {"finished": self._record.finished}
-
-    def load_state_dict(self, state: Mapping[str, bool]) -> None:
-        """Called by StatefulDataLoader on an iterator that has just begun: one that was at its end stays there.
-
-        The loader's state then speaks of the next epoch, which this iterator began and gives back.
-        """
-        if state["finished"] and torch.utils.data.get_worker_info() is None:
-            self.close()
-            self._epochs.restart(self._record.begun_at)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "the iterator of a Loader cannot be copied or pickled, since threads belong to it: pickle the Loader, or "
-            "save its state_dict()"
+    def _recipe(self, *, sweeping: bool) -> Recipe:
+        whole = self.dataset.whole
+        return Recipe(
+            parts=self.dataset.parts(self.x, self.options),
+            columns=lambda: {name: whole.obs_column(name) for name in self.obs},
+            obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
+            dense=self.layout == "dense",
+            dtype=self.dtype,
+            genes=self._genes,
+            sweeping=sweeping,
         )

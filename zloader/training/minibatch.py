@@ -1,4 +1,4 @@
-"""What one training step gets: the arrays of a minibatch as tensors."""
+"""A minibatch as torch tensors, as the training loop receives it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ import torch
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, MinibatchArrays
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.table import as_scipy
+from zloader.dataset.matrices import as_scipy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Minibatch:
-    """What one training step gets; all in the same row order.
+    """The rows of one training step. All fields have the same row order, and `len()` is the number of rows.
 
-    `x` is a torch sparse CSR tensor (with int32 indices), a dense tensor, a scipy CSR matrix or an AnnData (rows x
-    genes), or None; `obs` maps a column to a tensor of one value a row (int64 codes of categories, -1 for none; numbers
-    as they are stored), `obsm` a name to a tensor of rows x dims, as stored; `index` (int64) holds the dataset's row
-    numbers.
+    x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor, a
+        SciPy CSR matrix or an AnnData; None if the loader has no x.
+    obs: a tensor of one value per row for each column. Categories are int64 codes, -1 where a value is missing;
+        numbers have their stored dtype.
+    obsm: a tensor of rows x dims for each name, in its stored dtype.
+    index: the row numbers in the dataset, int64.
     """
 
     x: Any
@@ -37,11 +39,11 @@ class Minibatch:
         return len(self.index)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Minibatch:
-        """The same minibatch on a device (x must be a tensor or None)."""
+        """A copy on the device. x must be a tensor or None."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Minibatch:
-        """The same minibatch in page-locked memory (x must be a tensor or None); DataLoader calls this."""
+        """A copy in page-locked memory, as DataLoader needs it. x must be a tensor or None."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, function: Any) -> Minibatch:
@@ -55,13 +57,13 @@ class Minibatch:
 
 def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:
     raise OptionError(
-        "a zl.Loader yields whole minibatches, and this DataLoader would make batches of them: write "
-        "DataLoader(loader, batch_size=None). How many rows a minibatch has is said by zl.Loader(batch_size=...)"
+        "a zl.Loader yields whole minibatches, and this DataLoader would batch them again: write "
+        "DataLoader(loader, batch_size=None), and set the rows per minibatch with zl.Loader(batch_size=...)"
     )
 
 
-# A DataLoader asks this table of torch's how to make a batch of Minibatches. It is private: a version of torch that has
-# none raises a TypeError of its own instead.
+# DataLoader looks up in this table how to collate Minibatches into a batch. The table is private to torch. A version
+# of torch without it raises its own TypeError instead.
 with contextlib.suppress(ImportError):
     from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -88,13 +90,13 @@ def _as_layout(layout: str, arrays: MinibatchArrays) -> torch.Tensor | scipy.spa
         torch.from_numpy(x.indices),
         torch.from_numpy(x.values),
         size=(len(x.indptr) - 1, x.n_genes),
-        check_invariants=False,  # the gather makes them so; checking costs more than making
+        check_invariants=False,  # the gather ensures them, and checking costs more than gathering
     )
 
 
 @functools.cache
 def silence_sparse_warnings() -> None:
-    """Spends torch's once-a-process warnings on sparse CSR (in beta; invariants unchecked): nobody can act on them."""
+    """Triggers, unseen, torch's once-per-process warnings about sparse CSR, because users can do nothing about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         empty = torch.zeros(1, dtype=torch.int64)

@@ -1,1 +1,1 @@
-"""Checking: everything that can be wrong with a store, found and named."""
+"""Verifies stores: metadata, shapes, checksums, row order, and equality with the sources."""

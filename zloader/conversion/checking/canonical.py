@@ -1,7 +1,7 @@
-"""Whether compressed matrices are what they must be: indptr from 0 to the number of values, genes ascending, no others.
+"""Checks CSR and CSC matrices: indptr ascends from 0 to the number of values, and genes ascend within rows.
 
-Pieces of `indices` are looked at in any order, by several threads, each with the starts of the rows in it; what is left
-are the seams between pieces, looked at in the end. 1 ns a value.
+Several threads check pieces of `indices` in any order, each with the starts of the rows in its piece. The seams between
+pieces are checked at the end. The cost is 1 ns per value.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from zloader.conversion.checking.stored import StoredArray
 
 @dataclass(slots=True)
 class _Tally:
-    """Rows with something wrong: the first, the last, how many; each is added once, but for the last one again."""
+    """The first, last and number of bad rows. Rows are added in order; only the last row may be added again."""
 
     first: int = -1
     last: int = -1
     n: int = 0
 
     def add(self, rows: Rows) -> None:
-        """More rows, none before those already there."""
+        """Adds ascending rows, none before the last row."""
         if len(rows):
             self._merge(int(rows[0]), int(rows[-1]), len(np.unique(rows)))
 
     def merge(self, other: _Tally) -> None:
-        """All rows of another, which follow."""
+        """Adds the rows of a tally that follows this one."""
         if other.n:
             self._merge(other.first, other.last, other.n)
 
@@ -45,7 +45,7 @@ class _Tally:
 
 
 class IndptrScan:
-    """Looks at the chunks of an indptr in order."""
+    """Checks the chunks of an indptr, in order."""
 
     def __init__(self, array: StoredArray, n_values: int, axis: str) -> None:
         self._path, self._n_entries, self._n_values, self._axis = array.path, array.n_elements, n_values, axis
@@ -53,8 +53,8 @@ class IndptrScan:
         self._n_seen, self._last = 0, 0
         self._first: int | None = None
 
-    def look(self, at: int, chunk: NDArray[Any]) -> None:
-        """The next chunk, whose first entry is entry `at`."""
+    def check(self, at: int, chunk: NDArray[Any]) -> None:
+        """Checks the next chunk, whose first entry is entry `at`."""
         entries = chunk.astype(np.int64)
         if at == 0:
             self._first = self._last = int(entries[0])
@@ -65,42 +65,42 @@ class IndptrScan:
         self._n_seen, self._last = at + len(entries), int(entries[-1])
 
     def report(self, findings: Findings) -> None:
-        """Names what is wrong."""
+        """Reports the problems."""
         if self._first:
             findings.add(self._path, f"begins with {self._first}, not 0")
         if self._falls.n:
-            findings.add(self._path, f"falls at {self._axis} {self._falls}")
+            findings.add(self._path, f"decreases at {self._axis} {self._falls}")
         if self._n_seen == self._n_entries and self._last != self._n_values:
             findings.add(self._path, f"ends with {self._last}, but {self._n_values} values are stored")
 
 
 def starts_by_piece(indptr: StoredArray, indices: StoredArray) -> Iterator[tuple[int, Rows]]:
-    """For each piece of `indices`: the first row that begins in it, and where all that do begin. indptr must be right.
+    """For each piece of `indices`, the first row that begins in it, and the starts of all rows that begin in it.
 
-    Raises as `StoredArray.chunks`.
+    indptr must be valid. Raises the errors of `StoredArray.chunks`.
     """
     chunks = indptr.chunks()
-    first_row, held = 0, np.empty(0, np.int64)
+    first_row, starts = 0, np.empty(0, np.int64)
     for piece in range(indices.n_pieces):
-        stop, parts = indices.first_element(piece + 1), [held]
+        stop, parts = indices.first_element(piece + 1), [starts]
         while not len(parts[-1]) or parts[-1][-1] < stop:
             chunk = next(chunks, None)
             if chunk is None:
                 break
             parts.append(chunk.astype(np.int64))
-        held = np.concatenate(parts)
-        n_here = int(np.searchsorted(held, stop))
-        yield first_row, held[:n_here]
-        first_row, held = first_row + n_here, held[n_here:]
+        starts = np.concatenate(parts)
+        n_here = int(np.searchsorted(starts, stop))
+        yield first_row, starts[:n_here]
+        first_row, starts = first_row + n_here, starts[n_here:]
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What was seen in one piece: rows out of order, rows with genes that are not, and the elements at its ends."""
+class _PieceSummary:
+    """The result for one piece: unordered rows, rows with genes out of range, and the elements at the piece's ends."""
 
     disordered: _Tally
     outside: _Tally
-    outsider: int = 0
+    outside_gene: int = 0
     head: int | None = None
     head_gene: int = 0
     head_row: int = 0
@@ -110,70 +110,70 @@ class _Seen:
 
 
 class GeneOrder:
-    """Looks at the pieces of the `indices` of a matrix, in any order; `ascending` where they must be within rows."""
+    """Checks the pieces of a matrix's `indices`, in any order. With `ascending`, genes must ascend within rows."""
 
     def __init__(self, path: str, *, axes: tuple[str, str], n_minor: int, ascending: bool) -> None:
         self._path, self._axes, self._n_minor, self._ascending = path, axes, n_minor, ascending
-        self._pieces: list[_Seen] = []
+        self._pieces: list[_PieceSummary] = []
 
     def piece(self, first_row: int, starts: Rows) -> PieceOrder:
-        """Looks at the next piece, whose rows from `first_row` on have these starts."""
-        self._pieces.append(_Seen(_Tally(), _Tally()))
+        """A check of the next piece, where the rows from `first_row` on have these starts."""
+        self._pieces.append(_PieceSummary(_Tally(), _Tally()))
         return PieceOrder(self._pieces[-1], first_row, starts, self._n_minor)
 
     def report(self, findings: Findings) -> None:
-        """Names what is wrong, once all pieces have been seen."""
+        """Reports the problems, once all pieces have been checked."""
         major, minor = self._axes
-        disordered, outside, outsider = _Tally(), _Tally(), 0
-        before = _Seen(_Tally(), _Tally())
+        disordered, outside, outside_gene = _Tally(), _Tally(), 0
+        before = _PieceSummary(_Tally(), _Tally())
         for piece in self._pieces:
             follows = before.tail >= 0 and before.tail + 1 == piece.head
             if follows and not piece.head_begins_row and before.tail_gene >= piece.head_gene:
                 disordered.add(np.array([piece.head_row]))
             disordered.merge(piece.disordered)
-            outsider = outsider if outside.n else piece.outsider
+            outside_gene = outside_gene if outside.n else piece.outside_gene
             outside.merge(piece.outside)
             before = piece
         if outside.n:
             findings.add(
                 self._path,
-                f"{major} {outside} has a value for {minor} {outsider}, but there are {self._n_minor} {minor}s",
+                f"{major} {outside} has a value for {minor} {outside_gene}, but there are {self._n_minor} {minor}s",
             )
         if disordered.n and self._ascending:
             findings.add(
                 self._path,
-                f"is not canonical: the {minor}s of {major} {disordered} do not ascend, or one comes twice. "
+                f"is not canonical: the {minor}s of {major} {disordered} are repeated or not in ascending order. "
                 "Convert it again",
             )
 
 
 class PieceOrder:
-    """Looks at the chunks of one piece in order."""
+    """Checks the chunks of one piece, in order."""
 
-    def __init__(self, seen: _Seen, first_row: int, starts: Rows, n_minor: int) -> None:
-        self._seen, self._first_row, self._starts, self._n_minor = seen, first_row, starts, n_minor
+    def __init__(self, summary: _PieceSummary, first_row: int, starts: Rows, n_minor: int) -> None:
+        self._summary, self._first_row, self._starts, self._n_minor = summary, first_row, starts, n_minor
 
-    def look(self, at: int, genes: NDArray[Any]) -> None:
-        """The next chunk, whose first element is element `at`."""
-        seen = self._seen
+    def check(self, at: int, genes: NDArray[Any]) -> None:
+        """Checks the next chunk, whose first element is element `at`."""
+        summary = self._summary
         if genes.min() < 0 or genes.max() >= self._n_minor:
             wrong = np.flatnonzero((genes < 0) | (genes >= self._n_minor))
-            seen.outsider = seen.outsider if seen.outside.n else int(genes[wrong[0]])
-            seen.outside.add(self._rows_of(at + wrong))
+            summary.outside_gene = summary.outside_gene if summary.outside.n else int(genes[wrong[0]])
+            summary.outside.add(self._rows_of(at + wrong))
         begin, end = np.searchsorted(self._starts, [at, at + len(genes)])
         begun = self._starts[begin:end] - at
         rises = np.ones(len(genes), bool)
         np.greater(genes[1:], genes[:-1], out=rises[1:])
-        if seen.tail >= 0 and seen.tail + 1 == at:
-            rises[0] = genes[0] > seen.tail_gene
+        if summary.tail >= 0 and summary.tail + 1 == at:
+            rises[0] = genes[0] > summary.tail_gene
         rises[begun] = True
         if not rises.all():
-            seen.disordered.add(self._rows_of(at + np.flatnonzero(~rises)))
-        if seen.head is None:
-            seen.head, seen.head_gene = at, int(genes[0])
-            seen.head_row = int(self._rows_of(np.array([at]))[0])
-            seen.head_begins_row = len(begun) > 0 and begun[0] == 0
-        seen.tail, seen.tail_gene = at + len(genes) - 1, int(genes[-1])
+            summary.disordered.add(self._rows_of(at + np.flatnonzero(~rises)))
+        if summary.head is None:
+            summary.head, summary.head_gene = at, int(genes[0])
+            summary.head_row = int(self._rows_of(np.array([at]))[0])
+            summary.head_begins_row = len(begun) > 0 and begun[0] == 0
+        summary.tail, summary.tail_gene = at + len(genes) - 1, int(genes[-1])
 
     def _rows_of(self, elements: Rows) -> Rows:
         return self._first_row + np.searchsorted(self._starts, elements, side="right") - 1

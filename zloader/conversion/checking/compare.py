@@ -1,4 +1,4 @@
-"""A store held against the sources that it was made from, every value, in the order in which it is stored."""
+"""Compares every value of a store with the sources it was made from, in stored order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from zloader.conversion.checking.differences import (
     column_difference,
     element_differences,
     frame_differences,
+    in_both,
     name_differences,
-    shown,
 )
 from zloader.conversion.checking.findings import Findings
 from zloader.conversion.checking.hierarchy import Hierarchy
@@ -38,11 +38,11 @@ from zloader.conversion.writing.elements import ElementWriter
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.dataset.dataset import Dataset
 
-AGAINST = "against"  # where a problem is that is not one of the store alone
+AGAINST = "against"  # the `where` of problems that concern the sources
 
 
 class Comparison:
-    """What a store holds beside what its sources say should be in it."""
+    """Compares the content of a store with the content that its sources give."""
 
     def __init__(self, dataset: Dataset, hierarchy: Hierarchy, findings: Findings, bars: Bars) -> None:
         self._hierarchy, self._findings, self._bars = hierarchy, findings, bars
@@ -50,31 +50,31 @@ class Comparison:
         self._provenance: Mapping[str, Any] = dataset.root.attrs.get("zloader", {})
 
     def run(self, inputs: Sequence[Input], memory: int | str) -> None:
-        """Names the first difference of every element."""
+        """Reports the first difference of every element."""
         self._check_sources(inputs)
         options = ConvertOptions(memory=memory, shuffle_seed=self._provenance.get("shuffle_seed"))
-        with self._noting(AGAINST):
+        with self._reporting(AGAINST):
             self._content = arranged(
                 Content(inputs, self._selection()), options.shuffle_seed, bucket_bytes=options.window
             )
             self._store = StoredInput(self._dataset.root, self._dataset.location.url, "", objects=[])
             self._compare_obs()
             self._compare_var(options)
-            there = [*self._compare_matrices(options), *self._compare_elements(options)]
+            in_sources = [*self._compare_matrices(options), *self._compare_elements(options)]
             for path in self._stored_paths():
-                if path not in there:
+                if path not in in_sources:
                     self._findings.add(path, "is in the store, but not in the sources")
 
     @contextlib.contextmanager
-    def _noting(self, where: str) -> Iterator[None]:
-        """Makes a problem of what sources, or stored elements, cannot give."""
+    def _reporting(self, where: str) -> Iterator[None]:
+        """Reports an error of the sources or the stored elements as a problem."""
         try:
             yield
         except (SourceError, OptionError) as error:
             self._findings.add(where, f"cannot be compared: {error}")
 
     def _selection(self) -> Selection:
-        """That with which the store was made."""
+        """The selection that the store was made with."""
         chosen = dict(self._provenance.get("select") or {})
         if "genes" in chosen:
             chosen["genes"] = list(self._dataset.var_names)
@@ -85,25 +85,27 @@ class Comparison:
         if recorded is None:
             return
         if len(recorded) != len(inputs):
-            made_of = ", ".join(str(source["label"]) for source in recorded)
+            labels = ", ".join(str(source["label"]) for source in recorded)
             self._findings.add(
-                AGAINST, f"the store was made of {len(recorded)} sources ({made_of}), but {len(inputs)} are given"
+                AGAINST, f"the store was made from {len(recorded)} sources ({labels}), not {len(inputs)}"
             )
         for before, source in zip(recorded, inputs, strict=False):
             if before["rows"] != source.n_rows:
                 self._findings.add(
-                    AGAINST, f"{source.name} has {source.n_rows} rows, but {before['label']} had {before['rows']}"
+                    AGAINST,
+                    f"{source.name} has {source.n_rows} rows, but {before['label']} had {before['rows']} when the "
+                    "store was made",
                 )
 
     # --- obs and var
 
     def _compare_obs(self) -> None:
         wanted = self._content.obs_names()
-        with self._noting("obs"):
+        with self._reporting("obs"):
             found = self._store.obs_names()
             n_both = min(len(found), len(wanted))
             if len(found) != len(wanted):
-                self._findings.add("obs", f"{len(found)} rows are stored, the sources have {len(wanted)}")
+                self._findings.add("obs", f"has {len(found)} rows, but {len(wanted)} in the sources")
             if len(found) == len(wanted) or not isinstance(self._content, ShuffledContent):
                 what = column_difference(wanted[:n_both], found[:n_both], "row")
                 self._add_all([("obs", f"names: {what}")] if what else [])
@@ -115,18 +117,18 @@ class Comparison:
 
     def _compare_column(self, name: str) -> None:
         path = f"obs/{name}"
-        with self._noting(path):
+        with self._reporting(path):
             if not self._is_comparable(path):
                 return
             what = column_difference(self._content.obs_column(name), self._store.obs_column(name), "row")
             self._add_all([(path, what)] if what else [])
 
     def _compare_var(self, options: ConvertOptions) -> None:
-        with self._noting("var"):
+        with self._reporting("var"):
             wanted = _as_stored(self._content.var, options)
             self._add_all(frame_differences("var", wanted, self._store.var(), "gene"))
         if self._content.raw_var is not None and self._store.has_raw:
-            with self._noting("raw/var"):
+            with self._reporting("raw/var"):
                 wanted = _as_stored(self._content.raw_var, options)
                 self._add_all(frame_differences("raw/var", wanted, self._store.var(raw=True), "gene"))
 
@@ -137,14 +139,14 @@ class Comparison:
     # --- Matrices and elements
 
     def _stored_paths(self) -> list[str]:
-        """All elements of the store but obs, var, raw/var and uns, which is looked into."""
+        """All elements of the store except obs, var, raw/var and uns, whose entries are compared one by one."""
         parts = ("layers", "obsm", "obsp", "varm", "varp", "raw/varm")
         below = [path for part in parts for path in self._hierarchy.children(part)]
         return [path for path in self._hierarchy.matrices if not path.startswith("layers/")] + below
 
     def _is_comparable(self, path: str) -> bool:
         if not self._hierarchy.encoding(path):
-            self._findings.add(path, "is not in the store, but in the sources")
+            self._findings.add(path, "is in the sources, but not in the store")
             return False
         if self._findings.any_in(path):
             self._findings.add(path, "is damaged, so it was not compared with the sources")
@@ -154,7 +156,7 @@ class Comparison:
     def _compare_matrices(self, options: ConvertOptions) -> Iterator[str]:
         for matrix in self._content.matrices(options.window):
             yield matrix.name
-            with matrix, self._noting(matrix.name):
+            with matrix, self._reporting(matrix.name):
                 if self._is_comparable(matrix.name) and self._has_its_form(matrix):
                     self._compare_matrix(matrix)
 
@@ -168,7 +170,7 @@ class Comparison:
         found = {"encoding": hierarchy.encoding(path), "shape": hierarchy.shape(path), "dtype": original}
         for part, value in wanted.items():
             if found[part] != value:
-                self._findings.add(path, f"has {part} {found[part]}, the sources {value}")
+                self._findings.add(path, f"has {part} {found[part]}, but {value} in the sources")
         return all(found[part] == wanted[part] for part in ("encoding", "shape"))
 
     def _compare_matrix(self, matrix: SourceMatrix) -> None:
@@ -191,7 +193,7 @@ class Comparison:
     def _compare_elements(self, options: ConvertOptions) -> Iterator[str]:
         for path, element in self._content.elements():
             yield path
-            with self._noting(path):
+            with self._reporting(path):
                 if path == "uns" and path not in self._store:
                     self._add_all(element_differences(path, element, {}))
                 elif self._is_comparable(path):
@@ -200,7 +202,7 @@ class Comparison:
 
 
 def _as_stored(element: Any, options: ConvertOptions) -> Any:
-    """What comes back of an element that is written: lists as arrays, and the like."""
+    """An element as it reads back after being written: a list becomes an array, for example."""
     root = zarr.create_group(MemoryStore(), zarr_format=3)
     ElementWriter(root, options, of="the sources").write("element", element)
     return ad.io.read_elem(root["element"])
@@ -208,7 +210,7 @@ def _as_stored(element: Any, options: ConvertOptions) -> Any:
 
 @dataclass
 class _Difference:
-    """The first difference of a matrix, and how many rows have one."""
+    """The first difference of a matrix, and the number of rows that differ."""
 
     n_rows: int = 0
     row: int = 0
@@ -217,15 +219,15 @@ class _Difference:
     found: Any = None
 
     def add(self, row: int, column: int, wanted: Any, found: Any, n_rows: int) -> None:
-        """Rows after those before."""
+        """Adds rows that follow the earlier ones."""
         if not self.n_rows:
             self.row, self.column, self.wanted, self.found = row, column, wanted, found
         self.n_rows += n_rows
 
     def described(self, column: str) -> str:
-        """In words."""
+        """The difference as text."""
         rows = "1 row differs" if self.n_rows == 1 else f"{self.n_rows} rows differ"
-        return f"row {self.row}, {column}: {shown(self.found)} is stored, the sources have {shown(self.wanted)}; {rows}"
+        return f"row {self.row}, {column}: {in_both(self.found, self.wanted)}; {rows}"
 
 
 def _compare_dense(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor, advance: Advance) -> _Difference:

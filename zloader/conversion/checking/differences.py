@@ -1,4 +1,4 @@
-"""Where two things that anndata has read differ, and how much. Equal are equal bits, NaNs, and missing values."""
+"""Finds the differences between two elements read by anndata. Equal bits, NaNs and missing values count as equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 60  # characters of a value
 
 
 def bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where two arrays of one dtype and shape differ: -0.0 is not 0.0, NaN is NaN."""
+    """Where two arrays of equal dtype and shape differ. -0.0 differs from 0.0; NaN equals NaN."""
     if one.dtype.names and one.size:
         fields = [bits_differ(one[name], other[name]) for name in one.dtype.names]
         differing: NDArray[np.bool_] = np.logical_or.reduce(
@@ -37,22 +37,27 @@ def bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def shown(value: Any) -> str:
-    """A value in a message; nothing for one that is not there."""
+    """A value for a message; `nothing` for a missing value."""
     if value is None or value is pd.NA:
         return "nothing"
     text = repr(value.item() if isinstance(value, np.generic) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def in_both(found: Any, wanted: Any) -> str:
+    """A stored value and the value of the sources, for a message."""
+    return f"{shown(found)} in the store, but {shown(wanted)} in the sources"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """Values of a sparse matrix by `keys`, row * columns + column, ascending, each once."""
+    """The values of a sparse matrix by `keys`, which are row * n_columns + column, ascending and unique."""
 
     keys: Rows
     values: NDArray[Any]
 
     def differing(self, other: Sparse) -> Rows:
-        """The keys, ascending, of what is only in one, or differs."""
+        """The ascending keys of values that differ or that only one matrix has."""
         both, here, there = np.intersect1d(self.keys, other.keys, assume_unique=True, return_indices=True)
         changed = both[bits_differ(self.values[here], other.values[there])]
         return np.sort(np.concatenate([changed, np.setxor1d(self.keys, other.keys, assume_unique=True)]))
@@ -64,7 +69,7 @@ class Sparse:
 
 
 def element_differences(path: str, wanted: Any, found: Any) -> Iterator[tuple[str, str]]:
-    """Path and first difference of each part of an element that is not as `wanted`."""
+    """The path and the first difference of each part of an element that differs from `wanted`."""
     if isinstance(wanted, Mapping) and isinstance(found, Mapping):
         yield from name_differences(path, list(wanted), list(found), in_order=False)
         for key in wanted:
@@ -79,21 +84,21 @@ def element_differences(path: str, wanted: Any, found: Any) -> Iterator[tuple[st
 
 
 def name_differences(path: str, wanted: list[str], found: list[str], *, in_order: bool) -> Iterator[tuple[str, str]]:
-    """What is in only one of two lists of names, and whether the order differs."""
+    """The names that only one of two lists has, and with `in_order` whether their order differs."""
     for name in wanted:
         if name not in found:
-            yield f"{path}/{name}", "is not in the store, but in the sources"
+            yield f"{path}/{name}", "is in the sources, but not in the store"
     for name in found:
         if name not in wanted:
             yield f"{path}/{name}", "is in the store, but not in the sources"
     if in_order and wanted != found and sorted(wanted) == sorted(found):
-        yield path, f"has the columns in another order: {', '.join(found)} instead of {', '.join(wanted)}"
+        yield path, f"has its columns in a different order: {', '.join(found)} instead of {', '.join(wanted)}"
 
 
 def frame_differences(
     path: str, wanted: pd.DataFrame, found: pd.DataFrame, axis: str = "entry"
 ) -> Iterator[tuple[str, str]]:
-    """Path and first difference of the index and each column of a frame; `axis` is what one entry is."""
+    """The path and the first difference of the index and of each column of a frame. `axis` names an entry."""
     what = column_difference(wanted.index, found.index, axis)
     if what is not None:
         yield path, f"names: {what}"
@@ -112,9 +117,12 @@ def _difference(wanted: Any, found: Any) -> str | None:
     if isinstance(wanted, arrays[0]) and isinstance(found, arrays):
         return column_difference(wanted, found, "entry")
     if wanted is None or found is None:
-        return None if wanted is found else f"{shown(found)} is stored, the sources have {shown(wanted)}"
+        return None if wanted is found else in_both(found, wanted)
     if not all(isinstance(value, np.ndarray | np.generic | str | bool | int | float) for value in (wanted, found)):
-        return f"a {type(found).__name__} is stored, the sources have a {type(wanted).__name__}: they are not compared"
+        return (
+            f"is a {type(found).__name__} in the store, but a {type(wanted).__name__} in the sources, so it was not "
+            "compared"
+        )
     return _array_difference(np.asarray(wanted), np.asarray(found))
 
 
@@ -123,32 +131,26 @@ def _array_difference(wanted: NDArray[Any], found: NDArray[Any]) -> str | None:
         wanted, found = wanted.astype(object), found.astype(object)
     for part in ("dtype", "shape"):
         if getattr(wanted, part) != getattr(found, part):
-            return f"has {part} {getattr(found, part)}, the sources {getattr(wanted, part)}"
+            return f"has {part} {getattr(found, part)}, but {getattr(wanted, part)} in the sources"
     differ = bits_differ(wanted, found)
     if not differ.any():
         return None
     first = tuple(np.argwhere(differ)[0].tolist())
     at = f"at {', '.join(map(str, first))}: " if first else ""
-    return (
-        f"{at}{shown(found[first])} is stored, the sources have {shown(wanted[first])}; "
-        f"{np.count_nonzero(differ)} values differ"
-    )
+    return f"{at}{in_both(found[first], wanted[first])}; {np.count_nonzero(differ)} values differ"
 
 
 def _sparse_difference(wanted: Any, found: Any) -> str | None:
     for part in ("format", "dtype", "shape"):
         if getattr(wanted, part) != getattr(found, part):
-            return f"has {part} {getattr(found, part)}, the sources {getattr(wanted, part)}"
+            return f"has {part} {getattr(found, part)}, but {getattr(wanted, part)} in the sources"
     n_columns = wanted.shape[1]
     one, other = (_by_key(matrix) for matrix in (wanted, found))
     keys = one.differing(other)
     if not len(keys):
         return None
     row, column = divmod(int(keys[0]), n_columns)
-    return (
-        f"at {row}, {column}: {shown(other.at(keys[0]))} is stored, the sources have {shown(one.at(keys[0]))}; "
-        f"{len(keys)} values differ"
-    )
+    return f"at {row}, {column}: {in_both(other.at(keys[0]), one.at(keys[0]))}; {len(keys)} values differ"
 
 
 def _by_key(matrix: Any) -> Sparse:
@@ -160,7 +162,7 @@ def _by_key(matrix: Any) -> Sparse:
 
 @dataclass(frozen=True, kw_only=True)
 class _Column:
-    """A column as plain values; where they are `missing` they mean nothing."""
+    """A column as plain values. Values where `missing` is True have no meaning."""
 
     kind: str
     values: NDArray[Any]
@@ -203,25 +205,22 @@ class _Column:
 
 
 def _is_plain(column: Any) -> bool:
-    """Whether every entry is a value: NaN is one, and equal to itself."""
+    """Whether no entry can be missing. NaN counts as a value, equal to itself."""
     return isinstance(column, np.ndarray) and column.dtype.kind not in _TEXT
 
 
 def column_difference(wanted: Any, found: Any, axis: str) -> str | None:
-    """The first entry (a row, a gene: `axis`) in which two columns differ, by labels and not by codes."""
+    """The first difference between two columns, compared by labels, not codes. `axis` names an entry: row or gene."""
     one, other = _Column.of(wanted), _Column.of(found)
     if len(one.values) != len(other.values):
-        return f"{len(other.values)} are stored, the sources have {len(one.values)}"
+        return f"has {len(other.values)} entries, but {len(one.values)} in the sources"
     if one.kind != other.kind:
-        return f"{other.kind} is stored, the sources have {one.kind}"
+        return f"is {other.kind} in the store, but {one.kind} in the sources"
     differ = (bits_differ(one.values, other.values) & ~one.missing) | (one.missing != other.missing)
     if differ.any():
         first = int(differ.argmax())
         in_store, in_sources = (None if column.missing[first] else column.values[first] for column in (other, one))
-        return (
-            f"{axis} {first}: {shown(in_store)} is stored, the sources have {shown(in_sources)}; "
-            f"{np.count_nonzero(differ)} differ"
-        )
+        return f"{axis} {first}: {in_both(in_store, in_sources)}; {np.count_nonzero(differ)} differ"
     if (one.categories, one.ordered) != (other.categories, other.ordered):
-        return "the categories, or their order, are not those of the sources; all labels are"
+        return "the categories or their order differ from the sources, but all labels are equal"
     return None

@@ -1,4 +1,4 @@
-"""The metadata of a store held against its listing and against itself: what is missing, left over, or does not fit."""
+"""Checks the metadata of a store: are all objects present, none left over, and all shapes consistent?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zloader.storage.metadata import matrix_shape
 
 _METADATA = "zarr.json"
 _COMPRESSED = ("csr_matrix", "csc_matrix")
-# What makes up an element that is a group, where its parts must be equally long; the first tells its length.
+# The parts of group elements that must have equal lengths. The first part gives the length of the element.
 _PARTS = {
     "categorical": ("codes",),
     "nullable-integer": ("values", "mask"),
@@ -45,7 +45,7 @@ class Hierarchy:
         self._nodes = self._read_nodes(pool)
         self.arrays = dict(self._open_arrays())
 
-    # --- What there is
+    # --- Nodes
 
     def _read_nodes(self, pool: Executor) -> dict[str, Mapping[str, Any]]:
         keys = sorted(key for key in self.sizes if key.rpartition("/")[2] == _METADATA)
@@ -68,16 +68,16 @@ class Hierarchy:
     def _consolidated(
         self, copies: Mapping[str, Mapping[str, Any]], nodes: dict[str, Mapping[str, Any]]
     ) -> dict[str, Mapping[str, Any]]:
-        """All nodes, after the copies of their metadata in the root's have been compared."""
+        """All nodes, after comparing their metadata with the consolidated copies in the root."""
         for path in sorted(copies.keys() | nodes.keys() - {""}):
             key = f"{path}/{_METADATA}"
             if path not in copies:
                 self._findings.add(key, "is not in the consolidated metadata of the root, so readers do not see it")
             elif key not in self.sizes:
-                self._findings.add(key, "is not there, but in the consolidated metadata of the root")
+                self._findings.add(key, "is missing, but is in the consolidated metadata of the root")
             elif path in nodes and _own(copies[path]) != _own(nodes[path]):
-                self._findings.add(key, "is not as in the consolidated metadata of the root")
-        return {**nodes, **copies}  # readers believe the root
+                self._findings.add(key, "differs from the consolidated metadata of the root")
+        return {**nodes, **copies}  # readers use the root's copies
 
     def _open_arrays(self) -> Iterator[tuple[str, zarr.Array[Any]]]:
         inner, all_listed = self.location.zarr_store(read_only=True), not self.location.is_web
@@ -87,9 +87,9 @@ class Hierarchy:
             if node.get("node_type") != "array":
                 continue
             try:
-                store.learn(f"{path}/{_METADATA}", node)
+                store.register_arrays(f"{path}/{_METADATA}", node)
                 array = zarr.Array.from_dict(StorePath(store, path), dict(node))
-                stored_keys(array)  # which it cannot have where its shape makes no sense
+                stored_keys(array)  # raises an error for an invalid shape
             except _UNREADABLE as error:
                 self._findings.add(f"{path}/{_METADATA}", f"does not describe an array: {error}")
             else:
@@ -102,12 +102,12 @@ class Hierarchy:
         return sorted(above + name for name in names if "/" not in name)
 
     def attributes(self, path: str) -> Mapping[str, Any]:
-        """The attributes of a node; none where it is not."""
+        """The attributes of a node, empty if there is no such node."""
         attributes = self._nodes.get(path, {}).get("attributes")
         return attributes if isinstance(attributes, dict) else {}
 
     def encoding(self, path: str) -> str:
-        """The encoding-type of a node; empty where it is not."""
+        """The encoding-type of a node, empty if there is no such node."""
         return str(self.attributes(path).get("encoding-type", "array" if path in self.arrays else ""))
 
     @cached_property
@@ -117,9 +117,9 @@ class Hierarchy:
 
     @cached_property
     def matrices(self) -> list[str]:
-        """The paths of X, raw/X and layers that are there."""
-        there = [path for path in ("X", "raw/X") if self.encoding(path) not in ("", "null")]
-        return there + self.children("layers")
+        """The paths of X, raw/X and all layers that exist."""
+        x = [path for path in ("X", "raw/X") if self.encoding(path) not in ("", "null")]
+        return x + self.children("layers")
 
     # --- Objects
 
@@ -129,24 +129,27 @@ class Hierarchy:
         return sum(size for key, size in self.sizes.items() if key.rpartition("/")[2] == _METADATA)
 
     def check_objects(self) -> None:
-        """Every object of every array is there, and no other. Absent ones are fill values to writers other than us."""
+        """Checks that every object of every array exists, and that there are no other objects.
+
+        Other programs may omit objects that hold only fill values.
+        """
         unclaimed = {key for key in self.sizes if key.rpartition("/")[2] != _METADATA}
         if MARKER in unclaimed:
-            self._findings.add(MARKER, "a conversion to this place did not end: convert again, or with --resume")
+            self._findings.add(MARKER, "a conversion did not finish: convert again, or continue with --resume")
             unclaimed.discard(MARKER)
         for array in self.arrays.values():
             for key in stored_keys(array):
                 if key in unclaimed:
                     unclaimed.discard(key)
                 elif self.written_by_us:
-                    self._findings.add(key, "is not there: the store is incomplete. Convert it again")
+                    self._findings.add(key, "is missing: the store is incomplete. Convert it again")
         for key in sorted(unclaimed):
             self._findings.add(key, "belongs to no array")
 
     # --- Shapes
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """The shape of an element, or only its length where it has but that; empty where nothing says."""
+        """The shape of an element, or its length alone if it has no shape. Empty if unknown."""
         attributes, encoding = self.attributes(path), self.encoding(path)
         if path in self.arrays:
             return tuple(self.arrays[path].shape)
@@ -159,11 +162,11 @@ class Hierarchy:
         return (int(attributes["length"]),) if encoding == "awkward-array" else ()
 
     def length(self, frame: str) -> int:
-        """Rows of obs, or genes of var; 0 where nothing says."""
+        """The number of rows of obs or genes of var, or 0 if unknown."""
         return next(iter(self.shape(frame)), 0)
 
     def check_shapes(self) -> None:
-        """Everything by rows has n_obs of them, everything by genes n_vars; columns and parts of one thing agree."""
+        """Checks that elements by row have n_obs rows, elements by gene n_vars genes, and that lengths agree."""
         rows, genes, raw_genes = (self.length(frame) for frame in ("obs", "var", "raw/var"))
         self._check_elements(
             {
@@ -194,8 +197,8 @@ class Hierarchy:
     def _check_shape(self, path: str, wanted: tuple[int, ...]) -> None:
         shape = self.shape(path)
         if shape[: len(wanted)] != wanted:
-            asked = " x ".join(map(str, wanted)) + (" ..." if len(wanted) == 1 else "")
-            self._findings.add(path, f"has shape {shape}, but obs and var ask for {asked}")
+            required = " x ".join(map(str, wanted)) + (" ..." if len(wanted) == 1 else "")
+            self._findings.add(path, f"has shape {shape}, but obs and var require {required}")
 
     def _check_parts(self, path: str) -> None:
         attributes, encoding = self.attributes(path), self.encoding(path)
@@ -212,12 +215,12 @@ class Hierarchy:
     def _check_equal(self, path: str, parts: list[str]) -> None:
         for part in parts:
             if part not in self._nodes:
-                self._findings.add(part, f"is not there, but {path} needs it")
+                self._findings.add(part, f"is missing, but {path} needs it")
             elif self.shape(part)[:1] != self.shape(parts[0])[:1]:
-                self._findings.add(part, f"has shape {self.shape(part)}, but {parts[0]} {self.shape(parts[0])}")
+                self._findings.add(part, f"has shape {self.shape(part)}, but {parts[0]} has {self.shape(parts[0])}")
 
     def fits(self, path: str) -> bool:
-        """Whether the three arrays of a CSR or CSC matrix are there, and as long as its shape and one another ask."""
+        """Whether the three arrays of a CSR or CSC matrix exist, with lengths that match each other and its shape."""
         shape, parts = self.shape(path), [self.arrays.get(f"{path}/{part}") for part in ("indptr", "indices", "data")]
         if len(shape) != 2 or None in parts:
             return False
@@ -229,9 +232,9 @@ class Hierarchy:
     def _check_compressed(self, path: str) -> None:
         if not self.fits(path):
             parts = [f"{part} {self.shape(f'{path}/{part}')}" for part in ("indptr", "indices", "data")]
-            self._findings.add(path, f"has shape {self.shape(path)}, but {', '.join(parts)}: they do not fit")
+            self._findings.add(path, f"has shape {self.shape(path)}, but {', '.join(parts)}: these do not match")
 
 
 def _own(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a node itself."""
+    """The metadata of a node without the consolidated metadata."""
     return {name: value for name, value in node.items() if name != "consolidated_metadata"}

@@ -1,4 +1,4 @@
-"""Every stored chunk read once: checksums, decoding, and what its elements must be. Several threads, bounded memory."""
+"""Reads every stored chunk once, and checks its checksum, its decoding and its elements. Memory use is bounded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zloader.conversion.checking.hierarchy import Hierarchy
 from zloader.conversion.checking.stored import StoredArray
 from zloader.conversion.sources.windows import Advance
 
-Look = Callable[[int, NDArray[Any]], None]  # takes the number of a chunk's first element, and its elements
+ChunkCheck = Callable[[int, NDArray[Any]], None]  # called with the number of a chunk's first element, and its elements
 
-_UNDER_WAY = 32  # objects that are read, or wait for it: enough that no thread ever does
+_MAX_PENDING = 32  # objects being read or queued: enough to keep all threads busy
 
 
 class ChunkScan:
@@ -28,12 +28,12 @@ class ChunkScan:
 
     def __init__(self, hierarchy: Hierarchy, findings: Findings, pool: Executor, advance: Advance) -> None:
         self._hierarchy, self._findings, self._pool, self._advance = hierarchy, findings, pool, advance
-        self._under_way: deque[Future[None]] = deque()
+        self._pending: deque[Future[None]] = deque()
         self._counting = threading.Lock()
         self.n_chunks = self.n_values = self.n_bytes = 0
 
     def run(self) -> None:
-        """Names all that is wrong. Raises StoreError where the store cannot be read, as without a network."""
+        """Reports all problems. Raises StoreError if the store cannot be read, for example without a network."""
         hierarchy = self._hierarchy
         arrays = {path: StoredArray(hierarchy, path) for path in hierarchy.arrays}
         orders = []
@@ -42,7 +42,7 @@ class ChunkScan:
                 indptr, indices = (arrays.pop(f"{path}/{part}") for part in ("indptr", "indices"))
                 orders.append(self._read_compressed(path, indptr, indices))
         for path, array in arrays.items():
-            self._read(array, self._look_at(path))
+            self._read(array, self._element_check(path))
         self._wait(0)
         for order in orders:
             order.report(self._findings)
@@ -52,8 +52,8 @@ class ChunkScan:
         by_rows = self._hierarchy.encoding(path) == "csr_matrix"
         axes = ("row", "gene") if by_rows else ("gene", "row")
         check = IndptrScan(indptr, indices.n_elements, axes[0])
-        for piece in range(indptr.n_pieces):  # in order, and before its indices, which only make sense with it
-            self._read_piece(indptr, piece, check.look)
+        for piece in range(indptr.n_pieces):  # in order, and before `indices`, whose check needs a valid indptr
+            self._read_piece(indptr, piece, check.check)
         check.report(self._findings)
         order = GeneOrder(
             path,
@@ -65,17 +65,17 @@ class ChunkScan:
             self._read(indices)
             return order
         for piece, (first_row, starts) in enumerate(starts_by_piece(indptr, indices)):
-            self._submit(indices, piece, order.piece(first_row, starts).look)
+            self._submit(indices, piece, order.piece(first_row, starts).check)
         return order
 
-    def _look_at(self, path: str) -> Look | None:
-        """What the elements of an array must be, beside decodable."""
+    def _element_check(self, path: str) -> ChunkCheck | None:
+        """The check of an array's elements, or None if they only have to decode."""
         above, _, name = path.rpartition("/")
         if name != "codes" or self._hierarchy.encoding(above) != "categorical":
             return None
         n_categories = next(iter(self._hierarchy.shape(f"{above}/categories")), 0)
 
-        def look(at: int, codes: NDArray[Any]) -> None:
+        def check(at: int, codes: NDArray[Any]) -> None:
             wrong = np.flatnonzero((codes < -1) | (codes >= n_categories))
             if len(wrong):
                 self._findings.add(
@@ -84,33 +84,33 @@ class ChunkScan:
                     f"but there are {n_categories} categories",
                 )
 
-        return look
+        return check
 
-    def _read(self, array: StoredArray, look: Look | None = None) -> None:
+    def _read(self, array: StoredArray, check: ChunkCheck | None = None) -> None:
         for piece in range(array.n_pieces):
-            self._submit(array, piece, look)
+            self._submit(array, piece, check)
 
-    def _submit(self, array: StoredArray, piece: int, look: Look | None) -> None:
-        self._wait(_UNDER_WAY - 1)
-        self._under_way.append(self._pool.submit(self._read_piece, array, piece, look))
+    def _submit(self, array: StoredArray, piece: int, check: ChunkCheck | None) -> None:
+        self._wait(_MAX_PENDING - 1)
+        self._pending.append(self._pool.submit(self._read_piece, array, piece, check))
 
     def _wait(self, n_left: int) -> None:
-        while len(self._under_way) > n_left:
-            self._under_way.popleft().result()
+        while len(self._pending) > n_left:
+            self._pending.popleft().result()
 
-    def _read_piece(self, array: StoredArray, piece: int, look: Look | None) -> None:
+    def _read_piece(self, array: StoredArray, piece: int, check: ChunkCheck | None) -> None:
         with self._counting:
             self.n_bytes += self._hierarchy.sizes.get(array.key(piece), 0)
         for at, elements in self._chunks(array, piece):
-            if look is not None:
-                look(at, elements)
+            if check is not None:
+                check(at, elements)
             with self._counting:
                 self.n_chunks += 1
                 self.n_values += elements.size
             self._advance(elements.size)
 
     def _chunks(self, array: StoredArray, piece: int) -> Iterator[tuple[int, NDArray[Any]]]:
-        """The chunks that decode, and the first element of each; the others are named."""
+        """The number of the first element, and the elements, of every chunk that decodes. Reports the others."""
         at = array.first_element(piece)
         try:
             for chunk in array.read(piece):
@@ -120,6 +120,6 @@ class ChunkScan:
                     yield at, chunk
                 at += array.chunk_elements
         except MissingObjectError:
-            pass  # named already, by the listing
+            pass  # already reported by Hierarchy.check_objects
         except (CorruptChunkError, TruncatedObjectError) as error:
             self._findings.add(array.key(piece), error)

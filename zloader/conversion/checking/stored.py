@@ -1,4 +1,4 @@
-"""The arrays of a store in pieces, one a stored object: every chunk read, its checksum verified, and decoded."""
+"""Reads the arrays of a store piece by piece, one piece per stored object, and verifies every checksum."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import layout_of
 
-_BATCH_BYTES = 8 * MiB  # decoded ahead of whoever takes elements
+_BATCH_BYTES = 8 * MiB  # decoded ahead of the consumer
 
 Chunk = NDArray[Any] | CorruptChunkError
 
 
 class StoredArray:
-    """One array, whose piece i is its stored object i; read by our own decoder where it can, else through zarr."""
+    """One array, whose piece i is its stored object i. zloader's decoder reads it if it can, otherwise zarr."""
 
     def __init__(self, hierarchy: Hierarchy, path: str) -> None:
         self.path = path
@@ -51,11 +51,11 @@ class StoredArray:
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of a chunk."""
+        """Elements per chunk."""
         return math.prod(self._array.chunks)
 
     def first_element(self, piece: int) -> int:
-        """The first element of a piece, of an array whose chunks hold whole rows."""
+        """The first element of a piece, for an array whose chunks hold complete rows."""
         return min(piece * math.prod(self._shard), self.n_elements)
 
     def key(self, piece: int) -> str:
@@ -63,19 +63,19 @@ class StoredArray:
         return f"{self.path}/{self._array.metadata.encode_chunk_key(self._cell(piece))}"
 
     def _cell(self, piece: int) -> tuple[int, ...]:
-        return tuple(int(place) for place in np.unravel_index(piece, self._grid)) if self._grid else ()
+        return tuple(int(index) for index in np.unravel_index(piece, self._grid)) if self._grid else ()
 
     def read(self, piece: int) -> Iterator[Chunk]:
-        """The elements of each chunk of a piece, or in their place the error that says why there are none.
+        """The elements of each chunk of a piece, or the error of a chunk that cannot be decoded.
 
-        Raises MissingObjectError, CorruptChunkError or TruncatedObjectError where it is all of the piece.
+        Raises MissingObjectError, CorruptChunkError or TruncatedObjectError if the whole piece cannot be read.
         """
         if self._layout is not None:
             return scan_shard(self._location, self._layout, piece, self._sizes.get(self.key(piece)))
         return self._read_through_zarr(piece)
 
     def _read_through_zarr(self, piece: int) -> Iterator[Chunk]:
-        begins = [place * shard for place, shard in zip(self._cell(piece), self._shard, strict=True)]
+        begins = [index * shard for index, shard in zip(self._cell(piece), self._shard, strict=True)]
         bounds = zip(begins, self._shard, self._array.shape, self._array.chunks, strict=True)
         starts = [range(begin, min(begin + shard, whole), chunk) for begin, shard, whole, chunk in bounds]
         for corner in itertools.product(*starts):
@@ -90,7 +90,7 @@ class StoredArray:
                 yield CorruptChunkError(f"{self._location.url}: {self.key(piece)} does not decode{at}: {error}")
 
     def chunks(self) -> Iterator[NDArray[Any]]:
-        """The elements of all chunks. Raises what `read` gives or raises."""
+        """The elements of all chunks. Raises the errors that `read` yields or raises."""
         for piece in range(self.n_pieces):
             for elements in self.read(piece):
                 if isinstance(elements, CorruptChunkError):
@@ -99,7 +99,7 @@ class StoredArray:
 
 
 def _layout(array: zarr.Array[Any], *, absent_is_fill: bool) -> ArrayLayout | None:
-    """The layout of an array that our own decoder knows."""
+    """The layout of an array, or None if zloader's decoder does not support it."""
     if array.ndim == 0 or array.size == 0 or array.dtype.kind not in "biuf":
         return None
     try:
@@ -111,20 +111,20 @@ def _layout(array: zarr.Array[Any], *, absent_is_fill: bool) -> ArrayLayout | No
 
 
 class ElementStream:
-    """The elements of an array from front to back, however many are asked for; a thread decodes ahead."""
+    """Reads the elements of an array sequentially, any number at a time. A thread decodes ahead."""
 
     def __init__(self, array: StoredArray, thread: Executor) -> None:
         self._chunks, self._thread = array.chunks(), thread
         self._at_once = max(1, _BATCH_BYTES // max(1, array.chunk_elements * array.dtype.itemsize))
-        self._held = np.empty(0, array.dtype)
+        self._decoded = np.empty(0, array.dtype)
         self._ahead = self._decode_ahead()
 
     def _decode_ahead(self) -> Future[list[NDArray[Any]]]:
         return self._thread.submit(lambda: list(itertools.islice(self._chunks, self._at_once)))
 
     def take(self, n: int) -> NDArray[Any]:
-        """The next `n` elements, or what is left of them. Raises as `StoredArray.chunks`."""
-        parts, missing = [self._held], n - len(self._held)
+        """The next `n` elements, or fewer at the end. Raises the errors of `StoredArray.chunks`."""
+        parts, missing = [self._decoded], n - len(self._decoded)
         while missing > 0:
             batch = self._ahead.result()
             if not batch:
@@ -132,6 +132,6 @@ class ElementStream:
             self._ahead = self._decode_ahead()
             parts += batch
             missing -= sum(map(len, batch))
-        whole = np.concatenate(parts) if len(parts) > 1 else self._held
-        self._held = whole[n:]
-        return whole[:n]
+        decoded = np.concatenate(parts) if len(parts) > 1 else self._decoded
+        self._decoded = decoded[n:]
+        return decoded[:n]

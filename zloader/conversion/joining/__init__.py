@@ -1,1 +1,1 @@
-"""Joining: what one or many sources hold, and what is chosen of it, as the one AnnData to be."""
+"""Joining: select parts of one or more sources and present them as the one AnnData to be stored."""

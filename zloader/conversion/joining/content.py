@@ -1,7 +1,7 @@
-"""What goes into the store: one or many sources, and what is chosen of them, seen as the one AnnData to be.
+"""The content of the store: one or more sources and a selection, presented as the one AnnData to be stored.
 
-Several sources become what `anndata.concat` makes of them, a part at a time: matrices as windows, obs a column at a
-time, and everything else an element at a time, by `concat` itself.
+The result of several sources equals that of `anndata.concat`, but is built piece by piece: matrices in windows, obs one
+column at a time, and everything else one element at a time, by `concat` itself.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["Content", "Selection"]
 
 
 class Content:
-    """One or many sources as one AnnData to be: `n_rows` rows, `var`, `raw_var` (None without raw) and `obs_columns`.
+    """One or more sources as one AnnData: `n_rows` rows, `var`, `raw_var` (None without raw) and `obs_columns`.
 
-    Its constructor is the validation: it reads metadata, var, and such obs columns whose metadata do not say enough,
-    and raises OptionError, or a SourceError that tells all that is wrong. `dropped` are the parts that several sources
-    cannot share, complete once `elements` has been gone through.
+    The constructor validates the sources: it reads the metadata, var, and the obs columns whose metadata do not tell
+    their kind. It raises OptionError, or one SourceError with all problems. `dropped` lists the elements that cannot be
+    joined over several sources; it is complete once `elements` has been exhausted.
     """
 
     def __init__(self, inputs: Sequence[Input], selection: Selection) -> None:
         if not inputs:
-            raise OptionError("there is nothing to convert: the list of sources is empty")
+            raise OptionError("the list of sources is empty: pass at least one source")
         self._sources, self._selection = list(inputs), selection
-        self._one = self._sources[0] if len(self._sources) == 1 else None
+        self._single = self._sources[0] if len(self._sources) == 1 else None
         self.n_rows = sum(source.n_rows for source in inputs)
         self.raw_var: pd.DataFrame | None = None
         self.dropped: list[str] = []
@@ -57,14 +57,14 @@ class Content:
                         stack.open_part(source, number, window_bytes=1)
 
     def _chosen_columns(self) -> list[str]:
-        there = list(dict.fromkeys(column for source in self._sources for column in source.obs_columns))
-        chosen = there if self._selection.obs is None else list(self._selection.obs)
-        refuse_unknown("obs", chosen, there)
+        available = list(dict.fromkeys(column for source in self._sources for column in source.obs_columns))
+        chosen = available if self._selection.obs is None else list(self._selection.obs)
+        refuse_unknown("obs", chosen, available)
         added = self._selection.source_column
         if added is None:
             return chosen
         if added in chosen:
-            raise OptionError(f"obs has {added!r} already: give source_column (--source-column) another name")
+            raise OptionError(f"obs already has a column {added!r}: choose another source_column (--source-column)")
         return [*chosen, added]
 
     def _join_genes(self) -> None:
@@ -86,12 +86,13 @@ class Content:
             return
         if lacking:
             raise SourceError(
-                f"there is no raw in {', '.join(lacking)}, but in other sources: leave it out with raw=False (--no-raw)"
+                f"raw is missing in {', '.join(lacking)}, but other sources have it: leave it out with raw=False "
+                "(--no-raw)"
             )
         axis = gene_axis(self._sources, GeneRule(join=select.join, column=select.gene_column, raw=True))
         self._stacks.append(Stack.of_genes("raw/X", "raw/X", axis))
         self.raw_var = axis.var
-        if self._one is None:  # anndata joins raw without a merge strategy, which leaves only the names
+        if self._single is None:  # anndata joins raw without a merge strategy, so only the names remain
             self.raw_var = axis.var[[]]
             self.dropped += [f"raw/var/{name}" for name in [*axis.var.columns, *axis.dropped]]
             self.dropped += [f"raw/varm/{name}" for name in keys_of(self._sources, "raw/varm")]
@@ -120,65 +121,65 @@ class Content:
         several = len(set(kinds.values()) - {NOTHING}) > 1
         if several or not all(map(is_storable, kinds.values())):
             raise SourceError(
-                f"obs column {name!r} {'cannot be united' if several else 'cannot be stored'}, it holds "
-                f"{by_source(kinds)}: mend it, or name the columns to take with obs=[...] (--obs a,b)"
+                f"obs column {name!r} cannot be {'joined' if several else 'stored'}: it holds {by_source(kinds)}. "
+                "Convert it to one type, or list the columns to store with obs=[...] (--obs a,b)"
             )
 
     def obs_names(self) -> pd.Index:
-        """The names of all rows; with a name of its own where all sources agree on it."""
+        """The names of all rows. The index keeps its name if all sources agree on it."""
         parts = [source.obs_names() for source in self._sources]
         names = parts[0]
-        if self._one is None:
+        if self._single is None:
             names = pd.Index(pd.concat([part.to_series() for part in parts], ignore_index=True))
         added = [] if self._selection.source_column is None else [self._selection.source_column]
-        if names.name in (added if self._one is not None else self.obs_columns):
-            names = names.rename(None)  # a column of that name has other values
+        if names.name in (added if self._single is not None else self.obs_columns):
+            names = names.rename(None)  # a column has the same name, but other values
         if not self._selection.unique_obs_names:
             return names
         with _quiet():
             return anndata.utils.make_index_unique(names)
 
     def obs_column(self, name: str) -> pd.Series:
-        """One column of obs, numbered from 0, in a dtype that can be stored. Raises SourceError."""
+        """One column of obs, with a RangeIndex, in a dtype that can be stored. Raises SourceError."""
         lengths = [source.n_rows for source in self._sources]
         if name == self._selection.source_column:
             codes = np.repeat(np.arange(len(lengths)), lengths)
             return pd.Series(pd.Categorical.from_codes(codes, [source.label for source in self._sources]), name=name)
         try:
-            if self._one is not None:
-                return storable(self._one.obs_column(name))
+            if self._single is not None:
+                return storable(self._single.obs_column(name))
             columns = [source.obs_column(name) if name in source.obs_columns else None for source in self._sources]
             return unite(columns, lengths).rename(name)
         except SourceError as error:
             raise SourceError(f"obs column {name!r}: {error}") from error
 
     def matrices(self, window_bytes: int) -> Iterator[SourceMatrix]:
-        """X, the layers, raw/X, then the matrices of obsm and obsp: opened, not yet read. Raises SourceError."""
+        """Opens X, the layers, raw/X, then the matrices of obsm and obsp, without reading them. Raises SourceError."""
         for stack in self._stacks:
             yield stack.open(self._sources, window_bytes)
 
     def elements(self) -> Iterator[tuple[str, Any]]:
-        """Every other element below the root but obs, var and raw/var, as anndata writes it, with its path."""
+        """The paths and values of all elements except matrices, obs, var and raw/var, as anndata writes them."""
         for part in ("varm",) if self._rule.raw else ("varm", "varp"):
             yield from self._gene_elements(part)
         yield "uns", self._uns()
         for path in self._by_rows:
-            element = self._one.element(path) if self._one is not None else self._stacked(path)
+            element = self._single.element(path) if self._single is not None else self._stacked(path)
             yield path, element.set_axis(self.obs_names()) if isinstance(element, pd.DataFrame) else element
-        if self._one is not None and self.raw_var is not None:
-            for path in (f"raw/varm/{name}" for name in self._one.keys("raw/varm")):
-                element = self._one.element(path)
+        if self._single is not None and self.raw_var is not None:
+            for path in (f"raw/varm/{name}" for name in self._single.keys("raw/varm")):
+                element = self._single.element(path)
                 yield path, element.set_axis(self.raw_var.index) if isinstance(element, pd.DataFrame) else element
 
     def _drop(self, paths: list[str]) -> None:
-        """Notes what cannot be shared, once, however often `elements` is gone through."""
+        """Records elements that cannot be joined; each only once, even if `elements` is called again."""
         self.dropped += [path for path in paths if path not in self.dropped]
 
     def _gene_elements(self, part: str) -> Iterator[tuple[str, Any]]:
         within = f"raw/{part}" if self._rule.raw else part
         for name in keys_of(self._sources, within):
-            if self._one is not None and self._axis.maps[0] is None and self._rule.column is None:
-                yield f"{part}/{name}", self._one.element(f"{within}/{name}")
+            if self._single is not None and self._axis.maps[0] is None and self._rule.column is None:
+                yield f"{part}/{name}", self._single.element(f"{within}/{name}")
                 continue
             in_all = all(name in source.keys(within) for source in self._sources)
             merged = self._merged(part, f"{within}/{name}") if in_all else None
@@ -188,7 +189,7 @@ class Content:
                 yield f"{part}/{name}", merged
 
     def _merged(self, part: str, path: str) -> Any:
-        """The one element of varm or varp that all sources have alike, over the joined genes; else None."""
+        """An element of varm or varp over the joined genes if it agrees in all sources, else None."""
         names, key = self.var.index, path.rpartition("/")[2]
         shells = []
         with _quiet():
@@ -215,7 +216,7 @@ class Content:
         return dict(shared)
 
     def _stacked(self, path: str) -> Any:
-        """An element of obsm, the rows of one source below those of another."""
+        """An element of obsm, concatenated over the sources."""
         key = path.rpartition("/")[2]
         with _quiet():
             shells = [
@@ -228,7 +229,7 @@ class Content:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what anndata says of names that are not unique, and pandas of columns without values."""
+    """Hides anndata's warnings about repeated names and pandas' warnings about empty columns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", FutureWarning)

@@ -1,7 +1,7 @@
-"""The gene axis of several sources: which genes come out, what becomes of those of each source, and their var.
+"""The gene axis of several sources: the joined genes, the mapping from each source to them, and the merged var.
 
-Names are joined as `anndata.concat` joins them, and var is what it makes of the frames of the sources, read one at a
-time.
+Names are joined as in `anndata.concat`. var is the result of `anndata.concat` on the sources' var frames, which are
+read one at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zloader.conversion.sources.inputs import Input
 
 @dataclass(frozen=True, kw_only=True)
 class GeneRule:
-    """Which genes come out: `join` is inner, outer or None (all sources must have the same); or `genes`, just these.
+    """How to join genes: `join` is "inner", "outer" or None (all sources must agree); `genes` lists them instead.
 
-    `column` is the var column that names them, None for var_names. With `raw` all is about raw/var.
+    `column` is the var column that names the genes, None for var_names. With `raw` the rule applies to raw/var.
     """
 
     join: str | None = None
@@ -32,7 +32,10 @@ class GeneRule:
     raw: bool = False
 
     def var_of(self, source: Input) -> pd.DataFrame:
-        """The var of a source, with genes named by `column`; their former names are kept as a column. SourceError."""
+        """The var of a source, indexed by `column`; the previous names are kept as a column.
+
+        Raises SourceError if the column is absent, has missing values or repeats a name.
+        """
         var = source.var(raw=self.raw)
         return var if self.column is None else self._renamed(var, self.column, self.at(source))
 
@@ -42,27 +45,28 @@ class GeneRule:
         names = var[column]
         if names.isna().any():
             raise SourceError(
-                f"{at} has {int(names.isna().sum())} genes without a value in {column!r}: they would have no name"
+                f"{at} has {int(names.isna().sum())} genes without a value in {column!r}, so they would have no name"
             )
         names = pd.Index(names.astype(str).to_numpy(dtype=object))
         if not names.is_unique:
-            raise SourceError(f"{at}: {_repeats(names)} in the column {column!r}, so it cannot name genes")
+            raise SourceError(f"{at}: {_repeats(names)} in the column {column!r}, so it cannot name the genes")
         former = str(var.index.name or "var_names")
         if former not in var:
             var = var.assign(**{former: var.index})
         return var.set_axis(names)
 
     def at(self, source: Input) -> str:
-        """The var of a source, for messages."""
+        """Where the genes of a source are, for messages: `a.h5ad: var`."""
         return f"{source.name}: {'raw/var' if self.raw else 'var'}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneAxis:
-    """The genes that come out, as `var`; for each source how many it has, and the number of each in the result.
+    """The joined genes.
 
-    Such a map is int64 with -1 for genes that are dropped, or None where all stay what they are. `dropped` are the var
-    columns that are not the same everywhere.
+    `var` is the merged frame. `widths` holds the gene count of each source. `maps` holds, per source, the new position
+    of each gene (int64, -1 for dropped genes), or None if no gene moves. `dropped` lists the var columns that differ
+    between sources.
     """
 
     var: pd.DataFrame
@@ -72,7 +76,7 @@ class GeneAxis:
 
 
 def gene_axis(sources: Sequence[Input], rule: GeneRule) -> GeneAxis:
-    """The axis of one or many sources. Raises SourceError, with all that is wrong, and OptionError for `genes`."""
+    """The axis of one or more sources. Raises SourceError with all problems, and OptionError for unknown `genes`."""
     if len(sources) == 1 and rule.genes is None:
         var = rule.var_of(sources[0])
         return GeneAxis(var=var, widths=[len(var)], maps=[None], dropped=[])
@@ -87,7 +91,7 @@ def gene_axis(sources: Sequence[Input], rule: GeneRule) -> GeneAxis:
         maps.append(None if var.index.equals(names) else np.asarray(names.get_indexer(var.index), np.int64))
         columns |= dict.fromkeys(var.columns)
         shell = ad.AnnData(var=var.reindex(names))
-        # What concat makes of all at once, two at a time.
+        # Two at a time, which gives the result of one concat of all sources without holding every frame.
         merged = shell if merged is None else ad.concat([merged, shell], merge="same")
     assert merged is not None
     dropped = [column for column in columns if column not in merged.var]
@@ -106,19 +110,19 @@ def _joined_names(sources: Sequence[Input], rule: GeneRule) -> pd.Index:
                     first = names = index
                 elif rule.genes is None and rule.join is None and len(first.symmetric_difference(index)):
                     problems.add(_difference(rule, (sources[0], first), (source, index)))
-                # As anndata does it.
+                # Like anndata.concat.
                 names = names.union(index) if rule.join == "outer" else names.intersection(index)
                 missing.difference_update(index)
     if rule.genes is None:
         if first is not None and len(first) and not len(names):
             raise SourceError(
-                f"no gene is in all sources (the first has {listed(first)}): name genes alike with gene_column=... "
-                "(--gene-column), or pass join='outer'"
+                f"no gene is in all sources (the first has {listed(first)}): choose a column with common names with "
+                "gene_column=... (--gene-column), or pass join='outer' (--join outer)"
             )
         return names
     if missing:
         lacking = [gene for gene in rule.genes if gene in missing]
-        raise OptionError(f"no source has {len(lacking)} of the genes asked for: {listed(lacking)}")
+        raise OptionError(f"no source has {len(lacking)} of the requested genes: {listed(lacking)}")
     return pd.Index(rule.genes)
 
 
@@ -126,8 +130,8 @@ def _unique_names(source: Input, rule: GeneRule) -> pd.Index:
     index = rule.var_of(source).index
     if not index.is_unique:
         raise SourceError(
-            f"{rule.at(source)}: {_repeats(index)}, so they cannot be joined: name a column of unique ones with "
-            "gene_column=... (--gene-column), or make them unique (var_names_make_unique)"
+            f"{rule.at(source)}: {_repeats(index)}, so the genes cannot be joined: choose a column of unique names "
+            "with gene_column=... (--gene-column), or make them unique with var_names_make_unique"
         )
     return index
 
@@ -136,11 +140,11 @@ def _difference(rule: GeneRule, first: tuple[Input, pd.Index], second: tuple[Inp
     (one, names), (other, others) = first, second
     lacks, adds = names.difference(others, sort=False), others.difference(names, sort=False)
     found = [f"lacks {len(lacks)} genes of {one.name} ({listed(lacks, 3)})"] if len(lacks) else []
-    found += [f"has {len(adds)} that are not there ({listed(adds, 3)})"] if len(adds) else []
+    found += [f"has {len(adds)} that {one.name} lacks ({listed(adds, 3)})"] if len(adds) else []
     remedy = "leave raw out with raw=False (--no-raw)" if rule.raw else "pass genes=... (--genes)"
     return f"{rule.at(other)} {' and '.join(found)}: pass join='inner' or 'outer' (--join), or {remedy}"
 
 
 def _repeats(names: pd.Index) -> str:
     repeated = names[names.duplicated()].unique()
-    return f"{len(repeated)} gene names come more than once ({listed(repeated)})"
+    return f"{len(repeated)} repeated gene name{'s' * (len(repeated) > 1)} ({listed(repeated)})"

@@ -1,4 +1,4 @@
-"""Which matrices and elements of the sources go into the store, and whether those of all sources fit."""
+"""Find the matrices and elements of the sources to store, and check that the sources agree on them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.windows import SourceMatrix
 
-_CHOOSE = "choose those that all sources have with {0}=[...] (--{0} a,b), [] for none"
+_CHOOSE = "choose parts that all sources have with {0}=[...] (--{0} a,b), or [] (--{0} none)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """One matrix of the store: where it is in the sources, and what genes (or columns) each of them has."""
+    """One matrix of the store: its `path` in the sources, and the `widths` and gene maps of each source."""
 
     name: str
     path: str
@@ -31,48 +31,51 @@ class Stack:
 
     @classmethod
     def of_genes(cls, name: str, path: str, axis: GeneAxis) -> Stack:
-        """A matrix over these genes."""
+        """A matrix over the genes of `axis`."""
         return cls(name=name, path=path, n_genes=len(axis.var), widths=axis.widths, maps=axis.maps)
 
     @classmethod
     def of_columns(cls, path: str, width: int, n_sources: int) -> Stack:
-        """A matrix with as many columns in each source."""
+        """A matrix with `width` columns in every source."""
         return cls(name=path, path=path, n_genes=width, widths=[width] * n_sources, maps=[None] * n_sources)
 
     def open(self, sources: Sequence[Input], window_bytes: int) -> SourceMatrix:
-        """All of it. Raises SourceError."""
+        """The joined matrix of all sources. Raises SourceError."""
         parts = [self.open_part(source, number, window_bytes) for number, source in enumerate(sources)]
         if len(parts) == 1 and self.maps[0] is None:
             return parts[0]
         return JoinedMatrix(self.name, list(zip(parts, self.maps, strict=True)), n_genes=self.n_genes)
 
     def open_part(self, source: Input, number: int, window_bytes: int) -> SourceMatrix:
-        """What source `number` has of it. Raises SourceError."""
+        """The part in source `number`. Raises SourceError."""
         shape = (source.n_rows, self.widths[number])
         return open_matrix(source.node(self.path), self.name, shape=shape, window_bytes=window_bytes)
 
 
 def keys_of(sources: Sequence[Input], part: str) -> list[str]:
-    """The names that any source has in layers, obsm, varm ...."""
+    """The names in `part` (layers, obsm, varm, ...) that any source has."""
     return list(dict.fromkeys(key for source in sources for key in source.keys(part)))
 
 
 def gene_matrices(sources: Sequence[Input], select: Selection) -> dict[str, str]:
-    """Where X and the layers of the store are in the sources. Raises SourceError when some lack them, OptionError."""
-    paths = {"X": select.x} if _x_is_there(sources, select.x) else {}
+    """Maps X and the layers of the store to their paths in the sources.
+
+    Raises SourceError if only some of the sources have them, and OptionError if none has.
+    """
+    paths = {"X": select.x} if _has_x(sources, select.x) else {}
     layers = [path for path in _shared(sources, "layers", select) if path != select.x]
     if select.x == "raw/X" and layers:
         raise OptionError(
-            f"raw/X has other genes than the layers ({listed(layers)}): leave them out with layers=[] (--layers '')"
+            f"the layers ({listed(layers)}) have other genes than raw/X: leave them out with layers=[] (--layers none)"
         )
     return paths | {path: path for path in layers}
 
 
-def _x_is_there(sources: Sequence[Input], x: str) -> bool:
+def _has_x(sources: Sequence[Input], x: str) -> bool:
     lacking = [source.name for source in sources if x not in source]
     if lacking and len(lacking) < len(sources):
         raise SourceError(
-            f"there is no {x} in {listed(lacking)}, but in other sources: choose what becomes X with x=... (--x)"
+            f"{x} is missing in {listed(lacking)}, but other sources have it: choose the matrix for X with x=... (--x)"
         )
     if lacking and x != "X":
         paths = ["X", "raw/X", *(f"layers/{name}" for name in keys_of(sources, "layers"))]
@@ -81,22 +84,22 @@ def _x_is_there(sources: Sequence[Input], x: str) -> bool:
 
 
 def _shared(sources: Sequence[Input], part: str, select: Selection) -> list[str]:
-    """The paths to take of layers or obsm, which all sources must have."""
-    wanted, there = getattr(select, part), keys_of(sources, part)
-    names = there if wanted is None else wanted
-    refuse_unknown(part, names, there)
+    """The chosen paths in layers or obsm. Raises SourceError unless all sources have them."""
+    wanted, available = getattr(select, part), keys_of(sources, part)
+    names = available if wanted is None else wanted
+    refuse_unknown(part, names, available)
     with Problems() as problems:
         for name in names:
             lacking = [source.name for source in sources if name not in source.keys(part)]
             if lacking and f"{part}/{name}" != select.x:
                 choose = _CHOOSE.format(part)
-                problems.add(f"there is no {part}/{name} in {listed(lacking)}, but in other sources: {choose}")
+                problems.add(f"{part}/{name} is missing in {listed(lacking)}, but other sources have it: {choose}")
     return [f"{part}/{name}" for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowParts:
-    """What lies in obsm and obsp: matrices, the paths of other elements, and of those that cannot be joined."""
+    """obsm and obsp: the matrices, the paths of other elements, and the paths that cannot be joined."""
 
     stacks: list[Stack] = field(default_factory=list)
     elements: list[str] = field(default_factory=list)
@@ -104,7 +107,7 @@ class RowParts:
 
 
 def row_parts(sources: Sequence[Input], select: Selection) -> RowParts:
-    """obsm and obsp. Raises SourceError, with all that is wrong, when those of the sources do not fit; OptionError."""
+    """The obsm and obsp to store. Raises SourceError with all problems if the sources disagree, and OptionError."""
     parts = RowParts()
     with Problems() as problems:
         for path in _shared(sources, "obsm", select):
@@ -125,18 +128,18 @@ def row_parts(sources: Sequence[Input], select: Selection) -> RowParts:
 
 
 def _common_width(sources: Sequence[Input], path: str) -> int | None:
-    """The columns of a dense matrix, None for another element. Raises SourceError when those of the sources differ."""
+    """The width of a dense matrix, None for any other element. Raises SourceError if the sources disagree."""
     nodes = {source.name: source.node(path) for source in sources}
     kinds = {name: _kind_by_rows(node) for name, node in nodes.items()}
     found = set(kinds.values())
     if len(found) > 1 and found != {"dense", "sparse"}:
-        raise SourceError(f"{path} cannot be joined, it is {by_source(kinds)}: {_CHOOSE.format('obsm')}")
+        raise SourceError(f"{path} cannot be joined: it is {by_source(kinds)}. {_CHOOSE.format('obsm').capitalize()}")
     if not found <= {"dense", "sparse", "array"}:
         return None
     shapes = {name: node.shape[1:] for name, node in nodes.items()}
     if len(set(shapes.values())) > 1:
         widths = {name: f"{' x '.join(map(str, shape))} wide" for name, shape in shapes.items()}
-        raise SourceError(f"{path} cannot be joined, it is {by_source(widths)}: {_CHOOSE.format('obsm')}")
+        raise SourceError(f"{path} cannot be joined: it is {by_source(widths)}. {_CHOOSE.format('obsm').capitalize()}")
     return next(iter(shapes.values()))[0] if found == {"dense"} else None
 
 

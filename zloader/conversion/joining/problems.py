@@ -1,4 +1,4 @@
-"""What is wrong with the sources of a conversion, said all at once."""
+"""Collect the problems of the sources of a conversion, so that one error reports them all."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Self
 
 from zloader.common.errors import OptionError, SourceError
 
-_SHOWN = 10  # names in a message
+_SHOWN = 10  # names per message
 
 
 class Problems:
-    """Collects what is wrong. A context manager: in the end it raises one SourceError with a line for each."""
+    """Collects problems. A context manager: on exit it raises one SourceError with one line per problem."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
 
     def add(self, problem: str) -> None:
-        """Notes a problem."""
+        """Adds a problem."""
         self._found.append(problem)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Notes a SourceError that is raised within."""
+        """Adds the SourceError that the block raises, if any, instead of passing it on."""
         try:
             yield
         except SourceError as error:
@@ -41,23 +41,23 @@ class Problems:
 
 
 def listed(names: Iterable[Any], most: int = _SHOWN) -> str:
-    """Names for a message: the first few, and how many more there are."""
+    """Names for a message: the first `most`, then the number of further ones."""
     names = [str(name) for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more or "none"
 
 
 def by_source(found: Mapping[str, str]) -> str:
-    """What was found in each source, for a message: `numbers in a.h5ad, b.h5ad, text in c.h5ad`."""
+    """Groups findings by source, for a message: `numbers in a.h5ad, b.h5ad, text in c.h5ad`."""
     sources: dict[str, list[str]] = {}
     for source, what in found.items():
         sources.setdefault(what, []).append(source)
     return ", ".join(f"{what} in {listed(names)}" for what, names in sources.items())
 
 
-def refuse_unknown(option: str, names: Iterable[str], there: Iterable[str]) -> None:
-    """Raises OptionError, which lists what is there, unless all `names` are."""
-    there = list(there)
-    unknown = [name for name in names if name not in there]
+def refuse_unknown(option: str, names: Iterable[str], available: Iterable[str]) -> None:
+    """Raises OptionError, which lists the `available` names, if any of `names` is not among them."""
+    available = list(available)
+    unknown = [name for name in names if name not in available]
     if unknown:
-        raise OptionError(f"{option}: no source has {listed(unknown)}. There are: {listed(there, 100)}")
+        raise OptionError(f"{option}: no source has {listed(unknown)}. Available: {listed(available, 100)}")

@@ -1,4 +1,4 @@
-"""What a conversion takes of its sources."""
+"""The parts and genes of the sources that a conversion stores."""
 
 from __future__ import annotations
 
@@ -15,13 +15,23 @@ _JOINS = (None, "inner", "outer")
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What of the sources goes into the store. Raises OptionError.
+    """Chooses the parts and genes of the sources that `convert` stores. By default it takes everything.
 
-    `x` ("X", "layers/NAME" or "raw/X") becomes X; with "raw/X", raw's var becomes var. `layers`, `obsm` and `obs` are
-    names to take, None for all; raw is left out when `raw` is false. Genes of several sources are joined by `join`:
-    "inner", "outer", or None where all have the same; or `genes` are those to take, in this order, absent ones being
-    zeros. `gene_column` is a column of var to name (and join) genes by. `source_column` adds an obs column with the
-    label of each row's source; `unique_obs_names` appends -1, -2 ... to names that come again.
+    >>> import zloader as zl
+    >>> counts = zl.Selection(x="layers/counts", layers=[], obsm=[], raw=False)
+    >>> atlas = zl.Selection(join="outer", gene_column="ensembl_id", source_column="donor")
+
+    - `x`: the matrix that becomes X: "X", "layers/NAME" or "raw/X". With "raw/X", raw's var becomes var.
+    - `layers`, `obsm`, `obs`: names to store. None stores all, an empty list none.
+    - `raw`: False leaves raw out.
+    - `join`: how to join the genes of several sources: "inner" keeps the shared genes, "outer" keeps all and fills with
+      zeros, None requires every source to have the same genes.
+    - `genes`: exactly these genes, in this order, instead of a `join`. A gene that a source lacks is filled with zeros.
+    - `gene_column`: the var column that names the genes, also for joining them; None uses var_names.
+    - `source_column`: the name of an obs column to add, with the label of each row's source.
+    - `unique_obs_names`: append -1, -2, ... to repeated obs names.
+
+    Raises OptionError for contradictory or repeated values. `convert` raises it for names that no source has.
     """
 
     x: str = "X"
@@ -39,7 +49,7 @@ class Selection:
         for option in ("layers", "obsm", "obs", "genes"):
             names = getattr(self, option)
             if isinstance(names, str):
-                raise OptionError(f"{option} must be a list of names, such as [{names!r}], not one name")
+                raise OptionError(f"{option} must be a list of names, such as [{names!r}], not a single string")
             if names is not None:
                 object.__setattr__(self, option, tuple(dict.fromkeys(map(str, names))))
                 self._check_repeats(option, names)
@@ -48,12 +58,12 @@ class Selection:
         if self.join not in _JOINS:
             raise OptionError(f"join must be one of {', '.join(map(repr, _JOINS))}, not {self.join!r}")
         if self.genes is not None and self.join is not None:
-            raise OptionError(f"genes are chosen by a list or by join={self.join!r}, not by both")
+            raise OptionError(f"genes=[...] and join={self.join!r} exclude each other: pass only one")
         if self.genes is not None and not self.genes:
-            raise OptionError("genes lists none")
+            raise OptionError("genes is empty: list at least one gene, or pass None for all")
 
     def _check_repeats(self, option: str, names: Sequence[str]) -> None:
         listed_names = pd.Index(list(map(str, names)))
         repeated = listed_names[listed_names.duplicated()].unique()
         if len(repeated):
-            raise OptionError(f"{option} has {len(repeated)} names more than once: {listed(repeated)}")
+            raise OptionError(f"{option} has repeated names: {listed(repeated)}. List each name once")

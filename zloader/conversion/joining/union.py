@@ -1,7 +1,7 @@
-"""obs columns of several sources below one another: what can be one column, and that column, as anndata unites them.
+"""Concatenate obs columns of several sources: which columns can be combined, and the result, as anndata combines them.
 
-A column has a kind (numbers, text, true or false, dates ...), which its categories have where it is categorical. Those
-of one kind become one column; one without a single value goes with any.
+A column has a kind (numbers, text, true or false, dates ...); a categorical has the kind of its categories. Columns of
+the same kind are combined. A column without any value can be combined with every kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BY_ENCODING = {
     "nullable-boolean": _TRUTH,
 }
 _BY_LETTER = {"b": _TRUTH, "i": _NUMBERS, "u": _NUMBERS, "f": _NUMBERS, "c": _NUMBERS, "m": "durations", "M": "dates"}
-# What objects can be, beside what pandas finds a plain dtype for: their kind, and the dtype that can be stored.
+# By what pandas infers for an object column that has no plain dtype: its kind, and the dtype to store it in.
 _BY_OBJECTS = {
     "string": (_TEXT, "string"),
     "boolean": (_TRUTH, "boolean"),
@@ -36,7 +36,7 @@ _BY_OBJECTS = {
 
 
 def stored_kind(node: Any) -> str | None:
-    """The kind of a column in an .h5ad file or AnnData Zarr, from its metadata; None where they do not say."""
+    """The kind of a column in an .h5ad file or AnnData Zarr, from its metadata alone; None if they do not tell."""
     encoding = str(node.attrs.get("encoding-type"))
     if encoding == "categorical":
         return stored_kind(node["categories"]) if node["categories"].shape != (0,) else NOTHING
@@ -46,7 +46,7 @@ def stored_kind(node: Any) -> str | None:
 
 
 def kind_of(column: pd.Series | pd.Index) -> str:
-    """The kind of a column in memory; for objects of several, or of one that cannot be stored, a name for it."""
+    """The kind of a column in memory. Objects that are mixed or cannot be stored get a descriptive name."""
     dtype = column.dtype
     if isinstance(dtype, pd.CategoricalDtype):
         return kind_of(dtype.categories) if len(dtype.categories) else NOTHING
@@ -63,16 +63,16 @@ def kind_of(column: pd.Series | pd.Index) -> str:
 
 
 def is_storable(kind: str) -> bool:
-    """Whether a column of that kind can be written and read again as it is."""
+    """Whether a column of this kind can be written and read back unchanged."""
     return kind in (NOTHING, _TEXT, *_BY_LETTER.values())
 
 
 def unite(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> pd.Series:
-    """One column, numbered from 0, of those of sources with `lengths` rows; None where a source has none.
+    """Concatenates the columns of sources with `lengths` rows into one with a RangeIndex; None marks a missing column.
 
-    As `anndata.concat(join="outer")` makes it: categories are united and sorted, bools with missing values become
-    nullable, whole numbers with missing values floats. But objects become a dtype that can be stored, and a column
-    without any values has no say. Raises SourceError for a mixture of kinds.
+    The result equals that of `anndata.concat(join="outer")`: categories are merged and sorted, bools with missing
+    values become nullable, integers with missing values become floats. It differs in two points: objects get a dtype
+    that can be stored, and a column without any value does not affect the dtype. Raises SourceError for mixed kinds.
     """
     if len({kind_of(column) for column in columns if column is not None} - {NOTHING}) > 1:
         columns = [None if column is None or column.isna().all() else column for column in columns]
@@ -85,7 +85,7 @@ def unite(columns: Sequence[pd.Series | None], lengths: Sequence[int]) -> pd.Ser
         for column, length in zip(columns, lengths, strict=True)
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # whether empty columns have a say in the dtype
+        warnings.simplefilter("ignore", FutureWarning)  # about empty columns and the resulting dtype
         united = pd.concat(frames, ignore_index=True)["column"]
     return storable(united)
 
@@ -95,7 +95,7 @@ def _as_frame(column: pd.Series, dtype: Any) -> pd.DataFrame:
 
 
 def _agreed(columns: list[pd.Series], *, with_missing: bool) -> Any:
-    """The dtype that anndata gives categoricals and bools before it unites them; None: it leaves that to pandas."""
+    """The dtype to which anndata casts categoricals and bools before concatenating; None for no cast."""
     alike = all(isinstance(column.dtype, pd.CategoricalDtype) for column in columns)
     if not alike and not all(types.is_bool_dtype(column.dtype) for column in columns):
         return None
@@ -106,9 +106,9 @@ def _agreed(columns: list[pd.Series], *, with_missing: bool) -> Any:
 
 
 def storable(column: pd.Series) -> pd.Series:
-    """The column in a dtype that anndata stores without loss: objects and nullable floats get another one.
+    """The column in a dtype that anndata stores without loss: only objects and nullable floats are cast.
 
-    Text stays as it is unless values are missing. Raises SourceError for objects of several kinds, or of none known.
+    Text is unchanged unless values are missing. Raises SourceError for objects of mixed or unknown kinds.
     """
     if types.is_float_dtype(column.dtype) and hasattr(column.dtype, "numpy_dtype"):
         return pd.Series(column.to_numpy(column.dtype.numpy_dtype, na_value=np.nan), name=column.name)
@@ -125,7 +125,7 @@ def storable(column: pd.Series) -> pd.Series:
     if len(found) == 0 or (inferred == "string" and not found.isna().any()):
         return found
     if inferred not in _BY_OBJECTS:
-        raise SourceError(f"it holds {kind_of(found)}, not values of one kind")
+        raise SourceError(f"it holds {kind_of(found)}, which cannot be stored: convert it to a single type")
     try:
         return found.astype(_BY_OBJECTS[inferred][1])
     except (OverflowError, TypeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Sources: any AnnData, wherever it lies and however it is stored, as windows of rows."""
+"""Sources: read AnnData of any format and location as windows of rows."""

@@ -1,4 +1,4 @@
-"""One source of a conversion seen as an AnnData, its parts read when asked for: stored (HDF5, Zarr) or in memory."""
+"""Present one source of a conversion as an AnnData whose elements are read on demand, from HDF5, Zarr or memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")
 
 
 class Input(ABC):
-    """One source. A context manager: closing closes files, and with them the nodes that were given out.
+    """One source. A context manager: on exit it closes its files, which invalidates the nodes it has returned.
 
-    `name` is a path or URL without secrets, for messages; `label` is short: "plate1" of plate1.h5ad. Paths of elements
-    read like `X`, `layers/counts`, `raw/X`, `obsm/X_pca`, `uns`. All raise SourceError, or a StoreError where bytes
-    cannot be had.
+    `name` is the path or URL without secrets, for messages. `label` is short: "plate1" for plate1.h5ad. Paths of
+    elements look like `X`, `layers/counts`, `raw/X`, `obsm/X_pca` and `uns`. All methods raise SourceError, or
+    StoreError if the bytes cannot be fetched.
     """
 
     n_rows: int
@@ -44,11 +44,11 @@ class Input(ABC):
 
     @property
     def bytes_in(self) -> int:
-        """Bytes stored, 0 for an AnnData in memory. A Zarr on a web server is counted without its chunks."""
+        """Stored bytes; 0 for an AnnData in memory. For a Zarr on a web server, the chunks are not counted."""
         return sum(size for _, size, _ in self._objects)
 
     def identity(self) -> dict[str, Any]:
-        """What JSON can hold and what differs when the bytes of the source do; empty for an AnnData in memory."""
+        """A JSON object that changes when the bytes of the source change; empty for an AnnData in memory."""
         if not self._objects:
             return {}
         digest = hashlib.sha256(repr(self._objects).encode()).hexdigest()[:32]
@@ -60,7 +60,7 @@ class Input(ABC):
 
     @abstractmethod
     def obs_column(self, name: str) -> pd.Series:
-        """One column of obs, numbered from 0, in the dtype that anndata reads."""
+        """One column of obs with a RangeIndex, in the dtype that anndata reads."""
 
     @abstractmethod
     def var(self, raw: bool = False) -> pd.DataFrame:
@@ -68,21 +68,21 @@ class Input(ABC):
 
     @abstractmethod
     def keys(self, part: str) -> list[str]:
-        """The sorted names in `layers`, `obsm`, `varm`, `obsp`, `varp`, `uns` or `raw/varm`; none where it is not."""
+        """The sorted names in `layers`, `obsm`, `varm`, `obsp`, `varp`, `uns` or `raw/varm`; [] if it is absent."""
 
     @abstractmethod
     def __contains__(self, path: str) -> bool: ...
 
     @abstractmethod
     def node(self, path: str) -> Node:
-        """An element not yet read."""
+        """An element that has not been read yet."""
 
     @abstractmethod
     def element(self, path: str) -> Any:
-        """An element read whole."""
+        """A whole element, read into memory."""
 
     def close(self) -> None:  # noqa: B027
-        """Closes files."""
+        """Closes the files."""
 
     def __enter__(self) -> Self:
         return self
@@ -92,10 +92,10 @@ class Input(ABC):
     ) -> None:
         self.close()
 
-    def _none_at(self, path: str, there: list[str]) -> SourceError:
+    def _missing(self, path: str, available: list[str]) -> SourceError:
         return SourceError(
-            f"{self.name} has no {path}: the file is damaged, or another is meant. "
-            f"It holds: {', '.join(there) or 'nothing'}"
+            f"{self.name} has no {path}: the file is damaged, or it is the wrong file. "
+            f"It holds: {', '.join(available) or 'nothing'}"
         )
 
 
@@ -110,10 +110,10 @@ class StoredInput(Input):
         self._check()
         self._index = {frame: str(self._root[frame].attrs["_index"]) for frame in ("obs", "var")}
         self.n_rows, self.n_genes = self._length("obs"), self._length("var")
-        self.has_raw = "raw" in self._root and not self._root["raw"].is_array  # an array says that there is none
+        self.has_raw = "raw" in self._root and not self._root["raw"].is_array  # an array marks an absent raw
         with reading(f"{name}: column-order of obs"):
             self.obs_columns = [str(column) for column in self._root["obs"].attrs["column-order"]]
-        # Also at the interpreter's end: HDF5 crashes there when a file that Python reads for it is still open.
+        # finalize also runs at interpreter exit: HDF5 crashes there if a file that it reads through Python is open.
         self._close = weakref.finalize(self, close)
 
     def close(self) -> None:
@@ -121,22 +121,20 @@ class StoredInput(Input):
 
     def _check(self) -> None:
         missing = [name for name in ("obs", "var", "X") if name not in self._root]
-        if {"obs", "var"} & set(missing):  # without X, a layer can still be taken as X
-            there = ", ".join(self._root.names()) or "nothing"
+        if {"obs", "var"} & set(missing):  # if only X is missing, a layer can be chosen as X
+            available = ", ".join(self._root.names()) or "nothing"
             raise SourceError(
-                f"{self.name} has no {' and no '.join(missing)}: not an AnnData to train on. It holds: {there}"
+                f"{self.name} has no {' and no '.join(missing)}, so it is not an AnnData. It holds: {available}"
             )
         if self._root["obs"].is_array or "raw.X" in self._root:
-            raise SourceError(
-                f"{self.name} was written by anndata before 0.7: read_h5ad and write_h5ad it with a newer one"
-            )
+            raise SourceError(f"{self.name} was written by anndata before 0.7: read and write it with a newer anndata")
         for frame in ("obs", "var"):
             attributes = self._root[frame].attrs
             if str(attributes.get("encoding-type")) != "dataframe" or not {"_index", "column-order"} <= set(attributes):
                 raise self._no_frame(frame)
 
     def _no_frame(self, path: str) -> SourceError:
-        return SourceError(f"{self.name}: {path} is not a data frame, so this is no AnnData")
+        return SourceError(f"{self.name}: {path} is not a data frame, so this is not an AnnData")
 
     def _length(self, frame: str) -> int:
         index = self.node(f"{frame}/{self._index[frame]}")
@@ -158,20 +156,20 @@ class StoredInput(Input):
         return pd.Series(self._column(name), name=name)
 
     def _column(self, name: str) -> Any:
-        """The values of a column of obs."""
+        """The values of a column of obs, whose length has been checked."""
         column = self.element(f"obs/{name}")
         self._require_shape(f"obs/{name}", getattr(column, "shape", ()), (self.n_rows,))
         return column
 
     @cached_property
     def _old_obs(self) -> pd.DataFrame | None:
-        """All of an obs that anndata 0.7 wrote: its columns do not say of themselves that they are categorical."""
+        """The whole obs if anndata 0.7 wrote it, else None. In that format no column tells that it is categorical."""
         if str(self._root["obs"].attrs.get("encoding-version")) != "0.1.0":
             return None
         frame = self._frame("obs")
         missing = [name for name in self.obs_columns if name not in frame]
         if missing:
-            raise self._none_at(f"obs/{missing[0]}", list(frame.columns))
+            raise self._missing(f"obs/{missing[0]}", list(frame.columns))
         return frame
 
     def var(self, raw: bool = False) -> pd.DataFrame:
@@ -200,7 +198,7 @@ class StoredInput(Input):
     def node(self, path: str) -> Node:
         if path not in self:
             above = path.rpartition("/")[0]
-            raise self._none_at(path, self.keys(above) if above else self._root.names())
+            raise self._missing(path, self.keys(above) if above else self._root.names())
         return self._root[path]
 
     def element(self, path: str) -> Any:
@@ -215,7 +213,7 @@ class StoredInput(Input):
 
 
 class MemoryInput(Input):
-    """An AnnData object; what it keeps in a file (`backed`) is read from there."""
+    """An AnnData object in memory. The parts of a backed AnnData are read from its file."""
 
     def __init__(self, adata: ad.AnnData, name: str, label: str, *, objects: Objects | None = None) -> None:
         super().__init__(name, label, objects or [])
@@ -223,8 +221,8 @@ class MemoryInput(Input):
         for path, frame in frames.items():
             if not isinstance(frame, pd.DataFrame):
                 raise SourceError(
-                    f"{path} of {name} is a {type(frame).__name__}, no data frame: if it is read lazily, give its path "
-                    "or URL instead, or adata.to_memory()"
+                    f"{path} of {name} is a {type(frame).__name__}, not a data frame: if the AnnData was opened "
+                    "lazily, pass its path or URL, or adata.to_memory()"
                 )
         self._adata = adata
         self.n_rows, self.n_genes = adata.shape
@@ -234,7 +232,7 @@ class MemoryInput(Input):
 
     @cached_property
     def _x(self) -> Any:
-        return self._adata.X  # taken once: that of a view is a copy
+        return self._adata.X  # cached, because the X of a view is a new copy at every access
 
     def obs_names(self) -> pd.Index:
         return self._adata.obs_names
@@ -242,7 +240,7 @@ class MemoryInput(Input):
     def obs_column(self, name: str) -> pd.Series:
         column = self._adata.obs[name]
         if isinstance(column, pd.DataFrame):
-            raise SourceError(f"{self.name} has several obs columns named {name!r}: rename them")
+            raise SourceError(f"{self.name} has several obs columns named {name!r}: make their names unique")
         return column.reset_index(drop=True)
 
     def var(self, raw: bool = False) -> pd.DataFrame:
@@ -252,19 +250,19 @@ class MemoryInput(Input):
         holder, attribute, _ = self._split(part)
         names = list(getattr(holder, attribute, ())) if attribute in _PARTS else []
         if attribute == "layers":
-            names = [name for name in names if name is not None]  # anndata 0.13 has X as layer None
+            names = [name for name in names if name is not None]  # anndata 0.13 stores X as layer None
         require_names(f"{part} of {self.name}", names)
         return sorted(names)
 
     def _split(self, path: str) -> tuple[Any, str, str]:
-        """The object that holds an element, the attribute of it, and the key in that."""
+        """Splits a path into the holder (the AnnData or its raw), the attribute and the key."""
         holder = self._adata.raw if path.startswith("raw/") else self._adata
         part, _, key = path.removeprefix("raw/").partition("/")
         return holder, part, key
 
     def _find(self, path: str) -> Any:
         holder, part, key = self._split(path)
-        with reading(f"{self.name}: {path}"):  # from a file, where the AnnData is backed
+        with reading(f"{self.name}: {path}"):  # a backed AnnData reads its file here
             found = self._x if path == "X" else getattr(holder, part, None)
             return found.get(key) if key and found is not None else found
 
@@ -275,8 +273,8 @@ class MemoryInput(Input):
     def node(self, path: str) -> Node:
         if path not in self:
             above = path.rpartition("/")[0]
-            there = self.keys(above) if above else ["obs", "var", *(part for part in _PARTS if self.keys(part))]
-            raise self._none_at(path, there)
+            available = self.keys(above) if above else ["obs", "var", *(part for part in _PARTS if self.keys(part))]
+            raise self._missing(path, available)
         found = self._find(path)
         is_backed = isinstance(found, anndata.abc.CSRDataset | anndata.abc.CSCDataset)
         return Node(found.group if is_backed else found, self.name, path)
@@ -289,4 +287,4 @@ class MemoryInput(Input):
         with reading(node.at, "cannot be computed"):
             if hasattr(found, "compute"):  # a dask array
                 return found.compute()
-            return found.to_memory() if hasattr(found, "to_memory") else found  # a data frame that xarray holds
+            return found.to_memory() if hasattr(found, "to_memory") else found  # to_memory: a lazy data frame of xarray

@@ -1,6 +1,6 @@
-"""The three arrays of a sparse matrix of a source, read in windows and checked: nothing of them is believed.
+"""Read and validate the three arrays of a sparse matrix in a source, window by window.
 
-Every error says source, array and row.
+All values of indptr and indices are checked. Every error names the source, the array and the row.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from zloader.common.errors import SourceError
 from zloader.common.records import Rows
 from zloader.conversion.sources.nodes import Node
 
-_INDPTR_ROWS = 1 << 20  # entries of indptr held at once
+_INDPTR_ROWS = 1 << 20  # entries of indptr in memory at a time
 
 
 class CompressedArrays:
     """The three arrays of a CSR or CSC matrix, read in windows along the compressed (`major`) axis.
 
-    `axes` names the major and the minor axis in messages; `element_bytes` is what an element costs in memory.
+    `axes` names the major and minor axis in messages. `element_bytes` is the memory per element.
     """
 
     def __init__(self, matrix: Node, *, axes: tuple[str, str], major: int, minor: int) -> None:
-        self._at, self._axes, self._major, self._minor = matrix.at, axes, major, minor
+        self.at, self._axes, self._major, self._minor = matrix.at, axes, major, minor
         self.indptr, self.indices, self.data = (matrix[name].in_threads() for name in ("indptr", "indices", "data"))
         self.dtype, self.genes_dtype, self.indptr_dtype = (
             part.number_dtype for part in (self.data, self.indices, self.indptr)
         )
         if self.genes_dtype.kind not in "iu" or self.indptr_dtype.kind not in "iu":
-            raise SourceError(f"{self._at}/indices and indptr must hold whole numbers: the file is damaged")
+            raise SourceError(f"{self.at}/indices and indptr must hold integers: the file is damaged")
         self.n_values = math.prod(self.data.shape)
         self.element_bytes = self.dtype.itemsize + self.genes_dtype.itemsize
         self._check_ends()
@@ -42,24 +42,24 @@ class CompressedArrays:
         if entries != (self._major + 1,) or of_values != [(self.n_values,)] * 2:
             found = [" x ".join(map(str, shape)) or "no" for shape in (entries, *of_values)]
             raise SourceError(
-                f"{self._at} has {self._major} {self._axes[0]}s, but {found[0]} entries in indptr, {found[1]} in "
+                f"{self.at} has {self._major} {self._axes[0]}s, but {found[0]} entries in indptr, {found[1]} in "
                 f"indices and {found[2]} in data: the file is damaged"
             )
         first, last = (int(self.indptr.numbers(at, at + 1)[0]) for at in (0, self._major))
         if first != 0:
-            raise SourceError(f"{self._at}/indptr starts at {first}, not 0, at {self._axes[0]} 0: the file is damaged")
+            raise SourceError(f"{self.at}/indptr starts at {first}, not 0, at {self._axes[0]} 0: the file is damaged")
         if last != self.n_values:
             raise SourceError(
-                f"{self._at}/indptr ends at {last} after {self._axes[0]} {self._major - 1}, but {self.n_values} values "
+                f"{self.at}/indptr ends at {last} after {self._axes[0]} {self._major - 1}, but {self.n_values} values "
                 "are stored: the file is damaged"
             )
 
     def windows(
         self, max_elements: int, first: int = 0, *, whole: bool = True
     ) -> Iterator[tuple[int, Rows, NDArray[np.integer], NDArray[Any]]]:
-        """First major number, relative indptr, minor numbers and values of successive windows, from `first` on.
+        """Yields windows from major number `first` on: first major number, relative indptr, minor numbers and values.
 
-        A major line with more than `max_elements` is a window of its own or, unless `whole`, several in turn.
+        A row of the major axis with more than `max_elements` values becomes one window, or several unless `whole`.
         """
         for start in range(first, self._major, _INDPTR_ROWS):
             indptr = self._checked_indptr(start, min(start + _INDPTR_ROWS, self._major))
@@ -80,7 +80,7 @@ class CompressedArrays:
         if len(wrong):
             row = int(wrong[0])
             raise SourceError(
-                f"{self._at}/indptr goes from {indptr[row]} to {indptr[row + 1]} at {self._axes[0]} {start + row} "
+                f"{self.at}/indptr goes from {indptr[row]} to {indptr[row + 1]} at {self._axes[0]} {start + row} "
                 f"({self.n_values} values are stored): the file is damaged"
             )
         return indptr
@@ -91,13 +91,13 @@ class CompressedArrays:
         at = int(np.flatnonzero((minor < 0) | (minor >= self._minor))[0])
         major = first + int(np.searchsorted(indptr, at, side="right")) - 1
         raise SourceError(
-            f"{self._at}: {self._axes[0]} {major} has a value for {self._axes[1]} {minor[at]}, but there are only the "
-            f"{self._axes[1]}s 0 to {self._minor - 1}: the file is damaged"
+            f"{self.at}: {self._axes[0]} {major} has a value for {self._axes[1]} {minor[at]}, but {self._axes[1]}s "
+            f"range from 0 to {self._minor - 1}: the file is damaged"
         )
 
 
 def split_rows(indptr: Rows, max_elements: int) -> Iterator[tuple[int, int]]:
-    """Cuts rows into runs `[first, last)` of at most `max_elements` values, or of one row that has more."""
+    """Splits rows into runs `[first, last)` of at most `max_elements` values; a longer row is a run by itself."""
     first, n_rows = 0, len(indptr) - 1
     while first < n_rows:
         last = int(np.searchsorted(indptr, indptr[first] + max_elements, side="right")) - 1

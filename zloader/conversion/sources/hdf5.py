@@ -1,7 +1,7 @@
-"""HDF5 datasets compressed with gzip, decompressed in several threads.
+"""Decompress gzip HDF5 datasets in several threads.
 
-The HDF5 library decompresses in one thread and holds a lock meanwhile; most .h5ad files are gzip files. Their chunks
-can be had as stored, and zlib runs without Python's lock.
+Most .h5ad files are compressed with gzip, and the HDF5 library decompresses in a single thread while it holds a lock.
+Here the compressed chunks are read as stored and inflated by zlib, which releases Python's global interpreter lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_THREADS = 16
 
 
 def in_threads(array: Any) -> Any:
-    """The same array, one that decompresses in several threads where it is a flat gzip dataset."""
+    """Wraps a one-dimensional gzip dataset so that it decompresses in several threads; returns other arrays as is."""
     if not isinstance(array, h5py.Dataset) or array.chunks is None or array.ndim != 1:
         return array
     filters = array.id.get_create_plist()
@@ -30,7 +30,7 @@ def in_threads(array: Any) -> Any:
 
 
 class GzipDataset:
-    """A flat gzip dataset whose slices equal those of h5py's. Raises OSError for bytes that do not inflate."""
+    """A one-dimensional gzip dataset with the slices of h5py's. Raises OSError for a chunk that does not inflate."""
 
     def __init__(self, dataset: h5py.Dataset, *, shuffled: bool) -> None:
         self._dataset = dataset
@@ -60,7 +60,7 @@ class GzipDataset:
         return out
 
     def _stored(self, first: int) -> bytes | None:
-        """The compressed bytes of the chunk at an element; None where none was ever written."""
+        """The compressed bytes of the chunk that starts at element `first`; None if it was never written."""
         identifier = self._dataset.id
         if identifier.get_chunk_info_by_coord((first,)).byte_offset is None:
             return None

@@ -1,7 +1,8 @@
-"""Matrices of several sources below one another as one, each with its genes put in the places that they have there.
+"""Concatenate the matrices of several sources along their rows, with genes mapped to a common axis.
 
-A window of a source becomes one window of the whole. Genes are renumbered, dropped, and put in order again where the
-new numbers do not ascend: in linear time, by way of a bit for each gene (5 to 8 ns a value; sorting takes 40).
+Each window of a source becomes one window of the joined matrix. Genes are renumbered or dropped, then sorted again if
+the new numbers are not ascending. Sorting takes linear time with one bit per gene: 5 to 8 ns per value, where a
+comparison sort takes 40.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def _count_bits(word: Any) -> Any:
 
 
 @compiled
-def _place(
-    lengths: Rows, n_genes: int, taken: tuple[NDArray[Any], NDArray[Any]], given: tuple[NDArray[Any], NDArray[Any]]
+def _sort_genes(
+    lengths: Rows, n_genes: int, source: tuple[NDArray[Any], NDArray[Any]], out: tuple[NDArray[Any], NDArray[Any]]
 ) -> Rows:
-    """Moves `taken` genes (those below 0 are dropped) and values to `given`, ascending in each row: its new lengths.
+    """Sorts the genes and values of each row from `source` into `out` and returns the new lengths.
 
-    A gene's place in its row is the number of bits set before its own.
+    Negative genes are dropped. The rank of a gene in its row is the number of bits set before its own.
     """
-    (genes, values), (out_genes, out_values) = taken, given
+    (genes, values), (out_genes, out_values) = source, out
     one = np.uint64(1)
     present = np.zeros((n_genes + 63) // 64, np.uint64)
     before = np.zeros(len(present), np.int64)
@@ -44,7 +45,7 @@ def _place(
         n_kept = 0
         for i in range(start, start + lengths[row]):
             kept[n_kept] = i
-            n_kept += genes[i] >= 0  # no branch: that would be guessed wrong half the time
+            n_kept += genes[i] >= 0  # without a branch, which would be mispredicted half the time
         for i in kept[:n_kept]:
             present[genes[i] >> 6] |= one << np.uint64(genes[i] & 63)
         for word in range(len(present)):
@@ -52,8 +53,8 @@ def _place(
             at += _count_bits(present[word])
         for i in kept[:n_kept]:
             lower = present[genes[i] >> 6] & ((one << np.uint64(genes[i] & 63)) - one)
-            place = before[genes[i] >> 6] + _count_bits(lower)
-            out_genes[place], out_values[place] = genes[i], values[i]
+            position = before[genes[i] >> 6] + _count_bits(lower)
+            out_genes[position], out_values[position] = genes[i], values[i]
         present[:] = 0
         out_lengths[row] = n_kept
         start += lengths[row]
@@ -63,9 +64,9 @@ def _place(
 class JoinedMatrix(SourceMatrix):
     """The rows of `parts`, one part after the other, over `n_genes` genes.
 
-    With each part come the new numbers of its genes, each at most once and -1 for those to drop; None leaves all as
-    they are. Genes that a part does not have are zeros. Dense parts stay dense when all are; else the whole is CSR, and
-    of dense rows the values that are not 0 (NaN among them) are kept, as `anndata.concat` does.
+    Each part comes with the new numbers of its genes: unique, and -1 for genes to drop. None leaves all genes as they
+    are. Genes that a part lacks are zeros. The result is dense if all parts are dense, else CSR. In a CSR result, dense
+    rows keep their nonzero values (including NaN), as in `anndata.concat`.
     """
 
     genes_dtype = indptr_dtype = np.dtype(np.int64)
@@ -120,11 +121,12 @@ class JoinedMatrix(SourceMatrix):
         mapped = genes[window.genes]
         if genes.min(initial=0) == 0 and (genes[1:] > genes[:-1]).all():
             return _replaced(window, window.lengths, mapped, values)
-        bits = values.view(f"u{values.itemsize}")  # only moved, so any type will do: numba has no float16
-        placed = np.empty_like(mapped), np.empty_like(bits)
-        lengths = _place(window.lengths, self.n_genes, (mapped, bits), placed)
+        # Values are only moved, so any type of their size works: numba has no float16.
+        bits = values.view(f"u{values.itemsize}")
+        out = np.empty_like(mapped), np.empty_like(bits)
+        lengths = _sort_genes(window.lengths, self.n_genes, (mapped, bits), out)
         n_kept = int(lengths.sum())
-        return _replaced(window, lengths, placed[0][:n_kept], placed[1][:n_kept].view(values.dtype))
+        return _replaced(window, lengths, out[0][:n_kept], out[1][:n_kept].view(values.dtype))
 
     def close(self) -> None:
         for matrix, _ in self._parts:
@@ -132,11 +134,11 @@ class JoinedMatrix(SourceMatrix):
 
 
 def without_zeros(window: Window, n_genes: int) -> Window:
-    """A dense window as CSR, without its zeros."""
+    """Converts a dense window to CSR by dropping its zeros."""
     values = window.values.reshape(len(window.lengths), n_genes)
     rows, genes = np.nonzero(values)
     return _replaced(window, np.bincount(rows, minlength=len(values)), genes, values[rows, genes])
 
 
 def _replaced(window: Window, lengths: Rows, genes: NDArray[Any], values: NDArray[Any]) -> Window:
-    return Window(lengths=lengths, genes=genes, values=values, places=window.places, mended=window.mended)
+    return Window(lengths=lengths, genes=genes, values=values, positions=window.positions, mended=window.mended)

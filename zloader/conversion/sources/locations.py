@@ -1,6 +1,6 @@
-"""Where the sources of a conversion lie: paths, URLs of any fsspec scheme, globs; and how their bytes are reached.
+"""Locate the sources of a conversion (local paths, URLs of any fsspec scheme, globs) and read their bytes.
 
-Credentials are in `storage_options` or in a URL's user and query parts; none of these is ever shown.
+Credentials may be in `storage_options`, or in the user and query parts of a URL. They are never shown.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from zloader.common.errors import (
 )
 from zloader.common.options import MiB
 
-Objects = list[tuple[str, int, str]]  # relative name, bytes, and a tag that changes with the bytes
+Objects = list[tuple[str, int, str]]  # relative name, size in bytes, and a tag that changes with the content
 
-# What file systems call the thing that changes when the bytes do; the first that is there is taken.
+# The names that file systems use for a tag that changes with the content; the first one present is used.
 _TAGS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated", "created")
 _SUFFIXES = (".h5ad", ".zarr", ".h5", ".hdf5")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLocation:
-    """One source: `path` on a fsspec `filesystem`, called `name` in messages.
+    """The location of one source: a `path` on an fsspec `filesystem`. `name` is the URL without secrets.
 
     All methods raise AccessDeniedError, StoreNotFoundError or ReadError.
     """
 
-    url: str = field(repr=False)  # may hold secrets
+    url: str = field(repr=False)  # may contain secrets
     name: str
     path: str
     filesystem: Any
@@ -55,29 +55,29 @@ class SourceLocation:
 
     @property
     def is_local(self) -> bool:
-        """Whether `path` can be given to others."""
+        """Whether `path` is a local path, which other libraries can open."""
         return "://" not in self.url
 
     @property
     def can_be_listed(self) -> bool:
-        """Whether the file system knows what there is."""
+        """Whether the file system can list objects; a web server cannot."""
         return not self.url.startswith(("http://", "https://"))
 
     @property
     def label(self) -> str:
-        """The last part of the name without the suffix of a known format."""
+        """The last part of the name, without the suffix of a known format: `plate1` for `plate1.h5ad`."""
         last = self.name.rstrip("/").rpartition("/")[2]
         return Path(last).stem if last.endswith(_SUFFIXES) else last
 
     def has(self, *names: str) -> bool:
-        """Whether one of these objects lies below. (A web address with a query names one object, no directory.)"""
+        """Whether any of these objects exists below. A web address with a query names one object, not a directory."""
         if not self.can_be_listed and "?" in self.path:
             return False
         with _translated(self):
             return any(self.filesystem.exists(f"{self.path}/{name}") for name in names)
 
     def entry(self) -> Mapping[str, Any]:
-        """What the file system says of it: type, size, ..."""
+        """The entry of the file system: type, size, ..."""
         with _translated(self):
             found: Mapping[str, Any] = self.filesystem.info(self.path)
             if self.is_local and found["type"] == "file":
@@ -86,7 +86,7 @@ class SourceLocation:
             return found
 
     def objects(self) -> Objects:
-        """Every file of it; for a Zarr that cannot be listed those of its root."""
+        """All files of the source; for a Zarr that cannot be listed, only the metadata files of its root."""
         with _translated(self):
             if not self.can_be_listed:
                 names = [self.path, *(f"{self.path}/{name}" for name in ("zarr.json", ".zmetadata"))]
@@ -100,24 +100,24 @@ class SourceLocation:
         )
 
     def zarr_store(self) -> Store:
-        """A zarr store rooted here, for reading; its reads raise as the methods here do."""
+        """A read-only zarr store rooted here. Its reads raise the errors of this class."""
         if self.is_local:
             return zarr.storage.LocalStore(self.path, read_only=True)
         if self.url.startswith("s3://"):
-            location = Location(url=self.url, storage_options=self.storage_options)
-            return _RemoteStore(location.zarr_store(read_only=True), self)
+            bucket = Location(url=self.url, storage_options=self.storage_options)
+            return _RemoteStore(bucket.zarr_store(read_only=True), self)
         options = dict(self.storage_options)
         return _RemoteStore(zarr.storage.FsspecStore.from_url(self.url, storage_options=options, read_only=True), self)
 
     def file(self, cache: BlockCache) -> str | RemoteFile:
-        """What h5py opens."""
+        """A path or file object for h5py."""
         if self.is_local:
             return self.path
         size = self.entry()["size"]
         if not self.can_be_listed:
             with _translated(self), self.filesystem.open(self.path, cache_type="none") as probe:
                 probe.seek(1)
-                probe.read(1)  # fails here where a server always sends all
+                probe.read(1)  # fails if the server ignores ranges and always sends the whole file
         return RemoteFile(self, size, cache)
 
 
@@ -125,30 +125,30 @@ def _tag(entry: Mapping[str, Any]) -> str:
     return next((str(entry[name]) for name in _TAGS if entry.get(name)), "")
 
 
-def places(source: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> list[SourceLocation]:
-    """The place that a path or URL names, or those that a glob matches, sorted.
+def source_locations(source: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> list[SourceLocation]:
+    """The location that a path or URL names, or the sorted locations that a glob matches.
 
-    Raises StoreNotFoundError where a glob matches nothing, OptionError for a scheme that is not known.
+    Raises StoreNotFoundError if a glob matches nothing, and OptionError for an unknown scheme.
     """
     text = os.fspath(source)
     if text.startswith("file://"):
         text = Location(url=text).path
-    place = _place(text, storage_options)
-    magic = "*[" if not place.can_be_listed else "*?["  # `?` begins the query of a web address
-    if not any(sign in text for sign in magic):
-        return [place]
-    with _translated(place):
-        if place.filesystem.exists(place.path):
-            return [place]
-        found = sorted(place.filesystem.glob(place.path))
-        if not place.is_local:
-            found = [place.filesystem.unstrip_protocol(path) for path in found]
+    location = _source_location(text, storage_options)
+    wildcards = "*[" if not location.can_be_listed else "*?["  # `?` starts the query of a web address
+    if not any(wildcard in text for wildcard in wildcards):
+        return [location]
+    with _translated(location):
+        if location.filesystem.exists(location.path):
+            return [location]
+        found = sorted(location.filesystem.glob(location.path))
+        if not location.is_local:
+            found = [location.filesystem.unstrip_protocol(path) for path in found]
     if not found:
-        raise StoreNotFoundError(f"nothing matches {place.name}: check the directory and the pattern")
-    return [_place(one, storage_options) for one in found]
+        raise StoreNotFoundError(f"nothing matches {location.name}: check the directory and the pattern")
+    return [_source_location(match, storage_options) for match in found]
 
 
-def _place(text: str, storage_options: Mapping[str, Any]) -> SourceLocation:
+def _source_location(text: str, storage_options: Mapping[str, Any]) -> SourceLocation:
     if "://" not in text:
         path = str(Path(text).expanduser().absolute())
         return SourceLocation(url=text, name=text, path=path, filesystem=Location(url=text).filesystem())
@@ -166,47 +166,47 @@ def _place(text: str, storage_options: Mapping[str, Any]) -> SourceLocation:
 
 
 def _without_secrets(url: str) -> str:
-    """Without user, password and, for web addresses, the query, which may be a signature."""
+    """Removes user and password and, from a web address, the query, which may be a signature."""
     url = re.sub(r"//[^/@]*@", "//", url)
     return url.partition("?")[0] if re.search(r"\bhttps?://", url) else url
 
 
 @contextlib.contextmanager
-def _translated(place: SourceLocation) -> Iterator[None]:
-    """Turns the errors of file systems and their clients into ours."""
+def _translated(location: SourceLocation) -> Iterator[None]:
+    """Translates the exceptions of file systems and their clients to ours."""
     try:
         yield
     except ZloaderError:
         raise
     except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
-        what = "" if place.is_local else ". Check the key and secret in storage_options or the AWS_* variables"
+        advice = "" if location.is_local else ". Check the key and secret in storage_options or the AWS_* variables"
         reason = error.strerror if isinstance(error, PermissionError) and error.strerror else str(error)
-        raise AccessDeniedError(f"not allowed to read {place.name}: {reason}{what}") from error
+        raise AccessDeniedError(f"not allowed to read {location.name}: {reason}{advice}") from error
     except FileNotFoundError as error:
-        what = f"file {place.name}" if place.is_local else f"object at {place.name}"
+        what = f"file {location.name}" if location.is_local else f"object at {location.name}"
         answer = getattr(error.__cause__, "status", None) or type(error.__cause__).__name__
-        raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not place.can_be_listed)) from error
-    except Exception as error:  # aiohttp, botocore and others have trees of their own
-        reason = str(error).replace(place.url, place.name)
-        raise ReadError(f"cannot read {place.name}: {type(error).__name__}: {reason}") from error
+        raise StoreNotFoundError(f"there is no {what}" + f" ({answer})" * (not location.can_be_listed)) from error
+    except Exception as error:  # aiohttp, botocore and others have their own exception classes
+        reason = str(error).replace(location.url, location.name)
+        raise ReadError(f"cannot read {location.name}: {type(error).__name__}: {reason}") from error
 
 
 class _RemoteStore(WrapperStore[Store]):
-    """Raises our errors."""
+    """A zarr store whose reads raise our errors."""
 
-    def __init__(self, store: Store, place: SourceLocation) -> None:
+    def __init__(self, store: Store, location: SourceLocation) -> None:
         super().__init__(store)
-        self._place = place
+        self._location = location
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        with _translated(replace(self._place, name=f"{self._place.name}/{key}")):
+        with _translated(replace(self._location, name=f"{self._location.name}/{key}")):
             return await self._store.get(key, prototype, byte_range)
 
 
 class BlockCache:
-    """The last blocks read of any number of remote files, at most `max_blocks` of `block_bytes`."""
+    """An LRU cache of the blocks of any number of remote files: at most `max_blocks` of `block_bytes` each."""
 
-    # By default a block takes about as long to come as its first byte does, and eight keep a link busy.
+    # With these defaults the transfer of a block takes about as long as its first byte, and eight keep a link busy.
     def __init__(self, *, block_bytes: int = 4 * MiB, max_blocks: int = 8) -> None:
         self.block_bytes = block_bytes
         self.max_blocks = max_blocks
@@ -215,43 +215,45 @@ class BlockCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def read(self, place: SourceLocation, size: int, numbers: range) -> list[bytes]:
-        """These blocks of a file of `size` bytes; those that are not held come at the same time.
+    def read(self, location: SourceLocation, size: int, numbers: range) -> list[bytes]:
+        """Reads blocks of a file of `size` bytes. Blocks that are not cached are fetched concurrently.
 
-        Where the block before them is held, the file is being read through: then those that follow come, too.
+        If the preceding block is cached, the file is being read sequentially, so the following blocks are read ahead.
         """
-        missing = self._missing(place, numbers)
-        if missing and not self._missing(place, [numbers[0] - 1]):
+        missing = self._missing(location, numbers)
+        if missing and not self._missing(location, [numbers[0] - 1]):
             ahead = range(numbers[0], min(numbers[0] + self.max_blocks // 2, -(-size // self.block_bytes)))
-            missing = self._missing(place, sorted({*numbers, *ahead}))
+            missing = self._missing(location, sorted({*numbers, *ahead}))
         starts = [number * self.block_bytes for number in missing]
         stops = [min(start + self.block_bytes, size) for start in starts]
         fetched: list[bytes] = []
         if missing:
-            with _translated(place):
-                fetched = place.filesystem.cat_ranges([place.path] * len(missing), starts, stops, on_error="raise")
+            with _translated(location):
+                paths = [location.path] * len(missing)
+                fetched = location.filesystem.cat_ranges(paths, starts, stops, on_error="raise")
         for number, start, stop, block in zip(missing, starts, stops, fetched, strict=True):
             if len(block) != stop - start:
                 raise TruncatedObjectError(
-                    f"{place.name} gave {len(block)} bytes at {start}, not {stop - start}: was it replaced meanwhile?"
+                    f"{location.name} returned {len(block)} bytes at {start}, not {stop - start}: was it replaced "
+                    "during the read?"
                 )
-            self._blocks[place.url, number] = block
+            self._blocks[location.url, number] = block
         for number in numbers:
-            self._blocks.move_to_end((place.url, number))
-        blocks = [self._blocks[place.url, number] for number in numbers]
+            self._blocks.move_to_end((location.url, number))
+        blocks = [self._blocks[location.url, number] for number in numbers]
         while len(self._blocks) > self.max_blocks:
             self._blocks.popitem(last=False)
         return blocks
 
-    def _missing(self, place: SourceLocation, numbers: Iterable[int]) -> list[int]:
-        return [number for number in numbers if (place.url, number) not in self._blocks]
+    def _missing(self, location: SourceLocation, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if (location.url, number) not in self._blocks]
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file for h5py: seekable, read in blocks. Raises AccessDeniedError, StoreNotFoundError, ReadError."""
+    """A seekable remote file for h5py, read in blocks. Raises AccessDeniedError, StoreNotFoundError or ReadError."""
 
-    def __init__(self, place: SourceLocation, size: int, cache: BlockCache) -> None:
-        self._place, self._size, self._cache, self._at = place, size, cache, 0
+    def __init__(self, location: SourceLocation, size: int, cache: BlockCache) -> None:
+        self._location, self._size, self._cache, self._at = location, size, cache, 0
 
     def readable(self) -> bool:
         return True
@@ -273,7 +275,7 @@ class RemoteFile(io.RawIOBase):
         while self._at < stop:
             first = self._at // width
             numbers = range(first, min(first + self._cache.max_blocks, -(-stop // width)))
-            for number, block in zip(numbers, self._cache.read(self._place, self._size, numbers), strict=True):
+            for number, block in zip(numbers, self._cache.read(self._location, self._size, numbers), strict=True):
                 part = memoryview(block)[self._at - number * width : stop - number * width]
                 wanted[self._at - start : self._at - start + len(part)] = part
                 self._at += len(part)

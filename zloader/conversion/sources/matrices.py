@@ -1,4 +1,4 @@
-"""The matrices of one source as windows: CSR and dense ones, and CSC by way of transpose.py."""
+"""Read the matrices of one source as windows: CSR and dense matrices directly, CSC through transpose.py."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.transpose import CscMatrix
 from zloader.conversion.sources.windows import SourceMatrix, Window, canonical
 
-# Arrays of such a window come from memory that was freed before; with 64 MiB the kernel gives new pages.
+# Bytes per window. Arrays of this size reuse freed memory; with 64 MiB every window would fault in new pages.
 _MOST_READ = 16 * MiB
 
 
 def open_matrix(node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
-    """The matrix `node`, stored under `name` later on.
+    """Opens the matrix `node`, which will be stored as `name`.
 
-    `shape` is what obs and var ask for. `window_bytes` bounds the decoded values and indices held at once. Raises
-    SourceError.
+    `shape` is the shape expected from obs and var. `window_bytes` bounds the decoded values and indices in memory.
+    Raises SourceError.
     """
     if node.encoding not in _KINDS:
         raise SourceError(
-            f"{node.at} is a {node.encoding}, and is stored only as csr_matrix, csc_matrix or array: make it one"
+            f"{node.at} is a {node.encoding}, which cannot be stored: convert it to csr_matrix, csc_matrix or array"
         )
     if node.shape != shape:
-        raise SourceError(f"{node.at} has shape {node.shape}, but its obs and var ask for {shape}")
+        raise SourceError(f"{node.at} has shape {node.shape}, but obs and var require {shape}: the source is damaged")
     return _KINDS[node.encoding](node, name, shape=shape, window_bytes=window_bytes)
 
 
 class DenseMatrix(SourceMatrix):
-    """A dense array, read by rows."""
+    """A dense array, read in runs of rows."""
 
     encoding = "dense"
     genes_dtype = indptr_dtype = np.dtype(np.int64)
@@ -45,7 +45,7 @@ class DenseMatrix(SourceMatrix):
         self.n_stored = self.n_rows * self.n_genes
         rows = max(1, min(window_bytes, _MOST_READ) // max(1, self.n_genes * self.dtype.itemsize))
         stored_together = node.rows_stored_together
-        # Whole stored chunks where they fit, so that none is decompressed twice.
+        # Whole stored chunks if they fit, so that none is decompressed twice.
         self._window_rows = rows - rows % stored_together if rows > stored_together else rows
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
@@ -56,7 +56,7 @@ class DenseMatrix(SourceMatrix):
 
 
 class CsrMatrix(SourceMatrix):
-    """A CSR matrix, read straight through."""
+    """A CSR matrix, read sequentially."""
 
     encoding = "csr"
 
@@ -68,8 +68,8 @@ class CsrMatrix(SourceMatrix):
         self.genes_dtype, self.indptr_dtype = self._stored.genes_dtype, self._stored.indptr_dtype
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
-        for _, indptr, genes, values in self._stored.windows(self._window_elements, first_row):
-            yield canonical(indptr, genes, values)
+        for row, indptr, genes, values in self._stored.windows(self._window_elements, first_row):
+            yield canonical(indptr, genes, values, at=self._stored.at, first_row=row)
 
 
 _KINDS: dict[str, Callable[..., SourceMatrix]] = {"csr": CsrMatrix, "csc": CscMatrix, "dense": DenseMatrix}

@@ -1,7 +1,7 @@
-"""Groups and arrays of a source, in HDF5, Zarr or memory: the one place where their libraries are asked for anything.
+"""Read groups and arrays of a source in HDF5, Zarr or memory. All calls to their libraries are in this module.
 
-A file that is damaged makes h5py, zarr, anndata, pandas and codecs raise errors of all kinds, some of them for a mere
-look at an attribute. Each becomes a SourceError here that names the file and the element.
+A damaged file makes h5py, zarr, anndata, pandas and the codecs raise exceptions of many types, some even when an
+attribute is read. Each of them becomes a SourceError here that names the file and the element.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ _ENCODINGS = {"csr_matrix": "csr", "csc_matrix": "csc", "array": "dense"}
 
 @contextlib.contextmanager
 def reading(at: str, doing: str = "cannot be read", damaged: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Turns whatever the libraries raise for a damaged source into a SourceError.
+    """Turns any exception that a library raises for a damaged source into a SourceError.
 
-    `at` names the source and the place in it; `damaged` finds the stored object to blame, where there is one.
+    `at` names the source and the element. `damaged` returns the key of the damaged object, or None.
     """
     try:
         yield
     except FormatError as error:
         raise SourceError(str(error)) from error
     except ZloaderError:
-        raise  # a remote source that cannot be reached is not damaged
+        raise  # an unreachable remote source is not damaged
     except Exception as error:
         key = damaged()
         where = "" if key is None else f", in {key}"
         raise SourceError(
             f"{at} {doing}{where} ({type(error).__name__}: {error}): the source is damaged or incomplete, or it needs "
-            "a newer anndata or a filter of HDF5 (pip install hdf5plugin)"
+            "a newer anndata or an HDF5 filter (pip install hdf5plugin)"
         ) from error
 
 
 class Node:
-    """A group or array, or an element in memory. `at` names it in messages, such as `plate1.h5ad: X/data`.
+    """A group, array, or element in memory. `at` names it in messages, such as `plate1.h5ad: X/data`.
 
-    Everything raises SourceError, or a StoreError where bytes cannot be had.
+    All methods raise SourceError, or StoreError if the bytes cannot be fetched.
     """
 
     def __init__(self, native: Any, source: str, path: str = "") -> None:
-        """`native` is what its library has: of h5py, zarr, numpy, scipy, pandas ..."""
+        """`native` is the object of the library: h5py, zarr, numpy, scipy, pandas, ..."""
         self.native, self.source, self.path = native, source, path
         self.at = f"{source}: {path}" if path else source
 
@@ -62,7 +62,7 @@ class Node:
             return hasattr(self.native, name) if scipy.sparse.issparse(self.native) else name in self.native
 
     def __getitem__(self, name: str) -> Node:
-        """The group or array at a path below. Of a sparse matrix in memory, one of its three arrays."""
+        """The group or array at a relative path, or one of the three arrays of a sparse matrix in memory."""
         below = f"{self.path}/{name}".lstrip("/")
         if name not in self:
             raise SourceError(f"{self.at} has no {name}: the file is damaged")
@@ -71,9 +71,9 @@ class Node:
         return Node(native, self.source, below)
 
     def names(self) -> list[str]:
-        """What lies directly below a group, sorted."""
+        """The sorted names of the direct members of a group."""
         with reading(self.at):
-            return sorted(map(str, self.native))  # bytes are not text to h5py
+            return sorted(map(str, self.native))  # h5py returns bytes for names that are not UTF-8
 
     @property
     def attrs(self) -> Mapping[str, Any]:
@@ -83,13 +83,13 @@ class Node:
 
     @property
     def is_array(self) -> bool:
-        """Whether it has values of its own."""
+        """Whether this is an array, not a group."""
         with reading(self.at):
             return hasattr(self.native, "dtype")
 
     @property
     def encoding(self) -> str:
-        """`csr`, `csc` or `dense`; of what is no matrix, its encoding-type or, in memory, a name of its type."""
+        """`csr`, `csc` or `dense`; for other elements the encoding-type or, in memory, the name of the type."""
         if scipy.sparse.issparse(self.native):
             return str(self.native.format)
         if isinstance(self.native, pd.DataFrame):
@@ -103,7 +103,7 @@ class Node:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of an array or matrix."""
+        """The shape of an array or matrix."""
         with reading(self.at, "has a shape that cannot be read"):
             shape = self.native.shape if hasattr(self.native, "shape") else self.attrs.get("shape")
             if shape is None:
@@ -112,31 +112,31 @@ class Node:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """As stored."""
+        """The dtype as stored."""
         with reading(self.at):
             dtype: np.dtype[Any] = np.dtype(self.native.dtype)
         return dtype
 
     @property
     def number_dtype(self) -> np.dtype[Any]:
-        """The dtype in native byte order. Raises SourceError when it is not bool, integer or float."""
+        """The dtype in native byte order. Raises SourceError unless it is bool, integer or float of at most 64 bits."""
         dtype = self.dtype
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
             raise SourceError(
-                f"{self.at} holds {dtype}, not real numbers of at most 64 bits: store it as such, float32 for example"
+                f"{self.at} holds {dtype}, not real numbers of at most 64 bits: convert it, for example to float32"
             )
         native: np.dtype[Any] = dtype.newbyteorder("=")
         return native
 
     @property
     def rows_stored_together(self) -> int:
-        """The length of a chunk; 1 where there are none."""
+        """The chunk length along the first axis; 1 if the array is not chunked."""
         with reading(self.at):
             chunks = getattr(self.native, "chunks", None)
             return int(chunks[0]) if chunks else 1
 
     def in_threads(self) -> Node:
-        """The same, read in several threads where it is a flat gzip dataset."""
+        """This node, read in several threads if it is a one-dimensional gzip dataset."""
         with reading(self.at):
             return Node(in_threads(self.native), self.source, self.path)
 
@@ -148,8 +148,8 @@ class Node:
             return np.asarray(self.native[start:stop], dtype)
 
     def element(self) -> Any:
-        """All of it, as anndata reads it."""
+        """The whole element, as anndata reads it."""
         damaged = partial(undecodable_key, self.native)
         with reading(self.at, "cannot be read by anndata", damaged), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ad.OldFormatWarning)  # what is written is in the new one
+            warnings.simplefilter("ignore", ad.OldFormatWarning)  # convert writes the new format
             return ad.io.read_elem(self.native)

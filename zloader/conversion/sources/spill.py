@@ -1,8 +1,9 @@
-"""What does not fit in memory, dealt to buckets in temporary files. They have no names, so they go with the process.
+"""Partition items into buckets in temporary files, for data that does not fit in memory.
 
-A spill has columns, a file each, and its items are written front to back in sections: what was in memory at once, in
-the order of buckets. A bucket is read back from every section. Where the buckets end in each section is in a file,
-too: there are as many such ends as sections times buckets.
+A spill has one file per column. Items are written sequentially in sections: a section holds the items that were in
+memory together, sorted by bucket. To read a bucket, its part of every section is read. The boundaries of the buckets
+are kept in another file, because there are sections times buckets of them. The files are unlinked, so the kernel
+removes them when the process ends.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from numpy.typing import NDArray
 from zloader.common.errors import StoreError
 from zloader.common.records import Rows
 
-_CUTS_HELD = 1 << 20  # 8 MiB of them at once
+_CUTS_IN_MEMORY = 1 << 20  # 8 MiB
 
 Item = TypeVar("Item")
 
 
 class Spill:
-    """`n_buckets` buckets of items with a column of each of `dtypes`.
+    """`n_buckets` buckets of items that have one column per dtype in `dtypes`.
 
-    Where there is no room for it, StoreError says for what `purpose` it would have been and how much `takes_bytes`.
+    If the disk is full, StoreError reports the `purpose` and the `takes_bytes` needed in all.
     """
 
     def __init__(self, dtypes: Sequence[Any], *, n_buckets: int, purpose: str, takes_bytes: int) -> None:
@@ -38,12 +39,12 @@ class Spill:
         self._n_sections = self._n_items = 0
 
     def write(self, column: int, items: NDArray[Any]) -> None:
-        """Appends items, of the column's dtype, to a column of the section being written."""
+        """Appends items, which have the dtype of the column, to a column of the current section."""
         assert items.dtype == self._dtypes[column]
         self._append(self._columns[column], items)
 
     def end_section(self, cuts: Rows) -> None:
-        """Ends a section whose bucket b is its items `[cuts[b], cuts[b + 1])`."""
+        """Ends the current section. Bucket b is its items `[cuts[b], cuts[b + 1])`."""
         self._append(self._cuts, cuts + self._n_items)
         self._n_sections += 1
         self._n_items += int(cuts[-1])
@@ -55,13 +56,13 @@ class Spill:
                 left = left[file.write(left) :]
         except OSError as error:
             raise StoreError(
-                f"no room to {self._purpose} in {tempfile.gettempdir()} ({error.strerror}): it takes "
-                f"{self._takes_bytes} bytes. Set TMPDIR to a larger disk"
+                f"cannot {self._purpose}: {tempfile.gettempdir()} is too small ({error.strerror}). It takes "
+                f"{self._takes_bytes} bytes: set TMPDIR to a directory on a larger disk"
             ) from error
 
     def buckets(self, first: int = 0) -> Iterator[Rows]:
-        """For each bucket from `first` on: the items `[start, stop)` that it has in each section (sections x 2)."""
-        at_once = max(1, _CUTS_HELD // max(1, self._n_sections))
+        """Yields, for each bucket from `first` on, its items `[start, stop)` in each section, of shape sections x 2."""
+        at_once = max(1, _CUTS_IN_MEMORY // max(1, self._n_sections))
         for begin in range(first, self._n_buckets, at_once):
             end = min(begin + at_once, self._n_buckets)
             cuts = np.empty((self._n_sections, end - begin + 1), np.int64)
@@ -71,7 +72,7 @@ class Spill:
                 yield cuts[:, bucket : bucket + 2]
 
     def read(self, column: int, cuts: Rows) -> NDArray[Any]:
-        """The items of a column between the two `cuts` of each section, end to end."""
+        """The items of a column between the two `cuts` of each section, concatenated."""
         items = np.empty(int((cuts[:, 1] - cuts[:, 0]).sum()), self._dtypes[column])
         at = 0
         for start, stop in cuts.tolist():
@@ -80,7 +81,7 @@ class Spill:
         return items
 
     def close(self) -> None:
-        """Frees the disk."""
+        """Frees the disk space."""
         for file in (*self._columns, self._cuts):
             file.close()
 
@@ -94,28 +95,28 @@ def _read(file: Any, start: int, items: NDArray[Any]) -> None:
     while left:
         n_read = os.preadv(file.fileno(), [left], offset)
         if n_read == 0:
-            raise StoreError(f"a temporary file in {tempfile.gettempdir()} has lost its end: run convert again")
+            raise StoreError(f"a temporary file in {tempfile.gettempdir()} was truncated: run convert again")
         left, offset = left[n_read:], offset + n_read
 
 
-def rows_a_bucket(*, n_rows: int, held_bytes: int, bucket_bytes: int) -> int:
-    """How many rows make a bucket of `bucket_bytes`, where all rows take `held_bytes`; at least one."""
-    return max(1, -(-n_rows // max(1, -(-held_bytes // bucket_bytes))))
+def rows_per_bucket(*, n_rows: int, total_bytes: int, bucket_bytes: int) -> int:
+    """The number of rows in a bucket of `bucket_bytes` if all rows take `total_bytes`; at least one."""
+    return max(1, -(-n_rows // max(1, -(-total_bytes // bucket_bytes))))
 
 
 def smallest_index(n: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every number below `n`."""
+    """The smallest unsigned dtype that holds every number below `n`."""
     return np.min_scalar_type(max(0, n - 1))
 
 
-def behind(items: Iterator[Item], do: Callable[[Item], None]) -> Iterator[Item]:
-    """Passes `items` on, each while a thread does what is to be done with it. Raises what that raises."""
+def applied_in_background(items: Iterator[Item], do: Callable[[Item], None]) -> Iterator[Item]:
+    """Yields `items` while a thread applies `do` to each of them. Passes on the exceptions of `do`."""
     with ThreadPoolExecutor(1, thread_name_prefix="zloader-spill") as thread:
-        doing = None
+        job = None
         for item in items:
-            if doing is not None:
-                doing.result()
-            doing = thread.submit(do, item)
+            if job is not None:
+                job.result()
+            job = thread.submit(do, item)
             yield item
-        if doing is not None:
-            doing.result()
+        if job is not None:
+            job.result()

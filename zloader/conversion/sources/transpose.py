@@ -1,8 +1,8 @@
-"""CSC -> rows, out of core.
+"""Transpose a CSC matrix to rows, out of core.
 
-Each window of the source is dealt to buckets of consecutive rows, and written in one go as pairs of a value and a key,
-its row within the bucket and its gene. Each bucket, small enough for memory, is then sorted by row, by counting. The
-source is read once.
+Each window of the source is partitioned into buckets of consecutive rows and written sequentially, as pairs of a value
+and a key. The key packs the row within the bucket and the gene. Each bucket fits in memory and is then sorted by row
+with a counting sort. The source is read once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 from zloader.conversion.sources.compressed import CompressedArrays, split_rows
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.sources.spill import Spill, behind, rows_a_bucket, smallest_index
+from zloader.conversion.sources.spill import Spill, applied_in_background, rows_per_bucket, smallest_index
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window, canonical, skip_rows
 from zloader.reading.gather import indptr_of
 
-_BLOCK_ELEMENTS = 1 << 18  # read back at once: they stay in a core's cache
-_ROW_BYTES = 32  # that a row takes besides its values while its bucket is sorted
+_BLOCK_ELEMENTS = 1 << 18  # read back at a time: fits in the cache of a core
+_ROW_BYTES = 32  # memory per row, besides its values, while its bucket is sorted
 
 
 class CscMatrix(SourceMatrix):
-    """A CSC matrix, transposed through temporary files that take its values and 4 (or 8) bytes for each.
+    """A CSC matrix, transposed through temporary files that take the values and 4 (or 8) more bytes per value.
 
-    Memory is bounded by a few `window_bytes`; a window has no more, or one row.
+    Memory is bounded by a few `window_bytes`. A window has at most `window_bytes`, or a single row.
     """
 
     encoding = "csc"
@@ -43,17 +43,17 @@ class CscMatrix(SourceMatrix):
         element_bytes = self.dtype.itemsize + self._genes.itemsize
         self._window_elements = window_bytes // element_bytes
         self._read_elements = window_bytes // self._stored.element_bytes
-        bucket_rows = rows_a_bucket(
+        bucket_rows = rows_per_bucket(
             n_rows=self.n_rows,
-            held_bytes=self.n_stored * element_bytes + self.n_rows * _ROW_BYTES,
+            total_bytes=self.n_stored * element_bytes + self.n_rows * _ROW_BYTES,
             bucket_bytes=window_bytes,
         )
-        self._row_bits = bucket_rows.bit_length() - 1  # a power of two, so that finding a bucket is a shift
+        self._row_bits = bucket_rows.bit_length() - 1  # a power of two, so a shift finds the bucket
         self._gene_bits = max(0, self.n_genes - 1).bit_length()
         self._keys = np.dtype(np.uint32 if self._row_bits + self._gene_bits <= 32 else np.uint64)
         self._n_buckets = -(-self.n_rows // (1 << self._row_bits))
         self._spill: Spill | None = None
-        self._is_dealt = False
+        self._is_complete = False
 
     @property
     def n_reads(self) -> int:
@@ -71,32 +71,34 @@ class CscMatrix(SourceMatrix):
             purpose=f"transpose {self.name}",
             takes_bytes=self.n_stored * (self._keys.itemsize + self.dtype.itemsize),
         )
-        for _, _, rows, _ in behind(self._stored.windows(self._read_elements, whole=False), self._deal):
+        windows = self._stored.windows(self._read_elements, whole=False)
+        for _, _, rows, _ in applied_in_background(windows, self._write_section):
             advance(len(rows))
-        self._is_dealt = True
+        self._is_complete = True
 
-    def _deal(self, window: tuple[int, Rows, NDArray[np.integer], NDArray[Any]]) -> None:
-        """Writes a window of genes as one section; genes stay in order within a bucket."""
+    def _write_section(self, window: tuple[int, Rows, NDArray[np.integer], NDArray[Any]]) -> None:
+        """Writes a window of genes as one section. Genes stay in order within each bucket."""
         assert self._spill is not None
         first_gene, indptr, rows, values = window
         sizes = np.zeros(self._n_buckets, np.int64)
         _count_buckets(rows, self._row_bits, sizes)
         cuts = indptr_of(sizes)
-        keys, dealt = np.empty(len(rows), self._keys), np.empty(len(rows), self._bits)
+        keys, partitioned = np.empty(len(rows), self._keys), np.empty(len(rows), self._bits)
         bits = (self._row_bits, self._gene_bits)
-        _deal_elements((indptr, rows, values.view(self._bits)), first_gene, bits, cuts[:-1].copy(), (keys, dealt))
+        columns = (indptr, rows, values.view(self._bits))
+        _partition_elements(columns, first_gene, bits, cuts[:-1].copy(), (keys, partitioned))
         self._spill.write(0, keys)
-        self._spill.write(1, dealt)
+        self._spill.write(1, partitioned)
         self._spill.end_section(cuts)
 
     def windows(self, first_row: int = 0) -> Iterator[Window]:
-        if not self._is_dealt:
+        if not self._is_complete:
             self._transpose(lambda _: None)
         skipped = first_row >> self._row_bits
         yield from skip_rows(self._sorted(skipped), first_row - (skipped << self._row_bits))
 
     def _sorted(self, skipped: int) -> Iterator[Window]:
-        """The windows of all buckets but the first `skipped`."""
+        """The windows of the buckets from number `skipped` on."""
         assert self._spill is not None
         for bucket, cuts in enumerate(self._spill.buckets(skipped), skipped):
             n_rows = min(1 << self._row_bits, self.n_rows - (bucket << self._row_bits))
@@ -106,23 +108,23 @@ class CscMatrix(SourceMatrix):
             for block in blocks:
                 _count_rows(self._spill.read(0, block), self._gene_bits, lengths)
             for first, last in split_rows(indptr_of(lengths), self._window_elements):
-                yield self._window(lengths[first:last], first, blocks)
+                yield self._window(lengths[first:last], first, blocks, bucket << self._row_bits)
 
-    def _window(self, lengths: Rows, first: int, blocks: list[Rows]) -> Window:
-        """The rows of a bucket from `first` on that have these `lengths`."""
+    def _window(self, lengths: Rows, first: int, blocks: list[Rows], bucket_row: int) -> Window:
+        """A window of the rows of a bucket from its row `first` on. `bucket_row` is the row at which it begins."""
         assert self._spill is not None
         indptr = indptr_of(lengths)
         genes, values = np.empty(indptr[-1], self._genes), np.empty(indptr[-1], self.dtype)
-        ends = indptr[:-1].copy()  # where the next element of each row goes
+        next_of_row = indptr[:-1].copy()
         for block in blocks:
             stored = self._spill.read(0, block), self._spill.read(1, block)
-            _place_elements(stored, self._gene_bits, first, ends, (genes, values.view(self._bits)))
-        return canonical(indptr, genes, values)
+            _scatter_elements(stored, self._gene_bits, first, next_of_row, (genes, values.view(self._bits)))
+        return canonical(indptr, genes, values, at=self._stored.at, first_row=bucket_row + first)
 
     def close(self) -> None:
         if self._spill is not None:
             self._spill.close()
-        self._spill, self._is_dealt = None, False
+        self._spill, self._is_complete = None, False
 
 
 @compiled
@@ -132,14 +134,14 @@ def _count_buckets(rows: NDArray[np.integer], row_bits: int, sizes: Rows) -> Non
 
 
 @compiled
-def _deal_elements(
+def _partition_elements(
     window: tuple[Rows, NDArray[Any], NDArray[Any]],
     first_gene: int,
     bits: tuple[int, int],
     next_of_bucket: Rows,
     out: tuple[NDArray[Any], NDArray[Any]],
 ) -> None:
-    """Writes each element's key and value where its bucket has got to."""
+    """Appends the key and value of each element to its bucket. `next_of_bucket` holds the write positions."""
     indptr, rows, values = window
     row_bits, gene_bits = bits
     out_keys, out_values = out
@@ -160,14 +162,14 @@ def _count_rows(keys: NDArray[Any], gene_bits: int, lengths: Rows) -> None:
 
 
 @compiled
-def _place_elements(
+def _scatter_elements(
     stored: tuple[NDArray[Any], NDArray[Any]],
     gene_bits: int,
     first: int,
     next_of_row: Rows,
     out: tuple[NDArray[Any], NDArray[Any]],
 ) -> None:
-    """Writes each element's gene and value where its row has got to; leaves out rows that are not in `next_of_row`."""
+    """Appends the gene and value of each element to its row. Skips rows outside `next_of_row`, the write positions."""
     keys, values = stored
     out_genes, out_values = out
     for i in range(len(keys)):

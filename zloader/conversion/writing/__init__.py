@@ -1,1 +1,1 @@
-"""Writing: elements into chunks, shards and objects, at a place that is never seen half done."""
+"""Writes elements as chunks, shards and objects; a destination opens as a store only once it is complete."""

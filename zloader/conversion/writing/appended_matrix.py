@@ -1,7 +1,7 @@
-"""Matrices that grow: new rows go behind those that are stored, on the grid and in the dtypes that are there.
+"""Appends rows to stored matrices, keeping their chunk grid and dtypes.
 
-The last shard of an array is read back and stored again with new elements behind its own; all that follow are new
-objects. Under the metadata of before, every object still reads as it did.
+The last shard of an array is read back and rewritten with new elements after its own. All further shards are new
+objects. Until the new metadata is committed, every object still reads correctly under the old metadata.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from zloader.common.errors import SourceError, StoreError
 from zloader.conversion.sources.join import without_zeros
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
-from zloader.conversion.writing.appended_types import unfit
+from zloader.conversion.writing.appended_types import first_unrepresentable
 from zloader.conversion.writing.matrices import MatrixScan, Target, row_ends
 from zloader.conversion.writing.shards import ShardWriter, read_shard, stored_layout
 
-_MAX_OBJECTS = 10_000  # of one array; 100 million cells have 2 200
+_MAX_OBJECTS = 10_000  # per array; 100 million cells take 2,200
 
 
 class FittedMatrix(SourceMatrix):
-    """Another matrix as a stored one takes it: `stored` is its array, or the group of a CSR matrix.
+    """A source matrix in the encoding and dtype of a stored matrix, which is `stored`: an array or a CSR group.
 
-    Dense rows become sparse for a CSR matrix, values get the stored dtype. Raises SourceError when the shape or
-    encoding does not fit, and for the first value that would not be the same.
+    Dense rows become sparse for a CSR matrix. Raises SourceError if the width or encoding does not fit, and for the
+    first value that the stored dtype cannot hold exactly.
     """
 
     def __init__(self, inner: SourceMatrix, stored: Any) -> None:
@@ -37,9 +37,9 @@ class FittedMatrix(SourceMatrix):
         is_dense = isinstance(stored, zarr.Array)
         width = stored.shape[1] if is_dense else stored.attrs["shape"][1]
         if inner.n_genes != width:
-            raise SourceError(f"{self.name} has {inner.n_genes} columns, and {width} in the store")
+            raise SourceError(f"{self.name} has {inner.n_genes} columns, but {width} in the store")
         if is_dense and inner.encoding != "dense":
-            raise SourceError(f"{self.name} is sparse, and dense in the store: convert all sources together")
+            raise SourceError(f"{self.name} is sparse, but dense in the store: convert all sources together")
         self._inner = inner
         self.encoding = "dense" if is_dense else "csr"
         self.dtype = np.dtype((stored if is_dense else stored["data"]).dtype)
@@ -59,14 +59,14 @@ class FittedMatrix(SourceMatrix):
         for window in windows:
             if self.encoding == "csr" and self._inner.encoding == "dense":
                 window = without_zeros(window, self.n_genes)
-            bad = unfit(window.values, self.dtype)
+            bad = first_unrepresentable(window.values, self.dtype)
             if bad is not None:
                 within = int(np.searchsorted(np.cumsum(window.lengths), bad, side="right"))
-                at = row + within if window.places is None else window.places[within]
+                at = row + within if window.positions is None else window.positions[within]
                 raise SourceError(
-                    f"{self.name} holds {window.values[bad]} ({window.values.dtype}) in row {at} of what is to be "
-                    f"appended, but the store has {self.dtype}, which cannot hold that: convert all sources together, "
-                    "or the store anew with preserve_dtype=True (--preserve-dtype)"
+                    f"{self.name} holds {window.values[bad]} ({window.values.dtype}) in row {at} of the new rows, but "
+                    f"the store's {self.dtype} cannot hold it: convert all sources together, or convert the store "
+                    "again with preserve_dtype=True (--preserve-dtype) before appending"
                 )
             row += len(window.lengths)
             yield dataclasses.replace(window, values=window.values.astype(self.dtype, copy=False))
@@ -75,34 +75,36 @@ class FittedMatrix(SourceMatrix):
         self._inner.close()
 
 
-def check_room(stored: Any, scan: MatrixScan, n_rows: int) -> None:
-    """Raises StoreError when a matrix cannot take as much more on its grid, or in the dtype of its indptr."""
+def check_capacity(stored: Any, scan: MatrixScan, n_rows: int) -> None:
+    """Raises StoreError if the new rows exceed the capacity of a matrix's grid or of its indptr dtype."""
     if isinstance(stored, zarr.Array):
-        check_objects(stored, n_rows)
+        check_object_count(stored, n_rows)
         return
     for name, length in (("data", scan.n_values), ("indices", scan.n_values), ("indptr", n_rows)):
-        check_objects(stored[name], length)
+        check_object_count(stored[name], length)
     values, most = stored["data"].shape[0] + scan.n_values, np.iinfo(stored["indptr"].dtype).max
     if values > most:
         raise StoreError(
-            f"{stored.path} would have {values} values, but its indptr counts to {most}: convert all sources together"
+            f"{stored.path} would have {values} values, but its indptr ({stored['indptr'].dtype}) can count only to "
+            f"{most}: convert all sources together"
         )
 
 
-def check_objects(array: zarr.Array[Any], more: int) -> None:
-    """Raises StoreError when an array with as many more items would be in too many small objects."""
-    length, item = array.shape[0] + more, (array.shards or array.chunks)[0]
-    if -(-length // item) > _MAX_OBJECTS:
+def check_object_count(array: zarr.Array[Any], n_new: int) -> None:
+    """Raises StoreError if an array with `n_new` more items would consist of more than 10,000 objects."""
+    length, per_object = array.shape[0] + n_new, (array.shards or array.chunks)[0]
+    n_objects = -(-length // per_object)
+    if n_objects > _MAX_OBJECTS:
         raise StoreError(
-            f"{array.path} would be cut into {-(-length // item)} objects, since the store was laid out for "
+            f"{array.path} would be split into {n_objects} objects, because the store was laid out for "
             f"{array.shape[0]} items, not {length}: convert all sources together"
         )
 
 
-def extend_matrix(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> None:
-    """Stores the rows of a matrix behind those of the one of its name. Raises SourceError when it has changed."""
-    extend = _extend_dense if matrix.encoding == "dense" else _extend_sparse
-    if extend(matrix, scan, target) != scan.n_values:
+def append_matrix(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> None:
+    """Appends the rows of a matrix to the stored matrix of the same name. Raises SourceError if the source changed."""
+    append = _append_dense if matrix.encoding == "dense" else _append_sparse
+    if append(matrix, scan, target) != scan.n_values:
         raise _changed(matrix)
 
 
@@ -110,10 +112,10 @@ def _changed(matrix: SourceMatrix) -> SourceError:
     return SourceError(f"{matrix.name} changed while it was being appended: run append again")
 
 
-def _extend_dense(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> int:
+def _append_dense(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> int:
     array: Any = target.root[matrix.name]
     advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
-    with _grown(array, target) as writer:
+    with _appending_writer(array, target) as writer:
         for window in matrix.windows():
             writer.append(window.values)
             advance(len(window.values))
@@ -122,13 +124,13 @@ def _extend_dense(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> int
     return n_new
 
 
-def _extend_sparse(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> int:
+def _append_sparse(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> int:
     group: Any = target.root[matrix.name]
     data, indices, indptr = (group[name] for name in ("data", "indices", "indptr"))
     assert scan.lengths is not None
     advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
     row = 0
-    with _grown(data, target) as data_writer, _grown(indices, target) as indices_writer:
+    with _appending_writer(data, target) as data_writer, _appending_writer(indices, target) as indices_writer:
         for window in matrix.windows():
             if not np.array_equal(window.lengths, scan.lengths[row : row + len(window.lengths)]):
                 raise _changed(matrix)
@@ -136,7 +138,7 @@ def _extend_sparse(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> in
             data_writer.append(window.values)
             indices_writer.append(window.genes)
             advance(len(window.values))
-    _extend_indptr(indptr, scan.lengths, int(data.shape[0]), target)
+    _append_indptr(indptr, scan.lengths, int(data.shape[0]), target)
     n_new = data_writer.n_elements - int(data.shape[0])
     for array in (data, indices):
         array.resize((array.shape[0] + n_new,))
@@ -145,19 +147,19 @@ def _extend_sparse(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> in
     return n_new
 
 
-def _extend_indptr(indptr: zarr.Array[Any], lengths: NDArray[np.uint32], end: int, target: Target) -> None:
-    with _grown(indptr, target) as writer:
+def _append_indptr(indptr: zarr.Array[Any], lengths: NDArray[np.uint32], end: int, target: Target) -> None:
+    with _appending_writer(indptr, target) as writer:
         for _, ends in row_ends(lengths, end):
             writer.append(ends)
 
 
 @contextlib.contextmanager
-def _grown(array: zarr.Array[Any], target: Target) -> Iterator[ShardWriter]:
-    """A writer that goes on behind the last element of an array. Raises ReadError when its last shard is damaged."""
+def _appending_writer(array: zarr.Array[Any], target: Target) -> Iterator[ShardWriter]:
+    """A writer that continues after the last element of an array. Raises ReadError if the last shard is damaged."""
     layout = stored_layout(array)
-    shard, there = divmod(layout.n_elements, layout.chunk_elements * layout.chunks_per_shard)
+    shard, n_in_last_shard = divmod(layout.n_elements, layout.chunk_elements * layout.chunks_per_shard)
     with target.writer(array, shard) as writer:
-        if there:
+        if n_in_last_shard:
             size = target.existing[layout.shard_key(shard)]
             for elements in read_shard(target.location, layout, shard, size):
                 writer.append(elements)

@@ -1,6 +1,6 @@
-"""Whether values can go behind those that a store has, and as what: dtypes, kinds of columns, categories.
+"""Converts appended values to the dtypes, column kinds and categories of a store, or refuses them.
 
-What is stored keeps its dtype, for under the metadata of before it must read as before.
+Stored arrays keep their dtype, because they must still read correctly under the old metadata.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from zloader.common.errors import SourceError, StoreError
 from zloader.conversion.joining.problems import listed
 from zloader.conversion.joining.union import NOTHING, kind_of, stored_kind
 
-_CHECKED = 1 << 17  # values at once: what stays in a core's cache
+_CHECKED = 1 << 17  # values checked at once; fits in a core's cache
 _NULLABLE = ("nullable-integer", "nullable-boolean", "nullable-string-array")
-_NO_VALUE = {"f": np.nan, "c": np.nan, "m": "NaT", "M": "NaT"}  # of dtypes that have one
+_MISSING = {"f": np.nan, "c": np.nan, "m": "NaT", "M": "NaT"}  # by dtype kind
 
 
-def unfit(values: NDArray[Any], dtype: np.dtype[Any]) -> int | None:
-    """The place of the first value that another dtype does not hold bit for bit; None if all fit."""
+def first_unrepresentable(values: NDArray[Any], dtype: np.dtype[Any]) -> int | None:
+    """The position of the first value that `dtype` cannot hold exactly, or None if all values fit."""
     if np.can_cast(values.dtype, dtype, "safe"):
         return None
     if values.itemsize > 8:  # complex numbers, long doubles
@@ -32,43 +32,43 @@ def unfit(values: NDArray[Any], dtype: np.dtype[Any]) -> int | None:
         some = np.ascontiguousarray(values[start : start + _CHECKED])
         with np.errstate(invalid="ignore", over="ignore"):
             cast = some.astype(dtype)
-            again = cast.astype(some.dtype)
+            round_trip = cast.astype(some.dtype)
         bits = f"u{some.itemsize}"
-        same = again.view(bits) == some.view(bits)
+        same = round_trip.view(bits) == some.view(bits)
         if some.dtype.kind in "iu" and dtype.kind in "iu":
-            same &= (cast < 0) == (some < 0)  # -1 is 2**64 - 1 and back
+            same &= (cast < 0) == (some < 0)  # -1 survives a round trip through 2**64 - 1
         if not same.all():
             return start + int(np.argmin(same))
     return None
 
 
-def addition(node: Any, column: pd.Series) -> dict[str, NDArray[Any]]:
-    """What goes to the end of each array of a stored obs column, so that `column` follows it.
+def new_elements(node: Any, column: pd.Series) -> dict[str, NDArray[Any]]:
+    """The elements to append to each array of a stored obs column, so that `column` follows it.
 
-    `node` is its zarr array or group; keys are the arrays' paths below it ("" is the node itself). New categories
-    follow the old ones. Raises SourceError, which does not name the column, and StoreError.
+    `node` is the column's zarr array or group. The keys are the arrays' paths below it ("" for the node itself). New
+    categories follow the stored ones. Raises SourceError without the column's name, and StoreError.
     """
     encoding = node.attrs.get("encoding-type")
     if encoding == "categorical":
         return _categorical(node, column)
     kind = stored_kind(node)
     if kind is None:
-        raise SourceError(f"it is stored as {encoding}, which cannot be added to")
+        raise SourceError(f"it is stored as {encoding}, which cannot be appended to")
     missing = column.isna().to_numpy(bool)
     found = NOTHING if missing.all() else kind_of(column)
     if found not in (kind, NOTHING):
-        raise SourceError(f"it holds {found}, and the store's {kind}")
+        raise SourceError(f"it holds {found}, but the store's column holds {kind}")
     if encoding in _NULLABLE:
         return {"values": _values(node["values"], column, missing), "mask": missing}
-    if missing.any() and node.dtype.kind not in _NO_VALUE:
+    if missing.any() and node.dtype.kind not in _MISSING:
         raise SourceError(
-            f"{int(missing.sum())} values are missing, and the store has {node.dtype} without missing ones"
+            f"{int(missing.sum())} values are missing, but the store's {node.dtype} has no missing values"
         )
     return {"": _values(node, column, missing)}
 
 
 def _values(array: zarr.Array[Any], column: pd.Series, missing: NDArray[np.bool_]) -> NDArray[Any]:
-    """The values in the dtype of an array, those that are missing as what stands for none."""
+    """The values in the dtype of a stored array; missing values become NaN, NaT, 0 or empty text."""
     dtype = np.dtype(array.dtype)
     present = column[~missing]
     if isinstance(present.dtype, pd.CategoricalDtype):
@@ -78,10 +78,10 @@ def _values(array: zarr.Array[Any], column: pd.Series, missing: NDArray[np.bool_
         out[~missing] = present.to_numpy(object)
         return out
     found = present.to_numpy(getattr(present.dtype, "numpy_dtype", None) or present.infer_objects().dtype)
-    bad = unfit(found, dtype)
+    bad = first_unrepresentable(found, dtype)
     if bad is not None:
-        raise SourceError(f"it holds {found[bad]} ({found.dtype}), which is none of the {dtype} of the store")
-    out = np.full(len(column), _NO_VALUE.get(dtype.kind, 0), dtype)
+        raise SourceError(f"it holds {found[bad]} ({found.dtype}), which the store's {dtype} cannot hold")
+    out = np.full(len(column), _MISSING.get(dtype.kind, 0), dtype)
     out[~missing] = found.astype(dtype)
     return out
 
@@ -93,20 +93,21 @@ def _categorical(group: Any, column: pd.Series) -> dict[str, NDArray[Any]]:
     new = column.cat.categories
     old = _categories(group)
     added = new[~new.isin(old)]
-    places = old.append(added).get_indexer(new)
-    if (ordered or column.cat.ordered) and (ordered != column.cat.ordered or len(added) or (np.diff(places) < 0).any()):
+    new_codes = old.append(added).get_indexer(new)
+    disordered = ordered != column.cat.ordered or len(added) or (np.diff(new_codes) < 0).any()
+    if (ordered or column.cat.ordered) and disordered:
         raise SourceError(
-            f"its categories are {_order(new, column.cat.ordered)}, and in the store {_order(old, ordered)}: ordered "
-            "ones must be among those of the store, in their order"
+            f"its categories are {_order(new, column.cat.ordered)}, but in the store {_order(old, ordered)}: ordered "
+            "categories must all be in the store, in the same order"
         )
-    parts = addition(group["categories"], pd.Series(added))
+    parts = new_elements(group["categories"], pd.Series(added))
     dtype = np.dtype(group["codes"].dtype)
     if len(old) + len(added) > np.iinfo(dtype).max:
         raise SourceError(
-            f"with {len(added)} new categories there are {len(old) + len(added)}, and the store has room for "
-            f"{np.iinfo(dtype).max} ({dtype})"
+            f"its {len(added)} new categories make {len(old) + len(added)}, but the store has room for "
+            f"{np.iinfo(dtype).max} ({dtype} codes)"
         )
-    codes = np.append(places, -1)[np.asarray(column.cat.codes)].astype(dtype)  # code -1 takes the last
+    codes = np.append(new_codes, -1)[np.asarray(column.cat.codes)].astype(dtype)  # code -1 (missing) selects the last
     return {"codes": codes} | {f"categories/{part}".rstrip("/"): parts[part] for part in parts}
 
 

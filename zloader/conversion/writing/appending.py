@@ -1,4 +1,4 @@
-"""What may be added to a store: whether it can grow, what sources must have for that, and what of theirs is added."""
+"""Plans an append: checks that a store can be appended to, and selects the matching content of the sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zloader.conversion.joining.problems import Problems, listed
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.windows import SourceMatrix
-from zloader.conversion.writing.appended_types import addition
+from zloader.conversion.writing.appended_types import new_elements
 from zloader.conversion.writing.encode import CODECS, zarr_codecs
 from zloader.dataset.dataset import Dataset
 
@@ -29,7 +29,7 @@ TOGETHER = "convert all sources together"
 
 
 class AppendPlan:
-    """A store that is to grow, as it was before. Raises FormatError or StoreError when it cannot."""
+    """The store to append to, and its content before the append. Raises FormatError or StoreError if it cannot grow."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -38,27 +38,27 @@ class AppendPlan:
             raise FormatError(f"{self._url} was not written by zloader: convert it first")
         nodes, recorded = members_of(self._root, self._url), self._root.attrs["zloader"]
         if not isinstance(recorded, dict) or not isinstance(recorded.get("select", {}), dict):
-            raise FormatError(f"what {self._url} says of its conversion cannot be read: convert it again")
+            raise FormatError(f"cannot read the record of its conversion in {self._url}: convert it again")
         self._recorded, self._select = dict(recorded), dict(recorded.get("select", {}))
         if self._recorded.get("shuffle_seed") is not None:
-            raise StoreError(f"the rows of {self._url} are shuffled, and new ones would not be: {TOGETHER}")
+            raise StoreError(f"the rows of {self._url} are shuffled, but appended rows would not be: {TOGETHER}")
         self._parts = {part: sorted(self._root[part]) for part in ("layers", "obsm", "obsp") if part in self._root}
         self._names = [*dataset.matrix_names, *(f"obsm/{name}" for name in self._parts.get("obsm", []))]
         self._columns = dataset.obs_columns
-        # Where an object is missing or empty, zarr would write zeros in the place of what was there.
+        # zarr would silently replace a missing or empty object by zeros.
         require_objects(implied_keys(nodes), dataset.object_sizes(), self._url)
         self._refuse_fixed()
         self.codec = self._common_codec()
 
     def _refuse_fixed(self) -> None:
-        """Raises StoreError for what lies along the rows and cannot grow."""
+        """Raises StoreError for elements along the rows that cannot be appended to."""
         fixed = [f"obsp/{name}" for name in self._parts.get("obsp", [])]
         for name in self._parts.get("obsm", []):
             node = self._node(f"obsm/{name}")
             if not (isinstance(node, zarr.Array) and node.ndim == 2 and node.dtype.kind in "biuf"):
                 fixed.append(f"obsm/{name}")
         if fixed:
-            raise StoreError(f"rows cannot be added to {listed(fixed)} of {self._url}: {TOGETHER}, or without them")
+            raise StoreError(f"cannot append rows to {listed(fixed)} of {self._url}: {TOGETHER}, or leave them out")
 
     def _matrix_arrays(self) -> list[zarr.Array[Any]]:
         found = []
@@ -70,22 +70,24 @@ class AppendPlan:
     def _common_codec(self) -> str:
         found = {_codec(array) for array in self._matrix_arrays()}
         if len(found) > 1 or None in found:
-            raise StoreError(f"{self._url} is not stored as this version of zloader does: {TOGETHER}")
+            raise StoreError(
+                f"{self._url} has codecs or shards that this version of zloader does not write: {TOGETHER}"
+            )
         return found.pop() or CODECS[0]
 
     def content(self, inputs: Sequence[Input]) -> Content:
-        """What is added. Raises SourceError, which tells all that is wrong, when sources lack what the store has."""
-        self._tell_apart(inputs)
+        """The content to append. Raises SourceError listing all problems if sources lack anything the store has."""
+        self._make_labels_unique(inputs)
         genes = self._names_of("var")
         with Problems() as problems:
             for source in inputs:
                 self._check_parts(source, problems)
                 with problems.noting():
-                    _places(self._rule().var_of(source).index, genes, f"{self._rule().at(source)}")
+                    _positions(self._rule().var_of(source).index, genes, f"{self._rule().at(source)}")
                 if source.has_raw and "raw" in self._root:
                     rule = self._rule(raw=True)
                     with problems.noting():
-                        _places(rule.var_of(source).index, self._names_of("raw/var"), rule.at(source))
+                        _positions(rule.var_of(source).index, self._names_of("raw/var"), rule.at(source))
         return Content(inputs, self._selection(genes))
 
     def _rule(self, *, raw: bool = False) -> GeneRule:
@@ -107,8 +109,8 @@ class AppendPlan:
     def _names_of(self, frame: str) -> pd.Index:
         return self.dataset.store.names(frame)
 
-    def _tell_apart(self, inputs: Sequence[Input]) -> None:
-        """Numbers the labels of sources that the store, or another source, has already."""
+    def _make_labels_unique(self, inputs: Sequence[Input]) -> None:
+        """Appends -1, -2, ... to labels that the store or another source already has."""
         taken = {source["label"] for source in self._recorded.get("sources", [])}
         for source in inputs:
             label, repeats = source.label, 0
@@ -123,10 +125,10 @@ class AppendPlan:
         lacking = [path for path in wanted if path not in source]
         lacking += [f"obs/{name}" for name in self._columns if name not in [*source.obs_columns, source_column]]
         if lacking:
-            problems.add(f"{source.name} lacks {listed(lacking)}, which {self._url} has: add that, or {TOGETHER}")
+            problems.add(f"{source.name} lacks {listed(lacking)}, which {self._url} has: add it, or {TOGETHER}")
 
     def left_out(self, inputs: Sequence[Input]) -> list[str]:
-        """What sources have along their rows and the store does not."""
+        """The elements along the rows of the sources that the store does not have."""
         found: dict[str, None] = {}
         for source in inputs:
             found |= dict.fromkeys(f"obs/{name}" for name in source.obs_columns if name not in self._columns)
@@ -137,15 +139,18 @@ class AppendPlan:
         return [name for name in found if name not in taken]
 
     def obs(self, content: Content) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The path of each array of obs, and what goes to its end. Raises SourceError."""
+        """The path of each array of obs, and the elements to append to it. Raises SourceError."""
         names, index = self._new_names(content), str(self._root["obs"].attrs["_index"])
         columns = {name: lambda name=name: content.obs_column(name) for name in self._columns}
         if index in columns and not columns[index]().astype(object).equals(names):
-            raise SourceError(f"obs column {index!r} names the rows of {self._url}, but not those of the sources")
+            raise SourceError(
+                f"obs column {index!r} is the index of {self._url}, but differs from the obs names of the sources: "
+                "make them equal"
+            )
         for name, values in ({index: lambda: names} | columns).items():
             node = self._node(f"obs/{name}")
             try:
-                parts = addition(node, values())
+                parts = new_elements(node, values())
             except SourceError as error:
                 raise SourceError(
                     f"obs column {name!r} does not fit {self._url}: {error}. {TOGETHER.capitalize()}"
@@ -162,19 +167,19 @@ class AppendPlan:
         return pd.Series(names, dtype=object)
 
     def matrices(self, content: Content, window_bytes: int) -> Iterator[SourceMatrix]:
-        """The matrices of the store as they go on, those that `matrix_names` has first. Raises SourceError."""
+        """The new rows of each matrix of the store, in the order of `matrix_names`. Raises SourceError."""
         found = {matrix.name: matrix for matrix in content.matrices(window_bytes)}
         for name in self._names:
             if name not in found:
-                raise SourceError(f"{name} of the sources is not of the form that {self._url} has: {TOGETHER}")
+                raise SourceError(f"{name} of the sources is not stored in the same form as in {self._url}: {TOGETHER}")
             yield self._in_order(found[name], content)
 
     def _in_order(self, matrix: SourceMatrix, content: Content) -> SourceMatrix:
         if matrix.name != "raw/X" or content.raw_var is None:
             return matrix
         genes = self._names_of("raw/var")
-        places = _places(content.raw_var.index, genes, "raw/var")
-        return matrix if places is None else JoinedMatrix(matrix.name, [(matrix, places)], n_genes=len(genes))
+        positions = _positions(content.raw_var.index, genes, "raw/var")
+        return matrix if positions is None else JoinedMatrix(matrix.name, [(matrix, positions)], n_genes=len(genes))
 
     def provenance(self, inputs: Sequence[Input]) -> dict[str, Any]:
         """The root's attribute `zloader`, with the new sources."""
@@ -183,20 +188,20 @@ class AppendPlan:
 
 
 def _codec(array: zarr.Array[Any]) -> str | None:
-    """Which of CODECS a matrix is stored with; None where its shards are not what we write."""
+    """The codec of CODECS that an array is stored with, or None if zloader does not write such arrays."""
     codecs = (codec for codec in CODECS if tuple(zarr_codecs(codec, array.dtype.itemsize)) == array.compressors)
     return None if array.shards is None else next(codecs, None)
 
 
-def _places(names: pd.Index, genes: pd.Index, at: str) -> Rows | None:
-    """Where each of `names` is in `genes`; None where all are in their places. Raises SourceError when not the same."""
+def _positions(names: pd.Index, genes: pd.Index, at: str) -> Rows | None:
+    """The position of each of `names` in `genes`, or None if the order is equal. Raises SourceError if names differ."""
     if list(names) == list(genes):
         return None
     lacks, adds = genes.difference(names, sort=False), names.difference(genes, sort=False)
     if len(lacks) or len(adds):
         found = [f"lacks {len(lacks)} genes of the store ({listed(lacks)})"] if len(lacks) else []
-        found += [f"has {len(adds)} that the store has not ({listed(adds)})"] if len(adds) else []
+        found += [f"has {len(adds)} genes that the store lacks ({listed(adds)})"] if len(adds) else []
         raise SourceError(f"{at} {' and '.join(found)}: {TOGETHER}, with join='inner' or 'outer' (--join) or genes=...")
     if not (names.is_unique and genes.is_unique):
-        raise SourceError(f"{at}: gene names come more than once and in another order than in the store: {TOGETHER}")
+        raise SourceError(f"{at}: gene names are repeated and in a different order than in the store: {TOGETHER}")
     return np.asarray(genes.get_indexer(names), np.int64)

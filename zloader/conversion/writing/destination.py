@@ -1,8 +1,9 @@
-"""Where a conversion writes: what may be replaced, and what marks it as unfinished.
+"""The destination of a conversion: checks that it may be replaced, and commits the new store atomically.
 
-The first object written is a marker and the last is the root's `zarr.json`, after which the marker goes. Until then
-nothing opens as a store, and whoever finds the marker may clear the rest away. Once the sources have been validated the
-marker is the journal as well: what is being converted and how, so that it can be resumed.
+A conversion writes a marker first, then the objects, then the root's `zarr.json`, and deletes the marker last. Until
+the root is written, the destination does not open as a store, and the marker allows anyone to clear it. Once the
+sources are validated, the marker is also the journal: it records the sources and options, so that the conversion can be
+resumed.
 """
 
 from __future__ import annotations
@@ -34,60 +35,60 @@ from zloader.common.errors import (
 )
 from zloader.conversion.joining.problems import listed
 from zloader.conversion.writing.object_writer import ObjectWriter, create_object, delete_objects, translated
-from zloader.conversion.writing.ownership import MARKER, is_litter, is_under_way, may_belong, strangers
-from zloader.conversion.writing.pending_writes import Writes, in_full
+from zloader.conversion.writing.ownership import MARKER, foreign_objects, is_litter, is_partial, may_belong
+from zloader.conversion.writing.pending_writes import PendingWrites, run_to_completion
 
 _ROOT = "zarr.json"
-_NOTE = "A zloader conversion that has not ended: convert again, or go on with --resume."
+_NOTE = "An unfinished zloader conversion: convert again, or continue it with --resume."
 
 
 class Destination:
-    """The place of a store to be: first `check`, then `claimed` while the source is validated, then `replaced`.
+    """The location of a store to write: `check` it, use `claimed` while validating the source, then `replaced`.
 
-    All raise AccessDeniedError, StoreNotFoundError (no such bucket) or StoreError.
+    All methods raise AccessDeniedError, StoreNotFoundError (the bucket does not exist) or StoreError.
     """
 
     def __init__(self, location: Location) -> None:
         self.location = location
 
     def check(self, *, overwrite: bool) -> None:
-        """Raises StoreExistsError unless there is nothing, an unfinished conversion, or an AnnData store to overwrite.
+        """Checks that the destination is empty, an unfinished conversion, or a store to overwrite.
 
-        Also where something else lies among its objects, and OptionError for a place inside a Zarr hierarchy.
+        Raises StoreExistsError otherwise, or if there are foreign objects among the store's objects, and OptionError
+        for a location inside a Zarr hierarchy.
         """
         self.location.require_writable()
-        url, around = self.location.url, self.location.enclosing((_ROOT, ".zgroup", ".zarray", MARKER))
-        if around is not None:
-            raise OptionError(
-                f"{url} lies inside another store ({around} is there), which it would damage: choose another place"
-            )
-        there = {name for name in self.location.names() if not is_litter(name)}
-        whole = there.intersection(METADATA)  # a marker beside it was left by a conversion that replaced nothing yet
-        if there and not whole and MARKER not in there:
+        url, parent_file = self.location.url, self.location.enclosing((_ROOT, ".zgroup", ".zarray", MARKER))
+        if parent_file is not None:
+            raise OptionError(f"{url} is inside another store ({parent_file} exists): choose another destination")
+        names = {name for name in self.location.names() if not is_litter(name)}
+        # With root metadata, a marker only means that a conversion stopped before it replaced the old store.
+        has_root = names.intersection(METADATA)
+        if names and not has_root and MARKER not in names:
             raise StoreExistsError(
-                f"{url} holds something that is no AnnData store ({listed(sorted(there), 3)}): it is never "
-                "overwritten. Move it away"
+                f"{url} is not an AnnData store, but it is not empty ({listed(sorted(names), 3)}): move its files "
+                "away, or choose another destination"
             )
-        if whole and not overwrite:
+        if has_root and not overwrite:
             raise StoreExistsError(
                 f"there is already a store at {url}: pass overwrite=True (--overwrite) to replace it"
             )
-        if there:
+        if names:
             self._replaceable()
 
     def _replaceable(self) -> list[str]:
-        """What may be deleted to make room for a new store. Raises StoreExistsError where anything else is there."""
+        """The objects to delete before writing a new store. Raises StoreExistsError if there are foreign objects."""
         keys = [key for key in self.objects() if key != MARKER and not is_litter(key)]
-        others = strangers(self.location, keys)
-        if others:
+        foreign = foreign_objects(self.location, keys)
+        if foreign:
             raise StoreExistsError(
-                f"{len(others)} of the objects at {self.location.url} do not belong to the store there, and are never "
-                f"deleted: {listed(others)}. Move them away, or choose another place"
+                f"{len(foreign)} of the objects at {self.location.url} do not belong to the store, so they are not "
+                f"deleted: {listed(foreign)}. Move them away, or choose another destination"
             )
         return keys
 
     def journal(self) -> dict[str, Any] | None:
-        """The journal of an interrupted conversion; None where there is none, or it had replaced nothing yet."""
+        """The journal of an interrupted conversion, or None if there is none or it had not replaced anything yet."""
         if self.location.find_object(MARKER) is None:
             return None
         with translated(f"read {MARKER} from", self.location.url):
@@ -100,68 +101,68 @@ class Destination:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Marks the place as being written. What is there stays; an error in the context leaves it as it was."""
+        """Marks the destination as being written. Existing objects stay; an error in the context removes the mark."""
         marked = MARKER in self.objects()
         directory = Path(self.location.path) if self.location.scheme == "file" else None
         is_new = directory is not None and not directory.exists()
         try:
-            self._in_full(self._mark, None)
+            self._complete(self._mark, None)
             yield
         except BaseException:
             if not marked:
-                with contextlib.suppress(StoreError):  # a marker that stays does no harm, and the first error says more
-                    self._in_full(self._unmark)
+                with contextlib.suppress(StoreError):  # a leftover marker is harmless, and the first error is raised
+                    self._complete(self._unmark)
             if directory is not None and is_new:
-                with contextlib.suppress(OSError):  # something else was put there meanwhile
+                with contextlib.suppress(OSError):  # no longer empty: another program has written to it
                     directory.rmdir()
             raise
 
     @contextlib.contextmanager
     def replaced(self, journal: Mapping[str, Any], *, resuming: bool = False) -> Iterator[PendingStore]:
-        """Deletes what is there, gives the store to fill, and makes it one that opens if there was no error.
+        """Deletes the old store, yields the store to fill, and commits it unless the context ends with an error.
 
-        When `resuming` nothing is deleted but what was being written when the one before was interrupted.
+        When `resuming`, only partially written objects are deleted.
         """
-        self._in_full(self._drop_unfinished)
+        self._complete(self._drop_unfinished)
         if not resuming:
-            self._in_full(self._clear)
-            self._in_full(self._mark, journal)
+            self._complete(self._clear)
+            self._complete(self._mark, journal)
         store = PendingStore(self.zarr_store(), self.location.url)
         with _committed(store):
             yield store
-        self._in_full(self._unmark)
+        self._complete(self._unmark)
 
     def opened(self) -> PendingStore:
-        """The store that is there, all its metadata in memory as its root has them. Nothing is written."""
+        """The existing store, with all metadata of its root in memory. Nothing is written."""
         store = PendingStore(self.zarr_store(), self.location.url)
         with translated(f"read {_ROOT} from", self.location.url):
-            store.hold(json.loads(self.location.filesystem().cat_file(f"{self.location.path}/{_ROOT}")))
+            store.load_metadata(json.loads(self.location.filesystem().cat_file(f"{self.location.path}/{_ROOT}")))
         return store
 
     @contextlib.contextmanager
     def extended(self, store: PendingStore) -> Iterator[None]:
-        """Lets more be written to a store that was `opened`, which others see if there was no error."""
-        self._in_full(self._drop_unfinished)
+        """Allows writes to an `opened` store, and commits them unless the context ends with an error."""
+        self._complete(self._drop_unfinished)
         with _committed(store):
             yield
 
     def zarr_store(self) -> Store:
-        """A zarr store to write to."""
+        """A writable zarr store."""
         return self.location.zarr_store(read_only=False)
 
     def create_object(self, key: str) -> ObjectWriter:
-        """Begins to write one object."""
+        """Starts writing an object."""
         return create_object(self.location, key)
 
     def objects(self) -> dict[str, int]:
-        """What is there: bytes by key."""
+        """The sizes in bytes of all objects at the destination, by key."""
         try:
             return {key: entry.size for key, entry in self.location.listing().items()}
         except StoreNotFoundError:
-            return {}  # a bucket that is not there shows in `claimed`
+            return {}  # `claimed` reports a missing bucket
 
-    def _in_full(self, write: Callable[..., None], *args: Any) -> None:
-        in_full(partial(write, *args), self.location.url)
+    def _complete(self, write: Callable[..., None], *args: Any) -> None:
+        run_to_completion(partial(write, *args), self.location.url)
 
     def _mark(self, journal: Mapping[str, Any] | None) -> None:
         marker = json.dumps({"note": _NOTE, "journal": journal}).encode()
@@ -173,7 +174,7 @@ class Destination:
             with translated("write to", self.location.url):
                 self.location.filesystem().pipe_file(path, marker)
             return
-        writer = create_object(self.location, MARKER)  # a journal is there whole or not at all
+        writer = create_object(self.location, MARKER)  # a journal must appear atomically
         try:
             writer.write(marker)
             writer.commit()
@@ -186,27 +187,31 @@ class Destination:
             self.location.filesystem().rm_file(f"{self.location.path}/{MARKER}")
 
     def _clear(self) -> None:
-        """Deletes the store that is there but for the marker, the root's metadata first."""
+        """Deletes the old store except for the marker, starting with the root's metadata."""
         keys = self._replaceable()
         roots, others = [[key for key in keys if (key in METADATA) is is_root] for is_root in (True, False)]
         delete_objects(self.location, roots)
         delete_objects(self.location, others)
         left = self.objects().keys() & set(keys)
-        if left:  # S3 answers with what it did not delete, which is no error
-            raise AccessDeniedError(f"not allowed to delete {min(left)} from {self.location.url}: check the rights")
+        if left:  # S3 reports objects that it did not delete in a successful response
+            raise AccessDeniedError(
+                f"not allowed to delete {min(left)} from {self.location.url}: check your permissions there"
+            )
 
     def _drop_unfinished(self) -> None:
-        """Deletes local files that were being written, and ends uploads, whose parts are paid for unseen."""
+        """Deletes partial local files, and aborts unfinished uploads, whose invisible parts would be billed."""
         filesystem, path = self.location.filesystem(), self.location.path
         with translated("delete from", self.location.url):
             for key in self.objects():
-                if is_under_way(key):
+                if is_partial(key):
                     filesystem.rm_file(f"{path}/{key}")
         if self.location.scheme != "s3":
             return
         bucket, key, _ = filesystem.split_path(path)
         prefix = f"{key}/" if key else ""
-        with contextlib.suppress(OSError, BotoCoreError, ClientError):  # not every key may do this, and it is only tidy
+        with contextlib.suppress(
+            OSError, BotoCoreError, ClientError
+        ):  # optional cleanup, which not all credentials allow
             found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
                 if may_belong(upload["Key"].removeprefix(prefix)):
@@ -215,49 +220,51 @@ class Destination:
 
 
 class PendingStore(WrapperStore[Store]):
-    """Keeps all metadata (`zarr.json`) in memory until `commit`, so that nothing opens before, not even a group.
+    """Keeps all metadata (`zarr.json`) in memory until `commit`, so that no group or array opens before.
 
-    Metadata is looked for in memory alone, which saves some ten requests an array where there is none; what is there
-    already must be given to `hold`.
+    Metadata is looked up only in memory, which saves about ten requests per new array. Pass the metadata of an existing
+    store to `load_metadata`.
     """
 
     def __init__(self, store: Store, url: str = "") -> None:
         super().__init__(store)
         self._url = url
-        self._held: dict[str, Buffer] = {}
-        self._writes = Writes(url)
+        self._metadata: dict[str, Buffer] = {}
+        self._writes = PendingWrites(url)
 
-    def hold(self, root: Mapping[str, Any]) -> None:
-        """Takes all metadata from the root's: those of single nodes may be ahead, after a `commit` that was cut off."""
+    def load_metadata(self, root: Mapping[str, Any]) -> None:
+        """Takes all metadata from the root's copy, because an interrupted `commit` may have updated single nodes."""
         consolidated = root.get("consolidated_metadata")
         if not consolidated:
-            raise FormatError(f"the metadata of {self._url} is not consolidated: zarr.consolidate_metadata it")
+            raise FormatError(
+                f"the metadata of {self._url} is not consolidated: call zarr.consolidate_metadata on the store"
+            )
         for path, node in {"": root, **consolidated["metadata"]}.items():
             document = {part: value for part, value in node.items() if part != "consolidated_metadata"}
             stored = json.dumps(document).encode()
-            self._held[f"{path}/{_ROOT}".lstrip("/")] = default_buffer_prototype().buffer.from_bytes(stored)
+            self._metadata[f"{path}/{_ROOT}".lstrip("/")] = default_buffer_prototype().buffer.from_bytes(stored)
 
     def commit(self) -> None:
-        """Stores the metadata, the root's after all other: from then on the store opens."""
+        """Stores the metadata, the root's last. From then on the store opens."""
         sync(self._commit())
 
     def abandon(self) -> None:
-        """Refuses all further objects and waits for those that are being written.
+        """Refuses further writes and waits for those in progress.
 
-        zarr's own thread goes on with what it was told to write, after Ctrl-C and when one of many objects fails.
-        Raises StoreError when that takes too long.
+        zarr's own thread continues its writes after Ctrl-C, and after one of several writes has failed. Raises
+        StoreError if a write does not end in time.
         """
         self._writes.end()
 
     async def _commit(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for key, value in self._held.items():
+                for key, value in self._metadata.items():
                     if key != _ROOT:
                         group.create_task(self._put(key, value))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        await self._put(_ROOT, self._held[_ROOT])
+        await self._put(_ROOT, self._metadata[_ROOT])
 
     async def _put(self, key: str, value: Buffer) -> None:
         with translated(f"write {key} to", self._url):
@@ -265,19 +272,19 @@ class PendingStore(WrapperStore[Store]):
 
     async def set(self, key: str, value: Buffer) -> None:
         if is_metadata(key):
-            self._held[key] = value
+            self._metadata[key] = value
         else:
             await self._put(key, value)
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         if is_metadata(key):
-            return self._held.get(key)
+            return self._metadata.get(key)
         with translated(f"read {key} from", self._url):
             return await self._store.get(key, prototype, byte_range)
 
     async def exists(self, key: str) -> bool:
         if is_metadata(key):
-            return key in self._held
+            return key in self._metadata
         with translated(f"look for {key} in", self._url):
             return await self._store.exists(key)
 
@@ -291,7 +298,7 @@ class PendingStore(WrapperStore[Store]):
 
     async def delete(self, key: str) -> None:
         if is_metadata(key):
-            self._held.pop(key, None)
+            self._metadata.pop(key, None)
         else:
             await self._writes.run(self._store.delete(key))
 
@@ -299,15 +306,15 @@ class PendingStore(WrapperStore[Store]):
         await self._writes.run(self._store.delete_dir(prefix))
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """The names of the groups and arrays below a prefix."""
+        """The names of the groups and arrays directly below a prefix."""
         above = f"{prefix.rstrip('/')}/" if prefix else ""
-        for name in sorted({key[len(above) :].split("/")[0] for key in self._held if key.startswith(above)}):
+        for name in sorted({key[len(above) :].split("/")[0] for key in self._metadata if key.startswith(above)}):
             yield name
 
 
 @contextlib.contextmanager
 def _committed(store: PendingStore) -> Iterator[None]:
-    """Commits a store when the context ends, unless by an error."""
+    """Commits a store at the end of the context, or abandons it after an error."""
     try:
         yield
         store.commit()

@@ -1,7 +1,7 @@
-"""The small elements of a store (frames, embeddings, uns): written whole by anndata, one at a time.
+"""Writes the small elements of a store (frames, embeddings, uns) through anndata, one at a time.
 
-anndata turns into text what it cannot store in another way, and drops masks. Such elements are refused here, or get a
-form that reads back equal, as columns of objects do.
+anndata converts values it cannot store to text, and drops masks. Elements that would change this way are refused, or
+converted to a form that reads back equal, such as columns of objects.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from zloader.conversion.joining.union import is_storable, kind_of, storable
 from zloader.conversion.sources.names import require_names
 from zloader.conversion.writing.encode import ConvertOptions, grid, zarr_codecs
 
-_HELD_AS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # objects that become arrays of these kinds
-_CHUNK_BYTES = MiB  # such arrays are read whole: few chunks, but enough to decode in several threads
+_LOSSLESS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # by array kind, objects that read back equal
+_CHUNK_BYTES = MiB  # these arrays are read whole: few chunks, but enough to decode in several threads
 
 
 class ElementWriter:
-    """Writes elements below a group, with checksums, and never a chunk left out. Raises SourceError or StoreError."""
+    """Writes elements below a group, with checksums and without omitting chunks. Raises SourceError or StoreError."""
 
     def __init__(self, root: zarr.Group, options: ConvertOptions, *, of: str) -> None:
         """`of` names the sources in messages."""
         self._options, self._of = options, of
-        self._groups = {"": root}  # by their paths
+        self._groups = {"": root}  # by path
 
     def write(self, path: str, element: Any) -> None:
-        """Stores what anndata can store at a path; its parent groups are there."""
+        """Stores an element at a path whose parent groups exist."""
         if isinstance(element, dict):
             require_names(path, element)
             self.write_group(path)
@@ -65,23 +65,23 @@ class ElementWriter:
         except Exception as error:
             why = str(error).partition("\n")[0]
             raise SourceError(
-                f"{path} of {self._of} cannot be stored, it is of type {type(element).__name__} ({why}): change or "
-                "remove it"
+                f"{path} of {self._of} cannot be stored, because its type is {type(element).__name__} ({why}): change "
+                "or remove it"
             ) from error
 
     def write_group(self, path: str, kind: str = "dict", version: str = "0.1.0", **attributes: Any) -> None:
-        """Makes an empty element of this encoding."""
+        """Makes an empty group with this encoding."""
         encoding = {"encoding-type": kind, "encoding-version": version}
         self._groups[path] = self._groups[""].create_group(path, attributes=encoding | attributes)
 
     def write_frame(
         self, path: str, index: pd.Index, columns: Iterable[tuple[str, pd.Series]], names: list[str]
     ) -> None:
-        """Stores a data frame column by column, as anndata stores it whole; `names` are those of `columns`."""
+        """Stores a data frame column by column, in anndata's format. `names` are the names of `columns`."""
         name = "_index" if index.name is None else str(index.name)
         require_names(path, names)
         if "_index" in names:
-            raise SourceError(f"{path} has a column '_index', which AnnData keeps for the index: rename it")
+            raise SourceError(f"{path} has a column '_index', a name that AnnData reserves for the index: rename it")
         if name not in names:
             require_names(f"the index of {path}", [name])
         self.write_group(path, "dataframe", "0.2.0", **{"_index": name, "column-order": names})
@@ -90,21 +90,23 @@ class ElementWriter:
         for column, series in columns:
             if column == name and not _objects(series).equals(_objects(index)):
                 raise SourceError(
-                    f"{path} has a column {name!r} with other values than the index of that name: rename one"
+                    f"{path} has a column {name!r} whose values differ from the index of the same name: rename one"
                 )
             self._write_leaf(f"{path}/{column}", _values(series))
 
     def _write(self, function: Any, into: zarr.Group, key: str, leaf: Any, *, dataset_kwargs: Any, iospec: Any) -> None:
         _refuse_lossy(leaf)
-        if isinstance(leaf, pd.DataFrame) and leaf.index.name not in leaf.columns:  # anndata compares those two
+        if (
+            isinstance(leaf, pd.DataFrame) and leaf.index.name not in leaf.columns
+        ):  # anndata compares index and column of one name
             leaf = leaf.set_axis(_plain_names(leaf.index))
         function(into, key, leaf, dataset_kwargs={**dataset_kwargs, **self._storage(leaf)})
-        if leaf is None:  # anndata leaves the one chunk away that stands for None
+        if leaf is None:  # anndata omits the one chunk of a None
             array: Any = into[key]
             array[...] = False
 
     def _write_times(self, group: zarr.Group, name: str, times: np.ndarray[Any, Any]) -> None:
-        """anndata reads dates but does not write them."""
+        """Stores dates or durations, which anndata can read but not write."""
         if np.datetime_data(times.dtype)[0] == "generic":
             raise SourceError("it holds dates or durations without a unit: give it one, such as datetime64[ns]")
         array = group.create_array(
@@ -118,7 +120,7 @@ class ElementWriter:
         array[...] = times
 
     def _storage(self, leaf: Any) -> dict[str, Any]:
-        """Grid and codecs for an array that anndata writes; nothing for what is made of arrays."""
+        """Grid and codecs for an array that anndata writes. Empty for elements that consist of several arrays."""
         if scipy.sparse.issparse(leaf):
             length, widths, item_bytes = leaf.nnz, [], 8
         elif isinstance(leaf, np.ndarray) and leaf.ndim:
@@ -129,16 +131,16 @@ class ElementWriter:
             return {"compressors": zarr_codecs("none", None)} if is_scalar else {}
         chunk = _CHUNK_BYTES // max(1, item_bytes)
         cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
-        # zarr cannot shard records, whose fill value it does not hash.
+        # zarr cannot shard structured arrays, because it cannot hash their fill value.
         is_plain = not isinstance(leaf, np.ndarray) or leaf.dtype.kind != "V"
         shards = {"shards": (cut.shard, *widths)} if length > cut.chunk and is_plain else {}
         return {"chunks": (cut.chunk, *widths), "compressors": zarr_codecs(self._options.codec, None), **shards}
 
 
 def _plain_names(index: pd.Index) -> pd.Index:
-    """The index of a frame as objects where it is text without a missing value: an array of strings says all of it.
+    """Converts an index of text without missing values to objects, which anndata stores as a plain string array.
 
-    Of pandas' text dtypes anndata stores a mask beside the values, which its older versions cannot read as an index.
+    For pandas' text dtypes, anndata stores a mask beside the values, which its older versions cannot read as an index.
     """
     if not isinstance(index.dtype, pd.StringDtype) or index.hasnans:
         return index
@@ -146,7 +148,7 @@ def _plain_names(index: pd.Index) -> pd.Index:
 
 
 def _values(column: pd.Series | pd.Index) -> Any:
-    """What anndata writes of a column: an ndarray, or the extension array of nullable, categorical and such types."""
+    """The array of a column that anndata writes: an ndarray, or an extension array (nullable, categorical, ...)."""
     return column.to_numpy() if isinstance(column.dtype, np.dtype) else column.array
 
 
@@ -158,33 +160,33 @@ def _storable(path: str, column: pd.Series) -> pd.Series:
 
 
 def _objects(values: pd.Series | pd.Index) -> pd.Series:
-    """In a form in which values can be compared whatever dtype holds them."""
+    """The values as objects, which compare equal across dtypes."""
     return pd.Series(values.to_numpy(object))
 
 
 def _refuse_lossy(leaf: Any) -> None:
-    """Raises SourceError for what anndata would store, but as something else."""
+    """Raises SourceError for an element that anndata would store with changed values."""
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
-        raise SourceError("it has masked values, and masks are not stored: fill them (.filled)")
+        raise SourceError("it has masked values, but masks cannot be stored: fill them (.filled)")
     if isinstance(leaf, pd.Categorical) and not is_storable(kind_of(leaf.categories)):
-        raise SourceError(f"its categories are {kind_of(leaf.categories)}, neither text nor numbers nor dates")
+        raise SourceError(f"its categories are {kind_of(leaf.categories)}, not text, numbers or dates: convert them")
     array = np.array(leaf) if isinstance(leaf, list) else leaf
     if not isinstance(array, np.ndarray):
         return
     for field in array.dtype.names or ():
         _refuse_lossy(array[field])
-    if array.dtype == object or (array is not leaf and array.dtype.kind in _HELD_AS):
+    if array.dtype == object or (array is not leaf and array.dtype.kind in _LOSSLESS):
         kind = pd.api.types.infer_dtype(np.asarray(leaf, object).ravel(), skipna=False)
-        if kind not in _HELD_AS[array.dtype.kind]:
-            raise SourceError(f"it holds objects ({kind}), and of objects only text is stored: give it a dtype")
+        if kind not in _LOSSLESS[array.dtype.kind]:
+            raise SourceError(f"it holds objects ({kind}), but only text can be stored as objects: give it a dtype")
 
 
-class Rehearsal(ElementWriter):
-    """Writes nothing, and raises as an ElementWriter would. What anndata is known to store is not even tried."""
+class DryRunWriter(ElementWriter):
+    """Raises the errors of an ElementWriter without writing. Arrays that anndata can always store are skipped."""
 
     def __init__(self, options: ConvertOptions, *, of: str) -> None:
         """`of` names the sources in messages."""
-        super().__init__(zarr.create_group(_Nowhere(), zarr_format=3), options, of=of)
+        super().__init__(zarr.create_group(_MetadataStore(), zarr_format=3), options, of=of)
 
     def _write_leaf(self, path: str, element: Any) -> None:
         if not _is_plain(element):
@@ -192,7 +194,7 @@ class Rehearsal(ElementWriter):
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether it is an array of numbers or of nothing but text."""
+    """Whether it is an array of numbers, or of text only."""
     if isinstance(leaf, pd.Categorical):
         return _is_plain(leaf.categories.to_numpy())
     if type(leaf) is not np.ndarray or not leaf.ndim:
@@ -205,8 +207,8 @@ def _is_plain(leaf: Any) -> bool:
     return bool(leaf.dtype.kind in "biuf" and leaf.itemsize <= 8)  # Zarr has no long double
 
 
-class _Nowhere(MemoryStore):
-    """A store that keeps metadata alone."""
+class _MetadataStore(MemoryStore):
+    """A store that keeps metadata only."""
 
     async def set(self, key: str, value: Buffer, byte_range: tuple[int, int] | None = None) -> None:
         if key.endswith("zarr.json"):

@@ -1,9 +1,9 @@
-"""Elements -> stored chunks and shards; the grids and dtypes to store them with, and the options that decide. Pure.
+"""Encodes elements as chunks and shards, and chooses chunk grids and dtypes. Pure functions; also `ConvertOptions`.
 
-A shard is its encoded chunks end to end and then an index of their byte ranges (Zarr v3 sharding codec,
-https://zarr-specs.readthedocs.io). zarr-python gives the same bytes, and a test says so, but encodes `indices` and
-`data` together at 15 ns a value where this takes 3.6 (two cores), and holds the whole shard decoded where this holds
-a few chunks.
+A shard is its encoded chunks end to end, followed by an index of their byte ranges (Zarr v3 sharding codec,
+https://zarr-specs.readthedocs.io). zarr-python writes the same bytes, which a test checks. It takes 15 ns per value to
+encode `indices` and `data` together on two cores, compared with 3.6 ns here, and it keeps the whole decoded shard in
+memory, compared with a few chunks here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from zarr.codecs import (
     BloscCodec,
     Crc32cCodec,
-)  # zarr also turns off blosc's own threads, whose output is not repeatable
+)  # importing zarr also turns off blosc's own threads, whose output varies between runs
 
 from zloader.common.checks import parse_size, require_count, require_flag, require_one_of, require_whole
 from zloader.common.errors import OptionError
@@ -28,41 +28,53 @@ from zloader.storage.layout import ABSENT
 
 CODECS = ("lz4", "zstd", "none")
 _BLOSC_LEVEL = 5
-# What blosc compresses by itself, and can decompress by itself: of a chunk at the edge of a block of rows, which other
-# rows share, only those that are needed. For lz4 1.6 % more bytes; zstd would take half as long again (0: its default).
+# A blosc block is the smallest part of a chunk that can be decompressed alone, so that the chunks at the edges of a
+# block of rows are decompressed only in part. For lz4 this adds 1.6 % to the size. zstd would take half as long again
+# with small blocks, so it keeps blosc's default block size (0).
 _BLOSC_BLOCK_BYTES = {"lz4": 16 * 1024, "zstd": 0}
-_MAX_CHUNK_BYTES = 1024 * MiB  # blosc takes no more than 2 GiB
-_MIN_CHUNK_ELEMENTS = 1024  # below this the cost of a chunk is that of handling it
-_SCAN_ELEMENTS = 1 << 17  # what stays in a core's cache
-_LIBRARY_BYTES = 256 * MiB  # resident once everything is imported and the compiled kernels are loaded
+_MAX_CHUNK_BYTES = 1024 * MiB  # blosc's own limit is 2 GiB
+_MIN_CHUNK_ELEMENTS = 1024  # the overhead per chunk dominates below this size
+_SCAN_ELEMENTS = 1 << 17  # fits in a core's cache
+_LIBRARY_BYTES = 256 * MiB  # resident once all libraries are imported and the compiled kernels are loaded
 _LEAST_MEMORY = 384 * MiB
 
 
 def working_bytes(memory: int | str) -> int:
-    """What a bound on resident memory leaves beside interpreter and libraries. Raises OptionError."""
+    """Bytes left for conversion within a memory limit, after the interpreter and libraries. Raises OptionError."""
     return parse_size(memory) - _LIBRARY_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """How `convert` lays out a store, and what it holds in memory. Raises OptionError."""
+    """How `convert` lays out a store, and how much memory it uses.
 
-    # The unit of decompression. 16, 32 and 64 give blocks of 64 rows alike fast (the table in benchmarks/README.md): 16
-    # reads a sixth fewer bytes where there is no mirror, but has twice the chunks to handle; 64 reads a quarter more.
+    - `chunk_rows`: approximate rows per chunk, the smallest unit of decompression.
+    - `shard_size`: largest shard (stored object) in bytes before compression, as a number or text such as "256MiB". It
+      applies to the wider of `indices` and `data`; the stored object is a third to the whole of it.
+    - `codec`: "lz4"; "zstd", which stores 27 % fewer bytes, decodes a fifth slower and encodes ten times slower; or
+      "none", which stores twice the bytes but still adds checksums.
+    - `preserve_dtype`: keep the source dtypes of `data`, `indices` and `indptr`. By default, values and indices get the
+      smallest integer dtype that holds every value exactly.
+    - `memory`: limit on the resident memory of the whole process, including about 250 MiB for the interpreter and the
+      libraries; at least "384MiB". A higher limit speeds up only CSC sources and shuffling on slow disks.
+    - `shuffle_seed`: shuffle the rows with this seed; the obs column `source_row` records their original positions.
+    - `window_bytes`: bytes of values and indices to sort at once; derived from `memory` by default. Matrices that need
+      no sorting are read 16 MiB at a time.
+
+    Raises OptionError for an invalid value.
+
+    >>> ConvertOptions(codec="zstd", shard_size="64MiB").shard_bytes
+    67108864
+    """
+
+    # Chunks of 16, 32 and 64 rows load blocks of 64 rows equally fast (see the table in benchmarks/README.md). Without
+    # a mirror, 16 reads a sixth fewer bytes but doubles the number of chunks; 64 reads a quarter more bytes.
     chunk_rows: int = 32
-    # Of the wider of indices and data before compression; the object stored is a third to the whole of it.
     shard_size: int | str = "256MiB"
-    # "zstd" stores 27 % fewer bytes, decodes a fifth slower and encodes ten times as slowly: for a bucket that is paid
-    # by the byte. "none" stores twice the bytes, checksums among them: for local disks.
-    codec: str = "lz4"
-    # Keeps the dtypes of data, indices and indptr as they are in the source.
+    codec: str = "lz4"  # zstd suits buckets billed by the byte, none suits local disks
     preserve_dtype: bool = False
-    # Bounds the resident memory of the whole process, some 250 MiB of interpreter and libraries among it. More only
-    # makes windows and sorted pieces larger, which is faster for CSC and shuffling on slow disks, and for nothing else.
-    memory: int | str = "1GiB"
-    # Shuffles the rows, by this seed; the obs column `source_row` then says where each was.
+    memory: int | str = "1GiB"  # it bounds the size of windows and sorted pieces
     shuffle_seed: int | None = None
-    # Bytes of values and indices held at once, by default what `memory` allows. Where nothing is sorted it is 16 MiB.
     window_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,17 +90,17 @@ class ConvertOptions:
 
     @property
     def shard_bytes(self) -> int:
-        """`shard_size` in bytes."""
+        """`shard_size` as a number of bytes."""
         return parse_size(self.shard_size)
 
     @property
     def window(self) -> int:
-        """Bytes of values and indices that are held to be sorted; with all copies it is some eight times as much."""
+        """Bytes of values and indices to sort at once. With all copies, sorting takes about eight times as much."""
         return self.window_bytes or working_bytes(self.memory) // 8
 
 
 class ChunkEncoder:
-    """Encodes the chunks of one array: little-endian bytes, then blosc with shuffle (not for `none`), then crc32c."""
+    """Encodes the chunks of one array: little-endian bytes, blosc with shuffle unless the codec is `none`, crc32c."""
 
     def __init__(self, codec: str, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype.newbyteorder("<")
@@ -101,19 +113,19 @@ class ChunkEncoder:
 
     @property
     def zarr_codecs(self) -> list[Any]:
-        """The same for zarr: what follows its `bytes` codec."""
+        """The equivalent zarr codecs, without the leading `bytes` codec."""
         return zarr_codecs(self._codec, self.dtype.itemsize)
 
     def encode(self, elements: NDArray[Any], chunk_elements: int) -> bytes:
-        """The stored form of one chunk; one with fewer than `chunk_elements` is filled up with zeros."""
-        whole = np.ascontiguousarray(elements, self.dtype)
-        if len(whole) < chunk_elements:
-            whole = np.concatenate([whole, np.zeros(chunk_elements - len(whole), self.dtype)])
-        return _checked(whole.tobytes() if self._blosc is None else self._blosc.encode(whole))
+        """The stored bytes of one chunk, padded with zeros to `chunk_elements`."""
+        padded = np.ascontiguousarray(elements, self.dtype)
+        if len(padded) < chunk_elements:
+            padded = np.concatenate([padded, np.zeros(chunk_elements - len(padded), self.dtype)])
+        return _with_checksum(padded.tobytes() if self._blosc is None else self._blosc.encode(padded))
 
 
 def zarr_codecs(codec: str, itemsize: int | None) -> list[Any]:
-    """One of CODECS with its checksum, for zarr's `compressors`; zarr finds out an `itemsize` of None itself."""
+    """A codec of CODECS and its checksum, for zarr's `compressors`. zarr fills in an `itemsize` of None."""
     if codec == "none":
         return [Crc32cCodec()]
     blosc = BloscCodec(
@@ -127,47 +139,49 @@ def zarr_codecs(codec: str, itemsize: int | None) -> list[Any]:
 
 
 def shard_index(sizes: Sequence[int], chunks_per_shard: int) -> bytes:
-    """The index that ends a shard whose first chunks have these sizes in bytes; the others are marked absent."""
+    """The index at the end of a shard, given the sizes in bytes of its leading chunks. Other chunks are absent."""
     table = np.full((chunks_per_shard, 2), ABSENT, "<u8")
     table[: len(sizes), 1] = sizes
     table[: len(sizes), 0] = np.cumsum(sizes) - sizes
-    return _checked(table.tobytes())
+    return _with_checksum(table.tobytes())
 
 
-def _checked(body: bytes) -> bytes:
+def _with_checksum(body: bytes) -> bytes:
     return body + int(google_crc32c.value(body)).to_bytes(4, "little")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkGrid:
-    """How an array is cut along its first axis: `chunk` and `shard` in elements (1-D) or rows; shard = n x chunk."""
+    """The chunk and shard lengths of an array along its first axis, in elements (1-D) or rows. shard = n x chunk."""
 
     chunk: int
     shard: int
 
 
 def grid(length: int, *, chunk: int, item_bytes: int, shard_bytes: int) -> ChunkGrid:
-    """The grid of an array of `length` items: chunks of about `chunk` items, shards of up to about `shard_bytes`.
+    """The grid of an array of `length` items, with chunks of about `chunk` items and shards of about `shard_bytes`.
 
-    `item_bytes` is an item decoded. Encoded shards come out at a third to the whole of `shard_bytes`: the grid has to
-    be fixed before the first chunk is encoded.
+    `item_bytes` is the size of a decoded item. Sizes are before compression, because the grid must be fixed before the
+    first chunk is encoded; stored shards have a third to the whole of `shard_bytes`.
     """
     chunk = max(1, min(chunk, length, min(_MAX_CHUNK_BYTES, shard_bytes) // max(1, item_bytes)))
     chunks = max(1, -(-length // chunk))
     shards = -(-chunks // max(1, shard_bytes // (chunk * max(1, item_bytes))))
-    return ChunkGrid(
-        chunk=chunk, shard=chunk * -(-chunks // shards)
-    )  # shards of equal size, not a last one of leftovers
+    # Shards of equal size, rather than a small last shard.
+    return ChunkGrid(chunk=chunk, shard=chunk * -(-chunks // shards))
 
 
 def chunk_elements(chunk_rows: int, *, elements: int, rows: int) -> int:
-    """Elements of `chunk_rows` rows of mean length, in whole KiB of elements."""
+    """Elements in `chunk_rows` rows of mean length, rounded up to a multiple of 1,024."""
     wanted = -(-chunk_rows * elements // max(1, rows))
     return max(1, -(-wanted // _MIN_CHUNK_ELEMENTS)) * _MIN_CHUNK_ELEMENTS
 
 
 def smallest_integer(low: int, high: int, *, below: int) -> np.dtype[Any] | None:
-    """The smallest integer type that holds `low` to `high` in fewer than `below` bytes, unsigned where it can be."""
+    """The smallest integer dtype that holds `low` to `high` in fewer than `below` bytes, preferring unsigned dtypes.
+
+    None if there is no such dtype.
+    """
     for itemsize in (1, 2, 4):
         for kind in "ui":
             limits = np.iinfo(f"{kind}{itemsize}")
@@ -177,9 +191,9 @@ def smallest_integer(low: int, high: int, *, below: int) -> np.dtype[Any] | None
 
 
 class DtypeScan:
-    """Finds the smallest type that holds every value of a matrix bit for bit, looking at each value once.
+    """Finds the smallest dtype that holds every value of a matrix exactly, in one pass over the values.
 
-    -0.0, NaN, infinities and fractions keep the dtype as it is; so does a matrix without values, and bool.
+    A matrix with -0.0, NaN, infinities or fractions keeps its dtype, and so does a bool matrix or one without values.
     """
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -188,7 +202,7 @@ class DtypeScan:
         self._narrows = dtype.kind in "iuf" and dtype.itemsize > 1
 
     def add(self, values: NDArray[Any]) -> None:
-        """Takes more values into account."""
+        """Adds values to the scan."""
         for start in range(0, len(values), _SCAN_ELEMENTS):
             if not self._narrows:
                 return
@@ -196,7 +210,7 @@ class DtypeScan:
 
     def _add(self, values: NDArray[Any]) -> None:
         least, most = values.min(), values.max()
-        self._narrows = bool(np.isfinite(least) and np.isfinite(most))  # NaN is both least and most
+        self._narrows = bool(np.isfinite(least) and np.isfinite(most))  # if there is a NaN, both are NaN
         if not self._narrows:
             return
         low, high = self._range or (int(least), int(most))
@@ -206,7 +220,7 @@ class DtypeScan:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type found."""
+        """The smallest dtype for the values added so far."""
         if not self._narrows or self._range is None:
             return self._dtype
         return smallest_integer(*self._range, below=self._dtype.itemsize) or self._dtype

@@ -1,7 +1,7 @@
-"""The two passes over a matrix: `scan_matrix` reads it all, `store_matrix` reads it again and stores it by shards.
+"""Converts a matrix in two passes: `scan_matrix` reads all of it, `store_matrix` reads it again and stores the shards.
 
-What the first finds (a MatrixScan) fixes every grid and dtype, so the second writes the same bytes whenever it is run:
-an interrupted conversion goes on after the last shard whose bytes are there and whole.
+The result of the first pass (a MatrixScan) fixes every grid and dtype. So the second pass always writes the same bytes,
+and an interrupted conversion can continue after the last intact shard.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from zloader.conversion.writing.encode import (
 from zloader.conversion.writing.object_writer import ObjectWriter
 from zloader.conversion.writing.shards import ShardWriter, Threads, read_shard, stored_layout
 
-_INDPTR_CHUNK = 1 << 16  # entries; it is read whole: chunks enough for several threads, each worth its call
-_INDPTR_WINDOW = 1 << 20  # entries handed over at once
-_SIDE_CHUNK_BYTES = 1 << 16  # least in a chunk of obsm and obsp, whose rows are short
+_INDPTR_CHUNK = 1 << 16  # entries per chunk; indptr is read whole, and several threads decode its chunks
+_INDPTR_WINDOW = 1 << 20  # entries written at once
+_SIDE_CHUNK_BYTES = 1 << 16  # least bytes per chunk of obsm and obsp, whose rows are short
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixScan:
-    """What the first pass found: `n_values` once rows are canonical, rows `mended` for that, dtypes to store.
+    """The result of the first pass.
 
-    `lengths` are the values of each row (uint32); empty for a dense matrix, None where only the journal is known.
+    `n_values` counts values after rows are made canonical, `mended` the rows that were not canonical. `data` and
+    `indices` are the dtypes to store. `lengths` (uint32) is the number of values per row: empty for a dense matrix,
+    None if the scan comes from the journal.
     """
 
     n_values: int
@@ -51,24 +53,24 @@ class MatrixScan:
     lengths: NDArray[np.uint32] | None
 
     def record(self) -> dict[str, Any]:
-        """All but `lengths`, for the journal."""
+        """The scan without `lengths`, for the journal."""
         dtypes = {"data": str(self.data), "indices": str(self.indices)}
         return {"n_values": self.n_values, "mended": self.mended, **dtypes}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> MatrixScan:
-        """A scan from the journal."""
+        """Restores a scan from the journal."""
         dtypes = {name: np.dtype(record[name]) for name in ("data", "indices")}
         return cls(n_values=record["n_values"], mended=record["mended"], lengths=None, **dtypes)
 
 
 def keeps_dtype(matrix: SourceMatrix, options: ConvertOptions) -> bool:
-    """Whether dtypes stay as they are: when asked, and for obsm and obsp, which are no counts."""
+    """Whether a matrix keeps its dtypes: with `preserve_dtype`, and for obsm and obsp, which do not hold counts."""
     return options.preserve_dtype or matrix.name.startswith(("obsm/", "obsp/"))
 
 
 def scan_matrix(matrix: SourceMatrix, *, keep_dtype: bool, advance: Advance) -> MatrixScan:
-    """Sees every row once. Raises SourceError for anything in the source that is not as it must be."""
+    """Reads every row once. Raises SourceError if the source is invalid."""
     scan = DtypeScan(matrix.dtype)
     n_values = mended = row = 0
     lengths = np.zeros(0 if matrix.encoding == "dense" else matrix.n_rows, np.uint32)
@@ -78,7 +80,7 @@ def scan_matrix(matrix: SourceMatrix, *, keep_dtype: bool, advance: Advance) -> 
         if not keep_dtype:
             scan.add(window.values)
         if len(lengths):
-            lengths[_places(window, row)] = window.lengths
+            lengths[_positions(window, row)] = window.lengths
         row += len(window.lengths)
     indices = smallest_integer(0, max(0, matrix.n_genes - 1), below=matrix.genes_dtype.itemsize)
     return MatrixScan(
@@ -90,15 +92,15 @@ def scan_matrix(matrix: SourceMatrix, *, keep_dtype: bool, advance: Advance) -> 
     )
 
 
-def _places(window: Window, row: int) -> Any:
-    return slice(row, row + len(window.lengths)) if window.places is None else window.places
+def _positions(window: Window, row: int) -> Any:
+    return slice(row, row + len(window.lengths)) if window.positions is None else window.positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where matrices are stored (below `root`, by their names), how, and with which threads.
+    """The store that matrices are written to, below `root`, with the options and threads.
 
-    `existing` are the objects that an interrupted conversion left, with their bytes: what is whole is kept.
+    `existing` gives the sizes in bytes of the objects that an interrupted conversion left. Intact shards are reused.
     """
 
     root: zarr.Group
@@ -110,7 +112,7 @@ class Target:
     existing: Mapping[str, int]
 
     def writer(self, array: zarr.Array[Any], first_shard: int = 0) -> ShardWriter:
-        """Writes an array made by `create` from a shard on."""
+        """A writer for an array made by `create`, starting at a shard."""
         encoder = ChunkEncoder(self.options.codec, array.dtype)
         return ShardWriter(array, encoder, self.threads, self.create_object, first_shard=first_shard)
 
@@ -122,7 +124,7 @@ class Target:
         cut: ChunkGrid,
         attributes: dict[str, Any] | None = None,
     ) -> zarr.Array[Any]:
-        """An array cut along its first axis. Only metadata."""
+        """Creates an array split along its first axis. Writes only metadata."""
         widths = [max(1, size) for size in shape[1:]]
         return self.root.create_array(
             name,
@@ -136,18 +138,18 @@ class Target:
         )
 
     def finished_shards(self, *arrays: zarr.Array[Any]) -> int:
-        """How many leading shards all of the arrays have, each read back with its checksums."""
+        """The number of leading shards that are intact in all of the arrays. Reads them back to verify checksums."""
         layouts = [stored_layout(array) for array in arrays]
-        there = itertools.takewhile(
+        present = itertools.takewhile(
             lambda shard: all(layout.shard_key(shard) in self.existing for layout in layouts),
             range(layouts[0].n_shards),
         )
-        jobs = [(shard, layout) for shard in there for layout in layouts]
+        jobs = [(shard, layout) for shard in present for layout in layouts]
         if not jobs:
             return 0
         advance = self.bars.add(f"checking {layouts[0].path.rpartition('/')[0]}", sum(array.size for array in arrays))
 
-        def whole(job: tuple[int, Any]) -> bool:
+        def is_intact(job: tuple[int, Any]) -> bool:
             shard, layout = job
             try:
                 for elements in read_shard(self.location, layout, shard, self.existing[layout.shard_key(shard)]):
@@ -158,12 +160,12 @@ class Target:
                 return False
             return True
 
-        checked = list(itertools.takewhile(bool, self.threads.encoding.map(whole, jobs)))
-        return len(checked) // len(layouts)
+        intact = list(itertools.takewhile(bool, self.threads.encoding.map(is_intact, jobs)))
+        return len(intact) // len(layouts)
 
 
 def store_matrix(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> None:
-    """Stores every window, as CSR or dense as the source is. Raises SourceError when it is not what was scanned."""
+    """Stores a matrix as CSR or dense, like the source. Raises SourceError if it has changed since the scan."""
     write = _store_dense if matrix.encoding == "dense" else _store_sparse
     if write(matrix, scan, target) != scan.n_values:
         raise SourceError(f"{matrix.name} changed while it was being converted: run convert again")
@@ -227,7 +229,7 @@ def _store_sparse(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> int
 
 
 def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target, group: zarr.Group) -> NDArray[np.uint32]:
-    """Stores indptr unless all of it is there; gives the values of each row."""
+    """Stores indptr unless it is already complete. Returns the number of values per row."""
     dtype = matrix.indptr_dtype if keeps_dtype(matrix, target.options) else np.dtype(np.int64)
     cut = grid(matrix.n_rows + 1, chunk=_INDPTR_CHUNK, item_bytes=8, shard_bytes=target.options.shard_bytes)
     array = target.create(f"{matrix.name}/indptr", (matrix.n_rows + 1,), dtype, cut)
@@ -237,9 +239,9 @@ def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target, group:
         if target.finished_shards(array) == layout.n_shards:
             return _stored_lengths(array, target)
         advance = target.bars.add(f"reading {matrix.name}", matrix.n_reads)
-        again = scan_matrix(matrix, keep_dtype=True, advance=advance)
-        assert again.lengths is not None
-        lengths = again.lengths
+        second_scan = scan_matrix(matrix, keep_dtype=True, advance=advance)
+        assert second_scan.lengths is not None
+        lengths = second_scan.lengths
     with target.writer(array) as writer:
         writer.append(np.zeros(1, dtype))
         for _, ends in row_ends(lengths):
@@ -248,7 +250,7 @@ def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target, group:
 
 
 def row_ends(lengths: NDArray[np.uint32], begin: int = 0) -> Iterator[tuple[int, Rows]]:
-    """Where rows end that begin at an element, some at a time: the number of the first, and their ends."""
+    """The ends of rows of these lengths that begin at element `begin`, in pieces: the first row, and the ends."""
     for start in range(0, len(lengths), _INDPTR_WINDOW):
         ends = begin + np.cumsum(lengths[start : start + _INDPTR_WINDOW], dtype=np.int64)
         yield start, ends
@@ -268,7 +270,7 @@ def _stored_lengths(indptr: zarr.Array[Any], target: Target) -> NDArray[np.uint3
 
 
 def _row_at(lengths: NDArray[np.uint32], element: int) -> tuple[int, int]:
-    """The row that holds an element, and how many of the row's elements come before it."""
+    """The row that contains an element, and the number of the row's elements before it."""
     for start, ends in row_ends(lengths):
         if ends[-1] > element:
             row = int(np.searchsorted(ends, element, side="right"))

@@ -1,7 +1,7 @@
-"""Objects written from front to back, which nobody sees before they are whole.
+"""Writes objects sequentially and atomically: readers never see a partial object.
 
-A local file is written under another name, made durable and then renamed. On S3 an object goes up in parts, a few at
-a time, while the next are still being made; it exists once all are there.
+A local file is written under a temporary name, synced to disk and renamed. An S3 object is a multipart upload: two
+parts at a time are uploaded while the next are prepared, and the object appears when the upload is completed.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from zloader.access.location import Location
 from zloader.common.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.options import MiB
 
-PARTIAL = ".partial"  # ends the name of a local file that is being written, by zarr as well
-_PART_BYTES = 16 * MiB  # S3 takes 5 MiB to 5 GiB, and at most 10 000 parts
-_DELETED_AT_ONCE = 1000  # as many as S3 takes in one request
-_UPLOADS = 2  # parts of one object under way at once; two objects (indices and data) are written at a time
+PARTIAL = ".partial"  # suffix of local files being written; zarr uses it too
+_PART_BYTES = 16 * MiB  # S3 allows 5 MiB to 5 GiB per part, and at most 10,000 parts
+_DELETED_AT_ONCE = 1000  # S3's limit per request
+_UPLOADS = 2  # parts uploaded at once per object; two objects (indices and data) are written at a time
 
 
 @contextlib.contextmanager
 def translated(doing: str, url: str) -> Iterator[None]:
-    """Turns the errors of file systems and S3 clients into ours."""
+    """Translates errors of file systems and S3 clients into zloader's errors."""
     try:
         yield
     except ZloaderError:
         raise
     except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
         raise AccessDeniedError(
-            f"not allowed to {doing} {url} ({error}): check the rights of the directory, or the key and secret in "
+            f"not allowed to {doing} {url} ({error}): check the permissions of the directory, or the key and secret in "
             "storage_options or the AWS_* variables"
         ) from error
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {doing} {url} ({error}): does the bucket exist?") from error
     except (OSError, BotoCoreError) as error:
-        advice = ": free some room there, or mend the server, and run it again (convert: with --resume)"
+        advice = ": free some space or repair the server, and run it again (convert: with --resume)"
         raise StoreError(f"cannot {doing} {url}: {error}{advice if doing.startswith('write') else ''}") from error
 
 
 class ObjectWriter(ABC):
-    """One object being written; `size` is what was written so far, in bytes. Raises StoreError and its children."""
+    """One object being written. `size` is the bytes written so far. Raises StoreError and its subclasses."""
 
     def __init__(self) -> None:
         self.size = 0
 
     def write(self, piece: bytes) -> None:
-        """Adds bytes at the end."""
+        """Appends bytes."""
         self._write(piece)
         self.size += len(piece)
 
@@ -62,11 +62,11 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Makes the object be there, whole."""
+        """Completes the object and makes it visible."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leaves nothing."""
+        """Discards the object."""
 
 
 class _File(ObjectWriter):
@@ -81,12 +81,12 @@ class _File(ObjectWriter):
 
     def commit(self) -> None:
         self._file.flush()
-        os.fsync(self._file.fileno())  # else a power failure could leave a name without its bytes
+        os.fsync(self._file.fileno())  # a power failure must not leave the final name without its bytes
         self._file.close()
         self._partial.replace(self._path)
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk does not take what is still in memory
+        with contextlib.suppress(OSError):  # a full disk cannot take the rest of the buffer
             self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -97,40 +97,40 @@ class _Upload(ObjectWriter):
         self._filesystem, self._path = filesystem, path
         bucket, key, _ = filesystem.split_path(path)
         self._object = {"Bucket": bucket, "Key": key}
-        self._gathered: list[bytes] = []
-        self._gathered_bytes = 0
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
         self._upload: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="zloader-upload")
-        self._under_way: deque[Future[dict[str, Any]]] = deque()
+        self._uploading: deque[Future[dict[str, Any]]] = deque()
         self._parts: list[dict[str, Any]] = []
 
     def _write(self, piece: bytes) -> None:
-        self._gathered.append(piece)
-        self._gathered_bytes += len(piece)
-        if self._gathered_bytes >= _PART_BYTES:
+        self._pending.append(piece)
+        self._pending_bytes += len(piece)
+        if self._pending_bytes >= _PART_BYTES:
             self._send_part()
 
     def _send_part(self) -> None:
         if not self._upload:
             started = self._filesystem.call_s3("create_multipart_upload", **self._object)
             self._upload = {**self._object, "UploadId": started["UploadId"]}
-        while len(self._under_way) >= _UPLOADS:
-            self._parts.append(self._under_way.popleft().result())
-        number = len(self._parts) + len(self._under_way) + 1
-        body, self._gathered, self._gathered_bytes = b"".join(self._gathered), [], 0
-        self._under_way.append(self._threads.submit(self._put_part, number, body))
+        while len(self._uploading) >= _UPLOADS:
+            self._parts.append(self._uploading.popleft().result())
+        number = len(self._parts) + len(self._uploading) + 1
+        body, self._pending, self._pending_bytes = b"".join(self._pending), [], 0
+        self._uploading.append(self._threads.submit(self._put_part, number, body))
 
     def _put_part(self, number: int, body: bytes) -> dict[str, Any]:
         answer = self._filesystem.call_s3("upload_part", **self._upload, PartNumber=number, Body=body)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     def commit(self) -> None:
-        if not self._upload:  # small: one request
-            self._filesystem.pipe_file(self._path, b"".join(self._gathered))
+        if not self._upload:  # small enough for one request
+            self._filesystem.pipe_file(self._path, b"".join(self._pending))
         else:
-            if self._gathered:
+            if self._pending:
                 self._send_part()
-            self._parts += [part.result() for part in self._under_way]
+            self._parts += [part.result() for part in self._uploading]
             whole = {"Parts": self._parts}
             self._filesystem.call_s3("complete_multipart_upload", **self._upload, MultipartUpload=whole)
         self._threads.shutdown()
@@ -142,7 +142,7 @@ class _Upload(ObjectWriter):
 
 
 class _Translated(ObjectWriter):
-    """Another writer, whose errors become ours."""
+    """Wraps a writer and translates its errors."""
 
     def __init__(self, location: Location, key: str) -> None:
         super().__init__()
@@ -166,14 +166,14 @@ class _Translated(ObjectWriter):
 
 
 def create_object(location: Location, key: str) -> ObjectWriter:
-    """Begins to write the object `key` below a location."""
+    """Starts writing the object `key` below a location."""
     return _Translated(location, key)
 
 
 def delete_objects(location: Location, keys: Sequence[str]) -> None:
-    """Deletes exactly these objects below a location, and on a disk the directories that are then empty.
+    """Deletes exactly these objects below a location, and on a disk also the directories that become empty.
 
-    What S3 does not let be deleted stays without an error. `rm` of s3fs is not exact: it takes * ? [ for patterns.
+    Objects that S3 refuses to delete stay, without an error. `rm` of s3fs would treat * ? [ in keys as patterns.
     """
     with translated("delete from", location.url):
         if location.scheme == "file":
@@ -191,5 +191,5 @@ def _delete_files(root: Path, keys: Sequence[str]) -> None:
         (root / key).unlink(missing_ok=True)
     above = {directory for key in keys for directory in PurePath(key).parents[:-1]}
     for directory in sorted(above, key=lambda path: len(path.parts), reverse=True):
-        with contextlib.suppress(OSError):  # it holds something else
+        with contextlib.suppress(OSError):  # not empty
             (root / directory).rmdir()

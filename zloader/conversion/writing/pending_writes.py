@@ -1,7 +1,7 @@
-"""How writing ends: once an error has left a conversion, nothing of it is still being written.
+"""Waits for writes in progress, so that no write continues after a conversion has raised an error.
 
-A thread cannot be stopped, and a request that was sent cannot be taken back. So both are waited for before an error is
-passed on, also while further signals ask to end.
+A thread cannot be stopped, and a request cannot be recalled. So both are waited for before an error is raised, even if
+more signals arrive.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from zloader.common.errors import StoreError
 from zloader.reading.bridge import fulfil
 
-ENDING_S = 120.0  # for what is under way to end; a part of an upload (16 MiB) takes this long at 140 kB/s
+DEADLINE_S = 120.0  # for writes in progress; one part of an upload (16 MiB) takes this long at 140 kB/s
 
 Result = TypeVar("Result")
 
 
-def _to_the_end(waiting: Callable[[], Result]) -> Result:
-    """The result of `waiting`, which is called again when a signal interrupts it: that is raised afterwards."""
+def _despite_interrupts(waiting: Callable[[], Result]) -> Result:
+    """The result of `waiting`. If a signal interrupts it, it is called again and the interrupt is raised later."""
     interrupt: BaseException | None = None
     while True:
         try:
@@ -34,18 +34,18 @@ def _to_the_end(waiting: Callable[[], Result]) -> Result:
         return result
 
 
-def in_full(write: Callable[[], Result], at: str, *, deadline_s: float = ENDING_S) -> Result:
-    """The result of `write`, which has ended also when a signal interrupts this.
+def run_to_completion(write: Callable[[], Result], at: str, *, deadline_s: float = DEADLINE_S) -> Result:
+    """The result of `write`, which runs to its end even if a signal interrupts the caller.
 
-    It runs on a thread of its own: s3fs, interrupted, leaves a request to go on unseen.
-    Raises what `write` raises, and StoreError when it goes on for `deadline_s` after an interrupt.
+    It runs in its own thread, because s3fs leaves its request running when it is interrupted. Raises the errors of
+    `write`, and StoreError if it is still running `deadline_s` seconds after an interrupt.
     """
     ended: Future[Result] = Future()
     try:
         threading.Thread(target=fulfil, args=(ended, write), daemon=True, name="zloader-write").start()
         return ended.result()
     except BaseException as error:
-        if not _to_the_end(lambda: _has_ended(ended, deadline_s)):
+        if not _despite_interrupts(lambda: _has_ended(ended, deadline_s)):
             raise _still_writing(at, deadline_s) from error
         raise
 
@@ -58,25 +58,25 @@ def _has_ended(writing: Future[Any], deadline_s: float) -> bool:
     return True
 
 
-class Writes:
-    """The writes that are under way in event loops, until it is ended."""
+class PendingWrites:
+    """Tracks the writes in progress in event loops, until `end` is called."""
 
     def __init__(self, at: str) -> None:
         self._at = at
         self._changed = threading.Condition()
-        self._n_under_way = 0
+        self._n_running = 0
         self._refusing = False
 
     async def run(self, write: Coroutine[Any, Any, None]) -> None:
-        """Awaits a write, which is not cancelled with this: its thread or request would go on, and not be counted.
+        """Awaits a write. Cancelling the caller does not cancel the write, whose thread or request would run on.
 
-        Raises StoreError once writing was ended.
+        Raises StoreError after `end`.
         """
         with self._changed:
             if self._refusing:
                 write.close()
-                raise StoreError(f"writing to {self._at} was interrupted: run it again (a conversion: with --resume)")
-            self._n_under_way += 1
+                raise StoreError(f"writing to {self._at} was interrupted: run it again (convert: with --resume)")
+            self._n_running += 1
         writing = asyncio.ensure_future(write)
         writing.add_done_callback(self._count_ended)
         await asyncio.wait([writing])
@@ -84,24 +84,24 @@ class Writes:
 
     def _count_ended(self, writing: asyncio.Future[None]) -> None:
         if not writing.cancelled():
-            writing.exception()  # whoever awaited it may be gone
+            writing.exception()  # marks the error as retrieved: the caller may have been cancelled
         with self._changed:
-            self._n_under_way -= 1
+            self._n_running -= 1
             self._changed.notify_all()
 
-    def end(self, *, deadline_s: float = ENDING_S) -> None:
-        """Refuses further writes and waits for those under way. Raises StoreError when that takes too long."""
+    def end(self, *, deadline_s: float = DEADLINE_S) -> None:
+        """Refuses further writes and waits for those in progress. Raises StoreError after `deadline_s` seconds."""
 
-        def none_under_way() -> bool:
+        def none_running() -> bool:
             with self._changed:
                 self._refusing = True
-                return self._changed.wait_for(lambda: not self._n_under_way, deadline_s)
+                return self._changed.wait_for(lambda: not self._n_running, deadline_s)
 
-        if not _to_the_end(none_under_way):
+        if not _despite_interrupts(none_running):
             raise _still_writing(self._at, deadline_s)
 
 
 def _still_writing(at: str, deadline_s: float) -> StoreError:
     return StoreError(
-        f"a write to {at} has not ended within {deadline_s:.0f} s: end this process before you write there again"
+        f"a write to {at} is still running after {deadline_s:.0f} s: end this process before writing there again"
     )

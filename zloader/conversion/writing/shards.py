@@ -1,7 +1,7 @@
-"""The shards of one array: written from front to back as chunks get ready, and read back with every checksum verified.
+"""Writes the shards of an array sequentially, and reads shards back with every checksum verified.
 
-A few threads encode chunks, and one at a time per array stores them in order, so that neither a decoded nor an encoded
-shard is ever held whole.
+Several threads encode chunks, and one thread per array stores them in order. So neither a decoded nor an encoded shard
+is ever complete in memory.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from zloader.common.errors import CorruptChunkError, StoreError, TruncatedObject
 from zloader.common.options import MiB
 from zloader.conversion.writing.encode import ChunkEncoder, shard_index
 from zloader.conversion.writing.object_writer import ObjectWriter, translated
-from zloader.conversion.writing.pending_writes import in_full
+from zloader.conversion.writing.pending_writes import run_to_completion
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ABSENT, ArrayLayout
 from zloader.storage.metadata import layout_of
 
 _MAX_ENCODING = 16
-_JOB_ELEMENTS = 1 << 19  # encoded by one job: a few chunks, so that handing them over costs nothing
-_READ_BYTES = 8 * MiB  # at once, when a shard is read back
+_JOB_ELEMENTS = 1 << 19  # encoded per job: a few chunks, so that the overhead per job is negligible
+_READ_BYTES = 8 * MiB  # per read, when a shard is read back
 
 
 @dataclass(frozen=True, kw_only=True)
 class Threads:
-    """The threads of one conversion. Indices, data and indptr may be stored at once.
+    """The threads of one conversion. Indices, data and indptr may be stored at the same time.
 
-    `ended` tells a job that takes long that nobody wants its result any more.
+    `ended` is set when the results of long jobs are no longer needed.
     """
 
     encoding: ThreadPoolExecutor
@@ -50,7 +50,7 @@ class Threads:
 
 @contextlib.contextmanager
 def threads(at: str) -> Iterator[Threads]:
-    """As many threads as one that reads keeps busy, gone when the context ends; what they had not begun is dropped.
+    """As many threads as a single reader keeps busy. When the context ends, they stop and pending jobs are dropped.
 
     `at` names the destination in errors.
     """
@@ -62,14 +62,14 @@ def threads(at: str) -> Iterator[Threads]:
     finally:
         ended.set()
         for pool in (encoding, storing):
-            in_full(partial(pool.shutdown, cancel_futures=True), at)
+            run_to_completion(partial(pool.shutdown, cancel_futures=True), at)
 
 
 class ShardWriter:
-    """Fills a sharded zarr array from the front of a shard on; every shard is stored once, whole.
+    """Fills a sharded zarr array sequentially, starting at `first_shard`. Each shard is stored once, complete.
 
-    A context manager: a shard that is not whole when an error leaves it is dropped. Holds the elements of the last two
-    `append`s, and their chunks.
+    A context manager. If it is left by an error, an incomplete shard is dropped. It keeps the elements of the last two
+    `append` calls in memory, and their encoded chunks.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class ShardWriter:
         self._array, self._encoder, self._threads, self._create_object = array, encoder, pool, create_object
         self._chunk = math.prod(array.chunks)
         self._chunks_per_shard = array.shards[0] // array.chunks[0]
-        self._tail = np.empty(0, encoder.dtype)  # elements that do not fill a chunk yet
+        self._tail = np.empty(0, encoder.dtype)  # elements of an incomplete chunk
         self._encoding: list[Future[list[bytes]]] = []
         self._storing: Future[None] | None = None
         self._shard = first_shard
         self._object: ObjectWriter | None = None
-        self._sizes: list[int] = []  # of the chunks in it
-        self._turn = threading.Lock()  # of what stores the object and what drops it
+        self._sizes: list[int] = []  # of the chunks in the object, in bytes
+        self._lock = threading.Lock()  # held to write the object, and to drop it
         self._dropped = False
         self.n_elements = min(first_shard * self._chunks_per_shard * self._chunk, math.prod(array.shape))
 
@@ -105,10 +105,10 @@ class ShardWriter:
             if error is None:
                 self._close()
         finally:
-            in_full(self._drop, self._array.path)
+            run_to_completion(self._drop, self._array.path)
 
     def append(self, elements: NDArray[Any]) -> None:
-        """Takes the next elements, a flat array, which must not be changed afterwards."""
+        """Appends elements, a flat array that must not be changed afterwards."""
         self._collect()
         self.n_elements += len(elements)
         missing = self._chunk - len(self._tail)
@@ -139,7 +139,7 @@ class ShardWriter:
         return [self._encoder.encode(elements[start : start + self._chunk], self._chunk) for start in starts]
 
     def _collect(self, *, last: bool = False) -> None:
-        """Waits for the chunks being encoded and has them stored while the next are encoded."""
+        """Waits for the chunks being encoded, and submits them to be stored while the next chunks are encoded."""
         chunks = [chunk for job in self._encoding for chunk in job.result()]
         self._encoding = []
         if self._storing is not None:
@@ -147,14 +147,14 @@ class ShardWriter:
         self._storing = self._threads.storing.submit(self._store, chunks, last)
 
     def _drop(self) -> None:
-        """Has nothing stored after the chunk that is being stored, and drops a shard that is not whole."""
+        """Stops storing after the current chunk, and drops an incomplete shard."""
         self._dropped = True
-        with self._turn, contextlib.suppress(StoreError):  # the error that ends the shard says more
+        with self._lock, contextlib.suppress(StoreError):  # the original error matters more
             if self._object is not None:
                 self._object.abort()
 
     def _store(self, chunks: list[bytes], last: bool) -> None:
-        with self._turn:
+        with self._lock:
             self._store_chunks(chunks)
             if last and self._object is not None and not self._dropped:
                 self._finish_shard(self._object)
@@ -180,14 +180,14 @@ class ShardWriter:
 
 
 def stored_layout(array: zarr.Array[Any]) -> ArrayLayout:
-    """The layout of an array whose objects must all be there."""
+    """The layout of an array whose objects must all exist."""
     return layout_of(array, absent_is_fill=False)
 
 
 def read_shard(location: Location, layout: ArrayLayout, shard: int, size: int) -> Iterator[NDArray[Any]]:
-    """The elements of every chunk of a stored shard of `size` bytes, in order, each checksum verified.
+    """The elements of every chunk of a stored shard of `size` bytes, in order, with checksums verified.
 
-    Raises CorruptChunkError or TruncatedObjectError that names object and chunk, or what the file system says.
+    Raises CorruptChunkError or TruncatedObjectError with the object and the chunk, or translated file system errors.
     """
     for elements in scan_shard(location, layout, shard, size):
         if isinstance(elements, CorruptChunkError):
@@ -198,9 +198,9 @@ def read_shard(location: Location, layout: ArrayLayout, shard: int, size: int) -
 def scan_shard(
     location: Location, layout: ArrayLayout, shard: int, size: int | None
 ) -> Iterator[NDArray[Any] | CorruptChunkError]:
-    """As `read_shard`, but gives an error in the place of a chunk that is damaged, and goes on.
+    """Like `read_shard`, but yields the error of a damaged chunk instead of its elements, and continues.
 
-    `size` is None where there is no such object. Where the layout allows for that, what is absent is fill values.
+    `size` is None if the object does not exist. If the layout allows it, absent chunks are fill values.
     """
     decoder = Decoder(layout)
     first, key = shard * layout.chunks_per_shard, layout.shard_key(shard)
@@ -228,16 +228,16 @@ def scan_shard(
 
 
 def _reads(table: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
-    """The chunks `[begin, end)` that one read takes: ascending ones, not of too many bytes; or absent ones."""
+    """Groups chunks `[begin, end)` into reads: consecutive stored chunks of up to 8 MiB, or absent chunks."""
     begin, previous, start = 0, (ABSENT, 0), 0
     for chunk, (offset, size) in enumerate(table.tolist()):
         if previous[0] == ABSENT or offset == ABSENT:
-            goes_on = previous[0] == offset
+            continues = previous[0] == offset
         else:
-            goes_on = offset >= sum(previous) and offset + size <= start + _READ_BYTES
-        if chunk and not goes_on:
+            continues = offset >= sum(previous) and offset + size <= start + _READ_BYTES
+        if chunk and not continues:
             yield begin, chunk
-        if not chunk or not goes_on:
+        if not chunk or not continues:
             begin, start = chunk, offset
         previous = (offset, size)
     if len(table):
@@ -245,7 +245,7 @@ def _reads(table: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
 
 
 def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int | None) -> NDArray[np.uint64]:
-    """The offset and size of each chunk of a shard; all are there and lie in order, unless they may be absent."""
+    """The offset and size of each chunk of a shard. All chunks must exist, in order, unless they may be absent."""
     key = layout.shard_key(shard)
     try:
         found = layout.find_index(shard, size, location.url)
@@ -258,7 +258,9 @@ def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int |
     here = table[: layout.n_chunks - shard * layout.chunks_per_shard]
     disordered = (here == ABSENT).any() or (np.diff(here[:, 0].astype(np.int64)) <= 0).any()
     if disordered and not layout.absent_is_fill:
-        raise CorruptChunkError(f"{location.url}: {key} lacks chunks that its array has: the object was cut short")
+        raise CorruptChunkError(
+            f"{location.url}: {key} lacks chunks, or has them out of order: the object was not written completely"
+        )
     return table
 
 
@@ -266,5 +268,7 @@ def _read(location: Location, key: str, start: int, stop: int) -> bytes:
     with translated(f"read {key} from", location.url):
         stored: bytes = location.filesystem().cat_file(f"{location.path}/{key}", start=start, end=stop)
     if len(stored) != stop - start:
-        raise TruncatedObjectError(f"{location.url}: {key} gave {len(stored)} bytes for {start}-{stop - 1}")
+        raise TruncatedObjectError(
+            f"{location.url}: {key} returned {len(stored)} bytes for the range {start}-{stop - 1}"
+        )
     return stored

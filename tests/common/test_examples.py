@@ -1,0 +1,52 @@
+"""The examples in docstrings run, and every public class of these packages has one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import counts
+
+import zloader as zl
+
+PACKAGES = ("common", "order", "selecting", "storage")
+MODULES = [
+    module.name
+    for package in PACKAGES
+    for module in pkgutil.walk_packages([str(Path(zl.__file__).parent / package)], f"zloader.{package}.")
+]
+PUBLIC = [name for name in zl.__all__ if any(zl._MODULES.get(name, "").startswith(f"zloader.{p}.") for p in PACKAGES)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cells.h5ad: 300 cells of three types."""
+    adata = counts(300, 20)
+    adata.obs["cell_type"] = pd.Categorical(np.tile(["T", "B", "NK"], 100))
+    folder = tmp_path_factory.mktemp("examples")
+    adata.write_h5ad(folder / "cells.h5ad")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> zl.Dataset:
+    zl.convert(folder / "cells.h5ad", folder / "stored.zarr", progress=False)
+    return zl.open_dataset(folder / "stored.zarr", cache=folder / "cache")
+
+
+@pytest.mark.parametrize("name", ["zloader", *MODULES])
+def test_examples_run(name, folder, dataset, monkeypatch):
+    monkeypatch.chdir(folder)
+    found = doctest.testmod(importlib.import_module(name), extraglobs={"zl": zl, "dataset": dataset})
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_class_has_an_example(name):
+    assert ">>> " in inspect.getdoc(getattr(zl, name))

@@ -1,0 +1,40 @@
+"""The examples in the docstrings of `zloader.dataset` run, in a directory with a small store."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+
+import zloader as zl
+
+N_ROWS, N_GENES = 1000, 50
+
+
+@pytest.fixture
+def atlas(tmp_path, monkeypatch):
+    """`atlas.zarr` in the current directory: B and T cells alternate, and there are ten donors of 100 cells each."""
+    rows = np.arange(N_ROWS)
+    x = scipy.sparse.random(N_ROWS, N_GENES, density=0.2, format="csr", dtype=np.float32, random_state=0)
+    obs = pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(np.where(rows % 2, "T", "B")),
+            "donor": pd.Categorical([f"d{number}" for number in rows // 100]),
+            "n_counts": rows + 1,
+        },
+        index=rows.astype(str),
+    )
+    monkeypatch.chdir(tmp_path)
+    zl.convert(ad.AnnData(x, obs), "atlas.zarr", progress=False)
+
+
+@pytest.mark.parametrize("name", ["dataset", "quality", "suggest", "warm"])
+def test_the_examples_run(name, atlas):
+    failed, attempted = doctest.testmod(importlib.import_module(f"zloader.dataset.{name}"))
+    assert attempted
+    assert not failed

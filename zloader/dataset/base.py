@@ -1,0 +1,181 @@
+"""The parts of a dataset, and the properties and methods that come directly from a part.
+
+`dataset.py` adds what concerns rows: selecting, splitting and reading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from zloader.access.location import Location
+from zloader.access.stored_objects import StoredObject
+from zloader.common.errors import OptionError
+from zloader.common.options import FetchOptions
+from zloader.common.records import CacheStatistics
+from zloader.dataset.matrices import Matrices
+from zloader.dataset.observations import Observations
+from zloader.dataset.opening import OpenedStores
+from zloader.dataset.store import OpenedStore
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.selecting.columns import ObsColumn
+from zloader.selecting.genes import ChosenGenes, Genes
+from zloader.storage.layout import MatrixLayout
+
+
+class BaseDataset:
+    """Opened stores with their obs, obsm and matrices.
+
+    `fingerprint` identifies the stored bytes: it changes when an object of a store changes.
+    """
+
+    def __init__(self, opened: OpenedStores, observations: Observations, matrices: Matrices) -> None:
+        self._opened, self._observations, self._matrices = opened, observations, matrices
+        self.stores = opened.stores
+        self.cache = opened.cache
+        self.fingerprint = opened.fingerprint
+
+    @property
+    def url(self) -> str:
+        """The URL that was opened, for messages. Of several, the first, and how many more there are."""
+        return self._opened.url
+
+    @property
+    def n_obs(self) -> int:
+        """The number of rows."""
+        return self._observations.n_rows
+
+    @property
+    def n_vars(self) -> int:
+        """The number of genes."""
+        return self.stores[0].n_vars
+
+    @property
+    def var_names(self) -> pd.Index:
+        """Gene names, in the order of the columns of X."""
+        return self._matrices.var_names
+
+    @property
+    def var(self) -> pd.DataFrame:
+        """The var frame; of several stores, that of the first."""
+        return self._matrices.var
+
+    def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
+        """The var frame of the matrix `x`: one row per column of the matrix, or per chosen gene."""
+        return self._matrices.var_of(x, genes)
+
+    def choose_genes(self, genes: Genes, matrix: MatrixLayout) -> ChosenGenes:
+        """The columns of a matrix that `genes` (names, positions or a mask) selects. Raises OptionError."""
+        return self._matrices.choose_genes(genes, matrix)
+
+    @property
+    def obs_columns(self) -> list[str]:
+        """Names of the obs columns that every store has."""
+        return self._observations.column_names
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """The obs frame, or only some of its columns, with the obs names as the index.
+
+        Raises MissingColumnError for a column that some store lacks.
+        """
+        return self._observations.frame(columns)
+
+    def obs_column(self, column: str) -> ObsColumn:
+        """One obs column as numbers: the codes of a categorical or string column, the values of any other.
+
+        Raises MissingColumnError, OptionError for a column that no tensor can hold, such as dates, and FormatError if
+        one store has numbers and another has labels.
+        """
+        return self._observations.column(column)
+
+    def categories(self, column: str) -> pd.Index:
+        """The labels of an obs column: code c in a minibatch stands for `categories(column)[c]`, and -1 for no label.
+
+        With several stores, the labels of all stores: sorted if the column holds strings in every store, otherwise in
+        order of first appearance. A view has the labels of the whole dataset.
+        Raises OptionError for a column of numbers, and the errors of `obs_column`.
+        """
+        categories = self._observations.column(column).categories
+        if categories is None:
+            raise OptionError(f"obs column {column!r} holds numbers, not categories")
+        return categories
+
+    def require_obs(self, columns: Sequence[str]) -> None:
+        """Raises MissingColumnError for the first column that some store lacks; the message lists the columns."""
+        self._observations.require_columns(columns)
+
+    @property
+    def obsm_names(self) -> list[str]:
+        """Sorted names of the obsm entries that every store has."""
+        return self._observations.array_names
+
+    def obsm_array(self, name: str) -> NDArray[Any]:
+        """One obsm array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
+
+        Raises MissingColumnError, OptionError for an entry that is not an array of numbers, and FormatError if the
+        arrays of the stores do not fit together.
+        """
+        return self._observations.array(name)
+
+    def require_obsm(self, names: Sequence[str]) -> None:
+        """Raises the error that `obsm_array` would raise for the first unusable name, from metadata alone."""
+        self._observations.require_arrays(names)
+
+    def keep_columns(self) -> None:
+        """Writes every obs column and obsm array that minibatches can carry, of all rows, to the cache."""
+        self._observations.cache_all()
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """The values that `x` may take: X, raw/X and the layers that every store has."""
+        return self._matrices.names
+
+    def matrices(self, name: str) -> list[MatrixLayout]:
+        """How each store lays out a matrix. Raises FormatError if it cannot be read, or does not fit obs and var."""
+        return self._matrices.layouts(name)
+
+    def parts(self, x: str | None, options: FetchOptions) -> list[MatrixPart]:
+        """Each store's part of the matrix `x`, as a Recipe takes it. An empty list for None."""
+        return self._matrices.parts(x, options)
+
+    def cache_statistics(self, x: str = "X") -> CacheStatistics:
+        """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""
+        return self._matrices.cache_statistics(x)
+
+    # ---- Only for a dataset of a single store. With several stores, each of these raises OptionError.
+
+    @property
+    def store(self) -> OpenedStore:
+        """The store."""
+        return self._opened.only_store
+
+    @property
+    def location(self) -> Location:
+        """The location of the store."""
+        return self.store.location
+
+    @property
+    def objects(self) -> dict[str, StoredObject]:
+        """The stored objects by key, as listed when the store was opened."""
+        return self.store.objects
+
+    @property
+    def root(self) -> Any:
+        """The root zarr group."""
+        return self.store.root
+
+    def matrix(self, name: str = "X") -> MatrixLayout:
+        """The layout of a matrix. Raises FormatError if it cannot be read."""
+        return self.store.matrix(name)
+
+    def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
+        """The indptr of a CSR matrix (rows + 1, int64); None for a dense matrix."""
+        return self.store.indptr(matrix)
+
+    def object_sizes(self) -> dict[str, int]:
+        """The size in bytes of each stored object, by key."""
+        return self.store.object_sizes()

@@ -1,0 +1,156 @@
+"""The rows of one or several stores: their obs columns and obsm arrays.
+
+A column is read when it is first used, from all stores at once, and then stays in memory. With a cache it is written
+there once and memory-mapped, so that the processes of a machine share one copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from zloader.caching.cached_columns import load_obs, save_obs
+from zloader.caching.cached_files import load_column, save_column
+from zloader.common.checks import names_of
+from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
+from zloader.dataset.opening import OpenedStores, concurrently
+from zloader.selecting.columns import (
+    ObsColumn,
+    as_numbers,
+    concatenated,
+    joined,
+    require_alike,
+    require_exact,
+    unfit_obsm,
+)
+
+
+class Observations:
+    """obs and obsm over the rows of all stores, one store after another."""
+
+    def __init__(self, opened: OpenedStores) -> None:
+        self._opened = opened
+        self._stores = opened.stores
+        self._directory = opened.mirror_directory
+        self._columns: dict[str, ObsColumn] = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    @cached_property
+    def n_rows(self) -> int:
+        """The number of rows."""
+        return sum(concurrently(lambda store: store.n_obs, self._stores))
+
+    @cached_property
+    def column_names(self) -> list[str]:
+        """Names of the obs columns that every store has, in the order of the first store."""
+        return [
+            name for name in self._stores[0].obs_columns if all(name in store.obs_columns for store in self._stores)
+        ]
+
+    @cached_property
+    def array_names(self) -> list[str]:
+        """Sorted names of the obsm entries that every store has."""
+        first, *others = (set(store.keys("obsm")) for store in self._stores)
+        return sorted(first.intersection(*others))
+
+    def frame(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """All obs columns, or some of them, with the obs names as the index."""
+        names = self.column_names if columns is None else names_of(columns=columns)
+        index = pd.Index(concatenated("index", [store.names("obs").array for store in self._stores]))
+        return pd.DataFrame({name: concatenated(name, self._read_column(name)) for name in names}, index=index)
+
+    def column(self, name: str) -> ObsColumn:
+        """One obs column as numbers: the codes of a categorical or string column, the values of any other.
+
+        Raises FormatError if one store has numbers and another has labels.
+        """
+        self.require_columns([name])
+        if name not in self._columns:
+            column = None if self._directory is None else load_obs(self._directory, name, self.n_rows)
+            if column is None:
+                column = joined(name, [as_numbers(name, values) for values in self._read_column(name)])
+                column = column if self._directory is None else save_obs(self._directory, name, column)
+            self._columns[name] = column
+        return self._columns[name]
+
+    def require_columns(self, names: Sequence[str]) -> None:
+        """Raises MissingColumnError for the first name that some store lacks."""
+        for name in names:
+            for store in self._stores:
+                if not isinstance(name, str) or name not in store.obs_columns:
+                    known = ", ".join(map(repr, self.column_names)) or "none"
+                    raise MissingColumnError(
+                        f"there is no obs column {name!r} in {store.location.url}; there are: {known}"
+                    )
+
+    def _read_column(self, name: str) -> list[Any]:
+        """A column of each store, as anndata reads it."""
+        self.require_columns([name])
+        values = concurrently(lambda store: store.element(f"obs/{name}"), self._stores)
+        for store, of_store in zip(self._stores, values, strict=True):
+            shape = getattr(of_store, "shape", None)
+            if shape != (store.n_obs,):
+                raise FormatError(
+                    f"obs column {name!r} of {store.location.url} has shape {shape}, but the store has {store.n_obs} "
+                    "rows: the store is damaged"
+                )
+        require_alike(name, values, self._opened.urls)
+        return values
+
+    def array(self, name: str) -> NDArray[Any]:
+        """One obsm array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
+
+        Raises MissingColumnError, OptionError for an entry that is not an array of numbers, and FormatError if the
+        arrays of the stores do not fit together.
+        """
+        if name not in self._arrays:
+            self.require_arrays([name])
+            arrays = concurrently(lambda store: store.column(f"obsm/{name}"), self._stores)
+            self._arrays[name] = arrays[0] if len(arrays) == 1 else self._concatenated(f"obsm/{name}", arrays)
+        return self._arrays[name]
+
+    def _concatenated(self, name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The arrays of all stores as one array, memory-mapped if there is a cache."""
+        shape, dtype = (sum(map(len, arrays)), *arrays[0].shape[1:]), np.result_type(*arrays)
+        column = None if self._directory is None else load_column(self._directory, name, shape=shape, dtype=dtype)
+        if column is None:
+            require_exact(name, arrays)
+        if column is None and self._directory is not None:
+            column = save_column(self._directory, name, arrays, shape=shape, dtype=dtype)
+        return np.concatenate(arrays) if column is None else column
+
+    def require_arrays(self, names: Sequence[str]) -> None:
+        """Raises the error that `array` would raise for the first unusable name, from metadata alone."""
+        for name in names:
+            for store in self._stores:
+                if name not in store.keys("obsm"):
+                    known = ", ".join(map(repr, self.array_names)) or "none"
+                    raise MissingColumnError(f"there is no obsm {name!r} in {store.location.url}; there are: {known}")
+            if (unfit := self._unfit(name)) is not None:
+                raise unfit
+
+    @property
+    def usable_arrays(self) -> list[str]:
+        """The obsm names that minibatches can carry: arrays of numbers, alike in all stores."""
+        return [name for name in self.array_names if self._unfit(name) is None]
+
+    def _unfit(self, name: str) -> ZloaderError | None:
+        try:
+            nodes = [store.node(f"obsm/{name}") for store in self._stores]
+        except FormatError as error:
+            return error
+        return unfit_obsm(name, nodes, [store.n_obs for store in self._stores], self._opened.urls)
+
+    def cache_all(self) -> None:
+        """Reads every obs column and obsm array that minibatches can carry, which writes them to the cache."""
+        for name in self.column_names:
+            with contextlib.suppress(OptionError):  # no tensor can hold it, such as a column of dates
+                self.column(name)
+        for name in self.usable_arrays:
+            self.array(name)

@@ -1,0 +1,143 @@
+"""Opens the stores behind one or several URLs, up to 16 at once.
+
+A URL leads to one AnnData store, or to an annbatch collection, whose `dataset_0`, `dataset_1`, ... are AnnData stores.
+Opening costs one listing per URL and one metadata object per store, and reads no values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from zloader.access.location import Location
+from zloader.access.stored_objects import StoredObject, joint_fingerprint
+from zloader.access.unconverted import refuse_unconverted
+from zloader.caching.cached_metadata import load_listing
+from zloader.caching.directory import MirrorDirectory
+from zloader.caching.mirror import open_mirror_directory
+from zloader.common.errors import FormatError, OptionError
+from zloader.common.options import Cache
+from zloader.dataset.store import OpenedStore
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_MAX_THREADS = 16  # each waits for a server most of the time
+_COLLECTION = "annbatch-preshuffled"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpenedStores:
+    """The stores found at some locations, in order. Their rows follow one another.
+
+    `mirror_directory` is where columns over all rows are cached, or None without a usable cache.
+    """
+
+    locations: Sequence[Location]
+    cache: Cache | None
+    offline: bool
+    stores: Sequence[OpenedStore]
+    mirror_directory: MirrorDirectory | None
+
+    @property
+    def url(self) -> str:
+        """The first URL and the number of further URLs and stores, for messages."""
+        more = f" and {len(self.locations) - 1} more" if len(self.locations) > 1 else ""
+        stores = f" ({len(self.stores)} stores)" if len(self.stores) > 1 else ""
+        return f"{self.locations[0].url}{more}{stores}"
+
+    @property
+    def urls(self) -> list[str]:
+        """The URL of each store."""
+        return [store.location.url for store in self.stores]
+
+    @property
+    def only_store(self) -> OpenedStore:
+        """The store, if there is exactly one. Raises OptionError if there are several."""
+        if len(self.stores) > 1:
+            raise OptionError(f"{self.url}: this works on a single store. Open one of them, such as {self.urls[0]}")
+        return self.stores[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """One fingerprint for all stores; it changes when an object of any store changes."""
+        return joint_fingerprint([store.fingerprint for store in self.stores])
+
+
+def open_all(locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> OpenedStores:
+    """Opens the stores at all locations. Raises OptionError for an empty list, and the errors of `open_stores`."""
+    if not locations:
+        raise OptionError("there is nothing to open: give at least one URL")
+    opened = concurrently(partial(open_stores, cache=cache, offline=offline), locations)
+    stores = [store for found in opened for store in found]
+    return OpenedStores(
+        locations=list(locations),
+        cache=cache,
+        offline=offline,
+        stores=stores,
+        mirror_directory=_mirror_directory(stores, cache),
+    )
+
+
+def _mirror_directory(stores: Sequence[OpenedStore], cache: Cache | None) -> MirrorDirectory | None:
+    """The mirror directory of a single store; for several stores, a directory of their own beside their mirrors."""
+    if len(stores) == 1 or cache is None:
+        return stores[0].mirror_directory
+    fingerprints = [store.mirror_fingerprint for store in stores if store.mirror_fingerprint is not None]
+    if len(fingerprints) < len(stores):
+        return None
+    addresses = [store.location.address for store in stores]
+    return open_mirror_directory(cache, joint_fingerprint(fingerprints), " + ".join(addresses))
+
+
+def open_stores(location: Location, cache: Cache | None, *, offline: bool = False) -> list[OpenedStore]:
+    """Opens the AnnData store at a location, or the stores of the annbatch collection there, with a single listing.
+
+    With `offline`, the listing and metadata come from the mirrors in the cache; raises CacheError if they are missing.
+    Raises FormatError for anything that is neither an AnnData store nor a complete collection.
+    """
+    if offline and cache is None:
+        raise OptionError("offline=True opens a dataset from a cache: give cache= too")
+    if offline and cache is not None:
+        origin, objects = load_listing(cache.directory, location)
+    else:
+        origin, objects = location.origin, location.listing()
+        refuse_unconverted(location, objects)
+    opened = OpenedStore(location, objects, origin=origin, cache=cache, offline=offline)
+    if opened.root.attrs.get("encoding-type") != _COLLECTION:
+        opened.require_anndata()
+        return [opened]
+    cache = cache if opened.mirror_fingerprint else None  # opening the collection has logged the reason
+    return list(_members(location, objects, origin=origin, cache=cache, offline=offline))
+
+
+def _members(
+    location: Location, objects: Mapping[str, StoredObject], *, origin: str, cache: Cache | None, offline: bool
+) -> Iterator[OpenedStore]:
+    """The stores of an annbatch collection, in the order of their numbers."""
+    members: dict[int, dict[str, StoredObject]] = {}
+    for key, stored in objects.items():
+        if match := re.fullmatch(r"dataset_(0|[1-9]\d*)/(.+)", key):
+            members.setdefault(int(match[1]), {})[match[2]] = stored
+    missing = set(range(max(members, default=0) + 1)) - members.keys()
+    if missing:
+        raise FormatError(
+            f"{location.url} is an annbatch collection without dataset_{min(missing)}: it is incomplete. Write it again"
+        )
+    for number in sorted(members):
+        member = replace(location, url=f"{location.url.rstrip('/')}/dataset_{number}")
+        member_origin = origin and f"{origin}/dataset_{number}"
+        store = OpenedStore(member, members[number], origin=member_origin, cache=cache, offline=offline)
+        store.require_anndata()
+        yield store
+
+
+def concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results of `function` for each item, in order. Several items run in up to 16 threads."""
+    if len(items) == 1:
+        return [function(items[0])]
+    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
+        return list(threads.map(function, items))

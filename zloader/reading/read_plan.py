@@ -1,0 +1,100 @@
+"""Which bytes to read: rows become chunks, chunks become runs, runs become byte spans. Pure, no I/O.
+
+The reader reads these spans, and `zloader.dataset.cost` counts them without reading. All chunk numbers are ascending
+and distinct. Every step is a few NumPy operations, linear in the rows or chunks that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.options import FetchOptions
+from zloader.common.records import Rows
+from zloader.storage.layout import ArrayLayout, ChunkSpan, align_to_runs, chunk_spans, chunks_of, distinct, fill_gaps
+
+# A mirror keeps every chunk that is read, so the chunks in a small gap are planned as chunks of their own, unless they
+# are already there. Bytes that belong to no chunk are read over up to this many: some writers pad between chunks.
+PADDING_BYTES = 4096
+# Decoded bytes per task. See `batches`.
+_BATCH_DECODED = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPlanner:
+    """Plans the reads of one array.
+
+    `run_chunks` and `gap_chunks` shape what a mirror takes, in chunks; `gap_bytes` and `max_read_bytes` shape the
+    spans, as in FetchOptions.
+    """
+
+    layout: ArrayLayout
+    run_chunks: int
+    gap_chunks: int
+    gap_bytes: int
+    max_read_bytes: int
+
+    def chunks(self, starts: Rows, stops: Rows) -> Rows:
+        """The chunks that contain the elements `[start, stop)` of each row."""
+        return chunks_of(starts, stops, self.layout.chunk_elements)
+
+    def chunks_to_mirror(self, chunks: Rows, *, first_fetch: bool) -> Rows:
+        """The chunks to read into a mirror when a fetch needs `chunks`, including those that are already there.
+
+        These are whole runs of `run_chunks`, and all chunks in gaps of at most `gap_chunks` within one object. The
+        consumer waits for the first fetch, so that fetch leaves the runs out.
+        """
+        run = 1 if first_fetch else self.run_chunks
+        return fill_gaps(self.layout, align_to_runs(self.layout, chunks, run), self.gap_chunks)
+
+    def shards(self, chunks: Rows) -> list[int]:
+        """The shards that contain the chunks."""
+        found: list[int] = distinct(chunks // self.layout.chunks_per_shard).tolist()
+        return found
+
+    def spans(
+        self, chunks: Rows, indexes: Mapping[int, NDArray[np.uint64]], *, into_mirror: bool
+    ) -> tuple[list[ChunkSpan], Rows]:
+        """The spans to read for `chunks`, and the chunks that are not stored.
+
+        `indexes` has the parsed index of each of their shards.
+        """
+        gap_bytes = PADDING_BYTES if into_mirror else self.gap_bytes
+        return chunk_spans(self.layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=self.max_read_bytes)
+
+
+def planner_of(
+    layout: ArrayLayout, options: FetchOptions, object_sizes: Mapping[str, int], *, sweeping: bool
+) -> ReadPlanner:
+    """The planner of an array; `sweeping` says that the epoch will read all of it.
+
+    The average size of a stored chunk, from `object_sizes` (bytes per key), converts the options' bytes to chunks.
+    """
+    return ReadPlanner(
+        layout=layout,
+        run_chunks=layout.chunks_in(options.least_read_bytes, object_sizes) if sweeping else 1,
+        gap_chunks=int(options.gap_bytes / max(1.0, layout.chunk_bytes(object_sizes))),
+        gap_bytes=options.gap_bytes,
+        max_read_bytes=options.max_read_bytes,
+    )
+
+
+def batches(spans: Sequence[ChunkSpan], *, chunk_bytes: int, stored_bytes: int) -> Iterator[list[ChunkSpan]]:
+    """The spans in order, grouped into batches that one task reads and decodes.
+
+    A batch is full at `stored_bytes`, or at 32 MiB decoded, where a chunk is `chunk_bytes`.
+    """
+    batch: list[ChunkSpan] = []
+    stored = decoded = 0
+    for piece in spans:
+        batch.append(piece)
+        stored += piece.span.size
+        decoded += len(piece.chunks) * chunk_bytes
+        if stored >= stored_bytes or decoded >= _BATCH_DECODED:
+            yield batch
+            batch, stored, decoded = [], 0, 0
+    if batch:
+        yield batch
