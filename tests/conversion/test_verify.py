@@ -304,7 +304,7 @@ def test_a_node_that_readers_do_not_see(store: Path) -> None:
 
 def test_the_root_is_gone(store: Path) -> None:
     (store / "zarr.json").unlink()
-    assert_named(found(store), {"zarr.json": "there is no zarr.json"})
+    assert_named(found(store), {"zarr.json": "it has no zarr.json"})
 
 
 def test_the_root_is_broken(store: Path) -> None:
