@@ -31,6 +31,12 @@ def test_public_names_are_importable_and_listed():
         assert pickle.loads(pickle.dumps(found)) is found
 
 
+@pytest.mark.parametrize("name", zl.__all__)
+def test_every_public_name_has_an_example(name):
+    """The tests of each folder run them."""
+    assert ">>> " in getattr(zl, name).__doc__
+
+
 def test_type_checkers_see_the_public_names():
     """The imports for type checkers, the lazy lookup and `__all__` have the same names and modules."""
     tree = ast.parse(Path(zl.__file__).read_text())

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, StoreChangedError
 from zloader.training import loader as loader_module
+from zloader.training import minibatch as minibatch_module
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
@@ -122,6 +123,7 @@ def test_the_examples_in_the_docstrings_run(store, monkeypatch):
     monkeypatch.chdir(store.removesuffix("counts.zarr"))
     Path("cells.zarr").symlink_to("counts.zarr")
     assert doctest.testmod(loader_module) == (0, 7)
+    assert doctest.testmod(minibatch_module) == (0, 3)
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])

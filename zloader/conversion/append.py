@@ -40,6 +40,11 @@ _DEFAULTS = ConvertOptions()
 class AppendReport:
     """The result of `append`: the size of the store before and after, and what was changed or left out.
 
+    >>> import zloader as zl
+    >>> _ = zl.convert("pbmc.h5ad", "grown.zarr")
+    >>> zl.append("grown.zarr", "more.h5ad").rows_made_canonical
+    {}
+
     - `sources`, `destination`: names and URL, without secrets.
     - `rows_before`, `rows`: rows of the store before and after.
     - `values_before`, `values`: values stored for X before and after.

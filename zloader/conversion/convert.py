@@ -51,6 +51,10 @@ _EVERYTHING = Selection()
 class ConversionReport:
     """The result of `convert`: what was read, what was stored, and what changed on the way.
 
+    >>> import zloader as zl
+    >>> zl.convert("pbmc.h5ad", "reported.zarr").rows_made_canonical
+    {}
+
     - `sources`, `destination`: names and URL, without secrets.
     - `rows`, `genes`, `values`: the shape of X and the number of values stored for it.
     - `bytes_in`, `bytes_out`: stored bytes of the sources and of the store.

@@ -36,6 +36,11 @@ _THREAD_BYTES = 24 * MiB  # memory per thread: stored bytes and a few decoded ch
 class Verification:
     """The result of `verify`: `ok`, the `problems` found, and how much was read.
 
+    >>> import zloader as zl
+    >>> _ = zl.convert("pbmc.h5ad", "checked.zarr")
+    >>> zl.verify("checked.zarr").problems
+    ()
+
     - `problems`: at most 100, each with a place (`where`) and a description (`what`), then the number of further ones.
     - `rows`, `genes`: the shape of X.
     - `objects`, `arrays`, `chunks`, `values`: stored objects, arrays, chunks, and elements of all arrays.

@@ -22,6 +22,11 @@ from zloader.dataset.matrices import as_scipy
 class Minibatch:
     """The rows of one training step. All fields have the same row order, and `len()` is the number of rows.
 
+    >>> import zloader as zl
+    >>> minibatch = next(iter(zl.Loader(zl.open_dataset("cells.zarr"), batch_size=8, obs=["cell_type"])))
+    >>> len(minibatch), minibatch.x.shape[0], minibatch.obs["cell_type"].dtype
+    (8, 8, torch.int64)
+
     x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor, a
         SciPy CSR matrix or an AnnData; None if the loader has no x.
     obs: a tensor of one value per row for each column. Categories are int64 codes, -1 where a value is missing;

@@ -69,7 +69,7 @@ class ObjectWriter(ABC):
         """Discards the object."""
 
 
-class _File(ObjectWriter):
+class _LocalFile(ObjectWriter):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)
@@ -150,7 +150,7 @@ class _Translated(ObjectWriter):
         with translated(*self._at):
             path = f"{location.path}/{key}"
             is_file = location.scheme == "file"
-            self._inner: ObjectWriter = _File(Path(path)) if is_file else _Upload(location.filesystem(), path)
+            self._inner: ObjectWriter = _LocalFile(Path(path)) if is_file else _Upload(location.filesystem(), path)
 
     def _write(self, piece: bytes) -> None:
         with translated(*self._at):
