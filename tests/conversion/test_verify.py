@@ -560,7 +560,7 @@ DIFFERENCES: dict[str, tuple[list[Change], dict[str, str]]] = {
         {
             "uns/text": "'hello' in the store, but 'bye' in the sources",
             "uns/number": "3.5 in the store, but 3.25 in the sources",
-            "uns/none": "nothing is stored",
+            "uns/none": "nothing in the store, but 1 in the sources",
             "uns/more": "not in the store",
             "uns/flag": "is in the store, but not in the sources",
             "uns/nested/array": "has dtype int64, but float64 in the sources",

@@ -30,10 +30,12 @@ def running_demo_server(*, keep: bool) -> Iterator[DemoServer]:
 
     With `keep` the directory stays, unless the body failed or was interrupted.
     """
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a signal here would leave the directory behind
     directory = Path(tempfile.mkdtemp(prefix="zloader-demo-"))
     s3 = SeaweedFS(directory / "seaweedfs", keep=keep)
     finished = False
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         with _own_environment(directory):
             s3.start()
             yield DemoServer(directory=directory, s3=s3)
