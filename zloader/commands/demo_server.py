@@ -30,18 +30,19 @@ def running_demo_server(*, keep: bool) -> Iterator[DemoServer]:
 
     With `keep` the directory stays, unless the body failed or was interrupted.
     """
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a signal here would leave the directory behind
-    directory = Path(tempfile.mkdtemp(prefix="zloader-demo-"))
-    s3 = SeaweedFS(directory / "seaweedfs", keep=keep)
     finished = False
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    with contextlib.ExitStack() as stack:
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a signal here would leave the directory behind
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="zloader-demo-"))
+            s3 = SeaweedFS(directory / "seaweedfs", keep=keep)
+            stack.callback(lambda: _clean_up(directory, s3, keep=keep and finished))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         with _own_environment(directory):
             s3.start()
             yield DemoServer(directory=directory, s3=s3)
         finished = True
-    finally:
-        _clean_up(directory, s3, keep=keep and finished)
 
 
 def write_access(demo_server: DemoServer) -> Path:
