@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "zloader.training.minibatch",
         "zloader.training.epoch",
         "zloader.training.loader",
+        "zloader.training.normalization",
         "zloader.commands.demo",
     },
     "anndata": {

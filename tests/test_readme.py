@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import typer.main
 from helpers import counts
 from test_layers import FLOORS
@@ -44,19 +45,26 @@ def named_in_table(page: str, header: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])}
 
 
-def test_the_example_runs_as_it_stands(tmp_path, monkeypatch, capsys):
-    adata = counts(150, 40)
-    adata.obs["cell_type"] = adata.obs["cell_type"].cat.add_categories("rest").fillna("rest")
-    adata.write_h5ad(tmp_path / "pbmc.h5ad")
+def test_the_example_runs_as_it_stands_and_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = fenced(README.read_text(), "example")
+    torch.manual_seed(0)
     exec(code, {"__name__": "__main__"})
     shown = capsys.readouterr().out
-    assert "epoch 0: 150 rows" in shown
-    assert re.search(r"epoch 1: 150 rows.* 0 GETs", shown)
-    assert "n_obs × n_vars = 3 × 40" in shown
+    assert "epoch 0: 2,142 rows" in shown
+    assert len(re.findall(r"epoch [12]: 2,142 rows.* 0 GETs", shown)) == 2
+    losses = [float(loss) for loss in re.findall(r"^(\d\.\d+(?:e-\d+)?) <Statistics", shown, re.MULTILINE)]
+    chance = np.log(14)  # types of cells
+    assert chance > 2 * losses[0] > 4 * losses[1] > 6 * losses[2]
     lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 13
+    assert len(lines) <= 14
+
+
+def test_predictions_of_a_view_find_their_places(pbmc):
+    names = {"__name__": "__main__", "zl": zl, "dataset": zl.open_dataset("pbmc.zarr")}
+    exec(fenced(doc("loader"), "predict"), names)
+    wanted = np.asarray(pbmc.X.sum(axis=1)).ravel()
+    assert names["obs"]["total"].tolist() == wanted[names["val"].row_numbers].tolist()
 
 
 @pytest.fixture

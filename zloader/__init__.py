@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zloader.common.records import CacheStatistics, Statistics
     from zloader.conversion.append import AppendReport, append
     from zloader.conversion.convert import ConversionReport, convert
+    from zloader.conversion.example import example_h5ad
     from zloader.conversion.joining.selection import Selection
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
+    from zloader.training.normalization import log1p_normalize
 
 __version__ = "0.1.0"
 
@@ -68,6 +70,8 @@ __all__ = [
     "ZloaderError",
     "append",
     "convert",
+    "example_h5ad",
+    "log1p_normalize",
     "open_dataset",
     "quality",
     "suggest",
@@ -101,6 +105,8 @@ _MODULES = {
     "Warmed": "zloader.dataset.warm",
     "append": "zloader.conversion.append",
     "convert": "zloader.conversion.convert",
+    "example_h5ad": "zloader.conversion.example",
+    "log1p_normalize": "zloader.training.normalization",
     "open_dataset": "zloader.dataset.dataset",
     "quality": "zloader.dataset.quality",
     "suggest": "zloader.dataset.suggest",

@@ -24,7 +24,7 @@ from forked import CLI
 from helpers import PATIENCE_S, write_store
 
 import zloader as zl
-from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo, unpack_bundled
+from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo
 from zloader.commands.demo_server import DemoServer, running_demo_server, write_access
 from zloader.commands.report import DemoRun, EpochFigures
 from zloader.common.errors import MissingColumnError, OptionError
@@ -263,7 +263,7 @@ def test_only_what_went_well_is_kept(tmp_path, monkeypatch):
 
 
 def test_the_bundled_cells_are_those_of_the_source(tmp_path):
-    adata = ad.read_h5ad(unpack_bundled(tmp_path))
+    adata = ad.read_h5ad(zl.example_h5ad(tmp_path / "example.h5ad"))
     assert adata.shape == (2142, 20125)
     x = adata.X.tocsr()
     x.sort_indices()

@@ -11,6 +11,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from helpers import check_minibatch, counts, dense, write_store
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -94,6 +95,7 @@ def test_a_set_of_rows_knows_its_rows(made, of_it):
     np.testing.assert_array_equal(chosen.mask(), mask)
     np.testing.assert_array_equal(chosen.numbers(np.arange(len(rows))), rows)
     np.testing.assert_array_equal(chosen.numbers(np.arange(len(rows))[::-3]), rows[::-3])
+    np.testing.assert_array_equal(chosen.positions(rows[::-3]), np.arange(len(rows))[::-3])
     inner = np.random.default_rng(1).random(len(rows)) < of_it
     np.testing.assert_array_equal(np.flatnonzero(chosen.narrowed(inner).mask()), rows[inner])
 
@@ -478,6 +480,19 @@ def test_every_row_of_a_view_comes_once_with_its_values(dataset, sampling):
         np.testing.assert_array_equal(np.sort(rows), view.row_numbers)
     assert len(loader) == -(-len(view) // 8)
     assert isinstance(sampling, zl.Streaming) or first.tolist() != second.tolist()
+
+
+@pytest.mark.parametrize("layout", ["csr", "anndata"])
+def test_rows_of_a_minibatch_are_positions_in_what_the_loader_was_given(dataset, layout):
+    view = dataset.where(np.arange(dataset.n_obs) % 3 > 0)
+    for given in (dataset, view, view.where(np.arange(view.n_obs) % 5 > 1)):
+        numbers, out = np.arange(dataset.n_obs) if given is dataset else given.row_numbers, np.full(given.n_obs, -1)
+        for minibatch in zl.Loader(given, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(4), layout=layout):
+            assert minibatch.row.dtype == minibatch.index.dtype == torch.int64
+            out[minibatch.row] = minibatch.index
+        np.testing.assert_array_equal(out, numbers)
+    repeated = zl.Loader(view, sampling=zl.Streaming(indices=[7, 3, 7]))
+    assert [minibatch.row.tolist() for minibatch in repeated] == [[7, 3, 7]]
 
 
 def test_ranks_share_out_a_view(dataset):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.resources
-import lzma
 import os
 import platform
 import time
@@ -30,17 +28,18 @@ from zloader.common.checks import require_count
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.records import Rows, Statistics
 from zloader.conversion.convert import convert
+from zloader.conversion.example import NAME as EXAMPLE
+from zloader.conversion.example import example_h5ad
 from zloader.dataset.dataset import Dataset, open_dataset
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.sampling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.training.loader import Loader, Minibatch
+from zloader.training.normalization import log1p_normalize
 
-BUNDLED = "pancreas_human.h5ad"
 BUNDLED_LABEL = "cell_type1"
 BATCH_SIZE = 64
 _HELD_OUT_SHARE = 0.2
 _FEWEST_CATEGORIES, _MOST_CATEGORIES = 2, 200
-_COUNTS_PER_CELL = 10_000  # the usual scale before log1p
 _LEARNING_RATE = 2e-3
 
 
@@ -77,7 +76,7 @@ class DemoOutput(Protocol):
 
 def run_demo(options: DemoOptions, demo_server: DemoServer, output: DemoOutput) -> DemoRun:
     """Converts, trains and evaluates. Raises MissingColumnError or OptionError for an unsuitable label."""
-    source = options.file or unpack_bundled(demo_server.directory)
+    source = options.file or example_h5ad(demo_server.directory / EXAMPLE)
     _require_label(source, options.label)
     name = source.stem
     url = demo_server.s3.url(f"{name}.zarr")
@@ -117,14 +116,6 @@ def run_demo(options: DemoOptions, demo_server: DemoServer, output: DemoOutput) 
         machine=machine(),
         steps=steps,
     )
-
-
-def unpack_bundled(directory: Path) -> Path:
-    """Writes the bundled cells to an .h5ad file in `directory`. zloader/data/README.md names their source."""
-    packed = importlib.resources.files("zloader") / "data" / f"{BUNDLED}.xz"
-    target = directory / BUNDLED
-    target.write_bytes(lzma.decompress(packed.read_bytes()))
-    return target
 
 
 def _require_label(source: Path, label: str | None) -> None:
@@ -265,13 +256,10 @@ class Classifier(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits (rows x categories) of a float32 CSR tensor of counts (rows x genes)."""
-        ends, values = x.crow_indices(), x.values()
-        lengths = ends.diff()
-        totals = torch.segment_reduce(values, "sum", lengths=lengths).clamp(min=1.0)
-        shares = values.clamp(min=0) / totals.repeat_interleave(lengths)  # the user's file may hold values below 0
-        scaled = torch.log1p(shares * _COUNTS_PER_CELL)
+        x.values().clamp_(min=0)  # the user's file may hold values below 0
+        scaled = log1p_normalize(x).values()
         summed = functional.embedding_bag(
-            x.col_indices(), self.weight, ends[:-1], mode="sum", per_sample_weights=scaled
+            x.col_indices(), self.weight, x.crow_indices()[:-1], mode="sum", per_sample_weights=scaled
         )
         return summed + self.bias
 

@@ -211,6 +211,10 @@ class Dataset(BaseDataset):
         """A sampling of these rows as a sampling of the rows of `whole`."""
         return sampling
 
+    def positions(self, numbers: Rows) -> Rows:
+        """The positions in this dataset of some of its rows, given as rows of `whole`."""
+        return numbers
+
     def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
         """Some rows as an AnnData with X, obs, var and the arrays of obsm, in the order given. Repeats are allowed.
 
@@ -318,3 +322,7 @@ class View(Dataset):
     def sampled(self, sampling: Sampling) -> Sampling:
         """A sampling of the rows of the view as a sampling of the rows of `whole`."""
         return Within(sampling, self._chosen)
+
+    def positions(self, numbers: Rows) -> Rows:
+        """The positions in the view of some of its rows, given as rows of `whole`."""
+        return self._chosen.positions(numbers)

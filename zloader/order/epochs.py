@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,6 +14,7 @@ from zloader.order.resume import MAX_STRETCHES, Position
 
 _MAX_WORKERS = 1024
 _WORD = 1 << 24  # maximum number of epochs counted
+Ticket: TypeAlias = tuple[int, int]  # of an iteration: its process, and its number there
 
 
 class EpochCount:
@@ -33,12 +35,18 @@ class EpochCount:
         self._iterations = 0  # in this process
         self._share()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_last")}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share()
 
     def _share(self) -> None:
         """Moves tensors to shared memory. Copies and ordinary pickles get tensors of their own and count separately."""
+        # Reentrant, because garbage collection may drop an iterator on a thread that is just beginning another.
+        self._lock = threading.RLock()
+        self._last: Ticket | None = None  # of the iteration that began last; None after a restart
         for tensor in (self._first, self._words, self._pids, self._stretches):
             tensor.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -47,10 +55,22 @@ class EpochCount:
         if position.epoch >= 1 << 62:
             raise OptionError(f"epoch {position.epoch} is too large: it must be below 2**62")
         flat = [number for stretch in position.stretches for number in stretch]
-        # One write, because workers that get the same position later may already be reading.
-        self._stretches.copy_(torch.tensor(flat + [0] * (2 * MAX_STRETCHES - len(flat))))
-        self._first[0] = position.epoch
-        self._words.zero_()
+        with self._lock:
+            # One write, because workers that get the same position later may already be reading.
+            self._stretches.copy_(torch.tensor(flat + [0] * (2 * MAX_STRETCHES - len(flat))))
+            self._first[0] = position.epoch
+            self._words.zero_()
+            self._last = None
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Uncounts an iteration of this process, unless another one has begun since, here or in a worker.
+
+        Does nothing in a forked child that has inherited the ticket.
+        """
+        with self._lock:
+            if ticket == self._last and ticket[0] == os.getpid() and int(self._words[0]) == self._begun():
+                self._words[0] -= 1
+                self._last = None
 
     def next(self) -> Position:
         """The position at which the next iteration starts."""
@@ -71,24 +91,30 @@ class EpochCount:
         stretches = [(size, done) for size, done in self._stretches.view(-1, 2).tolist() if size]
         return Position(epoch=epoch, stretches=tuple(stretches))
 
-    def begin(self, worker: Any) -> Position:
-        """Starts an iteration in this process or in a DataLoader `worker`, and returns its position."""
-        slot, key = (0, 0) if worker is None else (worker.id + 1, self._key(worker))
-        if slot > _MAX_WORKERS:
-            raise OptionError(
-                f"at most {_MAX_WORKERS} workers can share a loader: lower num_workers. Loaders are fastest with 0"
-            )
-        self._iterations += 1
-        words = [divmod(word, _WORD) for word in self._words.tolist()]
-        begun: int = 1 + max(count for _, count in words)
+    def begin(self, worker: Any) -> tuple[Position, Ticket]:
+        """Starts an iteration in this process or in a DataLoader `worker`. Returns its position and its ticket."""
+        with self._lock:
+            slot, key = (0, 0) if worker is None else (worker.id + 1, self._key(worker))
+            if slot > _MAX_WORKERS:
+                raise OptionError(
+                    f"at most {_MAX_WORKERS} workers can share a loader: lower num_workers. Loaders are fastest with 0"
+                )
+            self._iterations += 1
+            begun = self._turn(slot, key)
+            self._pids[slot] = os.getpid()
+            self._words[slot] = key * _WORD + begun
+            self._last = os.getpid(), self._iterations
+            return self._position(begun), self._last
+
+    def _turn(self, slot: int, key: int) -> int:
+        """The number, from 1, of the iteration that `slot` begins: its fellow workers' if they have begun it."""
+        words = [divmod(int(word), _WORD) for word in self._words.tolist()]
         for other, (others_key, count) in enumerate(words):
             # The key repeats if torch is seeded identically before each epoch. The workers that stored it before have
             # then exited, so only the words of live processes count.
             if key and others_key == key and other != slot and _is_alive(int(self._pids[other])):
-                begun = count
-        self._pids[slot] = os.getpid()
-        self._words[slot] = key * _WORD + begun
-        return self._position(begun)
+                return count
+        return 1 + max(count for _, count in words)
 
     def _key(self, worker: Any) -> int:
         return 1 + zlib.crc32(f"{worker.seed - worker.id} {self._iterations}".encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -13,7 +14,6 @@ import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError
 from zloader.common.records import MinibatchArrays, Statistics
-from zloader.order.epochs import EpochCount
 from zloader.order.resume import Position
 from zloader.reading.bridge import Bridge
 from zloader.reading.resources import Counters
@@ -35,6 +35,7 @@ class EpochRecord:
     begun_at: Position = field(default_factory=lambda: Position(epoch=0))
     world_size: int = 1
     finished: bool = False
+    requests: int = 0  # for a minibatch
     rows: int = 0
     minibatches: int = 0
     wait_s: float = 0.0
@@ -58,20 +59,32 @@ class EpochRecord:
         )
 
 
-class EpochIterator(Iterator[Minibatch]):
-    """The iterator over one epoch. Dropping it ends its threads."""
+@dataclass(frozen=True, kw_only=True)
+class RunningEpoch:
+    """An epoch whose threads run. `uncount` takes it off the loader's count of epochs."""
 
-    def __init__(
-        self,
-        bridge: Bridge[MinibatchArrays],
-        record: EpochRecord,
-        convert: Callable[[MinibatchArrays], Minibatch],
-        epochs: EpochCount,
-    ) -> None:
-        self._bridge = bridge
-        self._record = record
-        self._convert = convert
-        self._epochs = epochs
+    bridge: Bridge[MinibatchArrays]
+    record: EpochRecord
+    convert: Callable[[MinibatchArrays], Minibatch]
+    uncount: Callable[[], None]
+
+
+def _give_back(record: EpochRecord, uncount: Callable[[], None]) -> None:
+    """Does not count an epoch of which the consumer has asked for the first minibatch only."""
+    if record.requests <= 1 and not record.finished:
+        uncount()
+
+
+class EpochIterator(Iterator[Minibatch]):
+    """The iterator over one epoch. The epoch begins with the first `next`. Dropping the iterator ends its threads.
+
+    An iterator that is dropped after one minibatch at most leaves its epoch to the next iterator: a look at the first
+    minibatch, or a library that tries whether it can iterate, does not cost an epoch.
+    """
+
+    def __init__(self, begin: Callable[[], RunningEpoch]) -> None:
+        self._begin: Callable[[], RunningEpoch] | None = begin
+        self._epoch: RunningEpoch | None = None
         self._closed = False
         self._in_use = threading.Lock()
 
@@ -89,41 +102,56 @@ class EpochIterator(Iterator[Minibatch]):
     def _next(self) -> Minibatch:
         if self._closed:
             raise StopIteration
+        epoch = self._running()
+        record = epoch.record
+        record.requests += 1
         try:
-            minibatch = self._convert(next(self._bridge))
+            minibatch = epoch.convert(next(epoch.bridge))
         except StopIteration:
-            self._record.finished = not self._closed
-            log.debug("epoch ends: %r", self._record.statistics())
+            record.finished = not self._closed
+            log.debug("epoch ends: %r", record.statistics())
             raise
         except BaseException as error:
             self.close()  # a later next() raises StopIteration, but the epoch does not count as finished
-            log.debug("epoch ends with %r: %r", error, self._record.statistics())
+            log.debug("epoch ends with %r: %r", error, record.statistics())
             raise
         finally:
-            self._record.wait_s = self._bridge.wait_s
-            self._record.elapsed_s = time.perf_counter() - self._record.started
-        self._record.rows += len(minibatch)
-        self._record.minibatches += 1
+            record.wait_s = epoch.bridge.wait_s
+            record.elapsed_s = time.perf_counter() - record.started
+        record.rows += len(minibatch)
+        record.minibatches += 1
         return minibatch
+
+    def _running(self) -> RunningEpoch:
+        if self._epoch is None:
+            assert self._begin is not None
+            epoch = self._begin()
+            self._begin = None  # it refers to the loader
+            self._dropped = weakref.finalize(self, _give_back, epoch.record, epoch.uncount)
+            self._dropped.atexit = False
+            self._epoch = epoch
+            if self._closed:  # by another thread, meanwhile
+                self.close()
+        return self._epoch
 
     def close(self) -> None:
         """Ends the epoch and its threads now, as dropping the iterator does."""
         self._closed = True
-        self._bridge.close()
+        if self._epoch is not None:
+            self._epoch.bridge.close()
+            self._dropped()
 
     def state_dict(self) -> dict[str, bool]:
         """The part of the state that torchdata's StatefulDataLoader keeps per iterator."""
-        return {"finished": self._record.finished}
+        return {"finished": self._epoch is not None and self._epoch.record.finished}
 
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
-        """Restores `state_dict`. StatefulDataLoader calls this on an iterator that has just begun.
+        """Restores `state_dict`. StatefulDataLoader calls this on a new iterator.
 
-        If the saved iterator was at its end, this one ends too. It has already taken an epoch from the loader's count,
-        so it gives that epoch back, and the loader's state describes the next epoch.
+        If the saved iterator was at its end, this one ends too, and the loader's state describes the next epoch.
         """
         if state["finished"] and torch.utils.data.get_worker_info() is None:
             self.close()
-            self._epochs.restart(self._record.begun_at)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

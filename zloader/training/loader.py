@@ -1,10 +1,10 @@
-"""The Loader wires plan -> fetch -> minibatch -> tensors, visibly, in one function: `Loader.__iter__`."""
+"""The Loader wires plan -> fetch -> minibatch -> tensors, visibly, in one function: `Loader._run`."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,14 +17,15 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.epochs import EpochCount
+from zloader.order.named import sampling_of
 from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
-from zloader.order.sampling import Sampling, bound, default_block_size, require_sampling, sized, stratified
+from zloader.order.sampling import Sampling, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
-from zloader.training.epoch import EpochIterator, EpochRecord
+from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
 
 __all__ = ["Loader", "Minibatch"]
@@ -37,6 +38,8 @@ DTYPES = ("float32", "float64", "int32", "int64")
 @dataclass(eq=False)
 class Loader(torch.utils.data.IterableDataset[Minibatch]):
     """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
+
+    An iterator that is dropped after one minibatch at most does not count.
 
     >>> import zloader as zl
     >>> dataset = zl.open_dataset("cells.zarr")
@@ -62,8 +65,11 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         dataset: a Dataset, or a View of one.
         batch_size: rows per minibatch.
         fetch_factor: minibatches per fetch. A higher factor shuffles better and takes more memory.
-        sampling: the order of the rows. Default: BlockShuffling with 64 strata and blocks of 64 rows, or of a fetch if
-            that has fewer.
+        sampling: the order of the rows, as an object or by name. Default: `"block_shuffling"`, that is BlockShuffling
+            with 64 strata and blocks of 64 rows, or of a fetch if that has fewer. Other names are `"streaming"` (rows
+            in order), `"mixture_of_scanners"`, and `"random"` (BlockShuffling with blocks of one row).
+        shuffle: False yields the rows in order, for validation and prediction; it is `sampling="streaming"`. True is
+            the default order.
         x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix.
         obs: names of the obs columns to load.
         obsm: names of the obsm arrays to load.
@@ -94,7 +100,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     _: KW_ONLY
     batch_size: int = 64
     fetch_factor: int = 256
-    sampling: Sampling | None = None
+    sampling: Sampling | str | None = None
+    shuffle: bool | None = None
     x: str | None = "X"
     obs: Sequence[str] = ()
     obsm: Sequence[str] = ()
@@ -129,9 +136,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             matrices = self.dataset.matrices(self.x)
             self._genes = None if self.genes is None else self.dataset.choose_genes(self.genes, matrices[0])
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
-        sampling = stratified(default_block_size(fetch_rows)) if self.sampling is None else self.sampling
-        require_sampling(sampling)
-        self._sampling = sized(bound(sampling, self.dataset.obs_column), fetch_rows)
+        self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
+        self._sampling = sized(bound(self._wanted_sampling, self.dataset.obs_column), fetch_rows)
         self._epochs = EpochCount()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
@@ -224,7 +230,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             "fingerprint": self.dataset.fingerprint,
             "rows": int(self.dataset.n_obs),
             "seed": int(self.seed),
-            "sampling": described(self._sampling if self.sampling is None else self.sampling),
+            "sampling": described(self._wanted_sampling),
             "batch_size": int(self.batch_size),
             "fetch_factor": int(self.fetch_factor),
             "drop_last": bool(self.drop_last),
@@ -245,15 +251,30 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return self._record.statistics()
 
     def __iter__(self) -> Iterator[Minibatch]:
-        """Begins the next epoch, or the rest of the one that `load_state_dict` restored.
+        """The next epoch, or the rest of the one that `load_state_dict` restored.
+
+        The epoch begins when its first minibatch is asked for. An iterator that is dropped after one minibatch at most,
+        as in `next(iter(loader))`, does not count: the next one yields the same epoch from its start. In DataLoader
+        workers every iteration counts, because they read ahead.
 
         Dropping the iterator, as leaving a `for` loop does, ends its threads; so does its `close()`.
         """
+        return EpochIterator(self._begin)
+
+    def _begin(self) -> RunningEpoch:
         worker = torch.utils.data.get_worker_info()
-        worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         restored, self._worker_position = self._worker_position, None
-        begun = self._epochs.begin(worker)
-        position = restored or begun
+        begun, ticket = self._epochs.begin(worker)
+        uncount = functools.partial(self._epochs.give_back, ticket) if worker is None else _nothing
+        try:
+            return self._run(restored or begun, worker, uncount)
+        except BaseException:
+            uncount()
+            raise
+
+    def _run(self, position: Position, worker: Any, uncount: Callable[[], None]) -> RunningEpoch:
+        """Wires plan -> fetch -> minibatch -> tensors."""
+        worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
         skip = position.worker_minibatches
@@ -274,9 +295,12 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
-        bridge = scheduler.start(fetches, name="zloader-fetch")
-        convert = functools.partial(as_minibatch, self.dataset, self.layout, var)
-        return EpochIterator(bridge, record, convert, self._epochs)
+        return RunningEpoch(
+            bridge=scheduler.start(fetches, name="zloader-fetch"),
+            record=record,
+            convert=functools.partial(as_minibatch, self.dataset, self.layout, var),
+            uncount=uncount,
+        )
 
     def _recipe(self, *, sweeping: bool) -> Recipe:
         whole = self.dataset.whole
@@ -289,3 +313,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             genes=self._genes,
             sweeping=sweeping,
         )
+
+
+def _nothing() -> None:
+    """A DataLoader worker that runs ahead cannot take back that it has begun."""

@@ -32,12 +32,15 @@ class Minibatch:
     obs: a tensor of one value per row for each column. Categories are int64 codes, -1 where a value is missing;
         numbers have their stored dtype.
     obsm: a tensor of rows x dims for each name, in its stored dtype.
-    index: the row numbers in the dataset, int64.
+    row: the position of each row in the dataset or view that the loader was given, int64. For predictions of a view:
+        `out = np.empty(view.n_obs)`, then `out[minibatch.row] = ...` for each minibatch.
+    index: the row numbers in the whole dataset, int64. They equal `row` unless the loader was given a view.
     """
 
     x: Any
     obs: dict[str, torch.Tensor]
     obsm: dict[str, torch.Tensor]
+    row: torch.Tensor
     index: torch.Tensor
 
     def __len__(self) -> int:
@@ -52,11 +55,13 @@ class Minibatch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, function: Any) -> Minibatch:
+        index = function(self.index)
         return Minibatch(
             x=None if self.x is None else function(self.x),
             obs={name: function(column) for name, column in self.obs.items()},
             obsm={name: function(array) for name, array in self.obsm.items()},
-            index=function(self.index),
+            row=index if self.row is self.index else function(self.row),
+            index=index,
         )
 
 
@@ -76,11 +81,14 @@ with contextlib.suppress(ImportError):
 
 
 def as_minibatch(dataset: Dataset, layout: str, var: pd.DataFrame | None, arrays: MinibatchArrays) -> Minibatch:
+    index = torch.from_numpy(arrays.index)
+    row = dataset.positions(arrays.index)
     return Minibatch(
         x=_as_layout(layout, arrays) if var is None else dataset.to_anndata(arrays, var),
         obs={name: torch.from_numpy(column) for name, column in arrays.obs.items()},
         obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
-        index=torch.from_numpy(arrays.index),
+        row=index if row is arrays.index else torch.from_numpy(row),
+        index=index,
     )
 
 
