@@ -485,9 +485,9 @@ def test_every_row_of_a_view_comes_once_with_its_values(dataset, sampling):
 @pytest.mark.parametrize("layout", ["csr", "anndata"])
 def test_rows_of_a_minibatch_are_positions_in_what_the_loader_was_given(dataset, layout):
     view = dataset.where(np.arange(dataset.n_obs) % 3 > 0)
-    for given in (dataset, view, view.where(np.arange(view.n_obs) % 5 > 1)):
-        numbers, out = np.arange(dataset.n_obs) if given is dataset else given.row_numbers, np.full(given.n_obs, -1)
-        for minibatch in zl.Loader(given, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(4), layout=layout):
+    for loaded in (dataset, view, view.where(np.arange(view.n_obs) % 5 > 1)):
+        numbers, out = np.arange(dataset.n_obs) if loaded is dataset else loaded.row_numbers, np.full(loaded.n_obs, -1)
+        for minibatch in zl.Loader(loaded, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(4), layout=layout):
             assert minibatch.row.dtype == minibatch.index.dtype == torch.int64
             out[minibatch.row] = minibatch.index
         np.testing.assert_array_equal(out, numbers)

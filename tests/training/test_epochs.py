@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import threading
 from pathlib import Path
@@ -200,19 +201,14 @@ def test_a_trainer_sees_epochs_in_turn(store, epochs):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", **quiet)
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", **dict.fromkeys(shown, False))
     model = Model()
     validation = zl.Loader(dataset, batch_size=50, shuffle=False)
     look(validation)
     trainer.fit(model, zl.Loader(dataset, **SIZES), validation)
-    assert model.seen["train"] == sum(epochs[:3], [])
+    assert model.seen["train"] == [minibatch for epoch in epochs[:3] for minibatch in epoch]
     in_order = rows(validation)
-    assert sum(in_order, []) == list(range(N_ROWS))
+    assert list(itertools.chain(*in_order)) == list(range(N_ROWS))
     assert model.seen["val"] == in_order[:2] + in_order * 3
     assert torch.cat(trainer.predict(model, validation)).tolist() == list(range(N_ROWS))

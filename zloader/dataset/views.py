@@ -87,10 +87,10 @@ class RowSet(SharesArrays):
         return out
 
     def positions(self, numbers: Rows) -> Rows:
-        """The positions of some rows of the set: the inverse of `numbers`."""
-        out = np.empty(len(numbers), np.int64)
-        _rank(self.bits, self.before, _BITS_SET, np.ascontiguousarray(numbers, np.int64), out)
-        return out
+        """The positions of some rows of the set, in an array of any shape: the inverse of `numbers`."""
+        out = np.empty(numbers.size, np.int64)
+        _rank(self.bits, self.before, _BITS_SET, np.ascontiguousarray(numbers, np.int64).reshape(-1), out)
+        return out.reshape(numbers.shape)
 
     def narrowed(self, mask: Mask) -> RowSet:
         """The rows of the set at which a mask over the set is True."""
