@@ -240,7 +240,7 @@ def test_the_state_while_an_epoch_begins(loader, caplog):
     handler = Asking()
     logging.getLogger("zloader").addHandler(handler)
     try:
-        iter(loader)
+        next(iter(loader))
     finally:
         logging.getLogger("zloader").removeHandler(handler)
     assert found == [before]
