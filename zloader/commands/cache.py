@@ -30,7 +30,7 @@ from zloader.commands.command import (
     print_json,
     storage_options,
 )
-from zloader.commands.report import size
+from zloader.commands.demo_results import size
 from zloader.common.errors import CacheError, OptionError
 
 if TYPE_CHECKING:

@@ -42,8 +42,8 @@ from zloader.commands.command import (
 from zloader.common.errors import FormatError, OptionError, ZloaderError
 
 if TYPE_CHECKING:
+    from zloader.commands.demo_results import DemoRun
     from zloader.commands.demo_server import DemoServer
-    from zloader.commands.report import DemoRun
     from zloader.dataset.cost import EpochCosts
     from zloader.dataset.dataset import Dataset
 
@@ -147,14 +147,15 @@ def demo(  # noqa: PLR0913 - one parameter a flag
     output = terminal.TerminalOutput(terminal.console(stderr=as_json))
     output.step("loading torch and starting SeaweedFS")
     from zloader.commands.demo import DemoOptions, run_demo
+    from zloader.commands.demo_page import render
     from zloader.commands.demo_server import running_demo_server
-    from zloader.commands.report import render
 
     with running_demo_server(keep=keep) as demo_server:
         with output:
             run = run_demo(DemoOptions(file=file, label=label, epochs=epochs, seed=seed), demo_server, output)
         report.write_text(render(run), encoding="utf-8")
         output.step(run.summary)
+        output.step(run.verdict)
         output.step(f"report: {report.absolute()}")
         if as_json:
             print_json(_demo_document(run, report))
@@ -170,9 +171,10 @@ def _require_demo_extra() -> None:
 def _demo_document(run: DemoRun, report: Path) -> dict[str, Any]:
     document = dataclasses.asdict(run)
     del document["steps"]
-    for figures, epoch in zip(document["epochs"], run.epochs, strict=True):
-        figures["cold"] = epoch.cold
-    return document | {"seen": run.summary, "report": str(report.absolute())}
+    for name, passes in (("epochs", run.epochs), ("loading", run.loading)):
+        for figures, each in zip(document[name], passes, strict=True):
+            figures["cold"] = each.cold
+    return document | {"seen": run.summary, "verdict": run.verdict, "report": str(report.absolute())}
 
 
 def _serve(output: terminal.TerminalOutput, demo_server: DemoServer, run: DemoRun) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,15 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-import h5py
 import numpy as np
 import torch
 from torch.nn import functional
 
+from zloader.commands.demo_label import choose_label, require_label
+from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step
 from zloader.commands.demo_server import DemoServer
-from zloader.commands.report import DemoRun, EpochFigures, Step
 from zloader.common.checks import require_count
-from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.errors import OptionError
 from zloader.common.records import Rows, Statistics
 from zloader.conversion.convert import convert
 from zloader.conversion.example import NAME as EXAMPLE
@@ -36,11 +37,10 @@ from zloader.order.sampling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.training.loader import Loader, Minibatch
 from zloader.training.normalization import log1p_normalize
 
-BUNDLED_LABEL = "cell_type1"
 BATCH_SIZE = 64
 _HELD_OUT_SHARE = 0.2
-_FEWEST_CATEGORIES, _MOST_CATEGORIES = 2, 200
 _LEARNING_RATE = 2e-3
+_LOADED_ROWS = 16_384  # at most, in each pass that only loads; takes a second or two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class DemoOutput(Protocol):
 def run_demo(options: DemoOptions, demo_server: DemoServer, output: DemoOutput) -> DemoRun:
     """Converts, trains and evaluates. Raises MissingColumnError or OptionError for an unsuitable label."""
     source = options.file or example_h5ad(demo_server.directory / EXAMPLE)
-    _require_label(source, options.label)
+    require_label(source, options.label)
     name = source.stem
     url = demo_server.s3.url(f"{name}.zarr")
     output.step(f"converting {source.name} to {url}")
@@ -97,6 +97,9 @@ def run_demo(options: DemoOptions, demo_server: DemoServer, output: DemoOutput) 
         for figures in _epochs(dataset, task, options, output, steps):
             epochs.append(figures)
             output.epoch(figures)
+        # After Ctrl-C a thread may still write to this mirror. The server's directory is removed at the end anyway.
+        with tempfile.TemporaryDirectory(dir=demo_server.directory, ignore_cleanup_errors=True) as cache:
+            loading = _loading(open_dataset(url, cache=cache, storage_options=access), task, options.seed)
     return DemoRun(
         source=source.name,
         bundled=options.file is None,
@@ -113,51 +116,10 @@ def run_demo(options: DemoOptions, demo_server: DemoServer, output: DemoOutput) 
         fetch_rows=BATCH_SIZE * task.fetch_factor,
         opening_bytes=_opening_bytes(dataset, label),
         epochs=epochs,
+        loading=loading,
         machine=machine(),
         steps=steps,
     )
-
-
-def _require_label(source: Path, label: str | None) -> None:
-    """Raises before the conversion if the file has no such column. `convert` reports other faults of the file."""
-    if label is None or not h5py.is_hdf5(source):
-        return
-    with h5py.File(source) as file:
-        columns = file["obs"].attrs.get("column-order") if "obs" in file else None
-    if columns is not None and label not in columns:
-        known = ", ".join(map(repr, columns)) or "none"
-        raise MissingColumnError(f"there is no obs column {label!r} in {source}; its columns are: {known}")
-
-
-def choose_label(dataset: Dataset, wanted: str | None) -> str:
-    """The obs column to predict: `wanted`, else cell_type1, else the first column with 2 to 200 categories."""
-    if wanted is not None:
-        dataset.require_obs([wanted])
-    candidates = [wanted] if wanted else sorted(dataset.obs_columns, key=lambda name: name != BUNDLED_LABEL)
-    n_categories = {}
-    for name in candidates:
-        n_categories[name] = _n_categories(dataset, name)
-        if _FEWEST_CATEGORIES <= n_categories[name] <= _MOST_CATEGORIES:
-            return name
-    if wanted is not None:
-        n_categories = {name: _n_categories(dataset, name) for name in dataset.obs_columns}
-        problem = f"obs column {wanted!r} cannot be a label"
-    else:
-        problem = "no obs column can be a label"
-    columns = [f"{name} ({f'{n} categories' if n else 'numbers'})" for name, n in n_categories.items()]
-    raise OptionError(
-        f"{problem}: a label needs {_FEWEST_CATEGORIES} to {_MOST_CATEGORIES} categories. "
-        f"Choose one with --label; the columns are: {', '.join(columns) or 'none'}"
-    )
-
-
-def _n_categories(dataset: Dataset, name: str) -> int:
-    """The number of categories that occur in a column, or 0 for a column that is not categorical."""
-    try:
-        column = dataset.obs_column(name)
-    except OptionError:
-        return 0
-    return 0 if column.categories is None else len(np.unique(column.values[column.values >= 0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +262,27 @@ def _accuracy(model: Classifier, loader: Loader, label: str) -> float:
             right += int((model(minibatch.x).argmax(dim=1) == minibatch.obs[label]).sum())
             rows += len(minibatch)
     return right / rows
+
+
+def _loading(dataset: Dataset, task: _Task, seed: int) -> list[LoadingFigures]:
+    """Loads the training cells, or the first of them, twice without training: into an empty mirror, then from it."""
+    sampling = BlockShuffling(block_size=task.block_size, indices=task.train[:_LOADED_ROWS])
+    loader = task.loader(dataset, sampling, seed)
+    passes = []
+    for _ in range(2):
+        for _ in loader:
+            pass
+        loaded = loader.statistics()
+        passes.append(
+            LoadingFigures(
+                rows=loaded.rows,
+                seconds=loaded.elapsed_s,
+                rows_per_s=loaded.rows_per_s,
+                gets=loaded.gets,
+                bytes_read=loaded.bytes_read,
+            )
+        )
+    return passes
 
 
 def _figures(

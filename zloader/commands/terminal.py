@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zloader.commands.report import EPOCH_HEADER, EpochFigures, epoch_rows, size
+from zloader.commands.demo_results import EPOCH_HEADER, EpochFigures, epoch_rows, size
 
 if TYPE_CHECKING:
     from zloader.caching.directory import MirrorEntry

@@ -1,0 +1,196 @@
+"""The look that all HTML pages of the commands share: the template, the colours, and charts drawn by matplotlib.
+
+A page is one file without scripts or external resources. Charts are drawn in the light colours. In a page they become
+inline SVG, and each colour becomes a CSS variable, so that a chart follows the reader's light or dark theme.
+matplotlib is an optional dependency, so it is imported only when something is drawn.
+
+The helpers escape the text that they are given. Arguments named `html` are used as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+LIGHT = {
+    "paper": "#fcfcfb", "card": "#ffffff", "ink": "#1c2024", "quiet": "#5b636d", "grid": "#e4e7ea",
+    "blue": "#1666c0", "orange": "#c2560c", "green": "#1a7f4b", "purple": "#7b4fc9", "pink": "#b8346f",
+    "teal": "#0b7a86",
+}  # fmt: skip
+_DARK = {
+    "paper": "#14171a", "card": "#1b1f23", "ink": "#eceef0", "quiet": "#a0a8b1", "grid": "#30363d",
+    "blue": "#6cb2ff", "orange": "#ffa561", "green": "#5fd08f", "purple": "#b79cff", "pink": "#ff8fb8",
+    "teal": "#4fd0dd",
+}  # fmt: skip
+COLD, WARM = LIGHT["blue"], LIGHT["orange"]
+SERIES = [LIGHT[name] for name in ("blue", "orange", "green", "purple", "pink", "teal")]
+_STYLE: dict[Any, Any] = {
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": LIGHT["card"],
+    "axes.facecolor": LIGHT["card"],
+    "axes.edgecolor": LIGHT["quiet"],
+    "axes.labelcolor": LIGHT["quiet"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["grid"],
+    "grid.linewidth": 0.8,
+    "text.color": LIGHT["ink"],
+    "text.parse_math": False,  # a label may contain $
+    "xtick.color": LIGHT["quiet"],
+    "ytick.color": LIGHT["quiet"],
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",
+}
+_CHART_INCHES = (5.2, 4.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart. `draw` draws it on a matplotlib figure or subfigure; `description` is for screen readers."""
+
+    name: str
+    title: str
+    description: str
+    caption: str
+    draw: Callable[[Any], None]
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """The style of the charts. Characters that matplotlib's font lacks do not cause a warning."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
+        yield
+
+
+def figure_of(charts: Sequence[Chart]) -> Any:
+    """The charts side by side, with their titles. Call it, and draw the figure, within `drawing`."""
+    from matplotlib.figure import Figure
+
+    width, height = _CHART_INCHES
+    figure = Figure(figsize=(width * len(charts), height + 0.3))
+    for chart, part in zip(charts, figure.subfigures(1, len(charts), squeeze=False)[0], strict=True):
+        chart.draw(part)
+        part.suptitle(chart.title)
+    return figure
+
+
+def save_png(charts: Sequence[Chart], path: Path) -> None:
+    with drawing():
+        figure_of(charts).savefig(path, format="png", dpi=150)
+
+
+def _svg(chart: Chart) -> str:
+    """The chart as inline SVG in the page's colours and font."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    drawn = StringIO()
+    with drawing(), mpl.rc_context({"svg.hashsalt": chart.name}):
+        figure = Figure(figsize=_CHART_INCHES)
+        chart.draw(figure)
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = drawn.getvalue()
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    box = re.search(r'viewBox="([^"]+)"', svg)
+    assert box is not None
+    for colour, value in LIGHT.items():
+        body = body.replace(f": {value}", f": var(--{colour})")
+    body = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font: \1 system-ui, sans-serif", body)
+    body = re.sub(r'(id="|href="#|url\(#)', rf"\1{chart.name}-", body)  # ids must be unique within the page
+    body = body.replace("xlink:href", "href")
+    return (
+        f'<svg viewBox="{box[1]}" role="img" aria-labelledby="{chart.name}-title {chart.name}-desc">'
+        f'<title id="{chart.name}-title">{escape(chart.title)}</title>'
+        f'<desc id="{chart.name}-desc">{escape(chart.description)}</desc>{body}'
+    )
+
+
+# ---- parts of a page
+
+
+def page(title: str, *html: str) -> str:
+    """The whole page."""
+    parts = {"title": escape(title), "light": _variables(LIGHT), "dark": _variables(_DARK), "body": "\n".join(html)}
+    template = (files("zloader") / "data" / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}: {value};" for name, value in colours.items())
+
+
+def section(title: str, *html: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(html) + "</section>"
+
+
+def verdict(text: str) -> str:
+    return f'<p class="verdict">{escape(text)}</p>'
+
+
+def note(text: str) -> str:
+    return f'<p class="quiet">{escape(text)}</p>'
+
+
+def tiles(figures: Iterable[tuple[str, str]]) -> str:
+    """Large figures, each with the words that explain it."""
+    drawn = (f"<div><strong>{escape(figure)}</strong><span>{escape(words)}</span></div>" for figure, words in figures)
+    return f'<div class="tiles">{"".join(drawn)}</div>'
+
+
+def charts(*drawn: Chart) -> str:
+    """The charts side by side, or one below the other on a narrow screen."""
+    figures = (
+        f"<figure><h3>{escape(chart.title)}</h3>{_svg(chart)}<figcaption>{escape(chart.caption)}</figcaption></figure>"
+        for chart in drawn
+    )
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def code(text: str) -> str:
+    """Lines to copy. One click selects all of them."""
+    return f"<pre><code>{escape(text)}</code></pre>"
+
+
+def table(caption: str, header: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Figures in columns. The first cell of a row is its header."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        for first, *cells in rows
+    )
+    return (
+        f'<div class="wide"><table class="figures"><caption>{escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def facts(known: Mapping[str, str]) -> str:
+    rows = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(fact)}</td></tr>' for name, fact in known.items())
+    return f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
+
+
+def terms(explained: Mapping[str, str]) -> str:
+    """Terms and their explanations."""
+    each = (f"<div><dt>{escape(term)}</dt><dd>{escape(words)}</dd></div>" for term, words in explained.items())
+    return f"<dl>{''.join(each)}</dl>"
+
+
+def try_next(commands: Mapping[str, str]) -> str:
+    """A section of commands to copy, by what they are for."""
+    each = (f"<p>{escape(purpose)}</p>{code(command)}" for purpose, command in commands.items())
+    return section("What to try next", *each)
