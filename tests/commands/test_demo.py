@@ -24,9 +24,10 @@ from forked import CLI
 from helpers import PATIENCE_S, write_store
 
 import zloader as zl
-from zloader.commands.demo import Classifier, DemoOptions, choose_label, run_demo
+from zloader.commands.demo import Classifier, DemoOptions, run_demo
+from zloader.commands.demo_label import choose_label
+from zloader.commands.demo_results import DemoRun, EpochFigures
 from zloader.commands.demo_server import DemoServer, running_demo_server, write_access
-from zloader.commands.report import DemoRun, EpochFigures
 from zloader.common.errors import MissingColumnError, OptionError
 
 pytestmark = pytest.mark.any_version
@@ -113,10 +114,17 @@ def test_end_to_end(tmp_path):
     assert later[-1]["held_out_accuracy"] > 0.93
     assert later[-1]["loss"] < first["loss"] / 10
     assert "Epochs 2 to 3 made 0 GETs" in shown["seen"]
+    cold, warm = shown["loading"]
+    assert [(each["cold"], each["rows"]) for each in (cold, warm)] == [(True, 1714), (False, 1714)]
+    assert (cold["gets"], cold["bytes_read"]) == (first["gets"], first["bytes_read"])
+    assert all(each["rows_per_s"] == pytest.approx(each["rows"] / each["seconds"]) for each in (cold, warm))
+    assert f"{warm['rows_per_s']:,.0f} cells/s from the mirror" in shown["verdict"]
+    assert shown["verdict"] in done.stderr
     assert shown["report"] == str(page)
     assert "Epochs 2 to 3 made 0 GETs" in done.stderr, "with --json, text goes to stderr"
     text = page.read_text()
     assert "Baron et al. 2016" in text
+    assert shown["verdict"] in text
     assert not re.search(r"zloader-demo-|/tmp|127\.0\.0\.1|secret", text)
     assert list((tmp_path / "tmp").iterdir()) == []
     assert processes_that_name(tmp_path / "tmp") == []
@@ -176,6 +184,7 @@ def test_a_file_of_ones_own(run):
     assert (done.train_rows, done.held_out_rows, done.unlabelled) == (360, 90, 50)
     assert done.conversion.dtypes_changed["X/data"] == "float32 -> uint8"
     assert output.epochs == done.epochs
+    assert [(each.cold, each.rows) for each in done.loading] == [(True, 360), (False, 360)]
     assert [epoch.cold for epoch in done.epochs] == [True, False]
     assert done.epochs[-1].held_out_accuracy > 0.9 > done.guess_accuracy
     assert output.progressed[-1] == (2, 360, 360)

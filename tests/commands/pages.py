@@ -1,0 +1,89 @@
+"""Reads HTML pages, and checks that the charts of a page are readable."""
+
+from __future__ import annotations
+
+import itertools
+from html.parser import HTMLParser
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from zloader.commands.page import Chart, drawing, figure_of
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Collects the tags and text of a page. Fails if tags do not close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.code: list[str] = []  # the text of each <pre>
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "pre":
+            self.code.append("")
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if "pre" in self._open:
+            self.code[-1] += data
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def drawn(chart: Chart) -> Any:
+    """The chart as a matplotlib figure that has been laid out."""
+    with drawing():
+        figure = figure_of([chart])
+        FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def labels_through_which_a_line_passes(figure: Any) -> list[str]:
+    """The texts that a grid line crosses, unless an opaque box behind the text hides the line."""
+    struck = []
+    for axes in figure.axes:
+        frame = axes.get_window_extent()
+        lines = [line for axis in (axes.xaxis, axes.yaxis) for line in axis.get_gridlines() if line.get_visible()]
+        boxes = [line.get_window_extent() for line in lines]
+        boxes = [box for box in boxes if frame.padded(1).contains(box.x0, box.y0)]
+        for text in figure.findobj(Text):
+            behind = text.get_bbox_patch()
+            hidden = behind is not None and behind.get_facecolor()[3] == 1 and text.get_zorder() > axes.get_axisbelow()
+            if text.get_text() and text.get_visible() and not hidden:
+                extent = text.get_window_extent()
+                struck += [text.get_text() for box in boxes if extent.overlaps(box)]
+    return struck
+
+
+def overlapping_ticks(axes: Any) -> list[tuple[str, str]]:
+    """Neighbouring tick labels of one axis that overlap."""
+    found = []
+    for axis, end in ((axes.xaxis, 0), (axes.yaxis, 1)):
+        ticks = [(label.get_window_extent().get_points()[:, end], label.get_text()) for label in axis.get_ticklabels()]
+        ticks = sorted(((low, high), text) for (low, high), text in ticks if text)
+        found += [(a[1], b[1]) for a, b in itertools.pairwise(ticks) if a[0][1] > b[0][0]]
+    return found
