@@ -283,4 +283,4 @@ def test_the_bundled_cells_are_those_of_the_source(tmp_path):
     assert hashlib.sha256(b"".join(map(bytes, parts))).hexdigest() == BUNDLED_DIGEST
     packed = Path(zl.__file__).parent / "data" / "pancreas_human.h5ad.xz"
     assert packed.stat().st_size < 3_400_000
-    assert lzma.decompress(packed.read_bytes()) == (tmp_path / "pancreas_human.h5ad").read_bytes()
+    assert lzma.decompress(packed.read_bytes()) == (tmp_path / "example.h5ad").read_bytes()
