@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +120,22 @@ FETCH_COUNTS = [
 ]
 
 
-@pytest.mark.parametrize("option", FETCH_COUNTS)
+SIZES_OF_FETCH_OPTIONS = ["memory", *(option for option in FETCH_COUNTS if option.endswith("bytes"))]
+
+
+@pytest.mark.parametrize("option", ["memory", *FETCH_COUNTS])
 @pytest.mark.parametrize("value", odd_except())
 def test_counts_of_fetch_options(option: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=f"{option} must be a whole number"):
+    with pytest.raises(OptionError, match=f"{option} must be a whole number|{option}: 'nonsense' is not a size"):
         zl.FetchOptions(**{option: value})
+
+
+@pytest.mark.parametrize("option", SIZES_OF_FETCH_OPTIONS)
+def test_sizes_in_bytes_may_be_strings(option: str) -> None:
+    options = zl.FetchOptions(**{option: "32M"})
+    assert getattr(options, option) == 32_000_000
+    assert options == zl.FetchOptions(**{option: 32_000_000}) == pickle.loads(pickle.dumps(options))
+    assert dataclasses.replace(options, prefetch=3).memory == options.memory
 
 
 @pytest.mark.parametrize("value", odd_except())

@@ -304,7 +304,21 @@ def test_original_dtypes_are_recorded_and_can_be_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [(1000, 1000), ("1000", 1000), ("256MiB", 2**28), ("64 MB", 64 * 10**6), ("1.5 gib", 3 * 2**29), ("7b", 7)],
+    [
+        (1000, 1000),
+        ("1000", 1000),
+        ("256MiB", 2**28),
+        ("64 MB", 64 * 10**6),
+        ("64kB", 64_000),
+        ("1.5 gib", 3 * 2**29),
+        ("7b", 7),
+        ("2G", 2 * 10**9),
+        ("512k", 512_000),
+        ("3 M", 3 * 10**6),
+        ("1.5t", 15 * 10**11),
+        ("2Gi", 2**31),
+        ("8Ki", 8192),
+    ],
 )
 def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size

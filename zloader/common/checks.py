@@ -13,11 +13,18 @@ MAX_COUNT = 1 << 62  # above any count of bytes, rows or threads
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_size(size: int | str) -> int:
-    """The number of bytes in a size such as 1000, "256MiB" or "64 MB". Raises OptionError for anything else."""
-    parts = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=\s*[kmgt]))\s*(?:([kmgt]i?)?b)?\s*", str(size), re.IGNORECASE)
+def parse_size(size: int | str, option: str = "") -> int:
+    """The number of bytes in a size such as 1000, "256MiB", "64 MB" or "2G". Raises OptionError for anything else.
+
+    K, M, G and T are powers of 1000, with or without a B; Ki, Mi, Gi and Ti are powers of 1024. An error names the
+    `option`, if given.
+    """
+    parts = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=\s*[kmgt]))\s*([kmgt]i?)?b?\s*", str(size), re.IGNORECASE)
     if isinstance(size, bool) or parts is None:
-        raise OptionError(f"{size!r} is not a size: give a number of bytes, or a string such as '256MiB' or '64 MB'")
+        raise OptionError(
+            f"{option}{': ' * bool(option)}{size!r:.100} is not a size: give a number of bytes, or a string such as '64 MB' or '2G' (powers of "
+            "1000) or '256MiB' (powers of 1024)"
+        )
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 
 

@@ -14,6 +14,22 @@ MiB = 1 << 20
 MIN_MEMORY = 16 * MiB  # smallest value of FetchOptions.memory
 
 
+class _Bytes:
+    """A field that holds a number of bytes, and may be set to a string such as "64MiB"."""
+
+    def __init__(self, default: int) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, options: object | None, owner: type) -> int:
+        return self._default if options is None else vars(options)[self._name]
+
+    def __set__(self, options: object, size: int | str) -> None:
+        vars(options)[self._name] = parse_size(size, self._name) if isinstance(size, str) else size
+
+
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
     """How a loader reads, and how much memory it may use. Pass it as `zl.Loader(dataset, options=...)`.
@@ -22,15 +38,15 @@ class FetchOptions:
     together they are the most that a loader holds, apart from about 400 MB for the libraries. A single fetch that is
     larger than `buffer_bytes` is still loaded, one at a time.
 
-    Memory, in bytes:
-        memory: Budget of the loader; also a string such as "2GiB". At least 16 MiB. Default: an eighth of the machine's
+    Memory, in bytes, or as strings such as "2GiB" (2 * 1024**3) or "2G" (2 * 1000**3):
+        memory: Budget of the loader. At least 16 MiB. Default: an eighth of the machine's
             (or container's) memory, up to 1 GiB plus 32 MiB per thread.
         in_flight_bytes: Stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
             when a read takes 160 ms from request to last byte.
         buffer_bytes: Fetches that are loaded but not yet gathered. Default: the rest of `memory`.
         ready_bytes: Minibatches being gathered or waiting for the consumer. Default: a sixteenth of `memory`.
 
-    Reads, in bytes:
+    Reads, in bytes or as such strings:
         gap_bytes: Two ranges with at most this many bytes between them are read together. Default: 64 KiB, which costs
             less than the 30 ms of another GET on S3.
         least_read_bytes: While an epoch fills a mirror, each read is extended to about this size with the data beside a
@@ -59,13 +75,13 @@ class FetchOptions:
     >>> loader = zl.Loader(dataset, options=options)
     """
 
-    memory: int | str = 0
-    in_flight_bytes: int = 0
-    buffer_bytes: int = 0
-    ready_bytes: int = 0
-    gap_bytes: int = 64 * 1024
-    least_read_bytes: int = 512 * 1024
-    max_read_bytes: int = 8 * MiB
+    memory: _Bytes = _Bytes(0)
+    in_flight_bytes: _Bytes = _Bytes(0)
+    buffer_bytes: _Bytes = _Bytes(0)
+    ready_bytes: _Bytes = _Bytes(0)
+    gap_bytes: _Bytes = _Bytes(64 * 1024)
+    least_read_bytes: _Bytes = _Bytes(512 * 1024)
+    max_read_bytes: _Bytes = _Bytes(8 * MiB)
     prefetch: int = 2
     deadline_s: float = 60.0
     retries: int = 16
@@ -77,10 +93,10 @@ class FetchOptions:
         require_whole(0, gap_bytes=self.gap_bytes, least_read_bytes=self.least_read_bytes, retries=self.retries)
         require_at_least(0.001, deadline_s=self.deadline_s)
         require_flag(tune_malloc=self.tune_malloc)
-        memory = parse_size(self.memory)
-        if memory:
-            require_at_least(MIN_MEMORY, memory=memory)
-        memory = memory or max(MIN_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
+        require_whole(0, memory=self.memory)
+        if self.memory:
+            require_at_least(MIN_MEMORY, memory=self.memory)
+        memory = self.memory or max(MIN_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
         object.__setattr__(self, "memory", memory)
         self._derive(in_flight_bytes=memory // 16, ready_bytes=memory // 16)
         self._derive(buffer_bytes=max(memory - self.in_flight_bytes - self.ready_bytes, memory // 8))
@@ -111,7 +127,7 @@ class Cache:
 
     `directory` is created if needed; `~` is expanded. `max_bytes` limits all mirrors in the directory together, counted
     as the file system allocates them; None means no limit. `min_free_bytes` is the space that mirrors leave free on the
-    disk. Both are numbers of bytes, or strings such as "500GB". Raises OptionError for an invalid value.
+    disk. Both are numbers of bytes, or strings such as "500GB", "500G" (the same) or "500GiB". Raises OptionError for an invalid value.
 
     >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
     >>> cache.max_bytes, cache.min_free_bytes
@@ -129,9 +145,9 @@ class Cache:
             raise OptionError(f"a cache is a directory: give its path (or a zl.Cache), not {self.directory!r:.100}")
         object.__setattr__(self, "directory", Path(named).expanduser().absolute())
         if self.max_bytes is not None:
-            object.__setattr__(self, "max_bytes", parse_size(self.max_bytes))
+            object.__setattr__(self, "max_bytes", parse_size(self.max_bytes, "max_bytes"))
             require_count(max_bytes=self.most)
-        object.__setattr__(self, "min_free_bytes", parse_size(self.min_free_bytes))
+        object.__setattr__(self, "min_free_bytes", parse_size(self.min_free_bytes, "min_free_bytes"))
 
     @property
     def most(self) -> int:

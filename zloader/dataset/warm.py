@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zloader.caching.mirror import MirrorArray, contents_of
-from zloader.common.checks import names_of, require_count
+from zloader.common.checks import names_of, parse_size, require_count
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, Rows, Span
@@ -61,7 +61,7 @@ def warm(
     dataset: Dataset,
     *,
     x: Sequence[str] = ("X",),
-    bytes_per_s: int | None = None,
+    bytes_per_s: int | str | None = None,
     options: FetchOptions | None = None,
     on_progress: Callable[[Warmed], None] | None = None,
 ) -> Warmed:
@@ -78,7 +78,8 @@ def warm(
 
     - `dataset`: a dataset opened with a cache. For a view, all rows of its whole dataset are cached.
     - `x`: names of the matrices, as a Loader takes them.
-    - `bytes_per_s`: limits the rate of reading from the stores. None for no limit.
+    - `bytes_per_s`: limits the rate of reading from the stores, as a number or as text such as "100MB". None for no
+      limit.
     - `options`: the options of a Loader for reading.
     - `on_progress`: called from time to time with the progress so far, on the calling thread.
 
@@ -90,6 +91,7 @@ def warm(
     x = names_of(x=x)
     if dataset.cache is None:
         raise OptionError("the dataset has no cache to fill: open it with cache=")
+    bytes_per_s = parse_size(bytes_per_s, "bytes_per_s") if isinstance(bytes_per_s, str) else bytes_per_s
     if bytes_per_s is not None:
         require_count(bytes_per_s=bytes_per_s)
     options = options or FetchOptions()

@@ -49,7 +49,7 @@ class ConvertOptions:
     """How `convert` lays out a store, and how much memory it uses.
 
     - `chunk_rows`: approximate rows per chunk, the smallest unit of decompression.
-    - `shard_size`: largest shard (stored object) in bytes before compression, as a number or text such as "256MiB". It
+    - `shard_size`: largest shard (stored object) in bytes before compression, as a number or text such as "256MiB" or "256M". It
       applies to the wider of `indices` and `data`; the stored object is a third to the whole of it.
     - `codec`: "lz4"; "zstd", which stores 27 % fewer bytes, decodes a fifth slower and encodes ten times slower; or
       "none", which stores twice the bytes but still adds checksums.
@@ -83,7 +83,7 @@ class ConvertOptions:
             require_count(window_bytes=self.window_bytes)
         if self.shuffle_seed is not None:
             require_whole(0, shuffle_seed=self.shuffle_seed)
-        if parse_size(self.memory) < _LEAST_MEMORY:
+        if parse_size(self.memory, "memory") < _LEAST_MEMORY:
             raise OptionError(f"memory must be at least {_LEAST_MEMORY >> 20}MiB, not {self.memory!r}")
         require_one_of(CODECS, codec=self.codec)
         require_flag(preserve_dtype=self.preserve_dtype)
@@ -91,7 +91,7 @@ class ConvertOptions:
     @property
     def shard_bytes(self) -> int:
         """`shard_size` as a number of bytes."""
-        return parse_size(self.shard_size)
+        return parse_size(self.shard_size, "shard_size")
 
     @property
     def window(self) -> int:

@@ -1,0 +1,48 @@
+"""Finds the names that a mistyped name most probably stands for, for error messages. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+_SUGGESTED = 3
+_CUTOFF = 0.7  # of difflib's similarity: `cel_type` and `celltype` for cell_type, but not `donor` for `dose`
+_MOST_COMPARED = 2000  # spellings; difflib compares about 10 000 per second
+
+
+def suggestion(name: Any, known: Iterable[str]) -> str:
+    """`". Did you mean 'x'?"` with the names in `known` that are nearest to `name`; an empty string if none is near."""
+    found = nearest(name, known) if isinstance(name, str) else []
+    return f". Did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The up to three names nearest to `name`, best first.
+
+    Names that differ in case only come first, then those that share a part, such as `layers/counts` for `counts`,
+    `raw/X` for `raw` or `ENSG00000111640` for `ENSG00000111640.15`, then similar spellings.
+    """
+    wanted = _plain(name)
+    spellings: dict[str, list[str]] = {}
+    for each in dict.fromkeys(known):
+        plain = _plain(each)
+        for spelling in dict.fromkeys((plain, *re.split(r"[/.]", plain))):
+            spellings.setdefault(spelling, []).append(each)
+    last = wanted.rstrip("/").rpartition("/")[2]
+    close = [wanted, last, last.partition(".")[0], *_similar(wanted, spellings)]
+    found = dict.fromkeys(each for spelling in close if spelling for each in spellings.get(spelling, []))
+    return list(found)[:_SUGGESTED]
+
+
+def _similar(wanted: str, spellings: Iterable[str]) -> list[str]:
+    """Spellings similar to a name. If there are many, only those that begin alike are compared."""
+    compared = list(spellings)
+    if len(compared) > _MOST_COMPARED:
+        compared = [spelling for spelling in compared if spelling[:3] == wanted[:3]]
+    return get_close_matches(wanted, compared, cutoff=_CUTOFF) if len(compared) <= _MOST_COMPARED else []
+
+
+def _plain(name: str) -> str:
+    return name.strip().casefold()
