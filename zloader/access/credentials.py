@@ -16,6 +16,7 @@ import botocore.session
 from botocore.credentials import RefreshableCredentials
 from botocore.exceptions import BotoCoreError
 
+from zloader.access.storage_options import require_endpoint, require_s3
 from zloader.common.errors import AccessDeniedError, OptionError
 
 # Options that s3fs accepts under several names: the option, its name in client_kwargs, and its alias.
@@ -57,6 +58,7 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
         session = botocore.session.Session(profile=options.get("profile"))
         endpoint = options.get("endpoint_url") or _configured_endpoint(session)
         if endpoint:
+            require_endpoint(endpoint)
             options["endpoint_url"] = endpoint
             # A self-hosted server may have no regions, but every signature includes one.
             client.setdefault("region_name", _configured_region(session) or "us-east-1")
@@ -79,6 +81,7 @@ def s3_access(storage_options: Mapping[str, Any]) -> S3Access:
 
 def _normalized(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """s3fs's options without aliases: each value appears once, under its option name."""
+    require_s3(storage_options)
     options, client = dict(storage_options), dict(storage_options.get("client_kwargs") or {})
     if options.get("session") is not None:
         raise OptionError("storage_options cannot contain a session: pass its profile, or a key and secret, instead")

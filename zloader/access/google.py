@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from zloader.access.storage_options import parameters, require_known
 from zloader.access.web import ReadOnly
 from zloader.common.errors import OptionError
 
@@ -31,7 +32,9 @@ def google_token(storage_options: Mapping[str, Any]) -> str:
 def google_files(storage_options: Mapping[str, Any], *, asynchronous: bool) -> Any:
     """gcsfs's file system for gs://, without a listings cache."""
     options = {"use_listings_cache": False, **storage_options, "token": google_token(storage_options)}
-    return _read_only_class()(access="read_only", asynchronous=asynchronous, **options)
+    files = _read_only_class()
+    require_known(storage_options, "gs", parameters(files.__init__) - {"access"})
+    return files(access="read_only", asynchronous=asynchronous, **options)
 
 
 def google_errors() -> tuple[type[Exception], ...]:

@@ -25,6 +25,7 @@ from zloader.access.credentials import s3_access
 from zloader.access.google import google_errors, google_files, is_denial
 from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
+from zloader.common.nearest import suggestion
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _WRITABLE = ("file", "s3")
@@ -32,6 +33,7 @@ _WEB = ("http", "https")
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5")
 _DENIALS = (PermissionError, NoCredentialsError, PartialCredentialsError)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_SLASH_MISSING = re.compile(r"(file|s3|gs|https?):(?!//)(.*)", re.IGNORECASE | re.DOTALL)
 _FILESYSTEMS: dict[int, Any] = {}
 _ADVICE = {
     "s3": "the key and secret in storage_options or the AWS_* variables",
@@ -58,8 +60,10 @@ class Location:
             raise OptionError(
                 f'storage_options must be a dict such as {{"key": ...}}, not {type(self.storage_options).__name__}'
             )
+        if missing := _SLASH_MISSING.match(self.url):
+            raise OptionError(f"a slash is missing in a URL: write {_with_slashes(missing[1], missing[2])!r}")
         scheme, authority = self.scheme, self.url.partition("://")[2].partition("/")[0]
-        shown = re.split("[?#]", self.url.replace(authority, authority.rpartition("@")[2]))[0]  # without secrets
+        shown = _without_secrets(self.url)
         if scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise OptionError(f"cannot open {shown!r}: pass a local path or a URL that starts with {known}")
@@ -178,8 +182,25 @@ class Location:
             except (FileNotFoundError, NotADirectoryError):
                 found = {}
         if not found:
-            raise StoreNotFoundError(f"nothing is stored at {self.url}: check the bucket, the key and the endpoint")
+            raise StoreNotFoundError(self._why_nothing())
         return found
+
+    def _why_nothing(self) -> str:
+        """Why nothing is found at the location, and what to do."""
+        if re.search(r"[*?[]", self.path):
+            files = f"sorted(glob.glob({self.url!r}))" if self.scheme == "file" else "a list of URLs"
+            return f"nothing is stored at {self.url}, and globs are not expanded: pass {files}"
+        if self.scheme != "file":
+            return f"nothing is stored at {self.url}: check the bucket, the key and the endpoint"
+        path = Path(self.path)
+        if path.exists():
+            return f"nothing is stored at {self.url}: the directory is empty"
+        if not path.parent.is_dir():
+            return f"no such directory: {path}. Its parent directory does not exist either: check the path"
+        beside: list[str] = []
+        with contextlib.suppress(OSError):
+            beside = [entry.name for entry in path.parent.iterdir()]
+        return f"no such directory: {path}{suggestion(path.name, beside) or '. Check the path'}"
 
     def _found(self) -> dict[str, StoredObject]:
         if self.scheme == "file":
@@ -253,7 +274,7 @@ class Location:
             raise StoreError(
                 f"cannot {doing} {self.url}: {error}. Is the endpoint correct, and is its server running?"
             ) from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
 
 
@@ -271,6 +292,19 @@ def _never_closed(filesystem: Any) -> Any:
     """
     _FILESYSTEMS[id(filesystem)] = filesystem
     return filesystem
+
+
+def _without_secrets(url: str) -> str:
+    """The URL without user, password, query and fragment."""
+    authority = url.partition("://")[2].partition("/")[0]
+    return re.split("[?#]", url.replace(authority, authority.rpartition("@")[2]))[0]
+
+
+def _with_slashes(scheme: str, rest: str) -> str:
+    """The URL that was meant by `scheme:rest` or `scheme:/rest`, without secrets."""
+    if scheme.lower() == "file":
+        return f"file://{Path(rest).absolute()}"
+    return _without_secrets(f"{scheme}://{rest.lstrip('/') or _form(scheme.lower())}")
 
 
 def _form(scheme: str) -> str:

@@ -22,13 +22,13 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """The up to three names nearest to `name`, best first.
 
     Names that differ in case only come first, then those that share a part, such as `layers/counts` for `counts`,
-    `raw/X` for `raw` or `ENSG00000111640` for `ENSG00000111640.15`, then similar spellings.
+    `raw/X` for `raw` and `ENSG00000111640` for `ENSG00000111640.15`, then similar spellings.
     """
     wanted = _plain(name)
     spellings: dict[str, list[str]] = {}
     for each in dict.fromkeys(known):
         plain = _plain(each)
-        for spelling in dict.fromkeys((plain, *re.split(r"[/.]", plain))):
+        for spelling in dict.fromkeys((plain, *re.split(r"[/._]", plain))):
             spellings.setdefault(spelling, []).append(each)
     last = wanted.rstrip("/").rpartition("/")[2]
     close = [wanted, last, last.partition(".")[0], *_similar(wanted, spellings)]
