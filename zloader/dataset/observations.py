@@ -19,6 +19,7 @@ from zloader.caching.cached_columns import load_obs, save_obs
 from zloader.caching.cached_files import load_column, save_column
 from zloader.common.checks import names_of
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
+from zloader.common.nearest import suggestion
 from zloader.dataset.opening import OpenedStores, concurrently
 from zloader.selecting.columns import (
     ObsColumn,
@@ -87,6 +88,7 @@ class Observations:
                     known = ", ".join(map(repr, self.column_names)) or "none"
                     raise MissingColumnError(
                         f"there is no obs column {name!r} in {store.location.url}; there are: {known}"
+                        f"{suggestion(name, self.column_names)}"
                     )
 
     def _read_column(self, name: str) -> list[Any]:
@@ -131,7 +133,10 @@ class Observations:
             for store in self._stores:
                 if name not in store.keys("obsm"):
                     known = ", ".join(map(repr, self.array_names)) or "none"
-                    raise MissingColumnError(f"there is no obsm {name!r} in {store.location.url}; there are: {known}")
+                    raise MissingColumnError(
+                        f"there is no obsm {name!r} in {store.location.url}; there are: {known}"
+                        f"{suggestion(name, self.array_names)}"
+                    )
             if (unfit := self._unfit(name)) is not None:
                 raise unfit
 

@@ -30,6 +30,7 @@ from zloader.caching.cached_files import load_column, save_column
 from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, save_listing
 from zloader.caching.mirror import Mirror, open_mirror, open_mirror_directory
 from zloader.common.errors import CacheError, FormatError, ZloaderError
+from zloader.common.nearest import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.reading.matrix_parts import MatrixPart
@@ -256,6 +257,7 @@ class OpenedStore:
         if not isinstance(name, str) or name not in self.matrix_names:
             raise FormatError(
                 f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
+                f"{suggestion(name, self.matrix_names)}"
             )
         node = self.node(name)
         if isinstance(node, zarr.Array):

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
+from zloader.common.nearest import suggestion
 from zloader.selecting.columns import Column, ObsColumn
 
 Mask = NDArray[np.bool_]
@@ -214,8 +215,9 @@ class _Reader:
         for constant in constants:
             if constant not in labels:
                 known = ", ".join(map(repr, labels[:_SHOWN].tolist())) or "none"
+                near = suggestion(constant, (label for label in labels if isinstance(label, str)))
                 more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
-                self._refuse(node, f"obs column {name!r} has no label {constant!r}; it has: {known}{more}")
+                self._refuse(node, f"obs column {name!r} has no label {constant!r}; it has: {known}{more}{near}")
         wanted = np.append(np.isin(np.arange(len(labels)), [labels.get_loc(c) for c in constants]) != outside, False)
         return lambda window: wanted[values[window]]  # code -1 selects the last entry
 

@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
+from zloader.common.nearest import suggestion
 from zloader.common.records import Rows
 
 Genes: TypeAlias = Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series
@@ -104,7 +105,7 @@ def _of_names(chosen: list[str], names: pd.Index, where: str) -> list[int]:
     if unknown:
         raise OptionError(
             f"{len(unknown)} of {len(chosen)} genes are not in {where}: {_first(unknown)}. Its genes have names such "
-            f"as {_first(names)}: leave out the missing genes, or give positions"
+            f"as {_first(names)}: leave out the missing genes, or give positions{suggestion(unknown[0], position_of)}"
         )
     _refuse_repeats(chosen)
     ambiguous = set(names[names.duplicated()]) & set(chosen) if len(position_of) < len(names) else set()
