@@ -179,7 +179,8 @@ def test_a_dataset_of_several_stores_describes_itself(pool):
     wanted = concat([POOL[name] for name in names])
     dataset = zl.open_dataset([pool[name] for name in names])
     assert (len(dataset), dataset.n_obs, dataset.n_vars) == (112, 112, N_GENES)
-    assert repr(dataset) == f"<Dataset {pool['plain']} and 3 more (4 stores): 112 rows x 23 genes>"
+    head = f"Dataset with n_obs x n_vars = 112 x 23 of {pool['plain']} and 3 more (4 stores)"
+    assert repr(dataset).splitlines()[0] == head
     assert dataset.obs_columns == OBS
     assert dataset.matrix_names == ["X"]
     assert dataset.obs().index.tolist() == wanted.obs_names.tolist()
@@ -241,7 +242,7 @@ def test_a_collection_opens_from_its_url_in_the_order_of_its_numbers(tmp_path):
         f"{tmp_path}/c.zarr/dataset_10",
         f"{tmp_path}/c.zarr/dataset_11",
     ]
-    assert repr(dataset) == f"<Dataset {tmp_path}/c.zarr (12 stores): 78 rows x 23 genes>"
+    assert repr(dataset).startswith(f"Dataset with n_obs x n_vars = 78 x 23 of {tmp_path}/c.zarr (12 stores)")
     wanted = concat(adatas)
     assert dataset.obs([]).index.tolist() == wanted.obs_names.tolist()
     loader = zl.Loader(dataset, batch_size=5, fetch_factor=4, sampling=zl.BlockShuffling(4), obs=OBS)

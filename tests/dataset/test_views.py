@@ -384,7 +384,7 @@ def test_views_and_views_of_views(dataset):
     check_view(dataset.where(obs["passed"]), np.flatnonzero(obs["passed"]))
     check_view(dataset.where([]), np.empty(0, np.int64))
     assert lanes.whole is cells.whole is dataset
-    assert repr(lanes) == f"<View of {dataset.url}: {len(inner)} of {N} rows x 37 genes>"
+    assert repr(lanes).startswith(f"View with n_obs x n_vars = {len(inner)} x 37 of the {N} rows of {dataset.url}\n")
     assert isinstance(lanes, zl.Dataset)
 
 

@@ -96,13 +96,15 @@ class MinibatchArrays:
     """One minibatch as NumPy arrays, before it becomes tensors. All arrays have the same row order.
 
     `x` is CsrArrays, a dense array of rows x genes, or None. `obs` maps each column to one value per row. `obsm` maps
-    each name to an array of rows x dims. `index` holds the row numbers in the dataset (int64).
+    each name to an array of rows x dims. `index` holds the row numbers in the dataset (int64). `names` are the obs names
+    as Python strings, or None if they are not wanted.
     """
 
     x: CsrArrays | NDArray[np.generic] | None
     obs: Mapping[str, NDArray[np.generic]]
     obsm: Mapping[str, NDArray[np.generic]]
     index: Rows
+    names: NDArray[np.object_] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,8 @@ class MinibatchArrays:
             x = self.x.indptr.nbytes + self.x.indices.nbytes + self.x.values.nbytes
         else:
             x = self.x.nbytes
-        return self.index.nbytes + annotations + x
+        names = 0 if self.names is None else self.names.nbytes  # the strings belong to the fetch
+        return self.index.nbytes + annotations + names + x
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

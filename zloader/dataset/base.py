@@ -55,6 +55,11 @@ class BaseDataset:
         return self.stores[0].n_vars
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and genes."""
+        return self.n_obs, self.n_vars
+
+    @property
     def var_names(self) -> pd.Index:
         """Gene names, in the order of the columns of X."""
         return self._matrices.var_names
@@ -126,7 +131,7 @@ class BaseDataset:
         self._observations.require_arrays(names)
 
     def keep_columns(self) -> None:
-        """Writes every obs column and obsm array that minibatches can carry, of all rows, to the cache."""
+        """Writes the obs names and every obs column and obsm array that minibatches can carry to the cache."""
         self._observations.cache_all()
 
     @property

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, cast, overload
+from typing import Any, cast, overload
 
 import anndata as ad
 import numpy as np
@@ -19,10 +19,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.access.location import Location, location_of
+from zloader.common.checks import names_of
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.dataset.base import BaseDataset
+from zloader.dataset.description import described
 from zloader.dataset.matrices import Matrices, X, as_scipy
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
@@ -31,6 +33,7 @@ from zloader.dataset.views import Condition, RowSet, Within, mask_of
 from zloader.order.sampling import Sampling, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.expressions import Mask
+from zloader.selecting.rows import RowChoice, positions_of
 
 URL = str | os.PathLike[str]
 _DEFAULTS = FetchOptions()
@@ -106,13 +109,14 @@ class Dataset(BaseDataset):
     >>> import zloader as zl
     >>> dataset = zl.open_dataset("atlas.zarr")
     >>> dataset
-    <Dataset atlas.zarr: 1000 rows x 50 genes>
+    Dataset with n_obs x n_vars = 1000 x 50 of atlas.zarr
+        obs: 'cell_type', 'donor', 'n_counts'
     >>> dataset.obs(["cell_type"])["cell_type"].value_counts().to_dict()
     {'B': 500, 'T': 500}
     >>> dataset.take([5, 3, 99]).shape
     (3, 50)
-    >>> dataset.where("cell_type == 'T' and n_counts > 100")
-    <View of atlas.zarr: 450 of 1000 rows x 50 genes>
+    >>> len(dataset.where("cell_type == 'T' and n_counts > 100")), len(dataset[10:20])
+    (450, 10)
     >>> train, test = dataset.split([0.8, 0.2], by="donor")
     >>> len(train), len(test)
     (800, 200)
@@ -126,18 +130,32 @@ class Dataset(BaseDataset):
         return _reopen, (self._opened.locations, self.cache, self._opened.offline, fingerprints)
 
     def __repr__(self) -> str:
-        return f"<Dataset {self.url}: {self.n_obs} rows x {self.n_vars} genes>"
+        return described("Dataset", self.stores, self.url)
 
     def __len__(self) -> int:
         return self.n_obs
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        """Raises OptionError: use a Loader or `take`, which read many rows at once."""
-        raise OptionError(
-            f"{self.url} cannot be indexed row by row, as dataset[...] or torch's DataLoader(dataset) do: iterate over "
-            "zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) returns some "
-            "rows as an AnnData, dataset.where(rows) returns a view of them"
-        )
+    def __getitem__(self, rows: RowChoice) -> View:
+        """A view of the rows in a slice, a mask, or a list of row numbers or obs names, in ascending order.
+
+        Raises OptionError for any other order, and for a single row: use `take`, or a Loader, which reads many rows at
+        once.
+        """
+        if isinstance(rows, int | np.integer | str | tuple):
+            raise OptionError(
+                f"{self.url} cannot be indexed by {rows!r:.100}, or row by row, as torch's DataLoader(dataset) does: "
+                "iterate over zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) "
+                "returns some rows as an AnnData; dataset[10:20], dataset[mask] and dataset.where(...) return a view"
+            )
+        positions = positions_of(rows, self.n_obs, lambda: self.obs_names)
+        if (np.diff(positions) <= 0).any():
+            raise OptionError(
+                "the rows of a view are ascending and do not repeat: give them in that order, or read them with "
+                "dataset.take(rows), which keeps any order"
+            )
+        mask = np.zeros(self.n_obs, bool)
+        mask[positions] = True
+        return self._view(mask)
 
     @property
     def whole(self) -> Dataset:
@@ -215,19 +233,42 @@ class Dataset(BaseDataset):
         """The positions in this dataset of some of its rows, given as rows of `whole`."""
         return numbers
 
-    def take(self, indices: Sequence[int] | NDArray[np.integer]) -> ad.AnnData:
-        """Some rows as an AnnData with X, obs, var and the arrays of obsm, in the order given. Repeats are allowed.
+    @property
+    def obs_names(self) -> pd.Index:
+        """The names of the rows, in their order. They are strings, as in an AnnData, and are read on each call."""
+        return pd.Index(self.names_of(np.arange(self.n_obs)))
 
-        Raises OptionError for a row that does not exist, FormatError if X cannot be read, and any ReadError.
+    def names_of(self, rows: Rows) -> NDArray[np.object_]:
+        """The obs names of some rows, as Python strings. Only the names near these rows are read."""
+        return self._observations.names(self._rows_of_whole(rows))
+
+    def take(self, rows: RowChoice, *, layers: Sequence[str] = ()) -> ad.AnnData:
+        """Some rows as an AnnData with X, obs, var, the arrays of obsm and the layers that are named.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> dataset.take([-1, 3, 3]).obs_names.tolist()
+        ['cell999', 'cell3', 'cell3']
+        >>> dataset.take(slice(10, 20), layers=["raw"]).layers["raw"].shape
+        (10, 50)
+
+        - `rows`: a row number, a list of them in any order and with repeats, a slice, a mask over all rows, or obs
+          names. Negative row numbers count from the end.
+        - `layers`: names of layers, as in `["spliced"]`.
+
+        Raises OptionError for a row that does not exist, FormatError if X or a layer cannot be read, and any ReadError.
         """
-        rows = self._rows_of_whole(indices)
-        x = self._matrices.read_rows(rows, x="X", options=_DEFAULTS)
-        obs = self._observations.frame().iloc[rows]
-        obsm = {name: self._observations.array(name)[rows] for name in self._observations.usable_arrays}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Observation names are not unique")  # expected for repeated rows
-            x = as_scipy(x) if isinstance(x, CsrArrays) else x
-            return ad.AnnData(X=x, obs=obs, obsm=obsm, var=self.var.copy())
+        chosen = self._rows_of_whole(positions_of(rows, self.n_obs, lambda: self.obs_names))
+        paths = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)]
+        paths += ["X"] if "X" in self.matrix_names else []
+        matrices = {path: self._matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
+        return _as_anndata(
+            matrices.pop("X", None),
+            obs=self._observations.frame_of(chosen),
+            obsm={name: self._observations.array(name)[chosen] for name in self._observations.usable_arrays},
+            var=self.var.copy(),
+            layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
+        )
 
     def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
         """The values of some rows, in the order given: dense if the matrix is dense in every store, else CSR.
@@ -246,12 +287,24 @@ class Dataset(BaseDataset):
 
     def to_anndata(self, minibatch: MinibatchArrays, var: pd.DataFrame) -> ad.AnnData:
         """A minibatch as an AnnData with its x, its obs columns (labels in place of codes), its obsm, and `var`."""
-        obs = pd.DataFrame(index=pd.Index(minibatch.index.astype(str)))
+        obs = pd.DataFrame(index=pd.Index(minibatch.names))
         for name, values in minibatch.obs.items():
             categories = self._observations.column(name).categories
             obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
-        x = as_scipy(minibatch.x) if isinstance(minibatch.x, CsrArrays) else minibatch.x
-        return ad.AnnData(X=x, obs=obs, obsm=minibatch.obsm, var=var)
+        return _as_anndata(minibatch.x, obs=obs, obsm=minibatch.obsm, var=var)
+
+
+def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
+    """An AnnData of rows, which may have the same name if rows are repeated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Observation names are not unique")
+        return ad.AnnData(
+            X=_in_anndata(x), obs=obs, layers={name: _in_anndata(values) for name, values in (layers or {}).items()}, **parts
+        )
+
+
+def _in_anndata(x: X | None) -> Any:
+    return as_scipy(x) if isinstance(x, CsrArrays) else x
 
 
 class View(Dataset):
@@ -260,7 +313,8 @@ class View(Dataset):
     >>> import zloader as zl
     >>> view = zl.open_dataset("atlas.zarr").where("cell_type == 'T'")
     >>> view
-    <View of atlas.zarr: 500 of 1000 rows x 50 genes>
+    View with n_obs x n_vars = 500 x 50 of the 1000 rows of atlas.zarr
+        obs: 'cell_type', 'donor', 'n_counts'
     >>> view.row_numbers[:3]
     array([1, 3, 5])
     >>> for minibatch in zl.Loader(view, batch_size=100):
@@ -278,11 +332,11 @@ class View(Dataset):
         self._whole, self._chosen = whole, chosen
         self.fingerprint = chosen.digest(whole.fingerprint)
 
+    def __repr__(self) -> str:
+        return described("View", self.stores, self.url, self.n_obs)
+
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         return View, (self._whole, self._chosen)
-
-    def __repr__(self) -> str:
-        return f"<View of {self.url}: {self.n_obs} of {self._whole.n_obs} rows x {self.n_vars} genes>"
 
     @property
     def whole(self) -> Dataset:

@@ -20,7 +20,10 @@ from zloader.caching.cached_files import load_column, save_column
 from zloader.common.checks import names_of
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
 from zloader.common.nearest import suggestion
+from zloader.common.records import Rows
+from zloader.dataset.names import ObsNames
 from zloader.dataset.opening import OpenedStores, concurrently
+from zloader.reading.fetch import shares
 from zloader.selecting.columns import (
     ObsColumn,
     as_numbers,
@@ -39,6 +42,7 @@ class Observations:
         self._opened = opened
         self._stores = opened.stores
         self._directory = opened.mirror_directory
+        self._names = [ObsNames(store) for store in opened.stores]
         self._columns: dict[str, ObsColumn] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
 
@@ -60,11 +64,33 @@ class Observations:
         first, *others = (set(store.keys("obsm")) for store in self._stores)
         return sorted(first.intersection(*others))
 
+    @cached_property
+    def _ends(self) -> Rows:
+        """The row at which each store ends."""
+        return np.cumsum([store.n_obs for store in self._stores], dtype=np.int64)
+
+    def names(self, rows: Rows) -> NDArray[np.object_]:
+        """The obs names of some rows, as Python strings. Raises FormatError and any ReadError."""
+        found = np.empty(len(rows), object)
+
+        def fill(share: tuple[int, Rows | slice]) -> None:
+            number, at = share
+            first = self._ends[number] - self._stores[number].n_obs
+            found[at] = self._names[number].of(rows[at] - first)
+
+        concurrently(fill, shares(self._ends, rows))
+        return found
+
     def frame(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """All obs columns, or some of them, with the obs names as the index."""
         names = self.column_names if columns is None else names_of(columns=columns)
         index = pd.Index(concatenated("index", [store.names("obs").array for store in self._stores]))
         return pd.DataFrame({name: concatenated(name, self._read_column(name)) for name in names}, index=index)
+
+    def frame_of(self, rows: Rows) -> pd.DataFrame:
+        """All obs columns of some rows, with their obs names as the index."""
+        columns = {name: concatenated(name, self._read_column(name))[rows] for name in self.column_names}
+        return pd.DataFrame(columns, index=pd.Index(self.names(rows)))
 
     def column(self, name: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.
@@ -111,7 +137,7 @@ class Observations:
         Raises MissingColumnError, OptionError for an entry that is not an array of numbers, and FormatError if the
         arrays of the stores do not fit together.
         """
-        if name not in self._arrays:
+        if not isinstance(name, str) or name not in self._arrays:
             self.require_arrays([name])
             arrays = concurrently(lambda store: store.column(f"obsm/{name}"), self._stores)
             self._arrays[name] = arrays[0] if len(arrays) == 1 else self._concatenated(f"obsm/{name}", arrays)
@@ -131,7 +157,7 @@ class Observations:
         """Raises the error that `array` would raise for the first unusable name, from metadata alone."""
         for name in names:
             for store in self._stores:
-                if name not in store.keys("obsm"):
+                if not isinstance(name, str) or name not in store.keys("obsm"):
                     known = ", ".join(map(repr, self.array_names)) or "none"
                     raise MissingColumnError(
                         f"there is no obsm {name!r} in {store.location.url}; there are: {known}"
@@ -153,7 +179,8 @@ class Observations:
         return unfit_obsm(name, nodes, [store.n_obs for store in self._stores], self._opened.urls)
 
     def cache_all(self) -> None:
-        """Reads every obs column and obsm array that minibatches can carry, which writes them to the cache."""
+        """Reads the obs names and every obs column and obsm array that minibatches carry, which fills the cache."""
+        concurrently(ObsNames.load_all, self._names)
         for name in self.column_names:
             with contextlib.suppress(OptionError):  # no tensor can hold it, such as a column of dates
                 self.column(name)

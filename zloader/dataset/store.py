@@ -85,6 +85,11 @@ class OpenedStore:
             self._opened = (os.getpid(), self._open_group())
         return self._opened[1]
 
+    @property
+    def opened_root(self) -> Any:
+        """The root group as it was opened, with its consolidated metadata, even in a forked process."""
+        return self._opened[1]
+
     def require_anndata(self) -> None:
         """Raises FormatError if the root is not an AnnData element with obs and var."""
         encoding = self.root.attrs.get("encoding-type")
@@ -133,14 +138,15 @@ class OpenedStore:
         except ZloaderError:
             raise
         except (KeyError, AttributeError, IndexError, OverflowError) as error:
-            raise self._damaged(path, f"it is missing, or its metadata are invalid ({error})") from error
+            raise self.damaged(path, f"it is missing, or its metadata are invalid ({error})") from error
         except (ValueError, TypeError) as error:
             raise FormatError(
                 f"cannot read {path} of {self.location.url}: {error}. Write it again with a data type that zarr-python "
                 "supports, such as float32"
             ) from error
 
-    def _damaged(self, path: str, why: str) -> FormatError:
+    def damaged(self, path: str, why: str) -> FormatError:
+        """The error that says that an element is damaged, and why."""
         return FormatError(f"{path} of {self.location.url} cannot be used because {why}: the store is damaged")
 
     def keys(self, group: str) -> list[str]:
@@ -169,30 +175,31 @@ class OpenedStore:
 
     def length(self, frame: str) -> int:
         """The number of rows of a frame such as `"raw/var"`, from the shape of its index."""
-        path = self._index_path(frame)
+        path = self.index_path(frame)
         node = self.node(path)
         with self._reading(path, node):
             length = stored_length(node)
         if length is None:
-            raise self._damaged(path, "it does not hold names")
+            raise self.damaged(path, "it does not hold names")
         return length
 
-    def _index_path(self, frame: str) -> str:
+    def index_path(self, frame: str) -> str:
+        """The path of the index of a frame such as `"obs"`: an array, or a group for a categorical or nullable one."""
         name = self.node(frame).attrs.get("_index")
         if not _is_name(name):
-            raise self._damaged(frame, f"its metadata name {name!r} as its index")
+            raise self.damaged(frame, f"its metadata name {name!r} as its index")
         return f"{frame}/{name}"
 
     def names(self, frame: str) -> pd.Index:
         """The index of `"obs"`, `"var"` or `"raw/var"`."""
-        return as_names(self.element(self._index_path(frame)))
+        return as_names(self.element(self.index_path(frame)))
 
     @cached_property
     def obs_columns(self) -> list[str]:
         """Names of the obs columns, in the order of the frame."""
         names = self.node("obs").attrs.get("column-order")
         if not isinstance(names, list) or not all(map(_is_name, names)):
-            raise self._damaged("obs", f"its metadata list {names!r:.100} as its columns")
+            raise self.damaged("obs", f"its metadata list {names!r:.100} as its columns")
         return names
 
     def element(self, path: str) -> Any:
@@ -223,12 +230,17 @@ class OpenedStore:
                 filled += len(window)
         return column
 
+    def window(self, path: str, start: int, stop: int) -> NDArray[Any]:
+        """The rows `[start, stop)` of an array. Raises FormatError if they cannot be read."""
+        node = self.node(path)
+        with self._reading(path, node, start, stop):
+            return np.asarray(node[start:stop])
+
     def _windows(self, path: str, node: Any, check: Check | None) -> Iterator[NDArray[Any]]:
         stored = (node.shards or node.chunks)[0]
         step = max(1, _WINDOW_BYTES // max(1, stored * node.dtype.itemsize * int(np.prod(node.shape[1:])))) * stored
         for first in range(0, node.shape[0], step):
-            with self._reading(path, node, first, first + step):
-                window = np.asarray(node[first : first + step])
+            window = self.window(path, first, first + step)
             if check is not None:
                 check(first, window)
             yield window
@@ -283,7 +295,7 @@ class OpenedStore:
         shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
         found = matrix_shape(shape)
         if found is None:
-            raise self._damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")
+            raise self.damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")
         return found
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:

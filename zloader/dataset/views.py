@@ -20,7 +20,7 @@ from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
-from zloader.order.sampling import Sampling, checked_once, require_rows
+from zloader.order.sampling import Sampling, as_array, checked_once, require_rows
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask, matching
 
@@ -152,7 +152,7 @@ def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[s
     """
     if isinstance(condition, str):
         return matching(condition, column, n_rows, names)
-    chosen = np.asarray(condition)
+    chosen = as_array(condition)
     if chosen.dtype == bool:
         if chosen.shape != (n_rows,):
             raise OptionError(f"give a mask over all {n_rows} rows, not one of shape {chosen.shape}")

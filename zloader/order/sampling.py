@@ -104,9 +104,17 @@ def sized(sampling: Sampling, fetch_rows: int) -> Sampling:
     return sampling if size is None else size(fetch_rows)
 
 
+def as_array(indices: Any) -> NDArray[Any]:
+    """The indices or mask as a NumPy array. Raises OptionError for lists of different lengths."""
+    try:
+        return np.asarray(indices)
+    except ValueError as error:
+        raise OptionError(f"indices must be a 1-d sequence of row numbers, not {indices!r:.100}") from error
+
+
 def as_rows(indices: Sequence[int] | NDArray[np.integer]) -> Rows:
     """A copy of the row numbers as int64. Raises OptionError unless they are a 1-d sequence of integers."""
-    rows = np.asarray(indices)
+    rows = as_array(indices)
     if rows.dtype == bool or rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
         raise OptionError(f"indices must be a 1-d sequence of row numbers, not {rows.dtype} of shape {rows.shape}")
     return rows.astype(np.int64)

@@ -43,7 +43,8 @@ class Recipe:
 
     `parts` are in the order of their rows, and empty if no x is wanted. `columns` and `obsm` return the obs columns and
     obsm arrays of all rows of the dataset; they are called while the first rows are read. `dtype` and `genes` are those
-    of x; None means all genes. `sweeping` says that the fetches make up a whole epoch.
+    of x; None means all genes. `names` looks up the obs names of rows, for minibatches that carry them. `sweeping` says
+    that the fetches make up a whole epoch.
     """
 
     parts: Sequence[MatrixPart]
@@ -52,6 +53,7 @@ class Recipe:
     dtype: str
     obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
     genes: ChosenGenes | None = None
+    names: Callable[[Rows], NDArray[np.object_]] | None = None
     sweeping: bool = False
 
     @property
@@ -128,10 +130,11 @@ class _Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class _RowArrays:
-    """The obs columns and obsm arrays of a fetch's rows."""
+    """The obs columns, obsm arrays and obs names of a fetch's rows."""
 
     obs: dict[str, NDArray[Any]]
     obsm: dict[str, NDArray[Any]]
+    names: NDArray[np.object_] | None
 
 
 class FetchScheduler:
@@ -175,7 +178,10 @@ class FetchScheduler:
                     self._obsm = await aside(self._recipe.obsm)
                     while (load := await loads.get()) is not None:
                         loaded = await load
-                        row_arrays, _ = await timed(gathering, self._take_row_arrays, loaded.planned.fetch.rows)
+                        rows, names = loaded.planned.fetch.rows, None
+                        if self._recipe.names is not None:  # aside, because it may read from the store
+                            names = await aside(self._recipe.names, rows)
+                        row_arrays, _ = await timed(gathering, self._take_row_arrays, rows, names)
                         await self._emit(loaded, row_arrays, gathering, put)
                         self._buffers.give_back(loaded.buffer)
                         self._room.release(loaded.planned.ahead_bytes)
@@ -230,11 +236,12 @@ class FetchScheduler:
                 into[at] = loaded.starts
         return _Loaded(planned=planned, elements=elements, starts=starts, buffer=buffer)
 
-    def _take_row_arrays(self, rows: Rows) -> _RowArrays:
+    def _take_row_arrays(self, rows: Rows, names: NDArray[np.object_] | None) -> _RowArrays:
         """The obs and obsm of a fetch, taken for all rows at once, block by block."""
         row_arrays = _RowArrays(
             obs={name: column.taken(rows) for name, column in self._columns.items()},
             obsm={name: array[rows] for name, array in self._obsm.items()},
+            names=names,
         )
         for array in (*(column.values for column in self._columns.values()), *self._obsm.values()):
             page_cache.release(array)
@@ -286,7 +293,8 @@ class FetchScheduler:
         rows = loaded.planned.fetch.rows[taken]
         obs = {name: values[taken] for name, values in row_arrays.obs.items()}
         obsm = {name: array[taken] for name, array in row_arrays.obsm.items()}
-        together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows)
+        names = None if row_arrays.names is None else row_arrays.names[taken]
+        together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows, names=names)
         return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> CsrArrays | NDArray[np.generic] | None:

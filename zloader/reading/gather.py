@@ -332,4 +332,5 @@ def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     elif x is not None:
         x = x[first:last]
     obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
-    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=minibatch.index[first:last])
+    names = None if minibatch.names is None else minibatch.names[first:last]
+    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=minibatch.index[first:last], names=names)

@@ -311,6 +311,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             dense=self.layout == "dense",
             dtype=self.dtype,
             genes=self._genes,
+            names=whole.names_of if self.layout == "anndata" else None,
             sweeping=sweeping,
         )
 

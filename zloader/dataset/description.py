@@ -1,0 +1,70 @@
+"""The repr of a dataset, in the form of AnnData's. It makes no request: it uses only what is in memory already.
+
+That is the listing and, unless the metadata of a store are not consolidated, all its metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zloader.dataset.store import OpenedStore
+
+
+def described(kind: str, stores: Sequence[OpenedStore], url: str, chosen: int | None = None) -> str:
+    """The repr of a dataset, or with `chosen` that of a view of so many rows. Unknown numbers are shown as `?`."""
+    try:
+        return "\n".join([_head(kind, stores, url, chosen), *_lines(stores)])
+    except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
+        return f"{kind} of {url}"
+
+
+def _head(kind: str, stores: Sequence[OpenedStore], url: str, chosen: int | None) -> str:
+    lengths = [_length(store, "obs", "n_obs") for store in stores]
+    known = [length for length in lengths if length is not None]
+    n_rows = str(sum(known)) if len(known) == len(lengths) else "?"
+    n_vars = _length(stores[0], "var", "n_vars")
+    rows, of = (n_rows, "") if chosen is None else (chosen, f"the {n_rows} rows of ")
+    return f"{kind} with n_obs x n_vars = {rows} x {'?' if n_vars is None else n_vars} of {of}{url}"
+
+
+def _lines(stores: Sequence[OpenedStore]) -> list[str]:
+    groups = {
+        "obs": [name for name in _columns(stores[0], "obs") if all(name in _members(store, "obs") for store in stores)],
+        "var": _columns(stores[0], "var"),
+        "obsm": sorted(set.intersection(*(_members(store, "obsm") for store in stores))),
+        "layers": sorted(set.intersection(*(_members(store, "layers") for store in stores))),
+    }
+    return [f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items() if names]
+
+
+def _columns(store: OpenedStore, frame: str) -> list[str]:
+    attributes = getattr(_metadata(store, frame), "attributes", {})
+    return list(attributes.get("column-order", sorted(_members(store, frame) - {"_index"})))
+
+
+def _members(store: OpenedStore, group: str) -> set[str]:
+    """The members of a group, from the listing."""
+    inside = (key.removeprefix(f"{group}/") for key in store.objects if key.startswith(f"{group}/"))
+    return {name.partition("/")[0] for name in inside if "/" in name}
+
+
+def _length(store: OpenedStore, frame: str, attribute: str) -> int | None:
+    """The rows of a frame, if they are known."""
+    if attribute in vars(store):  # a cached_property
+        return int(vars(store)[attribute])
+    index = getattr(_metadata(store, frame), "attributes", {}).get("_index")
+    for path in (f"{frame}/{index}", f"{frame}/{index}/values", f"{frame}/{index}/codes"):
+        shape = getattr(_metadata(store, path), "shape", None)
+        if shape is not None:
+            return int(shape[0])
+    return None
+
+
+def _metadata(store: OpenedStore, path: str) -> Any:
+    """The metadata of a group or array from the consolidated metadata, or None."""
+    node = store.opened_root.metadata
+    for name in path.split("/"):
+        consolidated = getattr(node, "consolidated_metadata", None)
+        node = None if consolidated is None else consolidated.metadata.get(name)
+    return node
