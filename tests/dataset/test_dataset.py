@@ -91,7 +91,7 @@ def test_a_dataset_describes_itself(pristine, place, request, tmp_path):
     assert taken.var_names.equals(ADATA.var_names)
 
 
-@pytest.mark.parametrize("rows", [[120], [-1], [True], [1.5], [[1]], "3"])
+@pytest.mark.parametrize("rows", [[120], [-121], 120, [True], [1.5], [[1]], "3"])
 def test_take_refuses_rows_that_are_not_there(pristine, rows):
     with pytest.raises(OptionError, match="row"):
         zl.open_dataset(pristine).take(rows)

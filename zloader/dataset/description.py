@@ -1,6 +1,7 @@
-"""The repr of a dataset, in the form of AnnData's. It makes no request: it uses only what is in memory already.
+"""The repr of a dataset, in the form of AnnData's. It makes no request.
 
-That is the listing and, unless the metadata of a store are not consolidated, all its metadata.
+It uses the listing and the consolidated metadata, which are in memory. If the metadata of a remote store are not
+consolidated, it uses those that were read before.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ def described(kind: str, stores: Sequence[OpenedStore], url: str, chosen: int | 
 
 
 def _head(kind: str, stores: Sequence[OpenedStore], url: str, chosen: int | None) -> str:
-    lengths = [_length(store, "obs", "n_obs") for store in stores]
+    lengths = [_length(store, "obs") for store in stores]
     known = [length for length in lengths if length is not None]
     n_rows = str(sum(known)) if len(known) == len(lengths) else "?"
-    n_vars = _length(stores[0], "var", "n_vars")
+    n_vars = _length(stores[0], "var")
     rows, of = (n_rows, "") if chosen is None else (chosen, f"the {n_rows} rows of ")
     return f"{kind} with n_obs x n_vars = {rows} x {'?' if n_vars is None else n_vars} of {of}{url}"
 
@@ -39,8 +40,8 @@ def _lines(stores: Sequence[OpenedStore]) -> list[str]:
 
 
 def _columns(store: OpenedStore, frame: str) -> list[str]:
-    attributes = getattr(_metadata(store, frame), "attributes", {})
-    return list(attributes.get("column-order", sorted(_members(store, frame) - {"_index"})))
+    names = getattr(_metadata(store, frame), "attributes", {}).get("column-order")
+    return sorted(_members(store, frame) - {"_index"}) if names is None else list(names)
 
 
 def _members(store: OpenedStore, group: str) -> set[str]:
@@ -49,10 +50,11 @@ def _members(store: OpenedStore, group: str) -> set[str]:
     return {name.partition("/")[0] for name in inside if "/" in name}
 
 
-def _length(store: OpenedStore, frame: str, attribute: str) -> int | None:
+def _length(store: OpenedStore, frame: str) -> int | None:
     """The rows of a frame, if they are known."""
-    if attribute in vars(store):  # a cached_property
-        return int(vars(store)[attribute])
+    known = vars(store).get({"obs": "n_obs", "var": "n_vars"}[frame])  # a cached_property
+    if known is not None:
+        return int(known)
     index = getattr(_metadata(store, frame), "attributes", {}).get("_index")
     for path in (f"{frame}/{index}", f"{frame}/{index}/values", f"{frame}/{index}/codes"):
         shape = getattr(_metadata(store, path), "shape", None)
@@ -62,8 +64,10 @@ def _length(store: OpenedStore, frame: str, attribute: str) -> int | None:
 
 
 def _metadata(store: OpenedStore, path: str) -> Any:
-    """The metadata of a group or array from the consolidated metadata, or None."""
+    """The metadata of a group or array, from the consolidated metadata or a local file; else None."""
     node = store.opened_root.metadata
+    if node.consolidated_metadata is None:
+        return store.node(path).metadata if store.location.scheme == "file" and path in store else None
     for name in path.split("/"):
         consolidated = getattr(node, "consolidated_metadata", None)
         node = None if consolidated is None else consolidated.metadata.get(name)
