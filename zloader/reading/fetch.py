@@ -23,7 +23,7 @@ from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.order.plan import Fetch
-from zloader.reading import gather
+from zloader.reading import gather, half_floats
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.reader import ArrayReader, Elements
@@ -55,6 +55,11 @@ class Recipe:
     genes: ChosenGenes | None = None
     names: Callable[[Rows], NDArray[np.object_]] | None = None
     sweeping: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes per value of x while it is gathered."""
+        return half_floats.value_bytes(self.dtype, [part.matrix.values.dtype for part in self.parts])
 
     @property
     def n_genes(self) -> int:
@@ -279,7 +284,7 @@ class FetchScheduler:
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
         """Bytes of x in the minibatches between cuts; an upper bound for CSR from dense stores."""
-        value_bytes = np.dtype(self._recipe.dtype).itemsize
+        value_bytes = self._recipe.value_bytes
         if self._recipe.dense and self._recipe.parts:
             return int(cuts[-1] - cuts[0]) * self._recipe.n_genes * value_bytes
         lengths = loaded.planned.lengths[loaded.planned.fetch.order[cuts[0] : cuts[-1]]]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
+from zloader.reading.half_floats import gathering_dtype, narrowed
 from zloader.reading.value_limits import Limits, limits_of
 from zloader.selecting.genes import ChosenGenes
 
@@ -291,15 +292,17 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
         lengths[part.at] = part.n_values()
     indptr = indptr_of(lengths)
     index_dtype = np.int32 if indptr[-1] <= _MOST_INT32 else np.int64
-    indices, values = np.empty(indptr[-1], index_dtype), np.empty(indptr[-1], dtype)
+    gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
+    indices, values = np.empty(indptr[-1], index_dtype), np.empty(indptr[-1], gathering)
     for part in parts:
-        to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, values.dtype)
+        to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, dtype)
         if part.genes is None:
             beyond = _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
         else:
             copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to, values, limits)
         _require_fit(part, limits, beyond, n_rows)
+    values = narrowed(values, dtype)
     return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 
 
@@ -310,16 +313,21 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
     """
     parts = [widened(part) for part in parts]
     sparse = any(part.genes is not None for part in parts)
-    out = (np.zeros if sparse else np.empty)((n_rows, n_genes), dtype)
+    gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
+    out = (np.zeros if sparse else np.empty)((n_rows, n_genes), gathering)
     for part in parts:
-        to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, out.dtype)
+        to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, dtype)
         if part.genes is None:
             flat = out.reshape(-1)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, flat, limits)
         else:
             beyond = _scatter_rows(part.genes, part.values, part.starts, part.lengths, to, out, limits)
         _require_fit(part, limits, beyond, n_rows)
-    return out
+    try:
+        return narrowed(out, dtype)
+    except FloatingPointError:  # the sum of a gene that occurs twice
+        largest = np.argmax(np.where(np.isfinite(out), np.abs(out), 0))
+        raise UnfitValue(int(largest // n_genes), out.reshape(-1)[largest]) from None
 
 
 def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,23 +12,22 @@ import numpy as np
 Limits: TypeAlias = tuple[Any, Any, bool]
 
 
-def limits_of(stored: np.dtype[Any], wanted: np.dtype[Any]) -> Limits | None:
-    """The limits within which a stored value fits into `wanted`, or None if all values fit.
+_BFLOAT16 = SimpleNamespace(max=(2 - 2**-7) * 2.0**127, maxexp=128, nmant=7)  # as in np.finfo
+
+
+def limits_of(stored: np.dtype[Any], wanted: str) -> Limits | None:
+    """The limits within which a stored value fits into the dtype `wanted`, or None if all values fit.
 
     Whole numbers are rounded to the nearest float, and floats to a lower precision, but a finite value must not become
     infinite. Only whole numbers within its range fit into an integer.
     """
-    if wanted.kind == "f":
-        if stored.kind != "f" or stored.itemsize <= wanted.itemsize:
-            return None
-        of = np.finfo(wanted)
-        # Half a step above the largest value of `wanted` is the smallest value that is rounded to infinity.
-        infinite = stored.type(of.max) + stored.type(2.0) ** (of.maxexp - of.nmant - 2)
-        most = np.nextafter(infinite, stored.type(0))
-        return -most, most, False
+    if wanted == "bfloat16":
+        return _limits_of_float(stored, _BFLOAT16)
+    if np.dtype(wanted).kind == "f":
+        return _limits_of_float(stored, np.finfo(wanted))
     if np.can_cast(stored, wanted, "safe"):
         return None
-    to = np.iinfo(wanted)
+    to = np.iinfo(np.dtype(wanted))
     if stored.kind == "f":
         most = stored.type(to.max)
         if float(most) > to.max:
@@ -35,3 +35,15 @@ def limits_of(stored: np.dtype[Any], wanted: np.dtype[Any]) -> Limits | None:
         return stored.type(to.min), most, True
     of_stored = np.iinfo(stored)
     return stored.type(max(to.min, of_stored.min)), stored.type(min(to.max, of_stored.max)), False
+
+
+def _limits_of_float(stored: np.dtype[Any], of: Any) -> Limits | None:
+    # Half a step above the largest value is the smallest value that is rounded to infinity.
+    infinite = float(of.max) + 2.0 ** (of.maxexp - of.nmant - 2)
+    if stored.kind == "b" or float((np.finfo if stored.kind == "f" else np.iinfo)(stored).max) < infinite:
+        return None
+    if stored.kind == "f":
+        most = np.nextafter(stored.type(infinite), stored.type(0))
+        return -most, most, False
+    most = int(infinite) - 1
+    return stored.type(max(np.iinfo(stored).min, -most)), stored.type(most), False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch.utils.data
 
 from zloader.common.checks import names_of, require_count, require_one_of
@@ -23,16 +24,17 @@ from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.half_floats import HALVES
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
-from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings
+from zloader.training.minibatch import Minibatch, as_minibatch, dtype_name, silence_sparse_warnings
 
 __all__ = ["Loader", "Minibatch"]
 
 log = logging.getLogger("zloader")
 LAYOUTS = ("csr", "dense", "scipy", "anndata")
-DTYPES = ("float32", "float64", "int32", "int64")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 
 @dataclass(eq=False)
@@ -76,7 +78,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"scipy"` (CSR matrix)
             or `"anndata"`.
-        dtype: the dtype of x: `"float32"`, `"float64"`, `"int32"` or `"int64"`. Values are rounded to the nearest
+        dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"`, `"float64"`, `"int32"` or `"int64"`, or such a
+            dtype of torch or NumPy. float16 and bfloat16 need layout csr or dense. Values are rounded to the nearest
             float. A value that `dtype` cannot hold raises OptionError: a fraction, NaN or a number out of range as an
             integer, or 1e300 as float32, which would become infinite.
         seed: decides every order. A whole number of at least 0.
@@ -107,7 +110,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     obsm: Sequence[str] = ()
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
     layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
-    dtype: str = "float32"
+    dtype: str | torch.dtype | np.dtype[Any] | type = "float32"
     seed: int = 0
     drop_last: bool = False
     rank: int | None = None
@@ -123,7 +126,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         require_one_of(LAYOUTS, layout=self.layout)
+        self.dtype = dtype_name(self.dtype)
         require_one_of(DTYPES, dtype=self.dtype)
+        if self.layout in ("scipy", "anndata") and self.dtype in HALVES:
+            raise OptionError(
+                f"layout={self.layout!r} cannot hold {self.dtype}, because SciPy does not compute with it: take "
+                "layout='csr' or 'dense', or dtype='float32'"
+            )
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
             option = "genes" if self.genes is not None else "layout='anndata'"
@@ -309,7 +318,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             columns=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
-            dtype=self.dtype,
+            dtype=str(self.dtype),
             genes=self._genes,
             names=whole.names_of if self.layout == "anndata" else None,
             sweeping=sweeping,

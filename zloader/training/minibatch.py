@@ -8,9 +8,11 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import pandas as pd
 import scipy.sparse
 import torch
+from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, MinibatchArrays
@@ -92,16 +94,32 @@ def as_minibatch(dataset: Dataset, layout: str, var: pd.DataFrame | None, arrays
     )
 
 
+def dtype_name(dtype: Any) -> Any:
+    """The name of a dtype of torch or NumPy, such as "float16". Anything else is returned as it is."""
+    if isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    if isinstance(dtype, type | np.dtype):
+        with contextlib.suppress(TypeError):
+            return np.dtype(dtype).name
+    return dtype
+
+
+def _tensor(values: NDArray[Any]) -> torch.Tensor:
+    if values.dtype == np.uint16:  # the bits of bfloat16
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
 def _as_layout(layout: str, arrays: MinibatchArrays) -> torch.Tensor | scipy.sparse.csr_matrix | None:
     x = arrays.x
     if not isinstance(x, CsrArrays):
-        return None if x is None else torch.from_numpy(x)
+        return None if x is None else _tensor(x)
     if layout == "scipy":
         return as_scipy(x)
     return torch.sparse_csr_tensor(
         torch.from_numpy(x.indptr),
         torch.from_numpy(x.indices),
-        torch.from_numpy(x.values),
+        _tensor(x.values),
         size=(len(x.indptr) - 1, x.n_genes),
         check_invariants=False,  # the gather ensures them, and checking costs more than gathering
     )
