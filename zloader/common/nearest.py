@@ -23,7 +23,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """The up to three names nearest to `name`, best first.
 
     Names that differ in case only come first, then those that share a part, such as `layers/counts` for `counts`,
-    `raw/X` for `raw` and `ENSG00000111640` for `ENSG00000111640.15`, then similar spellings.
+    `raw/X` for `raw` and `ENSG00000111640` for `ENSG00000111640.15`. If there are none, those of similar spelling.
     """
     wanted = _plain(name)
     spellings: dict[str, list[str]] = {}
@@ -33,8 +33,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
         for spelling in dict.fromkeys((plain, *parts)):
             spellings.setdefault(spelling, []).append(each)
     last = wanted.rstrip("/").rpartition("/")[2]
-    close = [wanted, last, last.partition(".")[0], *_similar(wanted, spellings)]
-    found = dict.fromkeys(each for spelling in close if spelling for each in spellings.get(spelling, []))
+    alike = [spelling for spelling in (wanted, last, last.partition(".")[0]) if spelling and spelling in spellings]
+    found = dict.fromkeys(each for spelling in alike or _similar(wanted, spellings) for each in spellings[spelling])
     return list(found)[:_SUGGESTED]
 
 

@@ -142,10 +142,10 @@ class ObsNames:
         stored = self._store.window(path, first, first + n_rows)
         if encoding == "categorical":
             labels = self._labels
-            codes = np.where(stored == -1, len(labels) - 1, stored)
-            if codes.dtype.kind not in "iu" or (n_rows and not 0 <= codes.min() <= codes.max() < len(labels)):
+            n_labels = len(labels) - 1
+            if stored.dtype.kind not in "iu" or not ((stored >= -1) & (stored < n_labels)).all():
                 raise self._store.damaged(path, "it holds codes without a label")
-            return labels.taken(codes)
+            return labels.taken(np.where(stored == -1, n_labels, stored))
         names = _as_strings(stored)
         if encoding.startswith("nullable"):
             mask = self._store.window(f"{path.removesuffix('values')}mask", first, first + n_rows)

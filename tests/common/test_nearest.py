@@ -1,0 +1,52 @@
+"""The names suggested for a mistyped name."""
+
+from __future__ import annotations
+
+import pytest
+
+from zloader.common.nearest import nearest, suggestion
+
+pytestmark = pytest.mark.any_version
+
+MATRICES = ["X", "raw/X", "layers/counts", "layers/spliced", "layers/unspliced"]
+GENES = ["GAPDH", "MS4A1", "HLA-A", "ENSG00000111640", "ENSG00000156738.18"]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "wanted"),
+    [
+        ("counts", MATRICES, ["layers/counts"]),
+        ("Counts", MATRICES, ["layers/counts"]),
+        ("layers/count", MATRICES, ["layers/counts"]),
+        ("layer/counts", MATRICES, ["layers/counts"]),
+        ("layers/splcied", MATRICES, ["layers/spliced", "layers/unspliced"]),
+        ("raw", MATRICES, ["raw/X"]),
+        ("x", MATRICES, ["X", "raw/X"]),
+        ("obsm/e", MATRICES, []),
+        ("", MATRICES, []),
+        ("gapdh", GENES, ["GAPDH"]),
+        ("GAPHD", GENES, ["GAPDH"]),
+        ("hla-a ", GENES, ["HLA-A"]),
+        ("ENSG00000111640.15", GENES, ["ENSG00000111640"]),
+        ("ENSG00000156738", GENES, ["ENSG00000156738.18"]),
+        ("celltype", ["cell_type", "donor"], ["cell_type"]),
+        ("pca", ["X_pca", "X_umap"], ["X_pca"]),
+        ("dose", ["cell_type", "donor"], []),
+        ("donor", [], []),
+    ],
+)
+def test_nearest_names(name: str, known: list[str], wanted: list[str]) -> None:
+    assert nearest(name, known) == wanted
+
+
+def test_a_suggestion_ends_a_message() -> None:
+    assert suggestion("counts", MATRICES) == ". Did you mean 'layers/counts'?"
+    assert suggestion("layers", MATRICES).startswith(". Did you mean 'layers/counts' or 'layers/spliced' or ")
+    assert suggestion("nothing", MATRICES) == suggestion(5, MATRICES) == suggestion(None, []) == ""
+
+
+def test_many_names_are_compared_by_their_beginning() -> None:
+    genes = [f"ENSG{number:011}" for number in range(20_000)] + ["MS4A1"]
+    assert nearest("ms4a1", genes) == ["MS4A1"]
+    assert nearest("MS4A2", genes) == ["MS4A1"]
+    assert nearest("ENSG00000099999", genes) == []  # nearly all begin alike

@@ -1,0 +1,238 @@
+"""obs names: of every encoding, from every place, of datasets, views, rows and AnnData minibatches."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from helpers import counts, write_store
+
+import zloader as zl
+from zloader.common.errors import FormatError, ZloaderError
+from zloader.dataset import names
+
+# zarr warns about consolidated metadata and fixed-width strings, anndata about formats of the next version.
+pytestmark = [pytest.mark.any_version, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+N_ROWS, N_GENES = 60, 9
+CHUNK_ROWS = 8
+SIZES: dict[str, Any] = {"batch_size": 7, "fetch_factor": 2, "sampling": zl.BlockShuffling(3)}
+NAMES = [f"cell-{row}" for row in range(N_ROWS)]
+NAMES[3], NAMES[30], NAMES[59] = "Zelle Ä 3", "", "細胞"
+ADATA = counts(N_ROWS, N_GENES)
+ADATA.obs_names = NAMES
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of two chunks."""
+    monkeypatch.setattr(names, "_SEGMENT_ROWS", 2 * CHUNK_ROWS)
+
+
+def plain(obs: zarr.Group) -> None:
+    array = obs.create_array("_index", shape=(N_ROWS,), chunks=(CHUNK_ROWS,), dtype="str")
+    array[:] = np.array(NAMES, object)
+    array.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
+
+
+def sharded(obs: zarr.Group) -> None:
+    obs.create_array("_index", shape=(N_ROWS,), chunks=(CHUNK_ROWS,), shards=(4 * CHUNK_ROWS,), dtype="str")
+    obs["_index"][:] = np.array(NAMES, object)
+
+
+def fixed_width(obs: zarr.Group) -> None:
+    obs.create_array("_index", data=np.array(NAMES), chunks=(CHUNK_ROWS,))
+
+
+def categorical(obs: zarr.Group) -> None:
+    ad.io.write_elem(obs, "_index", pd.Categorical(NAMES), dataset_kwargs={"chunks": (CHUNK_ROWS,)})
+
+
+def nullable(obs: zarr.Group) -> None:
+    with ad.settings.override(allow_write_nullable_strings=True):
+        ad.io.write_elem(obs, "_index", pd.array(NAMES, dtype="string"), dataset_kwargs={"chunks": (CHUNK_ROWS,)})
+
+
+ENCODINGS = {
+    "string-array": (3, plain),
+    "string-array, v2": (2, plain),
+    "string-array, sharded": (3, sharded),
+    "fixed width": (3, fixed_width),
+    "fixed width, v2": (2, fixed_width),
+    "categorical": (3, categorical),
+    "categorical, v2": (2, categorical),
+    "nullable": (3, nullable),
+    "nullable, v2": (2, nullable),
+}
+
+
+def store_with(dest: Path, write: Callable[[zarr.Group], None], zarr_format: int = 3) -> Path:
+    """A store written by anndata, with its obs names replaced."""
+    with ad.settings.override(zarr_write_format=zarr_format):
+        ADATA.write_zarr(dest)
+    root = zarr.open_group(dest, mode="r+", use_consolidated=False)
+    del root["obs/_index"]
+    write(root["obs"])
+    zarr.consolidate_metadata(dest)
+    return dest
+
+
+def check(dataset: zl.Dataset, wanted: pd.Index) -> None:
+    """Every way to see obs names, against those of an AnnData of the same rows."""
+    assert dataset.obs_names.tolist() == wanted.tolist()
+    assert isinstance(dataset.obs_names, pd.Index)
+    assert all(isinstance(name, str) for name in dataset.obs_names)
+    some = [len(wanted) - 1, 3, 0, 3]
+    assert dataset.take(some).obs_names.tolist() == wanted[some].tolist()
+    assert dataset[2:7].obs_names.tolist() == wanted[2:7].tolist()
+    whole = dataset.whole.obs_names
+    seen = 0
+    for minibatch in zl.Loader(dataset, layout="anndata", obs=["cell_type"], **SIZES):
+        assert minibatch.x.obs_names.tolist() == whole[minibatch.index.numpy()].tolist()
+        assert minibatch.x.obs_names.tolist() == wanted[minibatch.row.numpy()].tolist()
+        assert minibatch.x.obs_names.dtype == ADATA[:3].copy().obs_names.dtype
+        seen += len(minibatch)
+    assert seen == len(wanted)
+
+
+@pytest.mark.parametrize(("zarr_format", "write"), ENCODINGS.values(), ids=ENCODINGS)
+@pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
+def test_names_of_every_encoding(
+    tmp_path: Path, zarr_format: int, write: Callable[[zarr.Group], None], mirrored: bool
+) -> None:
+    store = store_with(tmp_path / "a.zarr", write, zarr_format)
+    for _ in range(1 + mirrored):  # read, then mapped
+        dataset = zl.open_dataset(store, cache=tmp_path / "cache" if mirrored else None)
+        check(dataset, ADATA.obs_names)
+        passed = dataset.obs()["passed"].to_numpy()
+        check(dataset.where(passed), ADATA.obs_names[passed])
+
+
+def test_names_that_are_numbers_or_missing_become_text(tmp_path: Path) -> None:
+    numbers = store_with(tmp_path / "a.zarr", lambda obs: ad.io.write_elem(obs, "_index", np.arange(N_ROWS)))
+    assert zl.open_dataset(numbers).obs_names.tolist() == [str(row) for row in range(N_ROWS)]
+    codes = pd.Categorical.from_codes([-1, *range(N_ROWS - 1)], NAMES)
+    missing = store_with(tmp_path / "b.zarr", lambda obs: ad.io.write_elem(obs, "_index", codes))
+    assert zl.open_dataset(missing).obs_names.tolist() == ["nan", *NAMES[:-1]]
+    masked = pd.array([pd.NA, *NAMES[1:]], dtype="string")
+    with ad.settings.override(allow_write_nullable_strings=True):
+        missing = store_with(tmp_path / "c.zarr", lambda obs: ad.io.write_elem(obs, "_index", masked))
+    assert zl.open_dataset(missing).obs_names.tolist() == ["nan", *NAMES[1:]]
+
+
+@pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
+def test_names_of_several_stores_on_s3(s3: Any, tmp_path: Path, mirrored: bool) -> None:
+    parts = [ADATA[:20].copy(), ADATA[20:21].copy(), ADATA[21:].copy()]
+    urls = [s3.url(f"{number}.zarr") for number in range(3)]
+    for url, part in zip(urls, parts, strict=True):
+        write_store(part, url, tmp_path, storage_options=s3.storage_options)
+    cache = tmp_path / "cache" if mirrored else None
+    dataset = zl.open_dataset(urls, storage_options=s3.storage_options, cache=cache)
+    check(dataset, ADATA.obs_names)
+    check(dataset[::3], ADATA.obs_names[::3])
+
+
+def test_names_from_the_cache_alone(tmp_path: Path) -> None:
+    write_store(ADATA, tmp_path / "a.zarr", tmp_path)
+    zl.warm(zl.open_dataset(tmp_path / "a.zarr", cache=tmp_path / "cache"))
+    (tmp_path / "a.zarr").rename(tmp_path / "gone.zarr")
+    check(zl.open_dataset(tmp_path / "a.zarr", cache=tmp_path / "cache", offline=True), ADATA.obs_names)
+
+
+def test_only_the_segments_of_the_rows_are_read(tmp_path: Path) -> None:
+    store = store_with(tmp_path / "a.zarr", plain)
+    dataset = zl.open_dataset(store, cache=tmp_path / "cache")
+
+    def segments() -> list[int]:
+        return [number for number in range(4) if list(tmp_path.glob(f"cache/*/*obs_names%2F{number}%2Ftext*"))]
+
+    assert dataset.take([17, 20]).obs_names.tolist() == [NAMES[17], NAMES[20]]
+    assert segments() == [1]
+    assert dataset[:3].obs_names.tolist() == NAMES[:3]
+    assert segments() == [0, 1]
+
+
+def test_a_damaged_mirror_of_names_is_read_again(tmp_path: Path) -> None:
+    store = store_with(tmp_path / "a.zarr", plain)
+    assert zl.open_dataset(store, cache=tmp_path / "cache").obs_names.tolist() == NAMES
+    gc.collect()
+    files = sorted(tmp_path.glob("cache/*/*obs_names*"))
+    assert len(files) == 8
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[140] ^= 1
+        file.unlink()
+        file.write_bytes(content)
+        file.chmod(0o600)
+    assert zl.open_dataset(store, cache=tmp_path / "cache").obs_names.tolist() == NAMES
+
+
+def test_names_are_read_off_the_training_thread(tmp_path: Path) -> None:
+    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain))
+    threads = []
+    names_of = dataset.names_of
+
+    def recorded(rows: Any) -> Any:
+        threads.append((threading.current_thread(), len(rows)))
+        return names_of(rows)
+
+    dataset.names_of = recorded  # type: ignore[method-assign]
+    assert sum(len(minibatch) for minibatch in zl.Loader(dataset, layout="anndata", **SIZES)) == N_ROWS
+    assert threading.current_thread() not in [thread for thread, _ in threads]
+    assert [n_rows for _, n_rows in threads] == [14, 14, 14, 14, 4]  # those of one fetch at a time
+    threads.clear()
+    list(zl.Loader(dataset, layout="csr", **SIZES))
+    assert not threads
+
+
+@pytest.mark.filterwarnings("error:Observation names are not unique")
+def test_rows_that_come_twice_keep_their_names(tmp_path: Path) -> None:
+    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain))
+    loader = zl.Loader(dataset, layout="anndata", sampling=zl.Streaming(indices=[3, 3, 59, 3]))
+    (minibatch,) = loader
+    assert minibatch.x.obs_names.tolist() == [NAMES[3], NAMES[3], NAMES[59], NAMES[3]]
+
+
+def _codes_beyond(root: zarr.Group) -> None:
+    root["obs/_index/codes"][5] = N_ROWS
+
+
+def _codes_below(root: zarr.Group) -> None:
+    root["obs/_index/codes"][5] = -2
+
+
+def _short_mask(root: zarr.Group) -> None:
+    del root["obs/_index/mask"]
+    root["obs/_index"].create_array("mask", data=np.zeros(5, bool))
+
+
+def _no_mask(root: zarr.Group) -> None:
+    del root["obs/_index/mask"]
+
+
+DAMAGES = {
+    "codes beyond": (categorical, _codes_beyond),
+    "codes below": (categorical, _codes_below),
+    "short mask": (nullable, _short_mask),
+    "no mask": (nullable, _no_mask),
+}
+
+
+@pytest.mark.parametrize(("write", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_damaged_names_are_refused(tmp_path: Path, write: Callable[..., None], damage: Callable[..., None]) -> None:
+    store = store_with(tmp_path / "a.zarr", write)
+    damage(zarr.open_group(store, mode="r+", use_consolidated=False))
+    zarr.consolidate_metadata(store)
+    dataset = zl.open_dataset(store)
+    with pytest.raises(FormatError, match=r"obs/_index"):
+        _ = dataset.obs_names
+    with pytest.raises(ZloaderError, match=r"obs/_index"):
+        list(zl.Loader(dataset, layout="anndata", **SIZES))
