@@ -30,7 +30,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "not a string": ({5: "sesame"}, "no 5 in .*; there are: anon"),
     "asynchronous": (KEYS | {"asynchronous": True}, "no 'asynchronous' in"),
     "in client_kwargs": (KEYS | {"client_kwargs": {"regoin": "x"}}, r"no 'regoin' in client_kwargs.* 'region_name'\?"),
-    "client_kwargs": (KEYS | {"client_kwargs": ["sesame"]}, "client_kwargs in storage_options must be a dict, not list"),
+    "client_kwargs": (
+        KEYS | {"client_kwargs": ["sesame"]},
+        "client_kwargs in storage_options must be a dict, not list",
+    ),
     "config_kwargs": (KEYS | {"config_kwargs": "sesame"}, "config_kwargs in storage_options must be a dict, not str"),
     "no scheme": (KEYS | {"endpoint_url": "host:8333"}, "must have the form http://HOST:PORT .* not 'host:8333'"),
     "no host": (KEYS | {"endpoint_url": "http://"}, "must have the form"),

@@ -72,10 +72,14 @@ def require_endpoint(endpoint: str) -> None:
         usable = False
     if not usable:
         shown = endpoint.rpartition("@")[2]
-        raise OptionError(f"the endpoint_url of S3 must have the form http://HOST:PORT or https://HOST, not {shown!r:.100}")
+        raise OptionError(
+            f"the endpoint_url of S3 must have the form http://HOST:PORT or https://HOST, not {shown!r:.100}"
+        )
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: Collection[str], *, option: str, elsewhere: Mapping[str, str]) -> None:
+def _refuse_unknown(
+    given: Mapping[str, Any], known: Collection[str], *, option: str, elsewhere: Mapping[str, str]
+) -> None:
     for name in given:
         if name not in known:
             right = elsewhere.get(str(name).lower())

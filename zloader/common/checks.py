@@ -22,8 +22,8 @@ def parse_size(size: int | str, option: str = "") -> int:
     parts = re.fullmatch(r"\s*(\d+|\d+\.\d+(?=\s*[kmgt]))\s*([kmgt]i?)?b?\s*", str(size), re.IGNORECASE)
     if isinstance(size, bool) or parts is None:
         raise OptionError(
-            f"{option}{': ' * bool(option)}{size!r:.100} is not a size: give a number of bytes, or a string such as '64 MB' or '2G' (powers of "
-            "1000) or '256MiB' (powers of 1024)"
+            f"{option}{': ' * bool(option)}{size!r:.100} is not a size: give a number of bytes, or a string such as "
+            "'64 MB' or '2G' (powers of 1000) or '256MiB' (powers of 1024)"
         )
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 

@@ -127,7 +127,8 @@ class Cache:
 
     `directory` is created if needed; `~` is expanded. `max_bytes` limits all mirrors in the directory together, counted
     as the file system allocates them; None means no limit. `min_free_bytes` is the space that mirrors leave free on the
-    disk. Both are numbers of bytes, or strings such as "500GB", "500G" (the same) or "500GiB". Raises OptionError for an invalid value.
+    disk. Both are numbers of bytes, or strings such as "500GB" or "500G" (the same), or "500GiB". Raises OptionError
+    for an invalid value.
 
     >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
     >>> cache.max_bytes, cache.min_free_bytes

@@ -95,9 +95,9 @@ class CsrArrays:
 class MinibatchArrays:
     """One minibatch as NumPy arrays, before it becomes tensors. All arrays have the same row order.
 
-    `x` is CsrArrays, a dense array of rows x genes, or None. `obs` maps each column to one value per row. `obsm` maps
-    each name to an array of rows x dims. `index` holds the row numbers in the dataset (int64). `names` are the obs names
-    as Python strings, or None if they are not wanted.
+    `x` is CsrArrays, a dense array of rows x genes, or None; bfloat16 as bits (uint16). `obs` maps each column to one
+    value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the dataset
+    (int64). `names` are the obs names as Python strings, or None if they are not wanted.
     """
 
     x: CsrArrays | NDArray[np.generic] | None

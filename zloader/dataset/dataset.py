@@ -299,7 +299,10 @@ def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | Non
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Observation names are not unique")
         return ad.AnnData(
-            X=_in_anndata(x), obs=obs, layers={name: _in_anndata(values) for name, values in (layers or {}).items()}, **parts
+            X=_in_anndata(x),
+            obs=obs,
+            layers={name: _in_anndata(values) for name, values in (layers or {}).items()},
+            **parts,
         )
 
 

@@ -132,9 +132,7 @@ class ObsNames:
         if directory is None:
             return names
         for part, array in (("text", names.text), ("offsets", names.offsets)):
-            save_column(
-                directory, f"/obs_names/{number}/{part}", [array], shape=array.shape, dtype=array.dtype
-            )
+            save_column(directory, f"/obs_names/{number}/{part}", [array], shape=array.shape, dtype=array.dtype)
         return self._cached(number, len(names)) or names
 
     def _read(self, first: int, n_rows: int) -> Text:

@@ -19,7 +19,7 @@ HALVES = ("float16", "bfloat16")
 def gathering_dtype(dtype: str, stored: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
     """The dtype in which to gather values that become `dtype`.
 
-    For half floats it holds the stored values exactly, because a value that is rounded twice may differ in its last bit.
+    For half floats it holds the stored values exactly, because rounding a value twice may change its last bit.
     """
     if dtype not in HALVES:
         return np.dtype(dtype)

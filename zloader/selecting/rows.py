@@ -65,8 +65,9 @@ def _of_numbers(given: pd.Index, n_rows: int) -> Rows:
     wrong = given[(given < -n_rows) | (given >= n_rows)]
     if len(wrong):
         raise OptionError(f"row {wrong[0]} does not exist: the dataset has rows 0 to {n_rows - 1}")
-    rows = given.to_numpy(np.int64)
-    return np.where(rows < 0, rows + n_rows, rows)
+    rows: Rows = np.array(given, np.int64)
+    rows[rows < 0] += n_rows
+    return rows
 
 
 def _of_names(given: pd.Index, names: pd.Index) -> Rows:

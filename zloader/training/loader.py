@@ -24,17 +24,15 @@ from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.half_floats import HALVES
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
-from zloader.training.minibatch import Minibatch, as_minibatch, dtype_name, silence_sparse_warnings
+from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 
 __all__ = ["Loader", "Minibatch"]
 
 log = logging.getLogger("zloader")
 LAYOUTS = ("csr", "dense", "scipy", "anndata")
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 
 @dataclass(eq=False)
@@ -126,13 +124,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         require_one_of(LAYOUTS, layout=self.layout)
-        self.dtype = dtype_name(self.dtype)
-        require_one_of(DTYPES, dtype=self.dtype)
-        if self.layout in ("scipy", "anndata") and self.dtype in HALVES:
-            raise OptionError(
-                f"layout={self.layout!r} cannot hold {self.dtype}, because SciPy does not compute with it: take "
-                "layout='csr' or 'dense', or dtype='float32'"
-            )
+        self.dtype = usable_dtype(self.dtype, self.layout)
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
             option = "genes" if self.genes is not None else "layout='anndata'"

@@ -14,10 +14,14 @@ import scipy.sparse
 import torch
 from numpy.typing import NDArray
 
+from zloader.common.checks import require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy
+from zloader.reading.half_floats import HALVES
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class Minibatch:
     (8, 8, torch.int64)
 
     x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor, a
-        SciPy CSR matrix or an AnnData; None if the loader has no x.
+        SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x.
     obs: a tensor of one value per row for each column. Categories are int64 codes, -1 where a value is missing;
         numbers have their stored dtype.
     obsm: a tensor of rows x dims for each name, in its stored dtype.
@@ -94,14 +98,20 @@ def as_minibatch(dataset: Dataset, layout: str, var: pd.DataFrame | None, arrays
     )
 
 
-def dtype_name(dtype: Any) -> Any:
-    """The name of a dtype of torch or NumPy, such as "float16". Anything else is returned as it is."""
+def usable_dtype(dtype: Any, layout: str) -> str:
+    """The name of a dtype, given by name or as an object of torch or NumPy. Raises OptionError if x cannot have it."""
     if isinstance(dtype, torch.dtype):
-        return str(dtype).removeprefix("torch.")
-    if isinstance(dtype, type | np.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    elif isinstance(dtype, type | np.dtype):
         with contextlib.suppress(TypeError):
-            return np.dtype(dtype).name
-    return dtype
+            dtype = np.dtype(dtype).name
+    require_one_of(DTYPES, dtype=dtype)
+    if layout in ("scipy", "anndata") and dtype in HALVES:
+        raise OptionError(
+            f"layout={layout!r} cannot hold {dtype}, because SciPy does not compute with it: take layout='csr' or "
+            "'dense', or dtype='float32'"
+        )
+    return str(dtype)
 
 
 def _tensor(values: NDArray[Any]) -> torch.Tensor:

@@ -49,8 +49,8 @@ class ConvertOptions:
     """How `convert` lays out a store, and how much memory it uses.
 
     - `chunk_rows`: approximate rows per chunk, the smallest unit of decompression.
-    - `shard_size`: largest shard (stored object) in bytes before compression, as a number or text such as "256MiB" or "256M". It
-      applies to the wider of `indices` and `data`; the stored object is a third to the whole of it.
+    - `shard_size`: largest shard (stored object) in bytes before compression, as a number or text such as "256MiB" or
+      "256M". It applies to the wider of `indices` and `data`; the stored object is a third to the whole of it.
     - `codec`: "lz4"; "zstd", which stores 27 % fewer bytes, decodes a fifth slower and encodes ten times slower; or
       "none", which stores twice the bytes but still adds checksums.
     - `preserve_dtype`: keep the source dtypes of `data`, `indices` and `indptr`. By default, values and indices get the
