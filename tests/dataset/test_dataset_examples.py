@@ -27,10 +27,10 @@ def atlas(tmp_path, monkeypatch):
             "donor": pd.Categorical([f"d{number}" for number in rows // 100]),
             "n_counts": rows + 1,
         },
-        index=rows.astype(str),
+        index=[f"cell{row}" for row in rows],
     )
     monkeypatch.chdir(tmp_path)
-    zl.convert(ad.AnnData(x, obs), "atlas.zarr", progress=False)
+    zl.convert(ad.AnnData(x, obs, layers={"spliced": x}), "atlas.zarr", progress=False)
 
 
 @pytest.mark.parametrize("name", ["dataset", "quality", "suggest", "warm"])

@@ -20,7 +20,10 @@ from zloader.common.errors import FormatError, ZloaderError
 from zloader.dataset import names
 
 # zarr warns about consolidated metadata and fixed-width strings, anndata about formats of the next version.
-pytestmark = [pytest.mark.any_version, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    pytest.mark.any_version,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*Zarr V3 specification"),
+]
 
 N_ROWS, N_GENES = 60, 9
 CHUNK_ROWS = 8

@@ -144,7 +144,7 @@ def test_layouts_and_dtypes(tmp_path, layout, dtype, kind):
         assert isinstance(x, ad.AnnData)
         assert list(x.var_names) == list(adata.var_names)
         # labels, not codes
-        wanted = adata.obs["cell_type"].iloc[[int(name) for name in x.obs_names]]
+        wanted = adata.obs["cell_type"].loc[x.obs_names]
         assert x.obs["cell_type"].astype(object).fillna("").tolist() == wanted.astype(object).fillna("").tolist()
         x = x.X
     assert str(x.dtype).removeprefix("torch.") == dtype

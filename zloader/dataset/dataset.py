@@ -111,6 +111,7 @@ class Dataset(BaseDataset):
     >>> dataset
     Dataset with n_obs x n_vars = 1000 x 50 of atlas.zarr
         obs: 'cell_type', 'donor', 'n_counts'
+        layers: 'spliced'
     >>> dataset.obs(["cell_type"])["cell_type"].value_counts().to_dict()
     {'B': 500, 'T': 500}
     >>> dataset.take([5, 3, 99]).shape
@@ -249,7 +250,7 @@ class Dataset(BaseDataset):
         >>> dataset = zl.open_dataset("atlas.zarr")
         >>> dataset.take([-1, 3, 3]).obs_names.tolist()
         ['cell999', 'cell3', 'cell3']
-        >>> dataset.take(slice(10, 20), layers=["raw"]).layers["raw"].shape
+        >>> dataset.take(slice(10, 20), layers=["spliced"]).layers["spliced"].shape
         (10, 50)
 
         - `rows`: a row number, a list of them in any order and with repeats, a slice, a mask over all rows, or obs
@@ -318,6 +319,7 @@ class View(Dataset):
     >>> view
     View with n_obs x n_vars = 500 x 50 of the 1000 rows of atlas.zarr
         obs: 'cell_type', 'donor', 'n_counts'
+        layers: 'spliced'
     >>> view.row_numbers[:3]
     array([1, 3, 5])
     >>> for minibatch in zl.Loader(view, batch_size=100):
