@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "zloader.commands.demo",
     },
     "anndata": {
-        "zloader.dataset.store",
+        "zloader.dataset.elements",
         "zloader.dataset.dataset",
         "zloader.conversion.convert",
         "zloader.conversion.sources.inputs",

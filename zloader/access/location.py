@@ -2,6 +2,9 @@
 
 Everything here goes through fsspec and zarr. The bytes of chunks go through TensorStore instead (kvstore.py), which
 receives the same credentials and endpoints.
+
+The clients of S3, Google and web servers (botocore, gcsfs, aiohttp) take half a second to import. A local store needs
+none of them, so their modules are imported in the methods that use them.
 """
 
 from __future__ import annotations
@@ -12,26 +15,26 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import fsspec
 import zarr.abc.store
 import zarr.storage
-from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
 
-from zloader.access import local_listing, web
-from zloader.access.credentials import s3_access
-from zloader.access.google import google_errors, google_files, is_denial
+from zloader.access import local_listing
+from zloader.access.s3_errors import s3_denials, s3_errors
 from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.nearest import suggestion
+
+if TYPE_CHECKING:
+    from zloader.access.web import WebFiles
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _WRITABLE = ("file", "s3")
 _WEB = ("http", "https")
 _HDF5_SUFFIXES = (".h5ad", ".h5", ".hdf5")
-_DENIALS = (PermissionError, NoCredentialsError, PartialCredentialsError)
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _SLASH_MISSING = re.compile(r"(file|s3|gs|https?):(?!//)(.*)", re.IGNORECASE | re.DOTALL)
 _FILESYSTEMS: dict[int, Any] = {}
@@ -144,12 +147,18 @@ class Location:
     def filesystem(self, *, asynchronous: bool = False) -> Any:
         """The fsspec file system that contains `path`, without a listings cache."""
         with self._translated("open"):
-            if self.is_web:
-                return _never_closed(web.web_files(self.storage_options, asynchronous=asynchronous))
-            if self.scheme == "gs":
-                return _never_closed(google_files(self.storage_options, asynchronous=asynchronous))
             if self.scheme == "file":
                 return fsspec.filesystem("file")
+            if self.is_web:
+                from zloader.access.web import web_files
+
+                return _never_closed(web_files(self.storage_options, asynchronous=asynchronous))
+            if self.scheme == "gs":
+                from zloader.access.google import google_files
+
+                return _never_closed(google_files(self.storage_options, asynchronous=asynchronous))
+            from zloader.access.credentials import s3_access
+
             options = {"use_listings_cache": False, **s3_access(self.storage_options).options}
             return _never_closed(fsspec.filesystem("s3", asynchronous=asynchronous, **options))
 
@@ -168,6 +177,8 @@ class Location:
         Raises StoreNotFoundError if there are none, and AccessDeniedError if the credentials do not permit listing.
         """
         if self.is_web:
+            from zloader.access import web
+
             filesystem = self.filesystem()
             try:
                 return web.listing(filesystem, self.path, self.zarr_store(read_only=True))
@@ -241,8 +252,10 @@ class Location:
                     raise first_byte
         return None
 
-    def _hdf5_file(self, filesystem: web.WebFiles) -> dict[str, StoredObject]:
+    def _hdf5_file(self, filesystem: WebFiles) -> dict[str, StoredObject]:
         """The object at a web address that ends like the name of an HDF5 file, if it exists."""
+        from zloader.access import web
+
         parent, _, name = self.path.rpartition("/")
         found = web.find(filesystem, parent, [name]) if self.is_named_hdf5 else {}
         return {"": found[name]} if found else {}
@@ -250,6 +263,8 @@ class Location:
     def find_object(self, key: str) -> StoredObject | None:
         """The current state of one object; None if it does not exist. Raises StoreError."""
         if self.is_web:
+            from zloader.access import web
+
             return web.find(self.filesystem(), self.path, [key]).get(key)
         with self._translated(f"look up {key} of"):
             try:
@@ -262,13 +277,13 @@ class Location:
     @contextlib.contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
         """Translates errors of file systems and their clients into zloader's."""
-        foreign = google_errors() if self.scheme == "gs" else ()
+        foreign = self._client_errors()
         try:
             yield
         except ZloaderError:
             raise
-        except (OSError, BotoCoreError, *foreign) as error:
-            if isinstance(error, _DENIALS) or (self.scheme == "gs" and is_denial(error)):
+        except (OSError, *foreign) as error:
+            if self._is_denial(error):
                 advice = _ADVICE.get(self.scheme, "the permissions of the directory")
                 raise AccessDeniedError(f"not allowed to {doing} {self.url}: {error}. Check {advice}") from error
             raise StoreError(
@@ -276,6 +291,21 @@ class Location:
             ) from error
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
+
+    def _client_errors(self) -> tuple[type[Exception], ...]:
+        """The exceptions that the client of this scheme raises besides OSError."""
+        if self.scheme != "gs":
+            return s3_errors(self.url)
+        from zloader.access.google import google_errors
+
+        return google_errors()
+
+    def _is_denial(self, error: Exception) -> bool:
+        if self.scheme != "gs":
+            return isinstance(error, (PermissionError, *s3_denials(self.url)))
+        from zloader.access.google import is_denial
+
+        return isinstance(error, PermissionError) or is_denial(error)
 
 
 def location_of(url: Any, storage_options: Mapping[str, Any] | None) -> Location:

@@ -17,15 +17,14 @@ import os
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from zloader.common.compiled import compiled
+from zloader.common.compiled import External, compiled
 from zloader.common.records import Rows
 
 _SAMPLES = 16  # ranges checked before a prefetch
-_advise: Any = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))
-_pread: Any = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
+_advise = External("posix_fadvise", "int32", "int32", "int64", "int64", "int32")
+_pread = External("pread", "intp", "int32", "uintp", "uintp", "int64")
 _WILLNEED = os.POSIX_FADV_WILLNEED
 
 

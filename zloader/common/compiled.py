@@ -1,11 +1,10 @@
-"""Compiles Python loops to machine code with numba."""
+"""Compiles Python loops to machine code with numba, which is imported when the first of them is called."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
-
-import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -15,4 +14,47 @@ def compiled(function: Function) -> Function:
 
     fastmath stays off: it reorders sums and so changes their last bits, and some row orders depend on those sums.
     """
-    return cast(Function, numba.njit(nogil=True, cache=True)(function))
+    return cast(Function, _Compiled(function))
+
+
+class _Compiled:
+    """A function that is compiled on its first call, by itself or by another compiled function."""
+
+    _dispatcher: Any = None
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._compiled()(*arguments)
+
+    def _compiled(self) -> Any:
+        if self._dispatcher is None:  # two threads may both get here; either dispatcher will do
+            # Imported here because numba takes half a second, and much of zloader runs no loops.
+            import numba
+
+            self._dispatcher = numba.njit(nogil=True, cache=True)(self._function)
+        return self._dispatcher
+
+    @property
+    def _numba_type_(self) -> Any:
+        """The type of this object in a compiled function that calls it."""
+        return self._compiled()._numba_type_
+
+
+class External:
+    """A C function, for calls from compiled functions. Types are given by their names in numba.types."""
+
+    def __init__(self, name: str, result: str, *arguments: str) -> None:
+        self.name, self._result, self._arguments = name, result, arguments
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise TypeError(f"{self.name} can only be called from a compiled function")
+
+    @property
+    def _numba_type_(self) -> Any:
+        from numba import types
+
+        result, *arguments = (getattr(types, name) for name in (self._result, *self._arguments))
+        return types.ExternalFunction(self.name, result(*arguments))

@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
-import anndata as ad
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -34,6 +33,9 @@ from zloader.order.sampling import Sampling, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.expressions import Mask
 from zloader.selecting.rows import RowChoice, positions_of
+
+if TYPE_CHECKING:
+    import anndata as ad
 
 URL = str | os.PathLike[str]
 _DEFAULTS = FetchOptions()
@@ -297,6 +299,9 @@ class Dataset(BaseDataset):
 
 def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
     """An AnnData of rows, which may have the same name if rows are repeated."""
+    # Imported here because it takes two seconds, and training on tensors does not need it.
+    import anndata as ad
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Observation names are not unique")
         return ad.AnnData(

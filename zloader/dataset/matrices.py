@@ -7,10 +7,10 @@ a row is read from the store that has it.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-import scipy.sparse
 from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
@@ -25,6 +25,9 @@ from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.storage.layout import MatrixLayout
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 X = CsrArrays | NDArray[np.generic]
 
@@ -151,4 +154,7 @@ class Matrices:
 
 def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:
     """The rows as a SciPy CSR matrix, without a copy."""
+    # Imported here because minibatches of tensors do not need it.
+    import scipy.sparse
+
     return scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), shape=(len(x.indptr) - 1, x.n_genes))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
-import anndata as ad
 import numpy as np
 import pandas as pd
 import zarr
@@ -33,8 +32,8 @@ from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.nearest import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
+from zloader.dataset.elements import read_element
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.object_source import ObjectSource
 from zloader.selecting.columns import as_names
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import IndptrCheck, layout_of, matrix_shape, stored_length
@@ -207,7 +206,7 @@ class OpenedStore:
         node = self.node(path)
         with self._reading(path, node):
             # The arrays of a sparse matrix have no encoding-type of their own.
-            return ad.io.read_elem(node) if "encoding-type" in node.attrs else node[...]
+            return read_element(node) if "encoding-type" in node.attrs else node[...]
 
     def column(self, path: str, check: Check | None = None, dtype: str | None = None) -> NDArray[Any]:
         """A whole array of numbers, in the stored dtype or in `dtype`; memory-mapped if there is a mirror.
@@ -337,8 +336,12 @@ class OpenedStore:
         """Reads byte ranges of the store's objects; with `offline`, raises ReadError instead."""
         if self.offline:
             return OfflineSource(self.location.url)
-        source = FileSource if self.location.scheme == "file" else ObjectSource
-        return source(self.location, self.objects, options)
+        if self.location.scheme == "file":
+            return FileSource(self.location, self.objects, options)
+        # Imported here because it imports TensorStore, which local stores do not need.
+        from zloader.reading.object_source import ObjectSource
+
+        return ObjectSource(self.location, self.objects, options)
 
     def part(self, matrix: MatrixLayout, options: FetchOptions) -> MatrixPart:
         """A matrix of this store, as a Recipe takes it."""

@@ -2,52 +2,46 @@
 
 A chunk of 32 rows takes 40 µs to decode. Calling Python per chunk adds a quarter to that, and threads that take the GIL
 for every chunk wait for one another. So a numba loop calls the C functions in numcodecs and google-crc32c directly. If
-their libraries do not export these functions, `AVAILABLE` is False and decode.py decodes chunk by chunk.
+their libraries do not export these functions, `available()` is False and decode.py decodes chunk by chunk.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from zloader.common.compiled import compiled
+from zloader.common.compiled import External, compiled
 from zloader.common.records import Rows
 
 
-def _load() -> bool:
-    """Loads the C functions for numba. Returns False if any is missing."""
+# Addresses are passed as integers, which the C calling convention puts into the same registers as pointers.
+_crc32c = External("crc32c_value", "uint32", "intp", "uintp")
+_validate = External("blosc_cbuffer_validate", "int32", "intp", "uintp", "intp")
+_sizes = External("blosc_cbuffer_sizes", "void", "intp", "intp", "intp", "intp")
+_metainfo = External("blosc_cbuffer_metainfo", "void", "intp", "intp", "intp")
+_decompress = External("blosc_decompress_ctx", "int32", "intp", "intp", "uintp", "int32")
+_getitem = External("blosc_getitem", "int32", "intp", "int32", "int32", "intp")
+
+
+@functools.cache
+def available() -> bool:
+    """Loads the C functions for `decompress`. Returns False if any is missing. Call this before `decompress`."""
+    # Imported here because it is a part of numba, which is imported when the first compiled loop runs.
+    import llvmlite.binding
+
     for library in ("numcodecs.blosc", "google_crc32c._crc32c"):
         found = importlib.util.find_spec(library)
         if found is None or found.origin is None:
             return False
         llvmlite.binding.load_library_permanently(found.origin)
-    names = (
-        "blosc_decompress_ctx",
-        "blosc_getitem",
-        "blosc_cbuffer_validate",
-        "blosc_cbuffer_sizes",
-        "blosc_cbuffer_metainfo",
-        "crc32c_value",
-    )
-    return all(llvmlite.binding.address_of_symbol(name) is not None for name in names)
+    functions = (_crc32c, _validate, _sizes, _metainfo, _decompress, _getitem)
+    return all(llvmlite.binding.address_of_symbol(function.name) is not None for function in functions)
 
 
-AVAILABLE = _load()
-
-# Addresses are passed as integers, which the C calling convention puts into the same registers as pointers.
-_crc32c: Any = types.ExternalFunction("crc32c_value", types.uint32(types.intp, types.uintp))
-_validate: Any = types.ExternalFunction("blosc_cbuffer_validate", types.int32(types.intp, types.uintp, types.intp))
-_sizes: Any = types.ExternalFunction("blosc_cbuffer_sizes", types.void(types.intp, types.intp, types.intp, types.intp))
-_metainfo: Any = types.ExternalFunction("blosc_cbuffer_metainfo", types.void(types.intp, types.intp, types.intp))
-_decompress: Any = types.ExternalFunction(
-    "blosc_decompress_ctx", types.int32(types.intp, types.intp, types.uintp, types.int32)
-)
-_getitem: Any = types.ExternalFunction("blosc_getitem", types.int32(types.intp, types.int32, types.int32, types.intp))
 # The crc32c of any bytes followed by their own crc32c (little endian) is this constant.
 _RESIDUE = np.uint32(0x48674BC7)
 

@@ -43,7 +43,7 @@ class Decoder:
                 f"{layout.path} is encoded with {names}, which cannot be read: run 'zloader convert' on it"
             )
         self._decompress = _decompressor(compressors, layout.path) if compressors else _copy
-        self._many_at_once = self._decompress is _blosc and blosc.AVAILABLE
+        self._many_at_once = self._decompress is _blosc and blosc.available()
         self._layout = layout
         self._dtype = layout.dtype
         self._chunk_elements = layout.chunk_elements

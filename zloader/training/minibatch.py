@@ -6,11 +6,10 @@ import contextlib
 import functools
 import warnings
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pandas as pd
-import scipy.sparse
 import torch
 from numpy.typing import NDArray
 
@@ -22,6 +21,9 @@ from zloader.dataset.matrices import as_scipy
 from zloader.reading.half_floats import HALVES
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
 from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import default_buffer_prototype
@@ -25,6 +24,7 @@ from zarr.storage import WrapperStore
 
 from zloader.access.listed_store import METADATA, is_metadata
 from zloader.access.location import Location
+from zloader.access.s3_errors import s3_errors
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,
@@ -209,9 +209,8 @@ class Destination:
             return
         bucket, key, _ = filesystem.split_path(path)
         prefix = f"{key}/" if key else ""
-        with contextlib.suppress(
-            OSError, BotoCoreError, ClientError
-        ):  # optional cleanup, which not all credentials allow
+        # Optional cleanup, which not all credentials allow.
+        with contextlib.suppress(OSError, *s3_errors(self.location.url)):
             found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
                 if may_belong(upload["Key"].removeprefix(prefix)):

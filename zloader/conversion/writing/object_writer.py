@@ -15,9 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, NoCredentialsError, PartialCredentialsError
-
 from zloader.access.location import Location
+from zloader.access.s3_errors import s3_denials, s3_errors
 from zloader.common.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.options import MiB
 
@@ -34,14 +33,14 @@ def translated(doing: str, url: str) -> Iterator[None]:
         yield
     except ZloaderError:
         raise
-    except (PermissionError, NoCredentialsError, PartialCredentialsError) as error:
+    except (PermissionError, *s3_denials(url)) as error:
         raise AccessDeniedError(
             f"not allowed to {doing} {url} ({error}): check the permissions of the directory, or the key and secret in "
             "storage_options or the AWS_* variables"
         ) from error
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {doing} {url} ({error}): does the bucket exist?") from error
-    except (OSError, BotoCoreError) as error:
+    except (OSError, *s3_errors(url)) as error:
         advice = ": free some space or repair the server, and run it again (convert: with --resume)"
         raise StoreError(f"cannot {doing} {url}: {error}{advice if doing.startswith('write') else ''}") from error
 
