@@ -26,7 +26,10 @@ _IMPORTED = [
     "zloader.testing",
     "zloader.conversion.verify",
     "zloader.dataset.warm",
+    "zloader.access.credentials",
+    "zloader.reading.object_source",
     "matplotlib.figure",
+    "numba",
     "s3fs",
     "torch.multiprocessing",
 ]

@@ -9,21 +9,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers import counts, write_store
 
 import zloader as zl
 
 
 def run(script, *arguments):
     """Runs a script in a new process. Returns its output, parsed as JSON."""
-    command = [sys.executable, "-c", script, *arguments]
+    command = [sys.executable, "-c", script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_public_names_are_importable_and_listed():
-    assert {*zl.__all__, "__version__"} <= set(dir(zl))
+    assert {name for name in dir(zl) if not name.startswith("__")} == {*zl.__all__}
+    assert "__version__" in dir(zl)
     for name in zl.__all__:
         found = getattr(zl, name)
         assert found.__name__ == name
@@ -97,3 +100,107 @@ def test_help_imports_only_small_packages():
 def test_importing_zloader_imports_only_small_packages():
     loaded = run("import json, sys, zloader; print(json.dumps(sorted(sys.modules)))")
     assert not {"anndata", "dask", "numba", "numpy", "pandas", "tensorstore", "torch", "zarr"} & set(loaded)
+
+
+def test_the_import_names_wsl_on_windows():
+    assert run(_WINDOWS).startswith("ImportError: zloader runs on Linux and macOS")
+
+
+_WINDOWS = """
+import json, sys
+sys.platform = "win32"
+try:
+    import zloader
+except ImportError as error:
+    assert "WSL" in str(error)
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+# Each script uses zloader in one way. It prints the libraries that were imported and the threads that imported them.
+_RECORD = """
+import json, sys, threading
+
+LARGE = {"aiohttp", "anndata", "botocore", "dask", "h5py", "numba", "s3fs", "tensorstore", "torch"}
+imported_by = {}
+
+class Recorder:
+    def find_spec(self, name, path, target=None):
+        if name in LARGE:
+            imported_by.setdefault(name, threading.current_thread().name)
+
+sys.meta_path.insert(0, Recorder())
+import zloader as zl
+store, cache, source = sys.argv[1:]
+"""
+_PATHS = {
+    "open": """
+dataset = zl.open_dataset(store, cache=cache)
+dataset.n_vars, dataset.var_names, dataset.obs(), dataset.categories("cell_type"), dataset.obsm_array("X_pca")
+""",
+    "train": """
+dataset = zl.open_dataset(store, cache=cache)
+for layout in ("csr", "dense", "scipy"):
+    for minibatch in zl.Loader(dataset, obs=["cell_type", "donor", "n_counts"], obsm=["X_pca"], layout=layout):
+        pass
+""",
+    "anndata": """
+for minibatch in zl.Loader(zl.open_dataset(store), layout="anndata"):
+    pass
+""",
+    "convert": """
+zl.convert(source, cache + "/converted.zarr", progress=False)
+""",
+    "convert shuffled": """
+zl.convert(source, cache + "/converted.zarr", progress=False, options=zl.ConvertOptions(shuffle=True))
+""",
+}
+_NEEDED = {
+    "open": set(),
+    "train": {"numba", "torch"},
+    "anndata": {"anndata", "h5py", "numba", "torch"},
+    "convert": {"anndata", "h5py"},
+    "convert shuffled": {"anndata", "h5py", "numba"},
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A store, and the h5ad that it was made from."""
+    folder = tmp_path_factory.mktemp("stored")
+    adata = counts(300, 20)
+    adata.obsm["X_pca"] = np.zeros((300, 3))
+    write_store(adata, folder / "cells.zarr", folder)
+    return folder / "cells.zarr", folder / "source.h5ad"
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path) for path in _PATHS])
+def test_only_the_libraries_that_are_needed_are_imported(path, stored, tmp_path):
+    """And by the main thread: a process forked while another thread imports a library could never import it."""
+    store, source = stored
+    report = "\nprint(json.dumps(imported_by))"
+    imported_by = run(_RECORD + _PATHS[path] + report, store, tmp_path, source)
+    dask = {"dask"} & imported_by.keys() if "anndata" in _NEEDED[path] else set()  # anndata imports it if it is there
+    assert imported_by.keys() == _NEEDED[path] | dask
+    assert set(imported_by.values()) <= {"MainThread"}
+
+
+def test_threads_may_call_compiled_functions_first():
+    """Compiling the same function, and a function that calls it, in several threads at once."""
+    assert run(_FIRST_CALLS) == 8 * [list(range(50))]
+
+
+_FIRST_CALLS = """
+import json, threading
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from zloader.order.permutation import permute
+
+barrier = threading.Barrier(8)
+
+def call(key):
+    barrier.wait()
+    return sorted(permute(np.arange(50), 50, key).tolist())
+
+with ThreadPoolExecutor(8) as threads:
+    print(json.dumps(list(threads.map(call, range(8)))))
+"""

@@ -19,7 +19,14 @@ such as `zloader --help` do not need it.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "zloader runs on Linux and macOS, not on Windows itself: install and run it in WSL, the Windows Subsystem for "
+        "Linux (https://learn.microsoft.com/windows/wsl/install)"
+    )
 
 from zloader.common.errors import ZloaderError
 
@@ -124,4 +131,5 @@ if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pas
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names. Without this, modules, folders and imports would be listed too."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -422,9 +422,9 @@ FILES = {
     "checksums": ["X%2Fdata.sums"],
     "values and checksums": ["X%2Fdata.flat", "X%2Fdata.sums"],
     "obs": ["%2Fobs%2Flane.npy"],
-    "obsm": ["obsm%2FX_pca.npy"],
+    "obsm": ["obsm%2F%58_pca.npy"],
     "listing": ["%2Flisting.kept"],
-    "verified marks": ["X%2Fdata.flat", "X%2Fdata.sums", "obsm%2FX_pca.npy", "proved.json"],
+    "verified marks": ["X%2Fdata.flat", "X%2Fdata.sums", "obsm%2F%58_pca.npy", "proved.json"],
 }
 
 

@@ -575,11 +575,6 @@ def _below_a_file(tmp_path):
     return tmp_path / "file" / "cache"
 
 
-def _a_file(tmp_path):
-    (tmp_path / "file").write_text("not a directory")
-    return tmp_path / "file"
-
-
 def _where_nothing_can_be_created(tmp_path):
     return Path("/proc/self/zloader")  # permission bits would not stop root
 
@@ -604,6 +599,7 @@ def _of_another_user(tmp_path):
 
 def _a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "zloader-cache").touch()
     (tmp_path / f"{PRINT}-v3").symlink_to(tmp_path / "elsewhere")
     return tmp_path
 
@@ -638,7 +634,6 @@ def _with_a_link_where_a_file_belongs(tmp_path):
     "damage",
     [
         _below_a_file,
-        _a_file,
         _where_nothing_can_be_created,
         _with_a_directory_where_a_file_belongs,
         _open_to_others,
@@ -662,6 +657,7 @@ def test_an_unusable_cache_gives_none_and_one_warning(tmp_path, caplog, damage):
 @pytest.mark.parametrize("mode", [0o1777, 0o1770, 0o755])
 def test_a_cache_in_which_others_cannot_rename_files_is_used(tmp_path, caplog, mode):
     """For example /tmp, which contains other users' mirrors."""
+    (tmp_path / "zloader-cache").touch()
     (tmp_path / f"{'a' * 32}-v3").mkdir(mode=0)
     tmp_path.chmod(mode)
     assert open_mirror(_directory(tmp_path), [LAYOUT]) is not None

@@ -368,3 +368,22 @@ def test_help_names_the_commands():
     for command in ("ls", "verify", "clear"):
         assert command in zloader("cache", "--help").stdout
         assert "--json" in zloader("cache", command, "--help").stdout
+
+
+def test_the_cache_of_a_directory_with_other_contents(store, tmp_path):
+    (tmp_path / "notes.txt").touch()
+    zloader("warm", store, "--cache", tmp_path)
+    place = tmp_path / "zloader"
+    for directory in (tmp_path, place):
+        listed = json.loads(zloader("cache", "ls", directory, "--json").stdout)
+        assert (listed["cache"], len(listed["mirrors"])) == (str(place), 1)
+        assert json.loads(zloader("cache", "verify", directory, "--json").stdout)["ok"]
+    zloader("cache", "clear", tmp_path, "--yes")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert f"neither does {place}" in zloader("cache", "ls", tmp_path, status=1).stderr
+
+
+@pytest.mark.parametrize("command", [("cache", "ls"), ("cache", "verify"), ("cache", "clear")])
+def test_a_file_is_no_cache(tmp_path, command):
+    (tmp_path / "file").touch()
+    assert "is a file: give the path of a directory" in zloader(*command, tmp_path / "file", status=1).stderr

@@ -6,6 +6,8 @@ Options, environment variables and profiles have the same meaning here as for th
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -70,10 +72,12 @@ class Credentials:
     """Passes S3 credentials to TensorStore.
 
     TensorStore reads a key and a secret only from a file or the environment. They are passed in an anonymous in-memory
-    file that exists as long as this object.
+    file that exists as long as this object; on macOS, which has no such files, in a temporary file that only its owner
+    can read.
     """
 
     _file: int | None = None
+    _temporary: tuple[int, str] | None = None  # the process that made it, and its path
 
     def spec(self, access: S3Access) -> dict[str, str]:
         """TensorStore's `aws_credentials`."""
@@ -87,15 +91,22 @@ class Credentials:
         secrets = {"aws_access_key_id": key, "aws_secret_access_key": secret, "aws_session_token": token}
         lines = [f"{name} = {value}" for name, value in secrets.items() if value]
         self._close()
-        self._file = os.memfd_create("zloader-credentials", os.MFD_CLOEXEC)
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("zloader-credentials", os.MFD_CLOEXEC)
+            path = f"/proc/self/fd/{self._file}"
+        else:
+            self._file, path = tempfile.mkstemp(prefix="zloader-credentials-")  # mode 0600
+            self._temporary = os.getpid(), path
         os.write(self._file, "\n".join(["[zloader]", *lines, ""]).encode())
-        path = f"/proc/self/fd/{self._file}"
         return {"type": "profile", "profile": "zloader", "credentials_file": path, "config_file": os.devnull}
 
     def _close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+        if self._temporary is not None and self._temporary[0] == os.getpid():  # not a copy in a forked process
+            Path(self._temporary[1]).unlink(missing_ok=True)
+        self._temporary = None
 
     def __del__(self) -> None:
         self._close()

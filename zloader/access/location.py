@@ -23,7 +23,7 @@ import zarr.abc.store
 import zarr.storage
 
 from zloader.access import local_listing
-from zloader.access.s3_errors import s3_denials, s3_errors
+from zloader.access.access_errors import access_errors, denials
 from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.nearest import suggestion
@@ -277,12 +277,12 @@ class Location:
     @contextlib.contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
         """Translates errors of file systems and their clients into zloader's."""
-        foreign = self._client_errors()
+        errors = self._errors()
         try:
             yield
         except ZloaderError:
             raise
-        except (OSError, *foreign) as error:
+        except errors as error:
             if self._is_denial(error):
                 advice = _ADVICE.get(self.scheme, "the permissions of the directory")
                 raise AccessDeniedError(f"not allowed to {doing} {self.url}: {error}. Check {advice}") from error
@@ -292,17 +292,16 @@ class Location:
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise OptionError(f"cannot {doing} {self.url} with these storage_options: {error}") from error
 
-    def _client_errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions that the client of this scheme raises besides OSError."""
+    def _errors(self) -> tuple[type[Exception], ...]:
         if self.scheme != "gs":
-            return s3_errors(self.url)
+            return access_errors(self.url)
         from zloader.access.google import google_errors
 
-        return google_errors()
+        return OSError, *google_errors()
 
     def _is_denial(self, error: Exception) -> bool:
         if self.scheme != "gs":
-            return isinstance(error, (PermissionError, *s3_denials(self.url)))
+            return isinstance(error, denials(self.url))
         from zloader.access.google import is_denial
 
         return isinstance(error, PermissionError) or is_denial(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,14 @@ from urllib.parse import quote
 
 
 def cached_path(directory: Path, name: str, suffix: str) -> Path:
-    """The path of the file that caches an array, column or object called `name`. It is always inside `directory`."""
-    return directory / f"{quote(name, safe='')}.{suffix}"
+    """The path of the file that caches an array, column or object called `name`. It is always inside `directory`.
+
+    Capital letters after the first slash are escaped as well (X/data, obs/%44onor), so that two columns or layers whose
+    names differ only in case have two files, even where the file system ignores case, as on macOS.
+    """
+    first, slash, rest = quote(name, safe="/").partition("/")
+    escaped = re.sub("%..|[A-Z]", lambda found: found[0] if len(found[0]) > 1 else f"%{ord(found[0]):X}", rest)
+    return directory / f"{(first + slash + escaped).replace('/', '%2F')}.{suffix}"
 
 
 def qualified_name(path: Path) -> bytes:

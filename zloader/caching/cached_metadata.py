@@ -83,12 +83,12 @@ def save_listing(directory: MirrorDirectory, origin: str, objects: Mapping[str, 
         save_object(directory, _LISTING, json.dumps({"origin": origin, "objects": listed}).encode())
 
 
-def load_listing(cache: Path, location: Location) -> tuple[str, dict[str, StoredObject]]:
+def load_listing(place: Path, location: Location) -> tuple[str, dict[str, StoredObject]]:
     """Origin and objects of the store at a location, as of the last time it was opened.
 
     Raises CacheError if the cache contains no mirror of the store.
     """
-    for entry in reversed(mirrors(cache)):  # most recently used first
+    for entry in reversed(mirrors(place)):  # most recently used first
         if entry.url == location.address and not entry.stale:
             content = read_object(entry.directory, _LISTING)
             if content is not None:
@@ -98,7 +98,7 @@ def load_listing(cache: Path, location: Location) -> tuple[str, dict[str, Stored
                     key: StoredObject(size=size, tag=tag, stamp=stamp) for key, (size, tag, stamp) in objects
                 }
     raise CacheError(
-        f"there is no mirror of {location.url} in {cache}: open it once without offline=True, or run 'zloader warm'"
+        f"there is no mirror of {location.url} in {place}: open it once without offline=True, or run 'zloader warm'"
     )
 
 

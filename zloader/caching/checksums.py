@@ -126,8 +126,12 @@ def _write_words(directory: MirrorDirectory, path: Path, header: NDArray[np.uint
             os.fchmod(file.fileno(), 0o600)
             if not directory.space.allocate(file.fileno(), [(0, size)]):
                 raise OSError(f"{path} does not fit into the cache")
-            os.posix_fallocate(file.fileno(), 0, size)  # a store to a hole on a full disk raises SIGBUS
             file.write(header.tobytes())
+            # A store to a hole on a full disk raises SIGBUS, so all blocks are allocated.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.write(bytes(size - header.nbytes))
         draft.replace(path)
 
 

@@ -1,7 +1,7 @@
 """The cache directory: its mirrors, which of them are in use, and how much disk space they may take.
 
-    DIR/zloader-cache           marks DIR as a cache; locked while disk space is allocated
-    DIR/CACHEDIR.TAG            excludes DIR from backups; only written if zloader created DIR
+    DIR/zloader-cache           see place.py
+    DIR/CACHEDIR.TAG            see place.py
     DIR/FINGERPRINT-v3/         the mirror of one store, private to its owner (mode 0700)
         mirror.json             the store's URL, its FINGERPRINT, and when the mirror was created
         users                   locked (shared) by every process that uses the mirror; its mtime is the last use
@@ -31,16 +31,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from zloader.caching.atomic_files import write_atomically
-from zloader.caching.permissions import require_private, require_safe
+from zloader.caching.permissions import require_private
+from zloader.caching.place import MARK, make_cache, unmark
 from zloader.caching.verified import VerifiedMarks
-from zloader.common.errors import CacheError
 from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
 
 _VERSION = 3  # of the file formats; part of each mirror's name
-_MARK = "zloader-cache"
-_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory holds mirrors made by zloader.\n"
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
 _OURS = re.compile(r".+\.(flat|sums|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
@@ -49,19 +47,17 @@ _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
 class MirrorDirectory:
     """The directory of one store's mirror, created if needed, and marked as in use for the life of this object.
 
-    `path` is the directory, `space` allocates disk space, and `verified` records which files match their checksums.
-    Raises OSError if the directory cannot be created or belongs to another store, and PermissionError if other users
-    could have written to it.
+    `path` is the directory, `place` the cache that it is in. `space` allocates disk space, and `verified` records which
+    files match their checksums. Raises OSError if the directory cannot be created or belongs to another store, and
+    PermissionError if other users could have written to it.
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
-        self.cache = cache
-        _make_cache(cache.directory)
-        require_safe(cache.directory)
-        self.path = cache.directory / _name(fingerprint)
+        self.place = make_cache(cache.directory)
+        self.path = self.place / _name(fingerprint)
         self._users = self._begin_use()
         self._describe(fingerprint, url)
-        self.space = DiskSpace(cache)
+        self.space = DiskSpace(cache, self.place)
         self.verified = VerifiedMarks(self.path)
 
     def _begin_use(self) -> int:
@@ -94,7 +90,7 @@ class MirrorDirectory:
         else:
             with contextlib.suppress(OSError):
                 (self.path / "stale").unlink(missing_ok=True)  # the store has the mirrored objects again
-        for other in mirrors(self.cache.directory):
+        for other in mirrors(self.place):
             if other.url == url and other.directory != self.path and not other.stale:
                 log.warning(
                     "%s has changed: its old mirror %s is stale and will be dropped first", url, other.directory
@@ -105,14 +101,6 @@ class MirrorDirectory:
     def __del__(self) -> None:
         if hasattr(self, "_users"):
             os.close(self._users)
-
-
-def _make_cache(directory: Path) -> None:
-    if not directory.exists():
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (directory / "CACHEDIR.TAG").write_text(_TAG)  # https://bford.info/cachedir
-    if not (directory / _MARK).exists():
-        (directory / _MARK).touch(mode=0o600)
 
 
 def _name(fingerprint: str) -> str:
@@ -189,23 +177,10 @@ def is_of_this_version(directory: Path) -> bool:
     return directory.name.endswith(_name(""))
 
 
-def require_cache(directory: Path) -> None:
-    """Raises CacheError if zloader has not marked the directory as a cache."""
-    if not (directory / _MARK).is_file():
-        raise CacheError(f"{directory} is not a cache of zloader: it contains no file {_MARK}. Check the path")
-
-
-def unmark(cache: Path) -> None:
+def unmark_if_empty(cache: Path) -> None:
     """Once no mirror is left, removes the files that mark a cache, and then the directory itself if it is empty."""
-    if any((mirror / "users").exists() for mirror in _directories(cache)):
-        return
-    tag = cache / "CACHEDIR.TAG"
-    with contextlib.suppress(FileNotFoundError):
-        if tag.read_text() == _TAG:
-            tag.unlink()
-    (cache / _MARK).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it contains other files, or is a mount point
-        cache.rmdir()
+    if not any((mirror / "users").exists() for mirror in _directories(cache)):
+        unmark(cache)
 
 
 def allocated_bytes(directory: Path) -> int:
@@ -261,14 +236,17 @@ class DiskSpace:
     is stored that could become wrong, and the limit holds at every moment. Without limits, nothing is allocated ahead.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, place: Path) -> None:
         self._cache = cache
+        self._place = place
         self.limited = cache.max_bytes is not None or cache.least_free > 0
 
     def allocate(self, file: int, runs: Sequence[tuple[int, int]]) -> int:
         """Allocates the runs `(offset, bytes)` of a file, in order; returns how many of them fit.
 
-        Drops mirrors that are not in use to free space. Raises OSError if the file system cannot allocate.
+        Drops mirrors that are not in use to free space. Raises OSError if the file system cannot allocate. On macOS,
+        which lacks posix_fallocate, the runs are only counted, so processes that fill the cache at the same time may
+        exceed a limit by the bytes that they have in flight.
         """
         if not self.limited:
             return len(runs)
@@ -280,14 +258,17 @@ class DiskSpace:
                     if not self._drop_one():
                         return done
                     left = self._bytes_left()
-                before = os.fstat(file).st_blocks
-                os.posix_fallocate(file, offset, n_bytes)
-                left -= (os.fstat(file).st_blocks - before) * 512
+                if hasattr(os, "posix_fallocate"):
+                    before = os.fstat(file).st_blocks
+                    os.posix_fallocate(file, offset, n_bytes)
+                    left -= (os.fstat(file).st_blocks - before) * 512
+                else:
+                    left -= n_bytes
         return len(runs)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        file = os.open(self._cache.directory / _MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = os.open(self._place / MARK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -295,12 +276,12 @@ class DiskSpace:
             os.close(file)
 
     def _bytes_left(self) -> int:
-        disk = os.statvfs(self._cache.directory)
+        disk = os.statvfs(self._place)
         free = disk.f_bavail * disk.f_frsize - self._cache.least_free
-        return min(free, self._cache.most - cache_bytes(self._cache.directory) - _RESERVE_BYTES)
+        return min(free, self._cache.most - cache_bytes(self._place) - _RESERVE_BYTES)
 
     def _drop_one(self) -> bool:
-        for entry in mirrors(self._cache.directory):
+        for entry in mirrors(self._place):
             if drop(entry.directory):
                 log.info("dropped the mirror %s of %s to free disk space", entry.directory, entry.url)
                 return True

@@ -5,6 +5,9 @@ its owner. For its whole life, the owner holds a lock on the byte of that number
 releases the lock when the owner's process ends for any reason, so its leases expire and others take over. Leases are
 acquired under an exclusive lock (`exclusive`). They only save work and are not needed for correctness: if two owners
 download a chunk after all, they write the same bytes.
+
+Owners need locks that belong to an open file and cover one byte of it, which only Linux has (F_OFD_SETLK). Locks of
+`lockf` belong to the process, and end when it closes the file anywhere. So on macOS no chunk is leased.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import os
 import secrets
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,8 +34,12 @@ _OWNERS = (1 << 31) - 1
 _TRIES, _PAUSE_S = 100, 0.0005  # acquiring leases takes about 0.1 ms
 
 
+def _has_byte_locks() -> bool:
+    return sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK")  # newer macOS has it with another struct flock
+
+
 def _lock(kind: int, owner: int) -> bytes:
-    """struct flock of <fcntl.h>: kind, whence, first byte, length, process."""
+    """struct flock of Linux: kind, whence, first byte, length, process."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, owner, 1, 0)
 
 
@@ -42,12 +50,14 @@ class Leases:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Opens the file of locks. Without locks, as on some network file systems, leases have no effect."""
+        """Opens the file of locks. Without locks, as on macOS and some network file systems, leases have no effect."""
         self.word = np.uint64(0)
         self._file = -1
         self._thread_lock = threading.Lock()  # threads of this owner share its open file, and so its locks
         try:
             self._file = os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if not _has_byte_locks():
+                return
             owner = 1 + secrets.randbelow(_OWNERS)
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, owner))
             self.word = np.uint64(LEASED | owner)
@@ -62,6 +72,8 @@ class Leases:
         return alive
 
     def _is_alive(self, owner: int) -> bool:
+        if not _has_byte_locks():
+            return False
         try:
             answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, owner))
         except OSError:

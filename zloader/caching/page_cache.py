@@ -8,6 +8,8 @@ the page cache already, that would waste about 1 us per range, so a few ranges a
 A page fault maps up to 2 MiB of surrounding pages as well. All statistics count them as memory of the process, although
 they belong to the page cache. So maps of which little is used are released afterwards, and short ranges are read
 instead of mapped.
+
+macOS can neither be told ranges (posix_fadvise) nor asked for them (RWF_NOWAIT), so nothing is prefetched there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from zloader.common.records import Rows
 _SAMPLES = 16  # ranges checked before a prefetch
 _advise = External("posix_fadvise", "int32", "int32", "int64", "int64", "int32")
 _pread = External("pread", "intp", "int32", "uintp", "uintp", "int64")
-_WILLNEED = os.POSIX_FADV_WILLNEED
+_WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", 0)
 
 
 @compiled
@@ -42,6 +44,8 @@ def _prefetch(file: int, starts: NDArray[Any], stops: NDArray[Any]) -> None:
 
 def prefetch(file: int, starts: Rows, stops: Rows) -> None:
     """Tells the kernel to read the bytes `[start, stop)` of each row, unless a sample of them is all in memory."""
+    if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
+        return
     samples = np.linspace(0, len(starts) - 1, min(_SAMPLES, len(starts))).astype(np.int64)
     if not all(_in_memory(file, offset) for offset in starts[samples].tolist()):
         _prefetch(file, starts, stops)

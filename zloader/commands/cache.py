@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 @app.command(epilog=KEYS)
 def warm(  # noqa: PLR0913 - one parameter a flag
     url: Url,
-    cache: Annotated[Path, typer.Option(metavar="DIR", help="Cache directory.", show_default=False)],
+    cache: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Cache directory; DIR/zloader if DIR holds other things.", show_default=False),
+    ],
     x: Annotated[
         list[str] | None,
         typer.Option(
@@ -74,6 +77,7 @@ def warm(  # noqa: PLR0913 - one parameter a flag
 
     Cached chunks are not read again. After Ctrl-C or a crash, run the same command to continue.
     """
+    from zloader.caching.place import place_of
     from zloader.common.checks import parse_size, require_count
     from zloader.common.options import Cache
     from zloader.common.progress import byte_bar
@@ -86,7 +90,7 @@ def warm(  # noqa: PLR0913 - one parameter a flag
         require_count(limit=bytes_per_s)
     cache_options = Cache(directory=cache, max_bytes=max_bytes, min_free_bytes=min_free)
     access = storage_options(endpoint_url, region, profile, anon)
-    settings = {"url": url, "cache": cache_options.directory}
+    settings = {"url": url, "cache": place_of(cache_options.directory)}
     latest: Warmed | None = None
     try:
         with byte_bar("warming") as show:
@@ -128,14 +132,18 @@ def _show_warmed(settings: dict[str, Any], warmed: Warmed, *, as_json: bool) -> 
 _cache = typer.Typer(no_args_is_help=True)
 app.add_typer(_cache, name="cache", help="List, verify and delete cached mirrors.")
 
-_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Cache directory.", show_default=False)]
+_Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Cache directory, or the one that holds it.", show_default=False)
+]
 
 
-def _mirrors(directory: Path) -> list[MirrorEntry]:
-    from zloader.caching.directory import mirrors, require_cache
+def _mirrors(directory: Path) -> tuple[Path, list[MirrorEntry]]:
+    """The place of the cache of a directory, and its mirrors."""
+    from zloader.caching.directory import mirrors
+    from zloader.caching.place import require_cache
 
-    require_cache(directory)
-    return mirrors(directory.absolute())
+    place = require_cache(directory.absolute())
+    return place, mirrors(place)
 
 
 def _document(entry: MirrorEntry, inspection: MirrorInspection | None = None) -> dict[str, Any]:
@@ -151,11 +159,12 @@ def ls(directory: _Directory, as_json: Json = False, debug: Debug = False) -> No
     """List the mirrors in a cache, in eviction order."""
     from zloader.caching.inspection import inspect_mirror
 
-    found = [(entry, inspect_mirror(entry)) for entry in _mirrors(directory)]
+    place, entries = _mirrors(directory)
+    found = [(entry, inspect_mirror(entry)) for entry in entries]
     if as_json:
         on_disk = sum(entry.allocated_bytes for entry, _ in found)
         mirrors = [_document(entry, inspection) for entry, inspection in found]
-        print_json({"cache": directory.absolute(), "allocated_bytes": on_disk, "mirrors": mirrors})
+        print_json({"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors})
     else:
         terminal.show_mirrors(terminal.console(), found)
 
@@ -170,7 +179,7 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
     from zloader.caching.inspection import verify as verify_mirror
     from zloader.common.progress import byte_bar
 
-    entries = _mirrors(directory)
+    place, entries = _mirrors(directory)
     in_all = sum(each.bytes_held + each.kept_bytes for each in map(inspect_mirror, entries))
     done = 0
     problems: dict[Path, list[str]] = {}
@@ -186,7 +195,7 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
     ok = not any(problems.values())
     if as_json:
         mirrors = [_document(entry) | {"problems": problems[entry.directory]} for entry in entries]
-        print_json({"cache": directory.absolute(), "bytes_compared": done, "ok": ok, "mirrors": mirrors})
+        print_json({"cache": place, "bytes_compared": done, "ok": ok, "mirrors": mirrors})
     else:
         _show_problems(entries, problems, done)
     if not ok:
@@ -233,20 +242,21 @@ def clear(
     Deleting the last mirror also removes the marker files of the cache. Files that zloader did not make stay.
     """
     from zloader.access.location import Location
-    from zloader.caching.directory import unmark
+    from zloader.caching.directory import unmark_if_empty
 
     addresses = url and {url, Location(url=url).address}  # the mirror of several stores lists all their URLs
-    entries = [entry for entry in _mirrors(directory) if not addresses or entry.url in addresses]
+    place, entries = _mirrors(directory)
+    entries = [entry for entry in entries if not addresses or entry.url in addresses]
     if url is not None and not entries:
-        raise CacheError(f"there is no mirror of {url} in {directory}: 'zloader cache ls' lists the mirrors")
+        raise CacheError(f"there is no mirror of {url} in {place}: 'zloader cache ls' lists the mirrors")
     entries = [entry for entry in entries if entry.stale or not stale]
     if entries and not yes:
         _ask(entries)
-    cleared = _Cleared(cache=directory.absolute())
+    cleared = _Cleared(cache=place)
     try:
         for entry in entries:
             _clear_one(entry, cleared)
-        unmark(cleared.cache)
+        unmark_if_empty(place)
     except OSError as error:
         raise CacheError(f"cannot delete: {error}. Run this command as the user who made the cache") from error
     if as_json:

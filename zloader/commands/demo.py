@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import platform
 import tempfile
 import time
@@ -27,6 +26,7 @@ from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures,
 from zloader.commands.demo_server import DemoServer
 from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
+from zloader.common.machine import available_cores
 from zloader.common.records import Rows, Statistics
 from zloader.conversion.convert import convert
 from zloader.conversion.example import NAME as EXAMPLE
@@ -315,7 +315,7 @@ def _opening_bytes(dataset: Dataset, label: str) -> int:
 def machine() -> dict[str, str]:
     """Cores, system and versions that the figures depend on; nothing that identifies the machine."""
     return {
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(available_cores()),
         "system": f"{platform.system()} {platform.machine()}",
         "Python": platform.python_version(),
         **{name: version(name) for name in ("zloader", "torch", "tensorstore", "zarr", "anndata", "numpy")},

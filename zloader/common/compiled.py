@@ -1,8 +1,12 @@
-"""Compiles Python loops to machine code with numba, which is imported when the first of them is called."""
+"""Compiles Python loops to machine code with numba.
+
+numba is imported when the first loop is called, because it takes half a second and much of zloader runs no loops.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -15,6 +19,14 @@ def compiled(function: Function) -> Function:
     fastmath stays off: it reorders sums and so changes their last bits, and some row orders depend on those sums.
     """
     return cast(Function, _Compiled(function))
+
+
+def load_compiler() -> None:
+    """Imports numba now. Call it before starting threads that run compiled functions.
+
+    A process that is forked while a thread imports a module can never import that module.
+    """
+    importlib.import_module("numba")
 
 
 class _Compiled:
@@ -31,7 +43,6 @@ class _Compiled:
 
     def _compiled(self) -> Any:
         if self._dispatcher is None:  # two threads may both get here; either dispatcher will do
-            # Imported here because numba takes half a second, and much of zloader runs no loops.
             import numba
 
             self._dispatcher = numba.njit(nogil=True, cache=True)(self._function)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from zloader.common.checks import MAX_COUNT, parse_size, require_at_least, require_count, require_flag, require_whole
 from zloader.common.errors import OptionError
+from zloader.common.machine import available_bytes, available_cores
 
 MiB = 1 << 20
 MIN_MEMORY = 16 * MiB  # smallest value of FetchOptions.memory
@@ -85,7 +85,7 @@ class FetchOptions:
     prefetch: int = 2
     deadline_s: float = 60.0
     retries: int = 16
-    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    threads: int = field(default_factory=available_cores)
     tune_malloc: bool = True
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class FetchOptions:
         require_whole(0, memory=self.memory)
         if self.memory:
             require_at_least(MIN_MEMORY, memory=self.memory)
-        memory = self.memory or max(MIN_MEMORY, min(_machine_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
+        memory = self.memory or max(MIN_MEMORY, min(available_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
         object.__setattr__(self, "memory", memory)
         self._derive(in_flight_bytes=memory // 16, ready_bytes=memory // 16)
         self._derive(buffer_bytes=max(memory - self.in_flight_bytes - self.ready_bytes, memory // 8))
@@ -108,15 +108,6 @@ class FetchOptions:
             object.__setattr__(self, name, getattr(self, name) or value)
 
 
-def _machine_bytes() -> int:
-    """Bytes of memory of the machine, or of the container that runs this process."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, then v1
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
-    return min(limits)
-
-
 @dataclass(frozen=True)
 class Cache:
     """A directory on a fast local disk for mirrors, and how much of the disk they may use.
@@ -125,10 +116,12 @@ class Cache:
     own, which grows until the cache is full; chunks that are not in the mirror are read from the store. When space is
     needed, mirrors that no process uses are evicted, stale ones first.
 
-    `directory` is created if needed; `~` is expanded. `max_bytes` limits all mirrors in the directory together, counted
-    as the file system allocates them; None means no limit. `min_free_bytes` is the space that mirrors leave free on the
-    disk. Both are numbers of bytes, or strings such as "500GB" or "500G" (the same), or "500GiB". Raises OptionError
-    for an invalid value.
+    `directory` is created if needed; `~` is expanded. If it holds other things, as `/tmp` does, the mirrors go to its
+    subdirectory `zloader`, which only its owner can open. A file is an OptionError when a dataset is opened.
+
+    `max_bytes` limits all mirrors of the cache together, counted as the file system allocates them; None means no
+    limit. `min_free_bytes` is the space that mirrors leave free on the disk. Both are numbers of bytes, or strings such
+    as "500GB" or "500G" (the same), or "500GiB". Raises OptionError for an invalid value.
 
     >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
     >>> cache.max_bytes, cache.min_free_bytes

@@ -2,7 +2,7 @@
 
 A forked worker shares the memory of its parent. A spawned worker receives a pickle, so 100 million weights would be
 copied once per worker. While a process is being spawned, large arrays are therefore written to a file in memory, and
-the pickle holds only its path.
+the pickle holds only its path. macOS has no such files: there, each worker gets a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SharesArrays:
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "_files"}
         popen = get_spawning_popen()
-        if popen is None:
+        if popen is None or not hasattr(os, "memfd_create"):
             return state
         files: dict[str, _File] = self.__dict__.setdefault("_files", {})
         for name, value in state.items():

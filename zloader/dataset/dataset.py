@@ -24,6 +24,7 @@ from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.dataset.base import BaseDataset
 from zloader.dataset.description import described
+from zloader.dataset.elements import load_anndata
 from zloader.dataset.matrices import Matrices, X, as_scipy
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
@@ -299,12 +300,9 @@ class Dataset(BaseDataset):
 
 def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
     """An AnnData of rows, which may have the same name if rows are repeated."""
-    # Imported here because it takes two seconds, and training on tensors does not need it.
-    import anndata as ad
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Observation names are not unique")
-        return ad.AnnData(
+        return load_anndata().AnnData(
             X=_in_anndata(x),
             obs=obs,
             layers={name: _in_anndata(values) for name, values in (layers or {}).items()},

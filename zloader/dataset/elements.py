@@ -20,6 +20,11 @@ def read_element(node: Any) -> Any:
     if isinstance(node, zarr.Group) and kind == ("categorical", "0.2.0"):
         codes, categories = read_element(node["codes"]), read_element(node["categories"])
         return pd.Categorical.from_codes(codes, categories, ordered=bool(node.attrs["ordered"]))
-    import anndata.io
+    return load_anndata().io.read_elem(node)
 
-    return anndata.io.read_elem(node)
+
+def load_anndata() -> Any:
+    """The module anndata, imported on the first call."""
+    import anndata
+
+    return anndata

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
 from zloader.caching.mirror import contents_of
+from zloader.caching.place import place_of
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows
@@ -119,13 +120,14 @@ class Matrices:
         if None in mirrors:
             raise OptionError(f"the mirror of {self._opened.url} in {cache.directory} cannot be used (see the warning)")
         cached = contents_of(array for mirror in mirrors if mirror is not None for array in mirror.arrays.values())
+        place = place_of(cache.directory)
         return CacheStatistics(
-            directory=cache.directory,
+            directory=place,
             chunks=cached.chunks,
             chunks_held=cached.chunks_held,
             bytes_in_all=cached.bytes_in_all,
             bytes_held=cached.bytes_held,
-            allocated_bytes=cache_bytes(cache.directory),
+            allocated_bytes=cache_bytes(place),
             max_bytes=None if cache.max_bytes is None else cache.most,
             full=cached.full,
         )

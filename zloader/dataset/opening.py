@@ -19,6 +19,7 @@ from zloader.access.unconverted import refuse_unconverted
 from zloader.caching.cached_metadata import load_listing
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import open_mirror_directory
+from zloader.caching.place import place_of
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
 from zloader.dataset.store import OpenedStore
@@ -102,7 +103,7 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     if offline and cache is None:
         raise OptionError("offline=True opens a dataset from a cache: give cache= too")
     if offline and cache is not None:
-        origin, objects = load_listing(cache.directory, location)
+        origin, objects = load_listing(place_of(cache.directory), location)
     else:
         origin, objects = location.origin, location.listing()
         refuse_unconverted(location, objects)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching import page_cache
+from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
@@ -161,6 +162,7 @@ class FetchScheduler:
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
+        load_compiler()
 
         async def produce(put: Put[MinibatchArrays]) -> None:
             await self.run(fetches, put)

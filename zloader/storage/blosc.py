@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from zloader.common.compiled import External, compiled
 from zloader.common.records import Rows
 
-
 # Addresses are passed as integers, which the C calling convention puts into the same registers as pointers.
 _crc32c = External("crc32c_value", "uint32", "intp", "uintp")
 _validate = External("blosc_cbuffer_validate", "int32", "intp", "uintp", "intp")
@@ -30,7 +29,7 @@ _getitem = External("blosc_getitem", "int32", "intp", "int32", "int32", "intp")
 @functools.cache
 def available() -> bool:
     """Loads the C functions for `decompress`. Returns False if any is missing. Call this before `decompress`."""
-    # Imported here because it is a part of numba, which is imported when the first compiled loop runs.
+    # Imported here because it is a part of numba, which is imported when the first loop is called (compiled.py).
     import llvmlite.binding
 
     for library in ("numcodecs.blosc", "google_crc32c._crc32c"):

@@ -12,11 +12,13 @@ import numpy as np
 import torch.utils.data
 
 from zloader.common.checks import names_of, require_count, require_one_of
+from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.malloc import keep_freed_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
+from zloader.dataset.elements import load_anndata
 from zloader.order.epochs import EpochCount
 from zloader.order.named import sampling_of
 from zloader.order.plan import Plan
@@ -129,6 +131,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
             option = "genes" if self.genes is not None else "layout='anndata'"
             raise OptionError(f"{option} needs an x, but x is None: name a matrix, such as x='X'")
+        _import_before_fork(self.layout)
         silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         self.dataset.require_obsm(self.obsm)
@@ -315,6 +318,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             names=whole.names_of if self.layout == "anndata" else None,
             sweeping=sweeping,
         )
+
+
+def _import_before_fork(layout: str) -> None:
+    """Imports the libraries that minibatches need, so that forked DataLoader workers share them."""
+    load_compiler()
+    if layout == "anndata":
+        load_anndata()
 
 
 def _nothing() -> None:

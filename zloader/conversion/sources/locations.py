@@ -21,8 +21,8 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.storage import WrapperStore
 
+from zloader.access.access_errors import denials
 from zloader.access.location import Location
-from zloader.access.s3_errors import s3_denials
 from zloader.common.errors import (
     AccessDeniedError,
     OptionError,
@@ -178,7 +178,7 @@ def _translated(location: SourceLocation) -> Iterator[None]:
         yield
     except ZloaderError:
         raise
-    except (PermissionError, *s3_denials(location.url)) as error:
+    except denials(location.url) as error:
         advice = "" if location.is_local else ". Check the key and secret in storage_options or the AWS_* variables"
         reason = error.strerror if isinstance(error, PermissionError) and error.strerror else str(error)
         raise AccessDeniedError(f"not allowed to read {location.name}: {reason}{advice}") from error

@@ -22,9 +22,9 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
+from zloader.access.access_errors import access_errors
 from zloader.access.listed_store import METADATA, is_metadata
 from zloader.access.location import Location
-from zloader.access.s3_errors import s3_errors
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,
@@ -210,7 +210,7 @@ class Destination:
         bucket, key, _ = filesystem.split_path(path)
         prefix = f"{key}/" if key else ""
         # Optional cleanup, which not all credentials allow.
-        with contextlib.suppress(OSError, *s3_errors(self.location.url)):
+        with contextlib.suppress(*access_errors(self.location.url)):
             found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
             for upload in found.get("Uploads", []):
                 if may_belong(upload["Key"].removeprefix(prefix)):

@@ -7,6 +7,7 @@ parts at a time are uploaded while the next are prepared, and the object appears
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 
+from zloader.access.access_errors import access_errors, denials
 from zloader.access.location import Location
-from zloader.access.s3_errors import s3_denials, s3_errors
 from zloader.common.errors import AccessDeniedError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.options import MiB
 
@@ -33,14 +34,14 @@ def translated(doing: str, url: str) -> Iterator[None]:
         yield
     except ZloaderError:
         raise
-    except (PermissionError, *s3_denials(url)) as error:
+    except denials(url) as error:
         raise AccessDeniedError(
             f"not allowed to {doing} {url} ({error}): check the permissions of the directory, or the key and secret in "
             "storage_options or the AWS_* variables"
         ) from error
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {doing} {url} ({error}): does the bucket exist?") from error
-    except (OSError, *s3_errors(url)) as error:
+    except access_errors(url) as error:
         advice = ": free some space or repair the server, and run it again (convert: with --resume)"
         raise StoreError(f"cannot {doing} {url}: {error}{advice if doing.startswith('write') else ''}") from error
 
@@ -80,7 +81,7 @@ class _LocalFile(ObjectWriter):
 
     def commit(self) -> None:
         self._file.flush()
-        os.fsync(self._file.fileno())  # a power failure must not leave the final name without its bytes
+        _sync(self._file.fileno())  # a power failure must not leave the final name without its bytes
         self._file.close()
         self._partial.replace(self._path)
 
@@ -88,6 +89,14 @@ class _LocalFile(ObjectWriter):
         with contextlib.suppress(OSError):  # a full disk cannot take the rest of the buffer
             self._file.close()
         self._partial.unlink(missing_ok=True)
+
+
+def _sync(file: int) -> None:
+    """Writes a file to disk. On macOS, fsync leaves it in the cache of the drive."""
+    try:
+        fcntl.fcntl(file, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined, unused-ignore]
+    except (AttributeError, OSError):  # not macOS, or a file system without it
+        os.fsync(file)
 
 
 class _Upload(ObjectWriter):

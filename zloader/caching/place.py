@@ -1,0 +1,86 @@
+"""The place of a cache: the directory DIR that the user names, or `DIR/zloader` if DIR holds other things.
+
+DIR/zloader-cache           marks DIR as a cache; locked while disk space is allocated
+DIR/CACHEDIR.TAG            excludes DIR from backups; only written if zloader created DIR
+"""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+from pathlib import Path
+
+from zloader.caching.permissions import require_private, require_safe
+from zloader.common.errors import CacheError, OptionError
+
+MARK = "zloader-cache"
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory holds mirrors made by zloader.\n"
+
+
+def place_of(directory: Path) -> Path:
+    """The directory itself if it is missing, empty or already a cache; otherwise its subdirectory `zloader`.
+
+    Creates nothing. Raises OptionError for a file.
+    """
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR(directory.stat().st_mode):
+            raise OptionError(f"the cache {directory} is a file: give the path of a directory")
+    # The mark is the first thing that zloader creates in a cache. If this listing finds anything else of a cache, the
+    # look for the mark, which comes later, finds the mark. So processes that start at the same time agree on the place.
+    return directory if not _has_contents(directory) or _is_marked(directory) else directory / "zloader"
+
+
+def _has_contents(directory: Path) -> bool:
+    try:
+        return any(True for _ in directory.iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:  # it cannot be listed
+        return True
+
+
+def _is_marked(place: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return (place / MARK).is_file()
+    return False
+
+
+def make_cache(directory: Path) -> Path:
+    """Creates and marks the cache of a directory, if needed. Returns its place.
+
+    Raises PermissionError if other users could rename or replace mirrors in it, and any other OSError.
+    """
+    place = place_of(directory)
+    if place != directory:
+        require_safe(directory)
+    created = not place.exists()
+    if created:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if place != directory:
+        require_private(place)  # another user may have created it, or a link with its name
+    require_safe(place)
+    if not _is_marked(place):
+        (place / MARK).touch(mode=0o600)
+    if created:
+        (place / "CACHEDIR.TAG").write_text(_TAG)  # https://bford.info/cachedir
+    return place
+
+
+def require_cache(directory: Path) -> Path:
+    """The place of the cache of a directory. Raises CacheError if there is none."""
+    place = place_of(directory)
+    if not _is_marked(place):
+        inside = "" if place == directory else f", and neither does {place}"
+        raise CacheError(f"{directory} is not a cache of zloader: it contains no file {MARK}{inside}. Check the path")
+    return place
+
+
+def unmark(place: Path) -> None:
+    """Removes the files that mark a cache, and then the directory itself if it is empty."""
+    tag = place / "CACHEDIR.TAG"
+    with contextlib.suppress(FileNotFoundError):
+        if tag.read_text() == _TAG:
+            tag.unlink()
+    (place / MARK).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it contains other files, or is a mount point
+        place.rmdir()

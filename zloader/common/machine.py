@@ -1,0 +1,23 @@
+"""What this process may use of the machine: cores and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """The number of cores that this process may run on. macOS does not restrict processes to some of the cores."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Bytes of memory of the machine, or of the container that runs this process."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, then v1
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return min(limits)
