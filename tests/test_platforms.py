@@ -91,7 +91,7 @@ def test_a_cached_epoch(store, tmp_path, limit):
 _CONVERT = """
 import zloader as zl
 report = zl.convert(sys.argv[1], sys.argv[2], progress=False)
-print(json.dumps(zl.verify(sys.argv[2], sys.argv[1], progress=False).ok))
+print(json.dumps(zl.verify(sys.argv[2], against=sys.argv[1], progress=False).ok))
 """
 
 
