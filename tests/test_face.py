@@ -151,7 +151,7 @@ for minibatch in zl.Loader(zl.open_dataset(store), layout="anndata"):
 zl.convert(source, cache + "/converted.zarr", progress=False)
 """,
     "convert shuffled": """
-zl.convert(source, cache + "/converted.zarr", progress=False, shuffle=True)
+zl.convert(source, cache + "/converted.zarr", progress=False, options=zl.ConvertOptions(shuffle_seed=1))
 """,
 }
 _NEEDED = {

@@ -30,6 +30,7 @@ for module, names in {
         delattr(module, name)
 for name in [name for name in dir(os) if name.startswith(("RWF_", "POSIX_FADV_", "MFD_"))]:
     delattr(os, name)
+os.process_cpu_count = os.cpu_count  # Python 3.13 implements it with sched_getaffinity
 
 class NoLinux:  # a C library without the functions of Linux
     def __getattr__(self, name):

@@ -20,6 +20,9 @@ COLUMNS = {
     "numbered": pd.Categorical([3, 1, 3]),
     "no categories": pd.Categorical([None, None, None]),
     "integers or missing": pd.array([1, None, 3], dtype="Int8"),
+    "bools or missing": pd.array([True, None, False], dtype="boolean"),
+    "strings or missing": pd.array(["b", None, "ä"], dtype="string"),
+    "inferred strings": pd.array(["b", "", "ä"]),
     "table": np.arange(6).reshape(3, 2),
     "empty": np.zeros(0, np.int16),
     "frame": pd.DataFrame({"a": [1, 2]}, index=["x", "y"]),
@@ -42,5 +45,6 @@ def same(one, other):
 @pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in COLUMNS])
 def test_an_element_is_read_as_anndata_reads_it(name, zarr_format):
     root = zarr.open_group(zarr.storage.MemoryStore(), mode="w", zarr_format=zarr_format)
-    ad.io.write_elem(root, "element", COLUMNS[name])
+    with ad.settings.override(allow_write_nullable_strings=True):
+        ad.io.write_elem(root, "element", COLUMNS[name])
     same(read_element(root["element"]), ad.io.read_elem(root["element"]))
