@@ -10,6 +10,8 @@ import zarr
 
 from zloader.dataset.elements import read_element
 
+# What pandas infers for strings from version 3 on, where missing values are NaN instead of NA.
+INFERRED = pd.Series(["a"]).dtype if pd.Series(["a"]).dtype != object else "string"
 COLUMNS = {
     "floats": np.array([1.5, np.nan, -0.0], np.float32),
     "large": np.array([2**63, 0, 1], np.uint64),
@@ -22,7 +24,7 @@ COLUMNS = {
     "integers or missing": pd.array([1, None, 3], dtype="Int8"),
     "bools or missing": pd.array([True, None, False], dtype="boolean"),
     "strings or missing": pd.array(["b", None, "ä"], dtype="string"),
-    "inferred strings": pd.array(["b", "", "ä"]),
+    "inferred strings": pd.array(["b", "", "ä"], dtype=INFERRED),
     "table": np.arange(6).reshape(3, 2),
     "empty": np.zeros(0, np.int16),
     "frame": pd.DataFrame({"a": [1, 2]}, index=["x", "y"]),
