@@ -18,8 +18,6 @@ from helpers import counts, dense, write_store
 import zloader as zl
 from zloader.common.errors import FormatError, MissingColumnError, OptionError
 
-pytestmark = pytest.mark.any_version
-
 ADATA = counts(50, 12)
 ADATA.var["highly_variable"] = True
 ADATA.layers["spliced"] = ADATA.X * 2
@@ -117,7 +115,7 @@ def test_rows_of_a_dataset_are_those_of_its_anndata(dataset: zl.Dataset, rows: A
     for taken in (dataset.take(rows, layers=layers), view.take(slice(None), layers=layers)):
         assert taken.obs_names.tolist() == wanted.obs_names.tolist()
         np.testing.assert_array_equal(dense(taken.X), wanted.X.toarray())
-        assert list(taken.layers) == layers
+        assert [name for name in taken.layers if name] == layers  # anndata 0.13 lists X as None
         for name in layers:
             np.testing.assert_array_equal(dense(taken.layers[name]), dense(wanted.layers[name]))
         np.testing.assert_array_equal(taken.obsm["X_pca"], wanted.obsm["X_pca"])
@@ -147,7 +145,8 @@ def test_single_rows_are_refused(dataset: zl.Dataset, index: Any) -> None:
 
 
 def test_layers_may_be_named_as_matrices(dataset: zl.Dataset) -> None:
-    assert list(dataset.take([1], layers=["layers/spliced", "dense"]).layers) == ["spliced", "dense"]
+    taken = dataset.take([1], layers=["layers/spliced", "dense"])
+    assert [name for name in taken.layers if name] == ["spliced", "dense"]
     with pytest.raises(FormatError, match=r"no matrix 'layers/splcied' in .*Did you mean 'layers/spliced'\?"):
         dataset.take([1], layers=["splcied"])
     with pytest.raises(OptionError, match=r"layers must be a list of names: write layers=\['spliced'\]"):
