@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from zloader.dataset.quality import Quality, quality
     from zloader.dataset.suggest import Suggestion, suggest
     from zloader.dataset.warm import Warmed, warm
-    from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
+    from zloader.order.sampling import BlockShuffling, Sampling, Streaming
+    from zloader.order.scanners import MixtureOfScanners
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
@@ -100,7 +101,7 @@ _MODULES = {
     "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
     "Minibatch": "zloader.training.minibatch",
-    "MixtureOfScanners": "zloader.order.sampling",
+    "MixtureOfScanners": "zloader.order.scanners",
     "Quality": "zloader.dataset.quality",
     "Sampling": "zloader.order.sampling",
     "Selection": "zloader.conversion.joining.selection",

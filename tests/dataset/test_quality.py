@@ -90,6 +90,27 @@ def test_strata_bring_entropy_nearer_to_random_for_any_number_of_labels(n_labels
     assert -0.01 < in_strata < left * at_random
 
 
+@pytest.mark.parametrize("n_rows", [1, 64, 65, 130, 1000, 2142, 5000, 20_000, 200_000, 10_000_000])
+@pytest.mark.parametrize(("block_size", "fetch_factor"), [(64, 256), (256, 16), (64, 4)], ids=str)
+def test_the_default_mixes_no_worse_than_blocks_alone(n_rows, block_size, fetch_factor):
+    """At any size. Clearly better where an epoch has several fetches and these have several blocks."""
+    labels = (np.arange(n_rows) * 14 // n_rows).astype(np.int8)
+    batch_size = min(64, n_rows)
+    block_size = min(block_size, batch_size * fetch_factor)
+    seeds = range(20 if n_rows <= 5000 else 4 if n_rows <= 20_000 else 1)
+
+    def seen(sampling):
+        all_seen = [measured(sampling, fetch_factor, labels=labels, batch_size=batch_size, seed=seed) for seed in seeds]
+        return np.array([each.entropy_bits for each in all_seen]), all_seen[0].random_entropy_bits
+
+    default, random = seen(stratified(block_size))
+    plain, _ = seen(BlockShuffling(block_size))
+    noise = 3 * math.sqrt((default.var() + plain.var()) / len(seeds)) + 0.001
+    assert default.mean() > plain.mean() - noise
+    if n_rows >= 5000 and n_rows > batch_size * fetch_factor:
+        assert random - default.mean() < 0.95 * (random - plain.mean())
+
+
 def test_strata_help_where_a_fetch_has_fewer_blocks_than_there_are_strata():
     plain, few = (measured(BlockShuffling(64, n_strata=n), 32).entropy_bits for n in (1, 64))
     assert few > plain + 0.1

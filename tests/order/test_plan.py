@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
-from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Streaming
+from zloader.order.sampling import BlockShuffling, Streaming
+from zloader.order.scanners import MixtureOfScanners
 
 pytestmark = pytest.mark.any_version
 
@@ -139,10 +141,29 @@ def test_workers_share_out_the_fetches_of_their_rank(plan, n_workers):
 def test_streaming_reads_in_order_and_deals_fetches_in_turn(plan):
     alone = dataclasses.replace(plan, world_size=1, drop_last=False)
     np.testing.assert_array_equal(np.concatenate(_minibatches(alone)), np.arange(plan.dataset_rows))
-    n_rounds = (plan.dataset_rows - plan.world_size) // (plan.world_size * plan.fetch_rows)
-    for number, rank in itertools.product(range(n_rounds), _ranks(plan)):
-        begin = (number * plan.world_size + rank.rank) * plan.fetch_rows
-        np.testing.assert_array_equal(rank.fetch(number).rows, begin + np.arange(plan.fetch_rows))
+    fetches = [rank.fetch(number).rows for number in range(plan.n_fetches) for rank in _ranks(plan)]
+    dealt = np.concatenate([np.empty(0, np.int64), *fetches])
+    np.testing.assert_array_equal(dealt, np.arange(len(dealt)))
+
+
+@given(plan=plans())
+@example(plan=Plan(dataset_rows=200_000, sampling=BlockShuffling(64), batch_size=64, fetch_factor=256))
+@example(plan=Plan(dataset_rows=801, sampling=BlockShuffling(16), batch_size=4, fetch_factor=8, world_size=5))
+@example(plan=Plan(dataset_rows=41, sampling=BlockShuffling(1), batch_size=4, fetch_factor=1, world_size=5))
+def test_fetches_are_equally_long_to_a_minibatch_or_a_block(plan):
+    """So the last fetch is not left with a few blocks."""
+    block_size = getattr(plan.sampling, "block_size", 1)
+    step = math.lcm(block_size, plan.batch_size) // plan.batch_size if plan.fetch_rows % block_size == 0 else 1
+    left = plan.n_rows % (plan.world_size * plan.batch_size)
+    # Fewer rows than ranks come in addition, because they are no minibatch for every rank.
+    more = int(plan.batch_size > 1 and not plan.drop_last and 0 < left < plan.world_size < plan.n_rows)
+    for rank in _ranks(plan):
+        fetches = [rank.fetch(number) for number in range(rank.n_fetches)]
+        sizes = [len(fetch.cuts) - 1 for fetch in fetches]
+        assert len(sizes) == -(-(plan.n_minibatches - more) // plan.fetch_factor)
+        assert not any(size % step for size in sizes[:-1])
+        assert max(sizes, default=0) - min(sizes, default=0) <= 2 * step - 1 + more
+        assert all(len(fetch.rows) <= plan.fetch_rows + more for fetch in fetches)
 
 
 @given(plan=plans())
@@ -235,10 +256,10 @@ def test_a_plan_sweeps_that_takes_every_row(sampling, sweeps):
 def test_golden_minibatches():
     """A resumed run must get the same minibatches with every later NumPy version."""
     plan = Plan(
-        dataset_rows=21,
-        sampling=BlockShuffling(block_size=2),
+        dataset_rows=41,
+        sampling=BlockShuffling(block_size=2, n_strata=5),
         batch_size=3,
-        fetch_factor=2,
+        fetch_factor=3,
         seed=7,
         epoch=2,
         world_size=2,
@@ -246,14 +267,25 @@ def test_golden_minibatches():
     assert [_listed(rank) for rank in _ranks(plan)] == GOLDEN
 
 
-GOLDEN = [[[16, 5, 13], [12, 4, 15], [2, 19, 11], [10, 3]], [[7, 18, 8], [17, 6, 9], [1, 20, 14], [0]]]
+GOLDEN = [
+    [[27, 21, 38], [37, 20, 26], [28, 5, 4], [23, 22, 29], [0, 1, 2], [25, 24, 35], [19, 18, 36]],
+    [[9, 7, 14], [6, 8, 15], [31, 39, 32], [13, 40, 12], [33, 30, 10], [11, 3, 34], [16, 17]],
+]
+
+
+def test_the_last_fetch_holds_all_labels():
+    """With 200 000 rows sorted by 56 labels, the 53 blocks left after full fetches would not hold all labels."""
+    plan = Plan(dataset_rows=200_000, sampling=BlockShuffling(64, n_strata=64), batch_size=64, fetch_factor=256)
+    for number in range(plan.n_fetches):
+        counts = np.bincount(plan.fetch(number).rows * 56 // 200_000, minlength=56)
+        assert counts.min() >= 64
 
 
 def test_a_plan_of_a_million_million_rows_costs_what_one_fetch_costs():
     plan = Plan(dataset_rows=10**12 + 5, sampling=BlockShuffling(block_size=64), batch_size=64, fetch_factor=4)
     assert plan.n_minibatches == 10**12 // 64 + 1
     fetch = plan.fetch(plan.n_fetches - 1)
-    assert len(fetch.rows) == (10**12 + 5) % 256
+    assert len(fetch.rows) == 3 * 64 + 5
     assert fetch.rows.max() < 10**12 + 5
 
 

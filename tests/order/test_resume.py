@@ -280,7 +280,7 @@ def test_a_state_of_other_weights_or_rows_is_refused(dataset, tmp_path):
 
 
 BROKEN = {
-    "another version": ({"version": 2}, "version 2"),
+    "another version": ({"version": 1}, "of version 1, but this zloader reads version 2"),
     "too far": ({"stretches": [[1, 17]]}, "after 17 minibatches of each of 1 ranks, but there are only 16"),
     "too far before": ({"stretches": [[2, 9], [1, 1]]}, "after 9 minibatches of each of 2 ranks, but there are only 8"),
     "no numbers": ({"stretches": [["a", 1]]}, "damaged"),

@@ -65,7 +65,8 @@ def epoch_costs(
     numbers = _sampled(plan, most_fetches)
     exact = len(numbers) == plan.n_fetches
     every, first = _Count(), _Count()
-    for (store, matrix), fetches in zip(stores, _rows_by_store(plan, ends, numbers), strict=True):
+    taken = _rows_by_store(plan, ends, numbers)
+    for (store, matrix), fetches in zip(stores, taken, strict=True):
         steps = list(_chunks_by_array(matrix, store.indptr(matrix), fetches))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
             planner = planner_of(array, options, store.object_sizes(), sweeping=plan.sweeps)
@@ -78,7 +79,8 @@ def epoch_costs(
                 count.add_indexes(array, with_index)
     if exact:
         return EpochCosts(unmirrored=every.cost(), first_mirrored=first.cost())
-    unmirrored = every.cost(scale=plan.n_rows / plan.world_size / (len(numbers) * plan.fetch_rows))
+    counted = sum(len(rows) for fetches in taken for rows in fetches)
+    unmirrored = every.cost(scale=plan.n_rows / plan.world_size / counted)
     return EpochCosts(unmirrored=unmirrored, first_mirrored=_at_most(stores, unmirrored))
 
 
@@ -91,10 +93,10 @@ def _at_most(stores: Sequence[tuple[OpenedStore, MatrixLayout]], unmirrored: Epo
 
 
 def _sampled(plan: Plan, most_fetches: int) -> Sequence[int]:
-    """The fetches to plan: all, or an evenly spaced few, without the last one, which may be short."""
+    """The fetches to plan: all, or an evenly spaced few."""
     if plan.n_fetches <= most_fetches:
         return range(plan.n_fetches)
-    numbers: list[int] = np.unique(np.linspace(0, max(0, plan.n_fetches - 2), SAMPLED_FETCHES).astype(int)).tolist()
+    numbers: list[int] = np.unique(np.linspace(0, plan.n_fetches - 1, SAMPLED_FETCHES).astype(int)).tolist()
     return numbers
 
 

@@ -37,7 +37,7 @@ class Suggestion:
     - `batch_size`, `fetch_factor`, `block_size`, and `sampling` with that block size: arguments of a Loader.
     - `rows_per_chunk`: rows in a stored chunk, on average.
     - `spread`: for a view, rows of the stores per row of the view; otherwise 1.
-    - `fetch_rows`, `fetch_bytes`: rows in one fetch, and the decoded size of its chunks.
+    - `fetch_rows`, `fetch_bytes`: the most rows in one fetch, and the decoded size of their chunks.
     - `memory_bytes`: the memory for all loaded fetches together.
     """
 
@@ -61,8 +61,8 @@ class Suggestion:
         return (
             f"<Suggestion: batch_size={self.batch_size}, fetch_factor={self.fetch_factor}, "
             f"sampling={self.sampling}: a chunk has {self.rows_per_chunk:,.1f} rows, so {decoded:.1f} rows are "
-            f"decoded per row of a block; a fetch mixes {n_blocks} blocks with {self.fetch_rows:,} rows and takes "
-            f"{self.fetch_bytes / 1e6:,.1f} of {self.memory_bytes / 1e6:,.1f} MB>"
+            f"decoded per row of a block; a fetch mixes up to {n_blocks} blocks with {self.fetch_rows:,} rows and "
+            f"takes up to {self.fetch_bytes / 1e6:,.1f} of {self.memory_bytes / 1e6:,.1f} MB>"
         )
 
 

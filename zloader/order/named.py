@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from zloader.common.checks import require_flag, require_one_of
 from zloader.common.errors import OptionError
-from zloader.order.sampling import (
-    BlockShuffling,
-    MixtureOfScanners,
-    Sampling,
-    Streaming,
-    default_block_size,
-    require_sampling,
-    stratified,
-)
+from zloader.order.sampling import BlockShuffling, Sampling, Streaming, default_block_size, require_sampling, stratified
+from zloader.order.scanners import MixtureOfScanners
 
 NAMES = ("block_shuffling", "streaming", "mixture_of_scanners", "random")
 

@@ -1,7 +1,11 @@
 """The plan of an epoch: which rows each rank gets, fetch by fetch and minibatch by minibatch. Pure.
 
-The order of an epoch is cut into fetches of `batch_size * fetch_factor` rows. Fetches are dealt round-robin to the
-ranks, then to the workers of each rank. The rows after the last full round are divided evenly, so that every rank
+The order of an epoch is cut into rounds of one fetch per rank. The fetches of a rank are dealt round-robin to its
+workers. A fetch has at most `fetch_factor` minibatches. There are as few rounds as that allows, and they are equally
+long, so that the last fetch mixes as many blocks as the others. They differ by at most one minibatch. If a full fetch
+holds whole blocks, all fetches do, and then they may differ by a block.
+
+The last round gets the rows that do not fill a minibatch on every rank. Its rows are divided evenly, so that every rank
 yields the same number of minibatches:
 - `drop_last=False` keeps every row. The exception is `batch_size=1`, which drops fewer than `world_size` rows.
 - `drop_last=True` drops fewer than `world_size * batch_size` rows. They are the last rows of the order, so each
@@ -16,6 +20,7 @@ Planning a fetch costs time and memory in proportion to its rows, however many r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -142,7 +147,7 @@ class Plan:
 
     @property
     def fetch_rows(self) -> int:
-        """Rows in a full fetch."""
+        """The most rows in a fetch."""
         return self.batch_size * self.fetch_factor
 
     @property
@@ -162,67 +167,85 @@ class Plan:
         return self.sampling.n_rows(self.dataset_rows)
 
     @property
-    def _full_rounds(self) -> int:
-        rounds, left = divmod(self.n_rows, self.world_size * self.fetch_rows)
-        # If fewer rows are left than there are ranks, the tail includes the last full round.
-        return rounds - (rounds > 0 and 0 < left < self.world_size and not self.pads)
-
-    def _tail(self) -> tuple[int, int]:
-        """Positions `[start, stop)` of this rank's share of the rows after the full rounds.
-
-        With padding, positions from `n_rows` on stand for the first rows again.
-        """
-        begin = self._full_rounds * self.world_size * self.fetch_rows
-        left = self.n_rows - begin
-        share, extra = divmod(left, self.world_size)
-        if self.pads:
-            share, extra = -(-left // (self.world_size * self.batch_size)) * self.batch_size, 0
-        elif self.drop_last or self.batch_size == 1 or left < self.world_size:
-            share, extra = share // self.batch_size * self.batch_size, 0
-        start = begin + self.rank * share + min(self.rank, extra)
-        return start, start + share + (self.rank < extra)
-
-    def _tail_cuts(self) -> NDArray[np.int64]:
-        """The cuts of this rank's tail into minibatches. Every rank gets the same number of minibatches."""
-        start, stop = self._tail()
-        cuts = np.arange(0, stop - start, self.batch_size, dtype=np.int64)
-        if not self.drop_last and not self.pads and self.batch_size > 1 and stop > start:
-            left = self.n_rows - self._full_rounds * self.world_size * self.fetch_rows
-            largest = -(-left // self.world_size)  # rows of the rank with the largest share
-            # If a share is one row smaller and therefore one minibatch short, its last minibatch is cut in two.
-            if -(-largest // self.batch_size) > len(cuts):
-                cuts = np.append(cuts, stop - start - 1)
-        return np.append(cuts, stop - start)
+    def _all_full(self) -> bool:
+        """Whether every minibatch has `batch_size` rows."""
+        return self.pads or self.drop_last or self.batch_size == 1
 
     @property
-    def n_fetches(self) -> int:
-        """Fetches of this rank."""
-        start, stop = self._tail()
-        return self._full_rounds + (stop > start)
+    def _round_rows(self) -> int:
+        """Rows in one full minibatch of every rank."""
+        return self.world_size * self.batch_size
 
     @property
     def n_minibatches(self) -> int:
         """Minibatches of this rank, which is the same number on every rank."""
-        return self._full_rounds * self.fetch_factor + len(self._tail_cuts()) - 1
+        full, left = divmod(self.n_rows, self._round_rows)
+        dropped = not self.pads and (self._all_full or self.n_rows < self.world_size)
+        return full + (left > 0 and not dropped)
+
+    @property
+    def _n_spread(self) -> int:
+        """The minibatches of this rank that are spread over the fetches.
+
+        If fewer rows are left for the last minibatches than there are ranks, the last fetch gets them in addition.
+        """
+        left = self.n_rows % self._round_rows
+        return self.n_minibatches - (not self._all_full and 0 < left < self.world_size < self.n_rows)
+
+    @property
+    def _step(self) -> int:
+        """Fetches begin at multiples of this many minibatches. These are whole blocks if those of a full fetch are."""
+        block_size = int(getattr(self.sampling, "block_size", 1))
+        step = block_size // math.gcd(block_size, self.batch_size)
+        return 1 if self.fetch_factor % step else step
+
+    @property
+    def n_fetches(self) -> int:
+        """Fetches of this rank."""
+        return -(-self._n_spread // self.fetch_factor)
+
+    def _first_minibatch(self, number: int) -> int:
+        """The number within the rank of the first minibatch of a fetch."""
+        if number >= self.n_fetches:
+            return self.n_minibatches
+        n_steps = -(-self._n_spread // self._step)
+        return number * n_steps // self.n_fetches * self._step
+
+    def _fetch_of(self, minibatch: int) -> tuple[int, int]:
+        """The number of the fetch that holds a minibatch of this rank, and the minibatch's number within the fetch."""
+        if minibatch >= self.n_minibatches:
+            return self.n_fetches, 0
+        n_steps = -(-self._n_spread // self._step)
+        number = min(((minibatch // self._step + 1) * self.n_fetches - 1) // n_steps, self.n_fetches - 1)
+        return number, minibatch - self._first_minibatch(number)
+
+    def _size(self, number: int) -> int:
+        """Minibatches in a fetch."""
+        return self._first_minibatch(number + 1) - self._first_minibatch(number)
 
     def _span(self, number: int) -> tuple[int, int]:
-        """Positions `[start, stop)` of a fetch."""
-        if number >= self._full_rounds:
-            return self._tail()
-        start = (number * self.world_size + self.rank) * self.fetch_rows
-        return start, start + self.fetch_rows
+        """Positions `[start, stop)` of a fetch. With padding, those from `n_rows` on stand for the first rows again."""
+        start = self._first_minibatch(number) * self._round_rows
+        share, extra = self._size(number) * self.batch_size, 0
+        if number == self.n_fetches - 1 and not self._all_full:
+            share, extra = divmod(self.n_rows - start, self.world_size)
+        start += self.rank * share + min(self.rank, extra)
+        return start, start + share + (self.rank < extra)
 
     def _cuts(self, number: int) -> NDArray[np.int64]:
-        if number >= self._full_rounds:
-            return self._tail_cuts()
-        return np.arange(0, self.fetch_rows + 1, self.batch_size, dtype=np.int64)
+        """The cuts of a fetch into minibatches. Every rank gets the same number of minibatches."""
+        start, stop = self._span(number)
+        cuts = np.arange(0, stop - start, self.batch_size, dtype=np.int64)
+        # If a share is one row smaller and therefore one minibatch short, its last minibatch is cut in two.
+        if len(cuts) < self._size(number):
+            cuts = np.append(cuts, stop - start - 1)
+        return np.append(cuts, stop - start)
 
     def _order(self, number: int, n_rows: int) -> Rows:
         """The permutation in which a fetch yields its rows."""
         if not self.sampling.shuffles_fetch:
             return np.arange(n_rows, dtype=np.int64)
-        dealt = min(number, self._full_rounds) * self.world_size + self.rank
-        return shuffled(n_rows, key_of(self.seed, self.epoch, dealt))
+        return shuffled(n_rows, key_of(self.seed, self.epoch, number * self.world_size + self.rank))
 
     def _rows(self, start: int, stop: int) -> Rows:
         """The rows at positions `[start, stop)`. With padding, positions wrap around after the last row."""
@@ -257,21 +280,16 @@ class Plan:
         first, received = self._fetch_of(done)
         for number in range(first, self.n_fetches)[worker::n_workers]:
             begin = received if number == first else 0
-            size = len(self._cuts(number)) - 1 - begin
+            size = self._size(number) - begin
             if skip < size:
                 yield self.fetch(number).after(begin + skip)
             skip = max(0, skip - size)
-
-    def _fetch_of(self, minibatch: int) -> tuple[int, int]:
-        """The number of the fetch that holds a minibatch of this rank, and the minibatch's number within the fetch."""
-        number = min(minibatch // self.fetch_factor, self._full_rounds)
-        return number, minibatch - number * self.fetch_factor
 
     def unseen(self, done: int) -> Unseen:
         """The rows that no rank has received after the first `done` minibatches of each rank."""
         number, received = self._fetch_of(done)
         ranks = [replace(self, rank=rank) for rank in range(self.world_size)]
-        begin = ranks[0]._span(number)[0]
+        begin = min(ranks[0]._span(number)[0], self.n_rows)
         if not received:
             return Unseen(sampling=self.sampling, first=np.empty(0, np.int64), begin=begin)
         left, repeated = [], []

@@ -13,7 +13,8 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.draws import Draws
 from zloader.order.permutation import key_of
-from zloader.order.sampling import BlockShuffling, MixtureOfScanners, Sampling, Streaming
+from zloader.order.sampling import BlockShuffling, Sampling, Streaming
+from zloader.order.scanners import MixtureOfScanners
 
 Locality = Literal["global", "machine"]
 

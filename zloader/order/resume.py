@@ -22,7 +22,7 @@ import numpy as np
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
 
-VERSION = 1
+VERSION = 2  # changes whenever the same position would stand for other rows
 MAX_STRETCHES = 16  # per epoch
 _NUMBERS = ("epoch", "stretches", "worker", "of_workers", "of_ranks", "worker_minibatches")
 

@@ -55,9 +55,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     (torch.Size([55, 97]), torch.float32, torch.int64)
     >>> state = loader.state_dict()  # to resume: zl.Loader(dataset, ...).load_state_dict(state)
 
-    A fetch loads `batch_size * fetch_factor` rows, permutes them in memory and cuts them into minibatches. Unless the
-    sampling or an option below says otherwise, every row comes exactly once per epoch. All ranks yield the same number
-    of minibatches, so with `batch_size=1` fewer than `world_size` rows are dropped per epoch.
+    A fetch loads up to `batch_size * fetch_factor` rows, permutes them in memory and cuts them into minibatches. The
+    fetches of an epoch are equally long. Unless the sampling or an option below says otherwise, every row comes exactly
+    once per epoch. All ranks yield the same number of minibatches, so with `batch_size=1` fewer than `world_size` rows
+    are dropped per epoch.
 
     Any thread may take the next minibatch from an iterator or close it. If two threads take one at the same time, the
     second gets a ConcurrentUseError. Several iterators may be in use at once, and each is an epoch of its own.
@@ -66,7 +67,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     Args:
         dataset: a Dataset, or a View of one.
         batch_size: rows per minibatch.
-        fetch_factor: minibatches per fetch. A higher factor shuffles better and takes more memory.
+        fetch_factor: the most minibatches per fetch. A higher factor shuffles better and takes more memory.
         sampling: the order of the rows, as an object or by name. Default: `"block_shuffling"`, that is BlockShuffling
             with 64 strata and blocks of 64 rows, or of a fetch if that has fewer. Other names are `"streaming"` (rows
             in order), `"mixture_of_scanners"`, and `"random"` (BlockShuffling with blocks of one row).
