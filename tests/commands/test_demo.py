@@ -177,6 +177,7 @@ def run(tmp_path, seaweed, monkeypatch):
     return started
 
 
+@pytest.mark.slow
 def test_a_file_of_ones_own(run):
     done, output = run(cells(500), epochs=2)
     assert re.fullmatch(r"own-\w+\.h5ad", done.source)
@@ -192,6 +193,7 @@ def test_a_file_of_ones_own(run):
     assert 0 < done.opening_bytes < done.conversion.bytes_out
 
 
+@pytest.mark.slow
 def test_a_label_of_ones_own_dense_values_below_zero_and_the_seed(run):
     adata = cells(200)
     adata.X = np.random.default_rng(0).normal(size=adata.shape).astype(np.float32)
