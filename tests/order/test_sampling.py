@@ -17,6 +17,7 @@ from zloader.order.permutation import key_of, mix, permute, shuffled
 from zloader.order.plan import Plan
 from zloader.order.sampling import BlockShuffling, Streaming, bound, sized, stratified
 from zloader.order.scanners import MixtureOfScanners
+from zloader.order.strata import strata_of
 
 pytestmark = pytest.mark.any_version
 
@@ -284,7 +285,7 @@ def test_blocks_are_contiguous_and_the_short_one_comes_last(n_rows, block_size, 
 def test_every_round_has_one_block_of_each_stratum(n_blocks, block_size, n_strata, seed, epoch):
     sampling = BlockShuffling(block_size=block_size, n_strata=n_strata)
     blocks = _order(sampling, n_blocks * block_size, seed=seed, epoch=epoch)[::block_size] // block_size
-    n_strata = min(n_strata, n_blocks)
+    n_strata = strata_of(n_blocks, n_strata)
     turned = key_of(key_of(seed, epoch), 4) % n_strata
     ends = [((number + 1) * n_blocks + turned) // n_strata for number in range(n_strata)]
     strata = np.searchsorted(ends, blocks, side="right").tolist()
@@ -309,6 +310,17 @@ def test_blocks_in_sequence_come_evenly_from_all_rows(n_strata, length):
     assert deviation(n_strata) < min(1.5, 0.6 * deviation(1))
 
 
+@pytest.mark.parametrize(
+    ("n_blocks", "n_strata", "expected"),
+    [
+        *((0, 256, 1), (1, 256, 1), (3, 256, 2), (78, 256, 64), (255, 256, 128), (256, 256, 256), (10**9, 256, 256)),
+        *((8, 9, 8), (9, 9, 9), (10, 9, 9), (5, 1, 1), (0, 1, 1)),  # a number that is not too large is taken as it is
+    ],
+)
+def test_the_number_of_strata_follows_the_number_of_blocks(n_blocks, n_strata, expected):
+    assert strata_of(n_blocks, n_strata) == expected
+
+
 @pytest.mark.parametrize("n_strata", [2, 3, 7, 8])
 def test_every_stratum_has_every_turn_alike(n_strata):
     """Counts (stratum, place in the round) over 3 000 epochs, also for strata that do not fill a binary tree."""
@@ -321,7 +333,7 @@ def test_every_stratum_has_every_turn_alike(n_strata):
 
 def test_which_blocks_come_last_changes_with_the_epoch():
     """With 65 blocks in 64 strata, any block may be the one left after the full round."""
-    last = {int(_order(stratified(1), 65, epoch=epoch)[-1]) for epoch in range(1000)}
+    last = {int(_order(BlockShuffling(1, n_strata=64), 65, epoch=epoch)[-1]) for epoch in range(1000)}
     assert len(last) > 60
 
 
@@ -449,7 +461,7 @@ ALL_KINDS = {
     "streaming": Streaming(shuffle=True),
     "blocks of 1": BlockShuffling(block_size=1),
     "blocks of 64": BlockShuffling(block_size=64),
-    "rows in strata": BlockShuffling(block_size=1, n_strata=64),
+    "rows in strata": stratified(1),
     "blocks in strata": stratified(),
     "scanners": MixtureOfScanners(n_scanners=16, block_size=64),
     "scanners, 1": MixtureOfScanners(n_scanners=1000, block_size=1),
