@@ -46,7 +46,7 @@ class Sampling(Protocol):
     ...     dataset_rows=12, sampling=EverySecondRow(), batch_size=2, fetch_factor=2, epoch=1
     ... )
     >>> [plan.fetch(number).rows.tolist() for number in range(plan.n_fetches)]
-    [[1, 3, 5, 7], [9, 11]]
+    [[1, 3], [5, 7, 9, 11]]
 
     Four members are optional:
     - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError.
