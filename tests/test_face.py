@@ -173,7 +173,9 @@ def stored(tmp_path_factory):
     return folder / "cells.zarr", folder / "source.h5ad"
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path) for path in _PATHS])
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path, marks=[] if path == "train" else [pytest.mark.slow]) for path in _PATHS]
+)
 def test_only_the_libraries_that_are_needed_are_imported(path, stored, tmp_path):
     """And by the main thread: a process forked while another thread imports a library could never import it."""
     store, source = stored

@@ -53,7 +53,9 @@ def epoch_of(loader: zl.Loader) -> torch.Tensor:
     return torch.cat([minibatch.x.to_dense() for minibatch in minibatches])[order]
 
 
-@pytest.mark.parametrize("stored", ["uint16", "int32", "float32", "float64"])
+@pytest.mark.parametrize(
+    "stored", ["uint16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("int32", "float32", "float64"))]
+)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_minibatches_of_half_floats(tmp_path: Path, stored: str, dtype: str) -> None:
     x = values(stored)
