@@ -218,7 +218,8 @@ class Classifier(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits (rows x categories) of a float32 CSR tensor of counts (rows x genes)."""
-        x.values().clamp_(min=0)  # the user's file may hold values below 0
+        counts = x.values().clamp(min=0)  # the user's file may hold values below 0
+        x = torch.sparse_csr_tensor(x.crow_indices(), x.col_indices(), counts, x.shape, check_invariants=False)
         scaled = log1p_normalize(x).values()
         summed = functional.embedding_bag(
             x.col_indices(), self.weight, x.crow_indices()[:-1], mode="sum", per_sample_weights=scaled
