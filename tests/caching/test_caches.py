@@ -281,13 +281,14 @@ def _bytes_of(cache: Path, store: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_a_mirror_fills_up_to_its_limit_and_the_rest_is_read_from_the_store(store, tmp_path, share):
     whole, elements = _bytes_of(tmp_path / "whole", store)
     limit = int(share * elements) + 300 * 1024 + (whole - elements)
     cache = Cache(directory=tmp_path / "limited", max_bytes=limit)
     unmirrored = _epoch(_loader(store, None))
     with _Watch(cache.directory) as watch:
+        zl.open_dataset(store, cache=cache).keep_columns()  # `warm` keeps them too, and they count in the limit
         cold = _epoch(_loader(store, cache))
         warm_epochs = [_epoch(_loader(store, cache)) for _ in range(2)]
     assert limit - 530 * 1024 < watch.most <= limit
@@ -295,7 +296,7 @@ def test_a_mirror_fills_up_to_its_limit_and_the_rest_is_read_from_the_store(stor
     warmed = warm(zl.open_dataset(store, cache=cache))
     assert warmed.full
     capacity = warmed.chunks_held / warmed.chunks
-    assert share - 0.15 < capacity < share + 0.14
+    assert share - 0.15 < capacity < share + 0.1
     for epoch in warm_epochs:
         hits = epoch.chunks_from_mirror / (epoch.chunks_from_mirror + epoch.chunks_decoded)
         assert abs(hits - capacity) < 0.02
