@@ -136,7 +136,7 @@ class Statistics:
         in_flight_bytes, most_in_flight_bytes: Bytes being read now, and the highest value in the epoch.
         decode_s, gather_s: Seconds spent decoding and gathering, summed over threads.
         wait_s: Seconds that the consumer waited for minibatches.
-        elapsed_s: Seconds from `iter()` to the last minibatch received.
+        elapsed_s: Seconds from the first request for a minibatch to the last minibatch received.
 
     >>> loader = zl.Loader(dataset, batch_size=64)
     >>> for minibatch in loader:
