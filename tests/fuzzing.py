@@ -98,7 +98,7 @@ class Round:
         options = zl.ConvertOptions(
             chunk_rows=int(rng.integers(1, 9)),
             shard_size=int(rng.choice([512, 4096, 65536])),
-            codec=str(rng.choice(["lz4", "zstd", "none"])),
+            codec=str(rng.choice(["lz4", "zstd", "pcodec", "none"])),
             preserve_dtype=bool(rng.random() < 0.3),
             shuffle_seed=int(rng.integers(9)) if rng.random() < 0.4 else None,
             window_bytes=int(rng.choice([1000, 4096, 100_000])),

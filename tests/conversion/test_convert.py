@@ -141,7 +141,7 @@ def any_csr(draw: st.DrawFn) -> sp.csr_matrix:
     chunk_rows=st.integers(1, 40),
     shard_size=st.integers(500, 20_000),
     window_bytes=st.integers(1000, 20_000),
-    codec=st.sampled_from(["lz4", "zstd", "none"]),
+    codec=st.sampled_from(["lz4", "zstd", "pcodec", "none"]),
     preserve_dtype=st.booleans(),
 )
 def test_any_rows_in_any_grid_against_scipy(x: sp.csr_matrix, csc: bool, **options: Any) -> None:

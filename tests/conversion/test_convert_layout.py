@@ -28,8 +28,9 @@ from sources import (
 )
 
 import zloader as zl
-from zloader.conversion.writing.encode import ChunkEncoder, chunk_elements, grid, shard_index
+from zloader.conversion.writing.encode import CODECS, ChunkEncoder, chunk_elements, grid, shard_index, zarr_codecs
 from zloader.conversion.writing.ownership import MARKER
+from zloader.conversion.writing.shards import stored_layout
 
 
 def codec_names(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -60,10 +61,11 @@ def test_layout_is_the_one_promised(tmp_path: Path) -> None:
     assert x["data"].chunks == x["indices"].chunks == (1024,)
     assert x["data"].shards == x["indices"].shards == (2048,)
     assert x["indptr"].dtype == np.int64
-    for name in ("data", "indices", "indptr"):
-        assert codec_names(x[name].metadata.to_dict()) == (["bytes", "blosc", "crc32c"], ["bytes", "crc32c"])
-        blosc = x[name].metadata.to_dict()["codecs"][0]["configuration"]["codecs"][1]["configuration"]
-        assert (blosc["cname"], blosc["shuffle"]) == ("lz4", "shuffle")
+    for name, shuffle in (("data", "bitshuffle"), ("indices", "bitshuffle"), ("indptr", "shuffle")):
+        filters = ["numcodecs.delta"] if name == "indices" else []
+        assert codec_names(x[name].metadata.to_dict()) == ([*filters, "bytes", "blosc", "crc32c"], ["bytes", "crc32c"])
+        blosc = x[name].metadata.to_dict()["codecs"][0]["configuration"]["codecs"][-2]["configuration"]
+        assert (blosc["cname"], blosc["shuffle"]) == ("lz4", shuffle)
         assert blosc["typesize"] == x[name].dtype.itemsize
     assert root["layers/dense"].chunks == (1, 300)
     for path, node in root.members(max_depth=None):  # checksums everywhere, no object missing
@@ -76,14 +78,29 @@ def test_layout_is_the_one_promised(tmp_path: Path) -> None:
     assert MARKER not in files(tmp_path / "a.zarr")
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
-def test_codecs(tmp_path: Path, codec: str) -> None:
+BLOSC = ["bytes", "blosc", "crc32c"]
+DELTA = ["numcodecs.delta", *BLOSC]
+PLAIN = ["bytes", "crc32c"]
+PCODEC = ["numcodecs.pcodec", "crc32c"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "indices", "data", "obsm"),
+    [
+        ("lz4", DELTA, BLOSC, BLOSC),
+        ("zstd", DELTA, BLOSC, BLOSC),
+        ("pcodec", PCODEC, BLOSC, PCODEC),  # pcodec has no form for uint8
+        ("none", PLAIN, PLAIN, PLAIN),
+    ],
+)
+def test_codecs(tmp_path: Path, codec: str, indices: list[str], data: list[str], obsm: list[str]) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(), obsm={"X_pca": np.ones((60, 3))})
     convert(source, tmp_path / "a.zarr", zl.ConvertOptions(codec=codec))
     root = zarr.open_group(tmp_path / "a.zarr", mode="r")
-    names, _ = codec_names(root["X/data"].metadata.to_dict())
-    assert names == (["bytes", "crc32c"] if codec == "none" else ["bytes", "blosc", "crc32c"])
+    found = {name: codec_names(root[name].metadata.to_dict())[0] for name in ("X/indices", "X/data", "obsm/X_pca")}
+    assert found == {"X/indices": indices, "X/data": data, "obsm/X_pca": obsm}
     np.testing.assert_array_equal(root["X/data"][:], counts().data)
+    np.testing.assert_array_equal(root["X/indices"][:], counts().indices)
     np.testing.assert_array_equal(root["obsm/X_pca"][:], np.ones((60, 3)))
 
 
@@ -106,14 +123,16 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, array: str) -> None:
 
 @given(
     length=st.integers(1, 5000),
-    dtype=st.sampled_from(["uint8", "uint16", "float32", "int64", "bool"]),
-    codec=st.sampled_from(["lz4", "zstd", "none"]),
+    dtype=st.sampled_from(["uint8", "uint16", "int32", "float32", "int64", "bool"]),
+    codec=st.sampled_from(CODECS),
+    ascending=st.booleans(),
 )
-def test_shards_have_the_bytes_that_zarr_would_write(length: int, dtype: str, codec: str) -> None:
+def test_shards_have_the_bytes_that_zarr_would_write(length: int, dtype: str, codec: str, ascending: bool) -> None:
+    """Of elements without differences, bools among them, and of differences of integers."""
     chunk, per_shard = 700, 3
     shards = -(-length // (chunk * per_shard))
     elements = np.random.default_rng(length).integers(0, 9, length).astype(dtype)
-    encoder = ChunkEncoder(codec, np.dtype(dtype))
+    codecs = zarr_codecs(codec, np.dtype(dtype), ascending=ascending and np.dtype(dtype).kind in "iu")
     store = zarr.storage.MemoryStore()
     array = zarr.create_array(
         store,
@@ -122,10 +141,11 @@ def test_shards_have_the_bytes_that_zarr_would_write(length: int, dtype: str, co
         dtype=dtype,
         chunks=(chunk,),
         shards=(chunk * per_shard,),
-        compressors=encoder.zarr_codecs,
         config={"write_empty_chunks": True},
+        **codecs,
     )
     array[:] = elements
+    encoder = ChunkEncoder(stored_layout(array))
     for shard in range(shards):
         here = elements[shard * chunk * per_shard : (shard + 1) * chunk * per_shard]
         chunks = [encoder.encode(here[at : at + chunk], chunk) for at in range(0, len(here), chunk)]

@@ -14,7 +14,7 @@ from sources import LAYOUTS, SMALL, assert_same, convert, counts, dense, full_an
 import zloader as zl
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd", "none"])
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "pcodec", "none"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_zarr_reads_the_arrays(tmp_path: Path, layout: str, codec: str) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", LAYOUTS[layout](counts()))

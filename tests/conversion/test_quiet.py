@@ -32,7 +32,7 @@ from zloader.common.progress import progress_bars
 from zloader.conversion.append import append_to
 from zloader.conversion.convert import convert_to
 from zloader.conversion.writing.destination import MARKER, Destination
-from zloader.conversion.writing.encode import ChunkEncoder
+from zloader.conversion.writing.encode import ChunkEncoder, zarr_codecs
 from zloader.conversion.writing.matrices import Target
 from zloader.conversion.writing.object_writer import ObjectWriter, create_object, translated
 from zloader.conversion.writing.pending_writes import PendingWrites, run_to_completion
@@ -331,7 +331,7 @@ def large_array() -> tuple[zarr.Array[Any], Any]:
         chunks=(8 << 20,),
         shards=(64 << 20,),
         dtype="u1",
-        compressors=ChunkEncoder("none", values.dtype).zarr_codecs,
+        **zarr_codecs("none", values.dtype),
     )
     return array, values
 
@@ -342,7 +342,7 @@ def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: py
     slow = SlowFiles(location.filesystem())
     monkeypatch.setattr(Location, "filesystem", lambda self: slow)
     array, values = large_array()
-    encoder = ChunkEncoder("none", values.dtype)
+    encoder = ChunkEncoder(stored_layout(array))
     interrupts = Interrupts(lambda: slow.log.count("upload_part begins") == 2, slow.freed.set)
 
     def write() -> None:
@@ -362,7 +362,7 @@ def test_an_upload_is_aborted_when_its_parts_have_ended(s3: Any, monkeypatch: py
 
 def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     location, (array, values) = Location(url=str(tmp_path)), large_array()
-    encoder = ChunkEncoder("none", values.dtype)
+    encoder = ChunkEncoder(stored_layout(array))
     with (
         threads(location.url) as pool,
         ShardWriter(array, encoder, pool, lambda key: create_object(location, key)) as writer,

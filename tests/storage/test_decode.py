@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -9,12 +10,14 @@ import json
 
 import google_crc32c
 import numcodecs.blosc
+import numcodecs.registry
 import numpy as np
 import pytest
 import zarr
 import zarr.storage
 from hypothesis import given
 from hypothesis import strategies as st
+from pcodec import standalone
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from zloader.common.errors import CorruptChunkError, FormatError
@@ -36,7 +39,11 @@ COMPRESSORS = {
     "zstd": [ZstdCodec(level=3)],
     "zstd with its own checksum": [ZstdCodec(level=0, checksum=True)],
     "gzip": [GzipCodec(level=6)],
+    "zstd gzip": [ZstdCodec(level=1), GzipCodec(level=1)],
+    "numcodecs lz4": [{"name": "numcodecs.lz4", "configuration": {"acceleration": 1}}],
 }
+DELTAS = [f"delta {codec}" for codec in ("blosc lz4 bitshuffle", "blosc zstd shuffle", "zstd", "none", "pcodec")]
+CODECS = [*COMPRESSORS, "pcodec", *DELTAS]
 DTYPES = ["uint8", "uint16", "uint32", "uint64", "int8", "int32", "int64", "float16", "float32", "float64", "bool"]
 CHECKED = pytest.mark.parametrize("checked", [False, True], ids=["plain", "crc32c"])
 
@@ -52,8 +59,14 @@ def _values(n, dtype):
     return values
 
 
-def _written(values, codec, *, checked=False):
+def _delta(dtype, **types):
+    return {"name": "numcodecs.delta", "configuration": {"dtype": np.dtype(dtype).str, **types}}
+
+
+def _written(values, codec, *, checked=False, filters=()):
     """Writes an unsharded array with zarr in chunks of CHUNK. Returns its layout and the stored bytes of each chunk."""
+    name = codec.removeprefix("delta ")
+    serializer = {"name": "numcodecs.pcodec", "configuration": {"level": 8}} if name == "pcodec" else "auto"
     objects = {}
     array = zarr.create_array(
         zarr.storage.MemoryStore(objects),
@@ -61,7 +74,9 @@ def _written(values, codec, *, checked=False):
         shape=values.shape,
         dtype=values.dtype,
         chunks=(CHUNK,),
-        compressors=[*COMPRESSORS[codec], *[Crc32cCodec()] * checked],
+        filters=[*filters, *[_delta(values.dtype)] * (name != codec)],
+        serializer=serializer,
+        compressors=[*COMPRESSORS.get(name, []), *[Crc32cCodec()] * checked],
         config={"write_empty_chunks": True},
     )
     array[:] = values
@@ -123,10 +138,12 @@ def _same(found, wanted):
 
 
 @CHECKED
-@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])
 def test_what_zarr_wrote_is_decoded(dtype, codec, checked):
     values = _values(3 * CHUNK + 7, dtype)
+    if codec in DELTAS and dtype == "float32":
+        values = np.arange(len(values), dtype=dtype) ** 2  # numbers whose differences are exact
     layout, stored = _written(values, codec, checked=checked)
     decoder = Decoder(layout)
     found = np.zeros(len(values), dtype)
@@ -142,7 +159,7 @@ def test_every_dtype_is_decoded(dtype):
     _same(np.concatenate([_decoded(layout, stored[0]), _decoded(layout, stored[1], 1)]), values)
 
 
-@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("codec", CODECS)
 def test_chunks_that_compress_badly_or_very_well_are_decoded(codec):
     noise = np.random.default_rng(0).integers(0, 2**64, CHUNK, np.uint64)
     values = np.concatenate([noise, np.zeros(CHUNK, np.uint64)])
@@ -150,7 +167,7 @@ def test_chunks_that_compress_badly_or_very_well_are_decoded(codec):
     _same(np.concatenate([_decoded(layout, content) for content in stored]), values)
 
 
-@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("codec", CODECS)
 def test_the_stored_bytes_are_left_alone(codec):
     layout, values, stored = _chunk(codec, checked=True)
     assert not stored.flags.writeable
@@ -162,7 +179,7 @@ def test_the_stored_bytes_are_left_alone(codec):
 # ---- corrupt chunks
 
 
-@given(codec=st.sampled_from(sorted(COMPRESSORS)), draw=st.data())
+@given(codec=st.sampled_from(CODECS), draw=st.data())
 def test_a_flipped_byte_of_a_checked_chunk_is_noticed(codec, draw):
     layout, _, stored = _chunk(codec, checked=True)
     flipped = stored.copy()
@@ -189,7 +206,7 @@ def test_a_flip_in_a_codec_with_a_checksum_of_its_own_is_noticed(codec):
 
 
 @CHECKED
-@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_chunk_that_was_cut_short_is_noticed(codec, checked):
     layout, _, stored = _chunk(codec, checked=checked)
     for length in range(len(stored)):
@@ -197,7 +214,7 @@ def test_a_chunk_that_was_cut_short_is_noticed(codec, checked):
             _decoded(layout, stored[:length].copy())
 
 
-@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("elements", [1, CHUNK - 1, CHUNK + 1, 2 * CHUNK])
 def test_a_chunk_of_another_size_is_noticed(codec, elements):
     layout, _, stored = _chunk(codec)
@@ -208,7 +225,7 @@ def test_a_chunk_of_another_size_is_noticed(codec, elements):
 
 
 @pytest.mark.parametrize("announced", [0, 1, 99, 101, 200, 2**31 - 1, 2**31, 2**32 - 1])
-@pytest.mark.parametrize("codec", [codec for codec in COMPRESSORS if codec.startswith("blosc")])
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if "blosc" in codec])
 def test_a_blosc_header_that_announces_another_size_is_noticed(codec, announced):
     """Blosc trusts its header and writes as many bytes as the header says."""
     layout, _, stored = _chunk(codec)
@@ -218,7 +235,7 @@ def test_a_blosc_header_that_announces_another_size_is_noticed(codec, announced)
         _decoded(layout, wrong)
 
 
-@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("codec", CODECS)
 def test_bytes_of_something_else_are_noticed(codec):
     layout, _, stored = _chunk(codec, checked=True)
     for other in (b"", b"x", b"<html>Service Unavailable</html>" * 20, bytes(len(stored) + 1)):
@@ -241,6 +258,18 @@ def either_way(request, monkeypatch):
 @pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "blosc zstd bitshuffle", "zstd", "none"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "int64"])
 def test_many_chunks_are_decoded_at_once(dtype, codec, checked):
+    _many_are_decoded(dtype, codec, checked)
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("codec", DELTAS)
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "int16", "int32", "int64"])
+def test_many_chunks_of_differences_are_decoded_at_once(dtype, codec):
+    """The values include jumps from one end of the dtype to the other, whose differences wrap around."""
+    _many_are_decoded(dtype, codec, True)
+
+
+def _many_are_decoded(dtype, codec, checked):
     values = _values(7 * CHUNK, dtype)
     layout, stored = _written(values, codec, checked=checked)
     found, corrupt = _decoded_all(layout, stored)
@@ -250,7 +279,7 @@ def test_many_chunks_are_decoded_at_once(dtype, codec, checked):
 
 @pytest.mark.usefixtures("either_way")
 @CHECKED
-@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "zstd"])
+@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "zstd", "delta blosc lz4 bitshuffle", "pcodec"])
 def test_of_many_chunks_each_corrupt_one_is_told_and_the_others_are_right(codec, checked):
     values = _values(9 * CHUNK, "uint16")
     layout, stored = _written(values, codec, checked=checked)
@@ -262,14 +291,16 @@ def test_of_many_chunks_each_corrupt_one_is_told_and_the_others_are_right(codec,
         _same(found[i], values[i * CHUNK : (i + 1) * CHUNK])
 
 
-@given(draw=st.data(), compressed_as=st.sampled_from(["uint8", "uint16", "uint32", "float64"]))
-def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_the_chunk_is_touched(draw, compressed_as):
+@given(draw=st.data(), compressed_as=st.sampled_from(["uint8", "uint16", "uint32", "float64"]), delta=st.booleans())
+def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_the_chunk_is_touched(draw, compressed_as, delta):
     """Includes chunks that were compressed with another item size than that of their elements."""
     n = 4096
     values = np.random.default_rng(0).integers(0, 1 << draw.draw(st.integers(1, 16)), n).astype("uint16")
     block = draw.draw(st.sampled_from([0, 256, 1000, 4096]))
-    content = numcodecs.blosc.compress(values.view(compressed_as), b"lz4", 5, numcodecs.blosc.SHUFFLE, block)
-    layout = dataclasses.replace(_chunk("blosc lz4 shuffle")[0], chunk_elements=n, n_elements=n)
+    plain = numcodecs.Delta("<u2").encode(values) if delta else values
+    content = numcodecs.blosc.compress(plain.view(compressed_as), b"lz4", 5, numcodecs.blosc.SHUFFLE, block)
+    layout, _, _ = _chunk("delta blosc lz4 bitshuffle" if delta else "blosc lz4 shuffle")
+    layout = dataclasses.replace(layout, chunk_elements=n, n_elements=n)
     first = draw.draw(st.integers(0, n - 1))
     stop = draw.draw(st.integers(first + 1, n))
     chunks = np.array([(0, 0, len(content), n, first, stop)], blosc.CHUNK)
@@ -281,18 +312,74 @@ def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_the_chunk_is_touc
 
 
 @pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "delta blosc lz4 bitshuffle", "pcodec"])
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
-def test_elements_out_of_bounds_are_told_also_with_a_right_checksum(dtype):
+def test_elements_out_of_bounds_are_told_also_with_a_right_checksum(dtype, codec):
     values = np.arange(6 * CHUNK).astype(dtype) % 40
     values[2 * CHUNK + 3] = 41  # one too large
     values[5 * CHUNK + 7 :] = 99  # after the requested part of the last chunk, so not checked
     if np.dtype(dtype).kind == "i":
         values[4 * CHUNK + 5] = -1
-    layout, stored = _written(values, "blosc lz4 shuffle", checked=True)
+    layout, stored = _written(values, codec, checked=True)
     layout = dataclasses.replace(layout, below=41)
     _, corrupt = _decoded_all(layout, stored, lengths=[CHUNK] * 5 + [7])
     assert [position for position, _ in corrupt] == [2, *[4] * (np.dtype(dtype).kind == "i")]
     assert "gene 41" in str(corrupt[0][1])
+
+
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("codec", ["blosc lz4 shuffle", "delta blosc lz4 bitshuffle"])
+@pytest.mark.parametrize("below", [127, 128, 200, 256, 300, 2**40])
+def test_a_negative_element_is_out_of_bounds_for_any_number_of_genes(below, codec):
+    values = np.array([0, 126, -1, 5, 126] * (CHUNK // 5), "int8")
+    layout, stored = _written(values, codec)
+    _, corrupt = _decoded_all(dataclasses.replace(layout, below=below), stored)
+    assert "gene -1" in str(corrupt[0][1])
+
+
+@pytest.mark.parametrize("types", [{"astype": "|i1"}, {"astype": "<i4"}], ids=["narrower", "wider"])
+@pytest.mark.parametrize("codec", ["blosc lz4 bitshuffle", "gzip", "none"])
+def test_differences_of_another_dtype_are_decoded(types, codec):
+    values = np.cumsum(np.random.default_rng(0).integers(-9, 9, 2 * CHUNK)).astype("int16")
+    layout, stored = _written(values, codec, filters=[_delta("<i2", **types)])
+    _same(np.concatenate([_decoded(layout, content) for content in stored]), values)
+
+
+def test_filters_are_undone_in_their_order():
+    values = np.random.default_rng(0).integers(7, 100, CHUNK, "uint16")
+    scale = {"offset": 7, "scale": 2, "dtype": "<u2", "astype": "<u4"}
+    filters = [{"name": "numcodecs.fixedscaleoffset", "configuration": scale}, _delta("<u4")]
+    layout, (stored,) = _written(values, "zstd", filters=filters)
+    _same(_decoded(layout, stored), values)
+
+
+@given(draw=st.data())
+def test_whatever_happens_to_a_chunk_of_pcodec_is_a_corrupt_chunk_or_none(draw):
+    """Without a checksum, so that the decoder itself meets the damage."""
+    layout, _, stored = _chunk("pcodec")
+    damaged = stored[: draw.draw(st.integers(0, len(stored)))].copy()
+    for place in draw.draw(st.lists(st.integers(0, max(0, len(damaged) - 1)), max_size=3 * (len(damaged) > 0))):
+        damaged[place] ^= draw.draw(st.integers(1, 255))
+    with contextlib.suppress(CorruptChunkError):
+        _decoded(layout, damaged)
+
+
+def test_a_panic_of_a_decoder_is_a_corrupt_chunk():
+    layout, _, stored = _chunk("pcodec")
+    out = np.zeros(CHUNK, layout.dtype)
+    out.flags.writeable = False  # pcodec panics, which Python sees as a BaseException
+    with pytest.raises(CorruptChunkError, match="NotWriteable"):
+        Decoder(layout).decode(stored, out)
+
+
+def test_an_interrupt_of_a_decoder_stays_an_interrupt(monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    layout, _, stored = _chunk("pcodec")
+    monkeypatch.setattr(standalone, "simple_decompress_into", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Decoder(layout).decode(stored, np.zeros(CHUNK, layout.dtype))
 
 
 # ---- making a decoder
@@ -301,7 +388,9 @@ BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 UNKNOWN = {
     "unknown compressor": [BYTES, {"name": "pcodec"}],
     "big endian": [{"name": "bytes", "configuration": {"endian": "big"}}],
-    "two compressors": [BYTES, {"name": "zstd"}, {"name": "gzip"}],
+    "unknown filter": [{"name": "numcodecs.nonesuch", "configuration": {}}, BYTES, {"name": "zstd"}],
+    "filter without its settings": [{"name": "numcodecs.delta"}, BYTES],
+    "filter in foreign byte order": [_delta(">u2"), BYTES],
     "checksum before the compressor": [BYTES, {"name": "crc32c"}, {"name": "zstd"}],
     "two checksums": [BYTES, {"name": "crc32c"}, {"name": "crc32c"}],
     "transposed": [{"name": "transpose", "configuration": {"order": [0]}}, BYTES],
@@ -315,6 +404,13 @@ def test_unknown_codecs_are_refused_and_named(codecs):
     with pytest.raises(FormatError, match=r"x is .*zloader convert") as caught:
         Decoder(dataclasses.replace(layout, codecs=tuple(codecs)))
     assert codecs[-1]["name"] in str(caught.value)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    layout, _, _ = _chunk("pcodec")
+    monkeypatch.delitem(numcodecs.registry.codec_registry, "pcodec")
+    with pytest.raises(FormatError, match=r"pcodec, which is not installed: pip install 'zloader\[pcodec\]'"):
+        Decoder(layout)
 
 
 @given(values=st.binary(max_size=100))

@@ -18,14 +18,13 @@ from urllib.parse import quote
 
 import aiohttp
 import yarl
-import zarr
-import zarr.errors
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
 from zloader.access.implied_objects import UNDECODABLE, implied_keys, members_of
 from zloader.access.listed_store import ListedStore
 from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
+from zloader.access.zarr_groups import open_zarr_group
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,
@@ -109,7 +108,7 @@ def listing(filesystem: WebFiles, root: str, store: Any) -> dict[str, StoredObje
         raise StoreNotFoundError(f"found no zarr.json or .zgroup at {root}: check the address")
     try:
         sizes = {key: entry.size for key, entry in roots.items()}
-        group = zarr.open_group(ListedStore(store, root, sizes, all_listed=False), mode="r")
+        group = open_zarr_group(ListedStore(store, root, sizes, all_listed=False))
     except ZloaderError:
         raise
     except UNDECODABLE as error:

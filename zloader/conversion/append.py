@@ -179,7 +179,7 @@ class _Addition:
             target = Target(
                 root=self._root,
                 location=destination.location,
-                options=ConvertOptions(codec=self._plan.codec),
+                options=_DEFAULTS,
                 threads=pool,
                 bars=self._bars,
                 create_object=destination.create_object,

@@ -25,6 +25,7 @@ from zloader.access.implied_objects import UNDECODABLE, undecodable_key
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject, fingerprint, mirror_fingerprint
+from zloader.access.zarr_groups import open_zarr_group
 from zloader.caching.cached_files import load_column, save_column
 from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, save_listing
 from zloader.caching.mirror import Mirror, open_mirror, open_mirror_directory
@@ -108,9 +109,9 @@ class OpenedStore:
         store = self._zarr_store()
         try:
             try:
-                group = zarr.open_group(store, mode="r", zarr_format=known)
+                group = open_zarr_group(store, zarr_format=known)
             except UNDECODABLE:  # a single array that zarr cannot read makes the consolidated metadata unusable
-                group = zarr.open_group(store, mode="r", zarr_format=known, use_consolidated=False)
+                group = open_zarr_group(store, zarr_format=known, use_consolidated=False)
         except ZloaderError:
             raise
         except UNDECODABLE as error:

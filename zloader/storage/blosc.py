@@ -51,15 +51,23 @@ CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin
 
 @compiled
 def decompress(
-    addresses: Rows, chunks: NDArray[Any], checked: bool, out: NDArray[np.uint8], chunk_bytes: int, itemsize: int
+    addresses: Rows,
+    chunks: NDArray[Any],
+    checked: bool,
+    out: NDArray[np.unsignedinteger],
+    chunk_elements: int,
+    differences: bool,
+    below: int,
 ) -> NDArray[np.bool_]:
     """Decompresses `chunks` (dtype CHUNK) from the reads at `addresses` into `out`. Returns which are valid.
 
     With `checked`, each chunk ends with its crc32c, and its size includes those 4 bytes. `out` must have room for whole
-    chunks. A chunk may consist of several Blosc blocks, and only the needed blocks are decompressed.
+    chunks. Its dtype has the size of an element, and is unsigned whatever the elements are. A chunk may consist of
+    several Blosc blocks, and only the needed blocks are decompressed. With `differences`, the chunk holds differences
+    of elements, so they are needed from its first element on. Unless `below` is negative, a chunk with a needed element
+    that is not less is invalid.
     """
     valid = np.zeros(len(chunks), np.bool_)
-    sizes = np.zeros(3, np.int64)
     for i in range(len(chunks)):
         chunk = chunks[i]
         stored, n = addresses[chunk.read] + chunk.offset, chunk.size
@@ -67,32 +75,55 @@ def decompress(
             if n < 4 or _crc32c(stored, n) != _RESIDUE:
                 continue
             n -= 4
-        # Blosc trusts the size in its header and would read past the end of a truncated chunk.
-        if _validate(stored, n, sizes.ctypes.data) != 0 or sizes[0] != chunk_bytes:
-            continue
-        _sizes(stored, sizes.ctypes.data, sizes[1:].ctypes.data, sizes[2:].ctypes.data)
-        target, block = out.ctypes.data + chunk.begin * itemsize, max(sizes[2], 1)
-        first, last = chunk.first * itemsize // block, (chunk.stop * itemsize - 1) // block
-        # blosc_getitem counts in the item size of the compressor, which may differ from that of the elements.
-        _metainfo(stored, sizes.ctypes.data, sizes[1:].ctypes.data)
-        if sizes[0] == itemsize and last - first + 1 < (chunk_bytes + block - 1) // block:
-            wanted = chunk.stop - chunk.first
-            n_bytes = _getitem(stored, chunk.first, wanted, target + chunk.first * itemsize)
-            valid[i] = n_bytes == wanted * itemsize
-        else:
-            valid[i] = _decompress(stored, target, chunk_bytes, 1) == chunk_bytes
+        begin = chunk.begin + (0 if differences else chunk.first)
+        target = out.ctypes.data + chunk.begin * out.itemsize
+        valid[i] = _decompress_part(stored, n, target, chunk_elements, out.itemsize, begin - chunk.begin, chunk.stop)
+        elements = out[begin : chunk.begin + chunk.stop]
+        if valid[i] and differences:
+            accumulate(elements)
+        if valid[i] and below >= 0:
+            valid[i] = largest(elements[chunk.begin + chunk.first - begin :]) < np.uint64(below)
     return valid
 
 
 @compiled
-def within(elements: NDArray[np.integer], chunks: NDArray[Any], below: int) -> NDArray[np.bool_]:
-    """Whether the needed elements of each of `chunks` (dtype CHUNK) are all in `range(below)`."""
-    valid = np.ones(len(chunks), np.bool_)
-    for i in range(len(chunks)):
-        chunk = elements[chunks[i].begin + chunks[i].first : chunks[i].begin + chunks[i].stop]
-        least, most = 0, 0
-        for k in range(len(chunk)):
-            least = min(least, chunk[k])
-            most = max(most, chunk[k])
-        valid[i] = least >= 0 and most < below
-    return valid
+def _decompress_part(
+    stored: int, n: int, target: int, chunk_elements: int, itemsize: int, first: int, stop: int
+) -> bool:
+    """Decompresses elements `[first, stop)` of the chunk in the `n` bytes at `stored` to their places after `target`.
+
+    More elements may be decompressed too. Returns whether the chunk is valid.
+    """
+    sizes = np.zeros(3, np.int64)
+    chunk_bytes = chunk_elements * itemsize
+    # Blosc trusts the size in its header and would read past the end of a truncated chunk.
+    if _validate(stored, n, sizes.ctypes.data) != 0 or sizes[0] != chunk_bytes:
+        return False
+    _sizes(stored, sizes.ctypes.data, sizes[1:].ctypes.data, sizes[2:].ctypes.data)
+    block = max(sizes[2], 1)
+    n_blocks = (stop * itemsize - 1) // block - first * itemsize // block + 1
+    # blosc_getitem counts in the item size of the compressor, which may differ from that of the elements.
+    _metainfo(stored, sizes.ctypes.data, sizes[1:].ctypes.data)
+    if sizes[0] == itemsize and n_blocks < (chunk_bytes + block - 1) // block:
+        n_bytes = _getitem(stored, first, stop - first, target + first * itemsize)
+        return bool(n_bytes == (stop - first) * itemsize)
+    return bool(_decompress(stored, target, chunk_bytes, 1) == chunk_bytes)
+
+
+@compiled
+def accumulate(elements: NDArray[np.unsignedinteger]) -> None:
+    """Replaces differences by their running sums. Sums wrap around, so that differences may be negative."""
+    # Fewer additions would do in vector registers, but the compiler's attempt at that took twice as long.
+    total = elements.dtype.type(0)
+    for k in range(len(elements)):
+        total = elements.dtype.type(total + elements[k])
+        elements[k] = total
+
+
+@compiled
+def largest(elements: NDArray[np.unsignedinteger]) -> np.uint64:
+    """The largest element; 0 if there are none. As a loop of its own it becomes vector instructions."""
+    most = elements.dtype.type(0)
+    for k in range(len(elements)):
+        most = max(most, elements[k])
+    return np.uint64(most)

@@ -1,14 +1,12 @@
 """Decodes stored chunks to elements and verifies their checksums. Pure.
 
 numcodecs releases the GIL and decompresses directly into the buffer if the codec allows it. Blosc chunks, the format
-that `convert` writes, are decoded many per call.
+that `convert` writes, are decoded many per call, and the differences of gene indices are added up in the same call.
 """
 
 from __future__ import annotations
 
-import lzma
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import google_crc32c
@@ -17,11 +15,13 @@ import numcodecs.blosc
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.errors import CorruptChunkError, FormatError
+from zloader.common.errors import CorruptChunkError
 from zloader.storage import blosc
+from zloader.storage.coders import PCODEC, chain_of
 from zloader.storage.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
+_MOST = np.iinfo(np.int64).max
 
 
 def checksum(stored: NDArray[Any]) -> int:
@@ -33,20 +33,17 @@ class Decoder:
     """Decodes the chunks of one array with the codecs in `layout`. Raises FormatError for unsupported codecs."""
 
     def __init__(self, layout: ArrayLayout) -> None:
-        names = [codec["name"] for codec in layout.codecs]
-        self._checked = names[-1] == "crc32c"
-        compressors = [codec for codec in layout.codecs[1:] if codec["name"] != "crc32c"]
-        endian = layout.codecs[0].get("configuration", {}).get("endian", "little")
-        too_many = len(compressors) > 1 and not all(codec["name"] == "numcodecs" for codec in compressors)
-        if names[0] != "bytes" or endian != "little" or too_many or "crc32c" in names[:-1]:
-            raise FormatError(
-                f"{layout.path} is encoded with {names}, which cannot be read: run 'zloader convert' on it"
-            )
-        self._decompress = _decompressor(compressors, layout.path) if compressors else _copy
-        self._many_at_once = self._decompress is _blosc and blosc.available()
+        chain = chain_of(layout.codecs, layout.path)
+        coders = list(chain.coders)
+        self._checked = chain.checked
         self._layout = layout
         self._dtype = layout.dtype
+        self._unsigned = np.dtype(f"u{layout.dtype.itemsize}")
         self._chunk_elements = layout.chunk_elements
+        # Other differences, such as those of floats, are left to numcodecs.
+        self._differences = bool(coders) and _is_whole_delta(coders[0], layout.dtype)
+        self._decompress = _decompressor(coders[1:] if self._differences else coders)
+        self._many_at_once = self._decompress is _blosc and blosc.available()
 
     def decode_all(
         self, reads: Sequence[bytes], chunks: NDArray[Any], out: NDArray[Any]
@@ -57,32 +54,47 @@ class Decoder:
         """
         views = [np.frombuffer(read, np.uint8) for read in reads]
         corrupt = []
-        for i in np.flatnonzero(~self._decode_at_once(views, chunks, out)).tolist():
+        for i in np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below)).tolist():
             read, offset, size, begin, first, stop = (int(field) for field in chunks[i])
             elements = out[begin : begin + stop]
             try:
-                self.decode(views[read][offset : offset + size], elements)
+                self._decode_singly(views[read][offset : offset + size], elements)
                 self._layout.check_bounds(elements[first:])
             except CorruptChunkError as error:
                 corrupt.append((i, error))
         return corrupt
 
-    def _decode_at_once(self, views: Sequence[Bytes], chunks: NDArray[Any], out: NDArray[Any]) -> NDArray[np.bool_]:
+    @property
+    def _below(self) -> int:
+        """The bound of elements seen as unsigned, in which negative ones are large; -1 without a bound."""
+        if self._layout.below is None:
+            return -1
+        return min(self._layout.below, np.iinfo(self._dtype).max + 1 if self._dtype.kind == "i" else _MOST)
+
+    def _decode_at_once(
+        self, views: Sequence[Bytes], chunks: NDArray[Any], out: NDArray[Any], below: int
+    ) -> NDArray[np.bool_]:
         """Decodes chunks in one call and returns which are valid. The rest are decoded again singly, for errors."""
         if not self._many_at_once:
             return np.zeros(len(chunks), bool)
-        addresses, itemsize = np.array([view.ctypes.data for view in views]), self._dtype.itemsize
-        chunk_bytes = self._chunk_elements * itemsize
-        valid = blosc.decompress(addresses, chunks, self._checked, out.view(np.uint8), chunk_bytes, itemsize)
-        if self._layout.below is not None:
-            valid &= blosc.within(out, chunks, self._layout.below)
-        return valid
+        addresses, elements = np.array([view.ctypes.data for view in views]), out.view(self._unsigned)
+        return blosc.decompress(
+            addresses, chunks, self._checked, elements, self._chunk_elements, self._differences, below
+        )
 
     def decode(self, stored: Bytes, out: NDArray[Any]) -> None:
         """Fills `out` with the first elements of a chunk. `out` is shorter than the chunk at the end of an array.
 
         Raises CorruptChunkError if the checksum differs or the bytes do not decode to a whole chunk.
         """
+        if len(out) == self._chunk_elements:
+            chunk = np.array([(0, 0, len(stored), 0, 0, len(out))], blosc.CHUNK)
+            if self._decode_at_once([stored], chunk, out, -1)[0]:
+                return
+        self._decode_singly(stored, out)
+
+    def _decode_singly(self, stored: Bytes, out: NDArray[Any]) -> None:
+        """Like `decode`, with an error that says what is wrong."""
         if self._checked:
             if len(stored) < 4 or google_crc32c.value(stored[:-4]) != _uint32(stored, len(stored) - 4):
                 raise CorruptChunkError("its crc32c differs from the stored crc32c")
@@ -90,10 +102,20 @@ class Decoder:
         whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
         try:
             self._decompress(stored, whole)
-        except (RuntimeError, ValueError, EOFError, OSError, MemoryError, zlib.error, lzma.LZMAError) as error:
+        except BaseException as error:
+            # A panic of a decoder written in Rust is not an Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise CorruptChunkError(f"it cannot be decoded: {error}") from error
+        if self._differences:
+            blosc.accumulate(whole.view(self._unsigned))
         if whole is not out:
             out[:] = whole[: len(out)]
+
+
+def _is_whole_delta(coder: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether a coder stores differences of integers in the dtype of the array."""
+    return isinstance(coder, numcodecs.Delta) and dtype.kind in "iu" and coder.dtype == coder.astype == dtype
 
 
 def _uint32(stored: Bytes | bytes, at: int) -> int:
@@ -122,28 +144,31 @@ def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
     numcodecs.blosc.decompress(stored, out)
 
 
-def _decompressor(codecs: Sequence[Mapping[str, Any]], path: str) -> Callable[[Bytes, NDArray[Any]], None]:
-    """A function that undoes the codecs in reverse: one codec of Zarr v3, or the filters and compressor of Zarr v2."""
-    configurations = [
-        codec["configuration"] if codec["name"] == "numcodecs" else {"id": codec["name"]} for codec in codecs
-    ]
-    if [each["id"] for each in configurations] == ["blosc"]:
+def _pcodec(stored: Bytes, out: NDArray[Any]) -> None:
+    from pcodec import standalone  # an optional package
+
+    # Not through numcodecs, which would not say whether `out` was filled and nothing was left over.
+    done = standalone.simple_decompress_into(stored.tobytes(), out)
+    if done.n_processed != len(out) or not done.finished:
+        raise ValueError(f"it does not hold {len(out)} values")
+
+
+def _decompressor(coders: Sequence[Any]) -> Callable[[Bytes, NDArray[Any]], None]:
+    """A function that undoes the coders, last first."""
+    ids = [coder.codec_id for coder in coders]
+    if not coders:
+        return _copy
+    if ids == ["blosc"]:
         return _blosc
-    if codecs[0]["name"] not in ("numcodecs", "zstd", "gzip"):
-        raise FormatError(
-            f"{path} is compressed with {codecs[0]['name']!r}, which cannot be read: run 'zloader convert' on it"
-        )
-    try:
-        coders = [numcodecs.get_codec(dict(each)) for each in reversed(configurations)]
-    except ValueError as error:
-        raise FormatError(f"{path} cannot be read ({error}): run 'zloader convert' on it") from error
+    if ids == [PCODEC]:
+        return _pcodec
 
     def through_bytes(stored: Bytes, out: NDArray[Any]) -> None:
         plain: Any = stored
-        for coder in coders:
+        for coder in reversed(coders):
             if isinstance(coder, numcodecs.Blosc) and not is_whole_blosc(plain):
                 raise ValueError(f"its blosc header does not match {len(plain)} stored bytes")
             plain = coder.decode(plain)
-        _copy(np.ascontiguousarray(np.frombuffer(plain, np.uint8)), out)
+        _copy(np.frombuffer(plain, np.uint8), out)
 
     return through_bytes

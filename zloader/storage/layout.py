@@ -28,7 +28,7 @@ ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that is not store
 class ArrayLayout:
     """How one array is stored. `path` is its key in the store; `codecs` are the Zarr v3 codecs of a chunk.
 
-    A Zarr v2 codec is given the name "numcodecs" and keeps its numcodecs configuration.
+    Those of Zarr v2 are named like in v3: the filters, "bytes" and the compressor, with names such as "numcodecs.zlib".
     """
 
     path: str

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
+from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout
 
 
@@ -100,10 +101,8 @@ def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) 
     dtype = _dtype(path, metadata["dtype"])
     if np.dtype(metadata["dtype"]).byteorder == ">":
         raise FormatError(f"{path} is stored in foreign byte order: run 'zloader convert' on it")
-    coders = [*(metadata.get("filters") or []), metadata.get("compressor")]
-    configurations = [
-        getattr(coder, "get_config", lambda coder=coder: coder)() for coder in coders if coder is not None
-    ]
+    compressors = [] if metadata.get("compressor") is None else [metadata["compressor"]]
+    codecs = [*map(_codec_v2, metadata.get("filters") or []), {"name": "bytes"}, *map(_codec_v2, compressors)]
     fill_value = metadata.get("fill_value")
     return ArrayLayout(
         path=path,
@@ -111,7 +110,7 @@ def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) 
         n_elements=math.prod(shape),
         chunk_elements=max(1, math.prod(chunks)),
         chunks_per_shard=1,
-        codecs=({"name": "bytes"}, *({"name": "numcodecs", "configuration": each} for each in configurations)),
+        codecs=tuple(codecs),
         sharded=False,
         index_checksum=False,
         index_at_end=False,
@@ -121,6 +120,12 @@ def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) 
         fill_value=0 if fill_value is None else fill_value,
         absent_is_fill=absent_is_fill,
     )
+
+
+def _codec_v2(coder: Any) -> dict[str, Any]:
+    """A filter or compressor of Zarr v2, named like in Zarr v3. zarr gives some as numcodecs objects."""
+    configuration = dict(coder if isinstance(coder, Mapping) else coder.get_config())
+    return {"name": f"{PREFIX}{configuration.pop('id')}", "configuration": configuration}
 
 
 def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
@@ -162,7 +167,7 @@ def last_codecs(key: str, document: Any) -> dict[str, str]:
             f"{above}/{path}".lstrip("/"): node for (path, _, leaf), node in consolidated.items() if leaf == ".zarray"
         }
     codecs = {path: _codec_names(node) for path, node in nodes.items()}
-    return {path: names[-1].removeprefix("numcodecs.") for path, names in codecs.items() if names}
+    return {path: names[-1].removeprefix(PREFIX) for path, names in codecs.items() if names}
 
 
 def _codec_names(node: Mapping[str, Any]) -> list[str]:

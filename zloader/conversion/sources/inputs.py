@@ -12,10 +12,10 @@ import anndata as ad
 import h5py
 import pandas as pd
 import scipy.sparse
-import zarr
 
 from zloader.access.implied_objects import arrays_below, require_objects, stored_keys
 from zloader.access.listed_store import ListedStore
+from zloader.access.zarr_groups import open_zarr_group
 from zloader.common.errors import OptionError, SourceError, ZloaderError
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
@@ -117,7 +117,7 @@ def _open_zarr(location: SourceLocation) -> list[Input]:
     sizes = {key: size for key, size, _ in objects} if location.can_be_listed else {}
     store = ListedStore(location.zarr_store(), location.name, sizes, all_listed=location.can_be_listed)
     with reading(location.name, "is not a Zarr group"):
-        root = zarr.open_group(store, mode="r")
+        root = open_zarr_group(store)
         attributes = dict(root.attrs)
         store.complete = "zloader" in attributes
         if location.can_be_listed:

@@ -22,8 +22,10 @@ from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.appended_types import new_elements
-from zloader.conversion.writing.encode import CODECS, zarr_codecs
+from zloader.conversion.writing.shards import stored_layout
 from zloader.dataset.dataset import Dataset
+from zloader.storage.coders import chain_of
+from zloader.storage.layout import ArrayLayout
 
 TOGETHER = "convert all sources together"
 
@@ -48,7 +50,7 @@ class AppendPlan:
         # zarr would silently replace a missing or empty object by zeros.
         require_objects(implied_keys(nodes), dataset.object_sizes(), self._url)
         self._refuse_fixed()
-        self.codec = self._common_codec()
+        self._require_writable()
 
     def _refuse_fixed(self) -> None:
         """Raises StoreError for elements along the rows that cannot be appended to."""
@@ -67,13 +69,16 @@ class AppendPlan:
             found += [name] if is_dense else [f"{name}/{part}" for part in ("data", "indices", "indptr")]
         return [self._node(path) for path in found]
 
-    def _common_codec(self) -> str:
-        found = {_codec(array) for array in self._matrix_arrays()}
-        if len(found) > 1 or None in found:
+    def _require_writable(self) -> None:
+        """Raises StoreError for a matrix that is not in checked shards, FormatError for codecs that are not supported.
+
+        New chunks get the codecs of the array, so a store of an earlier version keeps its own.
+        """
+        layouts = [stored_layout(array) for array in self._matrix_arrays()]
+        if not all(_is_checked_shards(layout) for layout in layouts):
             raise StoreError(
                 f"{self._url} has codecs or shards that this version of zloader does not write: {TOGETHER}"
             )
-        return found.pop() or CODECS[0]
 
     def content(self, inputs: Sequence[Input]) -> Content:
         """The content to append. Raises SourceError listing all problems if sources lack anything the store has."""
@@ -187,10 +192,9 @@ class AppendPlan:
         return self._recorded | {"sources": [*self._recorded.get("sources", []), *new]}
 
 
-def _codec(array: zarr.Array[Any]) -> str | None:
-    """The codec of CODECS that an array is stored with, or None if zloader does not write such arrays."""
-    codecs = (codec for codec in CODECS if tuple(zarr_codecs(codec, array.dtype.itemsize)) == array.compressors)
-    return None if array.shards is None else next(codecs, None)
+def _is_checked_shards(layout: ArrayLayout) -> bool:
+    chain = chain_of(layout.codecs, layout.path)
+    return layout.sharded and layout.index_checksum and layout.index_at_end and chain.checked
 
 
 def _positions(names: pd.Index, genes: pd.Index, at: str) -> Rows | None:

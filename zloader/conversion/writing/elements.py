@@ -21,7 +21,7 @@ from zloader.common.errors import SourceError, StoreError, ZloaderError
 from zloader.common.options import MiB
 from zloader.conversion.joining.union import is_storable, kind_of, storable
 from zloader.conversion.sources.names import require_names
-from zloader.conversion.writing.encode import ConvertOptions, grid, zarr_codecs
+from zloader.conversion.writing.encode import ConvertOptions, grid, small_codecs
 
 _LOSSLESS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # by array kind, objects that read back equal
 _CHUNK_BYTES = MiB  # these arrays are read whole: few chunks, but enough to decode in several threads
@@ -128,13 +128,13 @@ class ElementWriter:
             item_bytes = leaf.dtype.itemsize * int(np.prod(widths, dtype=np.int64))
         else:
             is_scalar = isinstance(leaf, (np.ndarray, np.generic, str, int, float, complex))
-            return {"compressors": zarr_codecs("none", None)} if is_scalar else {}
+            return {"compressors": small_codecs("none")} if is_scalar else {}
         chunk = _CHUNK_BYTES // max(1, item_bytes)
         cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
         # zarr cannot shard structured arrays, because it cannot hash their fill value.
         is_plain = not isinstance(leaf, np.ndarray) or leaf.dtype.kind != "V"
         shards = {"shards": (cut.shard, *widths)} if length > cut.chunk and is_plain else {}
-        return {"chunks": (cut.chunk, *widths), "compressors": zarr_codecs(self._options.codec, None), **shards}
+        return {"chunks": (cut.chunk, *widths), "compressors": small_codecs(self._options.codec), **shards}
 
 
 def _plain_names(index: pd.Index) -> pd.Index:

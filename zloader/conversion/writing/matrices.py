@@ -28,6 +28,7 @@ from zloader.conversion.writing.encode import (
     chunk_elements,
     grid,
     smallest_integer,
+    zarr_codecs,
 )
 from zloader.conversion.writing.object_writer import ObjectWriter
 from zloader.conversion.writing.shards import ShardWriter, Threads, read_shard, stored_layout
@@ -113,7 +114,7 @@ class Target:
 
     def writer(self, array: zarr.Array[Any], first_shard: int = 0) -> ShardWriter:
         """A writer for an array made by `create`, starting at a shard."""
-        encoder = ChunkEncoder(self.options.codec, array.dtype)
+        encoder = ChunkEncoder(stored_layout(array))
         return ShardWriter(array, encoder, self.threads, self.create_object, first_shard=first_shard)
 
     def create(
@@ -132,9 +133,9 @@ class Target:
             dtype=dtype,
             chunks=(cut.chunk, *widths),
             shards=(cut.shard, *widths),
-            compressors=ChunkEncoder(self.options.codec, dtype).zarr_codecs,
             fill_value=dtype.type(0),
             attributes=attributes,
+            **zarr_codecs(self.options.codec, dtype, ascending=name.endswith("/indices")),
         )
 
     def finished_shards(self, *arrays: zarr.Array[Any]) -> int:
