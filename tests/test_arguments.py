@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import numcodecs.registry
 import numpy as np
 import pandas as pd
 import pytest
@@ -146,6 +147,12 @@ def test_convert_options(value: Any) -> None:
                 zl.ConvertOptions(**{option: value})
     with pytest.raises(OptionError, match="codec must be one of 'lz4'"):
         zl.ConvertOptions(codec=value)
+
+
+def test_a_codec_whose_package_is_missing(monkeypatch):
+    monkeypatch.delitem(numcodecs.registry.codec_registry, "pcodec")
+    with pytest.raises(OptionError, match=r"needs the package pcodec.*pip install 'zloader\[pcodec\]'"):
+        zl.ConvertOptions(codec="pcodec")
 
 
 @pytest.mark.parametrize("value", [1.5, "1.5", "1.5 B", float("inf"), True, -1, "x", "", [], pd.NA, 0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +16,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import zarr
+import zarr.codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import (
@@ -326,6 +328,53 @@ def test_as_it_was_converted(tmp_path: Path) -> None:
     assert report.left_out == ["obs/m"]
     sources = dict(zarr.open_group(tmp_path / "a.zarr", mode="r").attrs)["zloader"]["sources"]
     assert sources == [{"label": label, "rows": 60} for label in ("0", "1", "1-1")]
+
+
+BLOSC = zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", blocksize=16384)
+KEPT: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "lz4": ("lz4", None),
+    "zstd": ("zstd", None),
+    "pcodec": ("pcodec", None),
+    "none": ("none", None),
+    # The codecs of earlier versions, which stored no differences.
+    "sorted bytes": ("lz4", {"compressors": [BLOSC, zarr.codecs.Crc32cCodec()]}),
+}
+
+
+def recode(dest: Path, codecs: dict[str, Any]) -> None:
+    """Stores the arrays of X with other codecs in the same shards."""
+    root = zarr.open_group(dest, mode="r+", use_consolidated=False)
+    for name in ("indices", "data", "indptr"):
+        before: Any = root[f"X/{name}"]
+        grid = {"chunks": before.chunks, "shards": before.shards, "fill_value": before.fill_value}
+        with zarr.config.set({"array.write_empty_chunks": True}):
+            root.create_array(f"X/{name}", data=before[:], overwrite=True, **grid, **codecs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # consolidated metadata are not in the Zarr v3 specification
+        zarr.consolidate_metadata(dest)
+
+
+@pytest.mark.parametrize(("codec", "recoded"), KEPT.values(), ids=KEPT.keys())
+def test_new_chunks_have_the_codecs_of_the_old(tmp_path: Path, codec: str, recoded: dict[str, Any] | None) -> None:
+    dest = tmp_path / "a.zarr"
+    made = [ad.AnnData(counts(60, seed=i), obs=frame(60, f"{i} "), var=frame(300, "gene")) for i in range(2)]
+    zl.convert(made[0], dest, options=dataclasses.replace(SMALL, codec=codec), progress=False)
+    if recoded is not None:
+        recode(dest, recoded)
+    names = [f"X/{name}" for name in ("indices", "data", "indptr")]
+    before = [zarr.open_group(dest, mode="r")[name].metadata.to_dict()["codecs"] for name in names]
+    assert ("numcodecs" in json.dumps(before[0])) == (codec != "none" and recoded is None)
+    add(dest, made[1])
+    assert [zarr.open_group(dest, mode="r")[name].metadata.to_dict()["codecs"] for name in names] == before
+    assert_reads(dest, joined(*made))
+    assert zl.verify(dest, progress=False).problems == ()
+
+
+def test_shards_without_checksums_do_not_grow(tmp_path: Path) -> None:
+    made = ad.AnnData(counts(), obs=frame(60, "cell"), var=frame(300, "gene"))
+    zl.convert(made, tmp_path / "a.zarr", options=SMALL, progress=False)
+    recode(tmp_path / "a.zarr", {"compressors": [BLOSC]})
+    assert_refused(tmp_path / "a.zarr", "has codecs or shards that this version", made, error=errors.StoreError)
 
 
 def test_names_that_are_a_column(tmp_path: Path) -> None:

@@ -155,6 +155,17 @@ def test_another_conversion_is_not_resumed(tmp_path: Path) -> None:
     assert before.keys() > {MARKER}
 
 
+def test_chunks_of_another_form_are_not_taken_over(tmp_path: Path) -> None:
+    """Their checksums are right, but they would decode to other values."""
+    source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
+    interrupted(dest, source, 20)
+    marker = json.loads((dest / MARKER).read_text())
+    del marker["journal"]["identity"]["chunk_form"]  # as in conversions that stored no differences
+    (dest / MARKER).write_text(json.dumps(marker))
+    with pytest.raises(errors.StoreError, match="chunk_form differ"):
+        convert(source, dest, resume=True)
+
+
 # The moments are measured in CPU time, which other processes do not change. SIGPROF kills like SIGKILL.
 _KILLS = """
 import json, os, random, signal, sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,30 @@ def test_zarr_reads_the_arrays(tmp_path: Path, layout: str, codec: str) -> None:
     for name in ("data", "indices", "indptr"):
         np.testing.assert_array_equal(x[name][:], getattr(counts(), name))
         np.testing.assert_array_equal(x[name][3:50], getattr(counts(), name)[3:50])
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "pcodec"])
+def test_zarr_warns_of_no_codec(tmp_path: Path, codec: str) -> None:
+    """zarr 3.1 warns of the codecs of numcodecs. Users of zloader can do nothing about that."""
+    source = write_h5ad(tmp_path / "a.h5ad", counts())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Numcodecs codecs are not")
+        zl.convert(source, tmp_path / "a.zarr", options=zl.ConvertOptions(codec=codec), progress=False)
+        zl.convert(tmp_path / "a.zarr", tmp_path / "b.zarr", progress=False)
+        zl.append(tmp_path / "b.zarr", tmp_path / "a.zarr", progress=False)
+        assert zl.verify(tmp_path / "b.zarr", progress=False).ok
+        dataset = zl.open_dataset(tmp_path / "b.zarr", cache=tmp_path / "cache")
+        assert sum(len(minibatch.row) for minibatch in zl.Loader(dataset, batch_size=32)) == 120
+        assert dataset.take([3, 100]).n_obs == 2
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "pcodec"])
+def test_anndata_reads_every_codec(tmp_path: Path, codec: str) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"dense": counts().toarray()})
+    convert(source, tmp_path / "a.zarr", zl.ConvertOptions(codec=codec, chunk_rows=2, shard_size="4KiB"))
+    out = ad.read_zarr(tmp_path / "a.zarr")
+    np.testing.assert_array_equal(dense(out.X), counts().toarray())
+    np.testing.assert_array_equal(dense(out.layers["dense"]), counts().toarray())
 
 
 @pytest.mark.parametrize("consolidated", [True, False])

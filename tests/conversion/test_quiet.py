@@ -36,7 +36,7 @@ from zloader.conversion.writing.encode import ChunkEncoder, zarr_codecs
 from zloader.conversion.writing.matrices import Target
 from zloader.conversion.writing.object_writer import ObjectWriter, create_object, translated
 from zloader.conversion.writing.pending_writes import PendingWrites, run_to_completion
-from zloader.conversion.writing.shards import ShardWriter, threads
+from zloader.conversion.writing.shards import ShardWriter, stored_layout, threads
 
 DEADLINE_S = 60
 

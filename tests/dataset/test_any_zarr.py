@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
 import numcodecs
+import numcodecs.registry
 import numpy as np
 import pytest
 import zarr
@@ -15,7 +17,7 @@ import zarr.codecs
 from helpers import check_minibatch, counts, dense
 
 import zloader as zl
-from zloader.common.errors import CorruptChunkError
+from zloader.common.errors import CorruptChunkError, ZloaderError
 
 ADATA = counts(300, 120, seed=3)
 LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(7), "obs": ["cell_type"]}
@@ -84,6 +86,61 @@ def test_zarr_v2_with_filters(tmp_path: Path, filters: list[Any], compressor: An
         group.create_array("data", data=ADATA.X.data, chunks=(300,), filters=filters, compressors=compressor)
 
     rows_are_right(write(tmp_path / "a.zarr", matrix, 2))
+
+
+def _delta(dtype: str) -> dict[str, Any]:
+    return {"name": "numcodecs.delta", "configuration": {"dtype": dtype}}
+
+
+V3 = {
+    "differences": {"filters": [_delta("<f4")]},
+    "differences in shards": {"filters": [_delta("<f4")], "shards": (3000,)},
+    "pcodec": {"serializer": {"name": "numcodecs.pcodec", "configuration": {"level": 3}}},
+    "pcodec in shards": {
+        "serializer": {"name": "numcodecs.pcodec", "configuration": {}},
+        "compressors": [zarr.codecs.ZstdCodec(), zarr.codecs.Crc32cCodec()],
+        "shards": (3000,),
+    },
+    "bz2": {"compressors": [{"name": "numcodecs.bz2", "configuration": {"level": 1}}]},
+}
+
+
+@pytest.mark.parametrize("options", V3.values(), ids=V3.keys())
+def test_zarr_v3_with_codecs_of_numcodecs(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Counts have exact differences, also as float32. Other writers use chunks of another size than convert."""
+
+    def matrix(root: zarr.Group) -> None:
+        csr((500, 500))(root)
+        group: Any = root["X"]
+        for name, dtype in (("data", "<f4"), ("indices", "<i4")):
+            given = options | ({"filters": [_delta(dtype)]} if "filters" in options else {})
+            group.create_array(name, data=getattr(ADATA.X, name).astype(dtype), chunks=(300,), overwrite=True, **given)
+
+    rows_are_right(write(tmp_path / "a.zarr", matrix, 3))
+
+
+@pytest.mark.parametrize("consolidated", [True, False])
+def test_a_codec_whose_package_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consolidated: bool
+) -> None:
+    """Also for arrays that zarr reads, such as indptr."""
+    store = tmp_path / "a.zarr"
+    zl.convert(ADATA, store, options=zl.ConvertOptions(codec="pcodec"), progress=False)
+    if not consolidated:
+        root = json.loads((store / "zarr.json").read_text())
+        del root["consolidated_metadata"]
+        (store / "zarr.json").write_text(json.dumps(root))
+    monkeypatch.delitem(numcodecs.registry.codec_registry, "pcodec")
+    dataset = zl.open_dataset(store)
+    match = r"X/\w+ .*is encoded with pcodec, which is not installed: pip install 'zloader\[pcodec\]'"
+    for use in (
+        lambda: dataset.take([1]),
+        lambda: next(iter(zl.Loader(dataset, batch_size=4))),
+        lambda: zl.verify(store, progress=False),
+        lambda: zl.convert(store, tmp_path / "b.zarr", progress=False),
+    ):
+        with pytest.raises(ZloaderError, match=match):
+            use()
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])

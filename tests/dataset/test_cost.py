@@ -147,7 +147,9 @@ def test_summary(tmp_path):
     stored = [file.stat().st_size for file in (tmp_path / "cells.zarr/X/data/c").iterdir()]
     assert (data.stored_bytes, data.shards) == (sum(stored), len(stored))
     assert data.chunk_elements * 300 / adata.X.nnz == data.rows_per_chunk
-    assert "blosc(lz4, shuffle), crc32c" in data.codecs
+    assert indices.codecs == "delta, bytes, blosc(lz4, bitshuffle), crc32c"
+    assert data.codecs == "bytes, blosc(lz4, bitshuffle), crc32c"
+    assert x.bytes_per_value == (indices.stored_bytes + data.stored_bytes) / adata.X.nnz
     assert summary.others == ["obsm/X_pca"]
 
 

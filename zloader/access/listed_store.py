@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from zloader.common.errors import FormatError, MissingObjectError, StoreChangedError, TruncatedObjectError
+from zloader.storage.coders import require_packages
 from zloader.storage.decode import is_whole_blosc
 from zloader.storage.layout import require_bytes
-from zloader.storage.metadata import last_codecs
+from zloader.storage.metadata import SHARDING, codec_names
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
@@ -44,17 +45,20 @@ class ListedStore(Store):
     def __init__(self, store: Store, url: str, sizes: Mapping[str, int], *, all_listed: bool) -> None:
         super().__init__(read_only=True)
         self._store, self._url, self.sizes, self._all_listed = store, url, sizes, all_listed
-        self._codecs: dict[str, str] = {}  # the last codec of each known array, by path
+        self._codecs: dict[str, list[str]] = {}  # the codecs of each known array, by path
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """The bytes of an object or of a range of it; None if the object is absent.
 
         Raises TruncatedObjectError, MissingObjectError, StoreChangedError, and FormatError for metadata that is not
-        valid JSON.
+        valid JSON, or chunks whose codec is not installed.
         """
         size = self.sizes.get(key)
         if size is not None:
             require_bytes(self._url, key, size, _end(byte_range))
+        if not is_metadata(key):
+            path, codecs = self._array_of(key)
+            require_packages(codecs, f"{path} of {self._url}")
         content = None if self._is_absent(key) else await self.read(key, prototype, byte_range)
         if content is None:
             if size is not None:
@@ -75,7 +79,7 @@ class ListedStore(Store):
 
         `get` does this for every metadata object that it returns.
         """
-        self._codecs |= last_codecs(key, document)
+        self._codecs |= codec_names(key, document)
 
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         """Like `get`, but without any checks."""
@@ -107,12 +111,17 @@ class ListedStore(Store):
 
     def _check_whole(self, key: str, content: Buffer) -> None:
         """Checks a blosc header before zarr decodes the chunk, since blosc reads past the end of truncated input."""
-        path = next((path for path in _parents(key) if path in self._codecs), "")
-        if self._codecs.get(path) == "blosc" and not is_whole_blosc(content.to_bytes()):
+        _, codecs = self._array_of(key)
+        if codecs[-1:] == ["blosc"] and SHARDING not in codecs and not is_whole_blosc(content.to_bytes()):
             raise TruncatedObjectError(
                 f"{self._url}: {key} has {len(content)} bytes, but its blosc header gives another size: it was "
                 f"truncated when it was written or copied. {_RESTORE}"
             )
+
+    def _array_of(self, key: str) -> tuple[str, list[str]]:
+        """The path of the array that an object belongs to, and its codecs; nothing for an array that is not known."""
+        path = next((path for path in _parents(key) if path in self._codecs), "")
+        return path, self._codecs.get(path, [])
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]

@@ -98,7 +98,8 @@ def show_store(console: Console, summary: StoreSummary) -> None:
 def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
     console.print(
         f"\n{matrix.name}: {matrix.encoding}, {matrix.rows:,} x {matrix.genes:,}, "
-        f"{matrix.values:,} values ({matrix.density:.2%})",
+        f"{matrix.values:,} values ({matrix.density:.2%})"
+        + (f", {matrix.bytes_per_value:.2f} bytes per value" if matrix.bytes_per_value else ""),
         style="bold",
     )
     if matrix.problem:

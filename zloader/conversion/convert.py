@@ -39,7 +39,7 @@ from zloader.conversion.sources.inputs import Input, Source, open_inputs
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.destination import Destination, PendingStore
 from zloader.conversion.writing.elements import DryRunWriter, ElementWriter
-from zloader.conversion.writing.encode import ConvertOptions
+from zloader.conversion.writing.encode import CHUNK_FORM, ConvertOptions
 from zloader.conversion.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.conversion.writing.shards import threads
 
@@ -254,6 +254,7 @@ class _Conversion:
         del options["memory"], options["window_bytes"]
         whole = {
             "version": importlib.metadata.version("zloader"),
+            "chunk_form": CHUNK_FORM,
             "sources": [source.identity() for source in self._inputs],
             "select": dataclasses.asdict(self._select),
             "options": options,

@@ -11,6 +11,7 @@ import zarr
 from zloader.common.errors import FormatError
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
+from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import stored_length
 
@@ -39,7 +40,10 @@ class ArraySummary:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSummary:
-    """One matrix: X, a layer or raw/X. `values` counts the stored values; `problem` says why it cannot be read."""
+    """One matrix: X, a layer or raw/X. `values` counts the stored values; `problem` says why it cannot be read.
+
+    `bytes_per_value` is the stored size of `arrays` per value, so for CSR that of an index and a value together.
+    """
 
     name: str
     encoding: str
@@ -47,6 +51,7 @@ class MatrixSummary:
     genes: int
     values: int
     density: float
+    bytes_per_value: float
     arrays: Sequence[ArraySummary]
     problem: str | None = None
 
@@ -130,7 +135,15 @@ def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
         shapes = [store.shape(name) for store in stores]
     except FormatError as error:
         return MatrixSummary(
-            name=name, encoding="unknown", rows=0, genes=0, values=0, density=0.0, arrays=[], problem=str(error)
+            name=name,
+            encoding="unknown",
+            rows=0,
+            genes=0,
+            values=0,
+            density=0.0,
+            bytes_per_value=0.0,
+            arrays=[],
+            problem=str(error),
         )
     encodings = ["dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type")) for node in nodes]
     rows, genes = sum(n_rows for n_rows, _ in shapes), shapes[0][1]
@@ -142,6 +155,7 @@ def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
                 arrays.setdefault(array.path, []).append((store, array))
     except FormatError as error:
         problem = str(error)
+    summaries = [] if problem else [_array(name, alike) for alike in arrays.values()]
     return MatrixSummary(
         name=name,
         encoding=_all(encodings),
@@ -149,7 +163,8 @@ def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
         genes=genes,
         values=values,
         density=values / (rows * genes) if rows * genes else 0.0,
-        arrays=[] if problem else [_array(name, alike) for alike in arrays.values()],
+        bytes_per_value=sum(array.stored_bytes for array in summaries) / values if values else 0.0,
+        arrays=summaries,
         problem=problem,
     )
 
@@ -183,11 +198,11 @@ def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> Ar
 
 
 def _codec(codec: Mapping[str, Any]) -> str:
-    """The name of a codec, as in `blosc(lz4, shuffle)` or `crc32c`."""
+    """The name of a codec, as in `delta`, `blosc(lz4, bitshuffle)` or `crc32c`."""
     settings = codec.get("configuration") or {}
     if codec["name"] == "blosc":
         return f"blosc({settings['cname']}, {settings['shuffle']})"
-    return str(codec["name"])
+    return str(codec["name"]).removeprefix(PREFIX)
 
 
 def stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:

@@ -5,7 +5,7 @@ zarr-python encodes with numcodecs too, so its bytes can be read and repeated he
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,12 @@ def has_pcodec() -> bool:
     return PCODEC in numcodecs.registry.codec_registry
 
 
+def require_packages(names: Iterable[str], path: str) -> None:
+    """Raises FormatError if one of the codecs of the array at `path` needs a package that is not installed."""
+    if PCODEC in (name.removeprefix(PREFIX) for name in names) and not has_pcodec():
+        raise FormatError(f"{path} is encoded with pcodec, which is not installed: {INSTALL_PCODEC}")
+
+
 def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> Chain:
     """The chain that the `codecs` of the array at `path` describe (see ArrayLayout).
 
@@ -42,6 +48,7 @@ def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> Chain:
     names = [codec["name"] for codec in codecs]
     checked = names[-1:] == ["crc32c"]
     inner = codecs[:-1] if checked else codecs
+    require_packages(names, path)
     if not {"bytes", PREFIX + PCODEC} & {*names}:
         raise _unreadable(path, names, names[-1])
     coders = [_coder(codec, path, names) for codec in inner if not _is_plain_bytes(codec)]
@@ -68,8 +75,6 @@ def _coder(codec: Mapping[str, Any], path: str, names: Sequence[str]) -> Any:
         settings["id"] = name
     else:
         raise _unreadable(path, names, name)
-    if settings["id"] == PCODEC and not has_pcodec():
-        raise FormatError(f"{path} is encoded with pcodec, which is not installed: {INSTALL_PCODEC}")
     try:
         coder = numcodecs.get_codec(settings)
     except (ValueError, TypeError) as error:

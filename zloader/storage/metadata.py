@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from zloader.common.errors import FormatError
 from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout
+
+SHARDING = "sharding_indexed"
 
 
 def stored_length(node: Any) -> int | None:
@@ -55,7 +57,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     shape = tuple(metadata["shape"])
     outer = tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
     codecs = tuple(metadata["codecs"])
-    sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == "sharding_indexed" else None
+    sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == SHARDING else None
     inner = tuple(sharding["chunk_shape"]) if sharding else outer
     _check_whole_rows(path, shape, inner, outer)
     index_codecs = _index_codecs(sharding) if sharding else []
@@ -150,11 +152,11 @@ def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
     return dtype
 
 
-def last_codecs(key: str, document: Any) -> dict[str, str]:
-    """Maps the path of each array described by a metadata object to the last codec applied to its chunks.
+def codec_names(key: str, document: Any) -> dict[str, list[str]]:
+    """Maps the path of each array described by a metadata object to the names of its codecs, in encoding order.
 
     `document` is the object at `key`: a `zarr.json` (consolidated or not), a `.zmetadata` or a `.zarray`. Any other
-    object describes no arrays.
+    object describes no arrays. The codecs of the chunks of a shard follow "sharding_indexed".
     """
     above, _, name = key.rpartition("/")
     nodes = {above: document} if name in ("zarr.json", ".zarray") else {}
@@ -166,15 +168,21 @@ def last_codecs(key: str, document: Any) -> dict[str, str]:
         nodes = {
             f"{above}/{path}".lstrip("/"): node for (path, _, leaf), node in consolidated.items() if leaf == ".zarray"
         }
-    codecs = {path: _codec_names(node) for path, node in nodes.items()}
-    return {path: names[-1].removeprefix(PREFIX) for path, names in codecs.items() if names}
+    codecs = {path: list(_codec_names(node)) for path, node in nodes.items()}
+    return {path: [name.removeprefix(PREFIX) for name in names] for path, names in codecs.items() if names}
 
 
-def _codec_names(node: Mapping[str, Any]) -> list[str]:
-    """Names of the codecs of an array (v2 or v3) in encoding order; empty for a group."""
-    if node.get("zarr_format") == 3:
-        return [codec if isinstance(codec, str) else codec["name"] for codec in node.get("codecs", [])]
-    return [coder["id"] for coder in [*(node.get("filters") or []), node.get("compressor")] if coder is not None]
+def _codec_names(node: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the codecs of an array (v2 or v3) in encoding order; none for a group."""
+    if node.get("zarr_format") != 3:
+        coders = [*(node.get("filters") or []), node.get("compressor")]
+        yield from (coder["id"] for coder in coders if coder is not None)
+        return
+    for codec in node.get("codecs", []):
+        name = codec if isinstance(codec, str) else codec["name"]
+        yield name
+        if name == SHARDING:
+            yield from _codec_names({"zarr_format": 3, "codecs": codec["configuration"]["codecs"]})
 
 
 class IndptrCheck:

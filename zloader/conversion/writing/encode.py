@@ -28,6 +28,8 @@ from zloader.storage.coders import INSTALL_PCODEC, PCODEC, PREFIX, chain_of, has
 from zloader.storage.layout import ABSENT, ArrayLayout
 
 CODECS = ("lz4", "zstd", PCODEC, "none")
+# Counts the forms in which chunks have been encoded. A conversion cannot be resumed in another form.
+CHUNK_FORM = 2
 _BLOSC_LEVEL = 5
 # A blosc block is the smallest part of a chunk that can be decompressed alone, so that the chunks at the edges of a
 # block of rows are decompressed only in part. For lz4 this adds 0.3 % to the size. zstd would take half as long again
