@@ -22,6 +22,7 @@ from rivals import environment
 VARIANTS = {
     "lz4": {},
     "zstd": {"codec": "zstd"},
+    "pcodec": {"codec": "pcodec"},
     "none": {"codec": "none"},
     "shuffled": {"shuffle_seed": 1},
     "dtypes kept": {"preserve_dtype": True},

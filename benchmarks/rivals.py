@@ -48,7 +48,7 @@ class Rival:
     least_python: tuple[int, int]
 
 
-RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]", "obstore"), least_python=(3, 12))}
+RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"), least_python=(3, 12))}
 
 
 # ---- environments

@@ -30,23 +30,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
-import numcodecs
 import numpy as np
 from epochs import chunk_bytes
 from rivals import table
 
 import zloader as zl
+from zloader.conversion.writing.encode import CODECS, ChunkEncoder
 from zloader.dataset.cost import epoch_costs
 from zloader.dataset.summary import stored_bytes
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, chunks_of
 
 CHUNK_ROWS = (8, 16, 32, 64, 128, 256)
-CODECS = ("lz4", "zstd", "none")
 _JOB_CHUNKS = 16  # chunks per job of a thread
 _BATCH_SIZE = 64
 Figures = dict[str, Any]
@@ -54,23 +53,6 @@ Array = np.ndarray[Any, Any]
 
 
 # ---- encoding and decoding
-
-
-def encoder(layout: ArrayLayout) -> Callable[[Array], bytes]:
-    """A function that encodes one chunk with the codecs of an array, like `zloader convert`."""
-    names = [codec["name"] for codec in layout.codecs]
-    assert names in (["bytes", "blosc", "crc32c"], ["bytes", "crc32c"]), names
-    compress: Callable[[Array], bytes] = np.ndarray.tobytes
-    if "blosc" in names:
-        blosc = layout.codecs[1]["configuration"]
-        assert blosc["shuffle"] == "shuffle", blosc
-        compress = numcodecs.Blosc(blosc["cname"], blosc["clevel"], numcodecs.Blosc.SHUFFLE, blosc["blocksize"]).encode
-
-    def encode(elements: Array) -> bytes:
-        body = compress(elements)
-        return body + int(google_crc32c.value(body)).to_bytes(4, "little")
-
-    return encode
 
 
 class Codings:
@@ -93,7 +75,9 @@ class Codings:
 
     def encode_seconds(self, threads: int) -> float:
         """Seconds to encode every decoded chunk. Checks that the first chunk of each array equals the stored one."""
-        encoders = [encoder(layout) for layout in self._layouts]
+        encoders = [
+            partial(ChunkEncoder(layout).encode, chunk_elements=layout.chunk_elements) for layout in self._layouts
+        ]
         for number, encode in enumerate(encoders):
             assert encode(self._elements(number, 0)) == self._stored[number][0].tobytes(), (
                 "the encoded bytes differ from the stored ones"

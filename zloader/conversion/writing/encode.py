@@ -64,10 +64,10 @@ class ConvertOptions:
 
     - `chunk_rows`: approximate rows per chunk, the smallest unit of decompression.
     - `shard_size`: largest shard (stored object) in bytes before compression, as a number or text such as "256MiB" or
-      "256M". It applies to the wider of `indices` and `data`; the stored object is a third to the whole of it.
+      "256M". It applies to the wider of `indices` and `data`; the stored object is a tenth to the whole of it.
     - `codec`: "lz4"; "zstd", which stores a quarter fewer bytes; "pcodec", which stores a third fewer and needs
       the extra `zloader[pcodec]`, also to read the store; or "none", which stores three times as many but still adds
-      checksums. The two smaller ones decode at half the speed and encode ten times slower.
+      checksums. zstd decodes a third slower than lz4, pcodec at half the speed, and both encode ten times slower.
     - `preserve_dtype`: keep the source dtypes of `data`, `indices` and `indptr`. By default, values and indices get the
       smallest integer dtype that holds every value exactly.
     - `memory`: limit on the resident memory of the whole process, including about 250 MiB for the interpreter and the
@@ -197,7 +197,7 @@ def grid(length: int, *, chunk: int, item_bytes: int, shard_bytes: int) -> Chunk
     """The grid of an array of `length` items, with chunks of about `chunk` items and shards of about `shard_bytes`.
 
     `item_bytes` is the size of a decoded item. Sizes are before compression, because the grid must be fixed before the
-    first chunk is encoded; stored shards have a third to the whole of `shard_bytes`.
+    first chunk is encoded; stored shards have a tenth to the whole of `shard_bytes`.
     """
     chunk = max(1, min(chunk, length, min(_MAX_CHUNK_BYTES, shard_bytes) // max(1, item_bytes)))
     chunks = max(1, -(-length // chunk))
