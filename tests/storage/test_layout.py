@@ -418,7 +418,6 @@ UNREADABLE = {
     "chunks of shards that split rows": _plain(codecs=_sharded(chunk_shape=(4, 3))),
     "unknown codec": _plain(codecs=[BYTES, {"name": "pcodec"}]),
     "unknown codec in shards": _plain(codecs=_sharded(codecs=[BYTES, {"name": "pcodec"}])),
-    "two compressors": _plain(codecs=[BYTES, ZSTD, ZSTD]),
     "transposed": _plain(codecs=[{"name": "transpose", "configuration": {"order": [1, 0]}}, BYTES]),
     "compressed after the checksum": _plain(codecs=[BYTES, CRC32C, ZSTD]),
     "no array codec": _plain(codecs=[ZSTD]),

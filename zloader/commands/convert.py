@@ -106,7 +106,7 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     codec: Annotated[
         str | None,
         typer.Option(
-            help="lz4, zstd or pcodec (smaller, slower), or none.", show_default="lz4", rich_help_panel=_LAYOUT
+            help="lz4, zstd or pcodec (smaller, slower) or none.", show_default="lz4", rich_help_panel=_LAYOUT
         ),
     ] = None,
     preserve_dtype: Annotated[
