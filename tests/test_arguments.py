@@ -151,7 +151,7 @@ def test_convert_options(value: Any) -> None:
 
 def test_a_codec_whose_package_is_missing(monkeypatch):
     monkeypatch.delitem(numcodecs.registry.codec_registry, "pcodec")
-    with pytest.raises(OptionError, match=r"needs the package pcodec.*pip install 'zloader\[pcodec\]'"):
+    with pytest.raises(OptionError, match=r'needs the package pcodec.*pip install "zloader\[pcodec\]"'):
         zl.ConvertOptions(codec="pcodec")
 
 

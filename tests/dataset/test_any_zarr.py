@@ -132,7 +132,7 @@ def test_a_codec_whose_package_is_missing_is_named(
         (store / "zarr.json").write_text(json.dumps(root))
     monkeypatch.delitem(numcodecs.registry.codec_registry, "pcodec")
     dataset = zl.open_dataset(store)
-    match = r"X/\w+ .*is encoded with pcodec, which is not installed: pip install 'zloader\[pcodec\]'"
+    match = r'X/\w+ .*is encoded with pcodec, which is not installed: pip install "zloader\[pcodec\]"'
     for use in (
         lambda: dataset.take([1]),
         lambda: next(iter(zl.Loader(dataset, batch_size=4))),

@@ -409,7 +409,7 @@ def test_unknown_codecs_are_refused_and_named(codecs):
 def test_a_missing_package_is_named(monkeypatch):
     layout, _, _ = _chunk("pcodec")
     monkeypatch.delitem(numcodecs.registry.codec_registry, "pcodec")
-    with pytest.raises(FormatError, match=r"pcodec, which is not installed: pip install 'zloader\[pcodec\]'"):
+    with pytest.raises(FormatError, match=r'pcodec, which is not installed: pip install "zloader\[pcodec\]"'):
         Decoder(layout)
 
 

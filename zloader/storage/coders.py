@@ -17,7 +17,7 @@ from zloader.common.errors import FormatError
 
 PREFIX = "numcodecs."  # of the codecs that zarr-python takes from numcodecs
 PCODEC = "pcodec"
-INSTALL_PCODEC = "pip install 'zloader[pcodec]'"
+INSTALL_PCODEC = 'pip install "zloader[pcodec]"'
 _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 
 

@@ -35,8 +35,8 @@ _BLOSC_LEVEL = 5
 # block of rows are decompressed only in part. For lz4 this adds 0.3 % to the size. zstd would take half as long again
 # with small blocks, so it keeps blosc's default block size (0).
 _BLOSC_BLOCK_BYTES = {"lz4": 16 * 1024, "zstd": 0}
-# lz4 makes integers a quarter smaller if their bits are sorted, not their bytes, but normalised values larger by a
-# fifth. indptr and int64 gain nothing. zstd does worse with sorted bits.
+# lz4 makes integers a tenth to a quarter smaller if their bits are sorted, not their bytes, but normalised values a
+# fifth larger. int64, such as indptr, gains nothing. zstd does worse with sorted bits.
 _MOST_BIT_SHUFFLED = 4  # bytes of an integer
 _PCODEC = {
     "level": 8,
