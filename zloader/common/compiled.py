@@ -22,11 +22,13 @@ def compiled(function: Function) -> Function:
 
 
 def load_compiler() -> None:
-    """Imports numba now. Call it before starting threads that run compiled functions.
+    """Loads numba, which takes half a second the first time. Call it before starting threads that run compiled functions.
 
-    A process that is forked while a thread imports a module can never import that module.
+    A process that is forked while a thread imports a module can never import that module. Importing numba is not
+    enough: its own compiled functions are imported when the first function is called.
     """
     importlib.import_module("numba")
+    _call_one()
 
 
 class _Compiled:
@@ -52,6 +54,11 @@ class _Compiled:
     def _numba_type_(self) -> Any:
         """The type of this object in a compiled function that calls it."""
         return self._compiled()._numba_type_
+
+
+@compiled
+def _call_one() -> None:
+    pass
 
 
 class External:

@@ -1,13 +1,15 @@
 """The asyncio scheduler: loads fetches ahead, gathers their minibatches in threads, and puts them in order.
 
-Up to `prefetch` fetches are loaded while the one before them is gathered, within `buffer_bytes`. The reads of earlier
-fetches always go first. Any exit cancels all loads.
+While one fetch is gathered the next one is loaded, and up to `prefetch` of them if the epoch waits for reads rather
+than for the processor, all within `buffer_bytes`. The reads of earlier fetches always go first. Any exit cancels all
+loads.
 This module does not import torch: any process can go from plan to minibatch with plain options.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +157,10 @@ class FetchScheduler:
         self._half_ready_bytes = (
             options.ready_bytes // 2
         )  # one half for minibatches being gathered, one for those that are ready
-        self._ahead = asyncio.Semaphore(options.prefetch + 1)
+        # Memory that is used for the first time is slow, so an epoch starts with as little of it as it can.
+        self._ahead = asyncio.Semaphore(2)
+        self._most_ahead = options.prefetch - 1  # more fetches that may be loaded ahead, beyond the first one
+        self._since, self._busy_s = 0.0, 0.0  # when the last load was complete, and the threads' seconds until then
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any]] = {}
         self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
@@ -184,7 +189,7 @@ class FetchScheduler:
                     self._columns = await aside(self._recipe.columns)
                     self._obsm = await aside(self._recipe.obsm)
                     while (load := await loads.get()) is not None:
-                        loaded = await load
+                        loaded = await self._loaded(load)
                         rows, names = loaded.planned.fetch.rows, None
                         if self._recipe.names is not None:  # aside, because it may read from the store
                             names = await aside(self._recipe.names, rows)
@@ -195,6 +200,22 @@ class FetchScheduler:
                         self._ahead.release()
             finally:
                 gathering.shutdown(wait=False, cancel_futures=True)
+
+    async def _loaded(self, load: asyncio.Task[_Loaded]) -> _Loaded:
+        """Waits for a load. If the epoch waits for reads, it loads one more fetch ahead from now on.
+
+        It waits for reads if it waited most of the time since the last load, and most threads had nothing to do.
+        """
+        began = time.perf_counter()
+        loaded = await load
+        now, busy_s = time.perf_counter(), self.counters.decode_s + self.counters.gather_s
+        since_s, idle_s = now - self._since, (now - self._since) * self._options.threads - (busy_s - self._busy_s)
+        idle = 2 * (now - began) > since_s and 2 * idle_s > since_s * self._options.threads
+        if idle and self._most_ahead and self._since:
+            self._most_ahead -= 1
+            self._ahead.release()
+        self._since, self._busy_s = now, busy_s
+        return loaded
 
     async def _load_ahead(
         self,
