@@ -49,7 +49,7 @@ from rivals import touch
 
 import zloader as zl
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, chunk_spans, chunks_of
+from zloader.storage.layout import ArrayLayout, ShardIndex, chunk_spans, chunks_of
 
 _TOUCHED = 4 << 30  # bytes, before cold and filling epochs, which need the most memory; see rivals.touch
 
@@ -63,7 +63,7 @@ def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
         table = layout.parse_index(content[span.start : span.stop], shard=shard, object_size=len(content))
         view = np.frombuffer(content, np.uint8)
         here = np.arange(shard * layout.chunks_per_shard, min((shard + 1) * layout.chunks_per_shard, layout.n_chunks))
-        spans, _ = chunk_spans(layout, here, {shard: table}, gap_bytes=0, max_read_bytes=1 << 40)
+        spans, _ = chunk_spans(layout, here, {shard: ShardIndex(table)}, gap_bytes=0, max_read_bytes=1 << 40)
         for piece in spans:
             starts = piece.span.start + piece.offsets
             chunks += [view[a:b] for a, b in zip(starts.tolist(), (starts + piece.sizes).tolist(), strict=True)]

@@ -228,7 +228,7 @@ def test_bytes_in_flight_are_bounded_over_all_stores(pool):
     limit = free.statistics().most_in_flight_bytes // 4
     bound = zl.Loader(dataset, **sizes, options=zl.FetchOptions(in_flight_bytes=limit, max_read_bytes=1, gap_bytes=0))
     assert sum(map(len, bound)) == dataset.n_obs
-    # A single task may exceed the bound by itself, and shard indexes are not counted.
+    # A single task may exceed the bound by itself.
     assert bound.statistics().most_in_flight_bytes < free.statistics().most_in_flight_bytes / 2
 
 

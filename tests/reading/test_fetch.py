@@ -215,7 +215,7 @@ def test_bytes_in_flight_stay_within_their_bound(store):
     limit = whole.most // 4
     run(part_of(store), bounded, plan(), options=zl.FetchOptions(prefetch=8, in_flight_bytes=limit))
     largest = max(span.size for span in bounded.reads)
-    assert bounded.most <= max(limit, largest) + 2 * 100  # two shard indexes do not count towards the bound
+    assert bounded.most <= max(limit, largest)
     assert bounded.most < whole.most
 
 

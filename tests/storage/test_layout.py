@@ -21,6 +21,7 @@ from zloader.storage.layout import (
     ABSENT,
     ArrayLayout,
     MatrixLayout,
+    ShardIndex,
     align_to_runs,
     chunk_spans,
     chunks_of,
@@ -124,13 +125,15 @@ def shards(draw):
     for shard in range(n_shards):
         table = np.full((layout.chunks_per_shard, 2), ABSENT, np.uint64)
         owner = []
-        for within in draw(st.permutations(range(layout.chunks_per_shard))):  # chunks are stored in any order
+        end_to_end = draw(st.booleans())  # otherwise with gaps, and in any order
+        chunks = range(layout.chunks_per_shard)
+        for within in chunks if end_to_end else draw(st.permutations(chunks)):
             if draw(st.integers(0, 9)):
-                owner += [-1] * draw(st.integers(0, 30))
+                owner += [-1] * draw(st.integers(0, 0 if end_to_end else 30))
                 size = draw(st.integers(1, 60))
                 table[within] = len(owner), size
                 owner += [shard * layout.chunks_per_shard + within] * size
-        indexes[shard], owners[layout.shard_key(shard)] = table, np.array(owner, np.int64)
+        indexes[shard], owners[layout.shard_key(shard)] = ShardIndex(table), np.array(owner, np.int64)
     return layout, indexes, owners
 
 
@@ -163,10 +166,37 @@ def test_every_chunk_is_in_exactly_one_span_at_the_right_offset(shards, gap_byte
 def test_a_shard_of_which_nothing_wanted_is_stored_gives_no_span():
     nothing = np.full((4, 2), ABSENT, np.uint64)
     something = np.array([[0, 7], [7, 5], [ABSENT, ABSENT], [12, 3]], np.uint64)
-    indexes = {0: nothing, 1: something}
+    indexes = {0: ShardIndex(nothing), 1: ShardIndex(something)}
     spans, absent = chunk_spans(LAYOUT, _int64(1, 3, 4, 6), indexes, gap_bytes=0, max_read_bytes=100)
     assert [(piece.span.key, piece.chunks.tolist()) for piece in spans] == [("X/data/c/1", [4])]
     assert absent.tolist() == [1, 3, 6]
+
+
+BEYOND = 1 << 32  # no 4-byte offset
+
+
+@pytest.mark.parametrize(
+    ("offsets", "stored"),
+    [
+        ([[0, 7], [7, 5], [12, 3]], [True, True, True]),
+        ([[4, 7], [11, 5], [ABSENT, ABSENT]], [True, True, False]),
+        ([[0, 7], [ABSENT, ABSENT], [7, 3]], [True, False, True]),
+        ([[ABSENT, ABSENT], [0, 7], [7, 3]], [False, True, True]),
+        ([[7, 5], [0, 7], [12, 3]], [True, True, True]),
+        ([[0, 7], [8, 5], [13, 3]], [True, True, True]),
+        ([[0, BEYOND - 2], [BEYOND - 2, 1], [BEYOND - 1, 1]], [True, True, True]),
+        ([[BEYOND - 9, 7], [BEYOND - 2, 1], [BEYOND - 1, 0]], [True, True, True]),
+        ([[ABSENT, ABSENT]] * 3, [False, False, False]),
+    ],
+    ids=["end to end", "the last absent", "a hole", "the first absent", "disordered", "gaps", "large", "4 GiB", "none"],
+)
+def test_a_shard_index_gives_the_ranges_of_its_table(offsets, stored):
+    table = np.array(offsets, np.uint64)
+    here, starts, sizes = ShardIndex(table).ranges(_int64(2, 0, 1))
+    assert here.tolist() == [stored[2], stored[0], stored[1]]
+    wanted = table[[2, 0, 1]][here].astype(np.int64)
+    assert (starts.tolist(), sizes.tolist()) == (wanted[:, 0].tolist(), wanted[:, 1].tolist())
+    assert starts.dtype == sizes.dtype == np.int64
 
 
 def test_no_chunks_need_no_spans():
@@ -283,17 +313,18 @@ def _metadata(root):
 def _read_back(root, layout):
     """Reads the whole array with the layout arithmetic, plain file reads and the Decoder."""
     elements = np.empty(layout.n_elements, layout.dtype)
-    indexes = {}
+    tables = {}
     for shard in range(layout.n_shards):
         file = root / layout.shard_key(shard)
         if not file.exists():
-            indexes[shard] = np.full((layout.chunks_per_shard, 2), ABSENT, np.uint64)
+            tables[shard] = np.full((layout.chunks_per_shard, 2), ABSENT, np.uint64)
         elif layout.sharded:
             span = layout.index_span(shard, file.stat().st_size)
             index = file.read_bytes()[span.start : span.stop]
-            indexes[shard] = layout.parse_index(index, shard=shard, object_size=file.stat().st_size)
+            tables[shard] = layout.parse_index(index, shard=shard, object_size=file.stat().st_size)
         else:
-            indexes[shard] = np.array([[0, file.stat().st_size]], np.uint64)
+            tables[shard] = np.array([[0, file.stat().st_size]], np.uint64)
+    indexes = {shard: ShardIndex(table) for shard, table in tables.items()}
     chunks = np.arange(layout.n_chunks)
     spans, absent = chunk_spans(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
     first, last = layout.chunk_bounds(chunks)

@@ -220,8 +220,7 @@ def test_statistics_say_what_was_in_flight(store):
         assert loader.statistics().in_flight_bytes <= loader.statistics().most_in_flight_bytes
     seen = loader.statistics()
     assert seen.in_flight_bytes == 0
-    index_bytes = 1_000  # at most; shard indexes are read in addition
-    assert 0 < seen.most_in_flight_bytes <= 20_000 + index_bytes
+    assert 0 < seen.most_in_flight_bytes <= 20_000
     assert repr(seen).startswith(f"<Statistics of epoch 0: 503 rows in {seen.minibatches} minibatches, ")
     assert f"{seen.gets:,} GETs, {seen.bytes_read / 1e6:,.1f} MB read" in repr(seen)
 

@@ -22,7 +22,7 @@ def compiled(function: Function) -> Function:
 
 
 def load_compiler() -> None:
-    """Loads numba, which takes half a second the first time. Call it before starting threads that run compiled functions.
+    """Loads numba, which takes half a second the first time. Call it before starting threads that call functions.
 
     A process that is forked while a thread imports a module can never import that module. Importing numba is not
     enough: its own compiled functions are imported when the first function is called.

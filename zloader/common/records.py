@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,23 @@ class ByteSource(Protocol):
 
         Raises ReadError or a subclass, which names the key and the byte range, rather than return fewer bytes.
         """
+        ...
+
+
+@runtime_checkable
+class LocalSource(ByteSource, Protocol):
+    """A ByteSource on this machine, which a thread reads into memory of its own just before it uses the bytes."""
+
+    def prefetch(self, spans: Sequence[Span]) -> None:
+        """Says that `read_now` will soon be called with these spans."""
+        ...
+
+    def read_now(self, spans: Sequence[Span], buffer: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+        """Like `read`, on the calling thread. The bytes of each span are a part of `buffer`, which has to hold all."""
+        ...
+
+    async def within_deadline(self, reading: Awaitable[Result], spans: Sequence[Span]) -> Result:
+        """Waits for `reading`, in which a thread calls `read_now`. Raises DeadlineError."""
         ...
 
 

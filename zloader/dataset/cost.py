@@ -23,12 +23,12 @@ from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import shares
 from zloader.reading.read_plan import ReadPlanner, planner_of
-from zloader.storage.layout import ArrayLayout, MatrixLayout, chunks_of, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, ShardIndex, chunks_of, total_bytes
 
 MOST_FETCHES = 256  # a longer epoch is sampled
 SAMPLED_FETCHES = 4  # a few are enough, because each has hundreds of blocks from all over the dataset
 
-Indexes = Mapping[int, NDArray[np.uint64]]
+Indexes = Mapping[int, ShardIndex]
 _DEFAULTS = FetchOptions()
 
 
@@ -171,21 +171,21 @@ class _Count:
 
 def read_indexes(
     store: OpenedStore, array: ArrayLayout, shards: Sequence[int], options: FetchOptions = _DEFAULTS
-) -> dict[int, NDArray[np.uint64]]:
+) -> dict[int, ShardIndex]:
     """The index of each shard: the offset and size of its chunks.
 
     Costs one GET per shard, or none if the array has no shards. Raises MissingObjectError if a required shard is
     missing, and any ReadError.
     """
     sizes = store.object_sizes()
-    indexes: dict[int, NDArray[np.uint64]] = {}
+    indexes: dict[int, ShardIndex] = {}
     spans: dict[int, Span] = {}
     for shard in shards:
         found = array.find_index(shard, sizes.get(array.shard_key(shard)), store.location.url)
         if isinstance(found, Span):
             spans[shard] = found
         else:
-            indexes[shard] = found
+            indexes[shard] = ShardIndex(found)
     source = store.source(options)
 
     async def produce(put: Put[list[bytes]]) -> None:
@@ -193,5 +193,6 @@ def read_indexes(
 
     (stored,) = Bridge(produce, ready_bytes=1, name="zloader-indexes") if spans else ([],)
     for shard, body in zip(spans, stored, strict=True):
-        indexes[shard] = array.parse_index(body, shard=shard, object_size=sizes[array.shard_key(shard)])
+        table = array.parse_index(body, shard=shard, object_size=sizes[array.shard_key(shard)])
+        indexes[shard] = ShardIndex(table)
     return indexes

@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
-from zloader.storage.layout import ArrayLayout, ChunkSpan, align_to_runs, chunk_spans, chunks_of, distinct, fill_gaps
+from zloader.storage.layout import (
+    ArrayLayout,
+    ChunkSpan,
+    ShardIndex,
+    align_to_runs,
+    chunk_spans,
+    chunks_of,
+    distinct,
+    fill_gaps,
+)
 
 # A mirror keeps every chunk that is read, so the chunks in a small gap are planned as chunks of their own, unless they
 # are already there. Bytes that belong to no chunk are read over up to this many: some writers pad between chunks.
@@ -56,11 +62,11 @@ class ReadPlanner:
         return found
 
     def spans(
-        self, chunks: Rows, indexes: Mapping[int, NDArray[np.uint64]], *, into_mirror: bool
+        self, chunks: Rows, indexes: Mapping[int, ShardIndex], *, into_mirror: bool
     ) -> tuple[list[ChunkSpan], Rows]:
         """The spans to read for `chunks`, and the chunks that are not stored.
 
-        `indexes` has the parsed index of each of their shards.
+        `indexes` has the index of each of their shards.
         """
         gap_bytes = PADDING_BYTES if into_mirror else self.gap_bytes
         return chunk_spans(self.layout, chunks, indexes, gap_bytes=gap_bytes, max_read_bytes=self.max_read_bytes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from zloader.reading.read_plan import batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.storage import blosc
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, ChunkSpan, needed_bounds, total_bytes
+from zloader.storage.layout import ArrayLayout, ChunkSpan, ShardIndex, needed_bounds, total_bytes
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
 # A task costs about 0.3 ms of interpreter time, which is then small beside decoding, and eight tasks at once keep the
@@ -89,7 +90,7 @@ class ArrayReader:
         self._leases = leases
         self._resources = resources
         self._decoder = Decoder(layout)
-        self._indexes: dict[int, asyncio.Task[NDArray[np.uint64]]] = {}
+        self._indexes: dict[int, asyncio.Task[ShardIndex]] = {}
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
         self._rereads = min(1, resources.options.retries)
         self._planner = planner_of(layout, resources.options, resources.object_sizes, sweeping=resources.sweeping)
@@ -191,7 +192,7 @@ class ArrayReader:
         if not len(missing):
             return
         shards = self._planner.shards(missing)
-        indexes = dict(zip(shards, await asyncio.gather(*map(self._index, shards)), strict=True))
+        indexes = dict(zip(shards, await asyncio.gather(*(self._index(shard, turn) for shard in shards)), strict=True))
         spans, absent = self._planner.spans(missing, indexes, into_mirror=slots is None)
         self._resources.counters.spans += len(spans)
         self._fill_absent(absent, slots)
@@ -206,9 +207,8 @@ class ArrayReader:
         left, attempts = batch, self._rereads + 1
         try:
             for attempt in range(attempts):
-                stored = await self._resources.read([piece.span for piece in left])
-                corrupt, seconds = await self._resources.run(self._decode, left, stored, slots)
-                self._resources.counters.decode_s += seconds
+                decode = partial(self._decode, left, slots)
+                corrupt = await self._resources.decode([piece.span for piece in left], decode)
                 if not corrupt:
                     break
                 left = [piece for piece, _ in corrupt]
@@ -220,7 +220,7 @@ class ArrayReader:
             self._resources.in_flight.release(total_bytes(batch))
 
     def _decode(
-        self, pieces: Sequence[ChunkSpan], stored: Sequence[bytes], slots: _Slots | None
+        self, pieces: Sequence[ChunkSpan], slots: _Slots | None, stored: Sequence[bytes | NDArray[np.uint8]]
     ) -> list[tuple[ChunkSpan, CorruptChunkError]]:
         """Decodes spans into their slots, or the mirror; returns the corrupt spans, each with its first error."""
         chunks = np.concatenate([piece.chunks for piece in pieces])
@@ -260,11 +260,8 @@ class ArrayReader:
 
     def _scratch(self, chunks: Rows) -> _Slots:
         """Slots for chunks on their way to the mirror, in memory that this thread reuses."""
-        n_bytes, scratch = self._bytes(chunks), self._resources.scratch
-        if len(getattr(scratch, "buffer", b"")) < n_bytes:
-            scratch.buffer = np.empty(n_bytes, np.uint8)
-        chunks = np.sort(chunks)
-        elements = scratch.buffer[:n_bytes].view(self._layout.dtype)
+        buffer, chunks = self._resources.own_buffer("decoded", self._bytes(chunks)), np.sort(chunks)
+        elements = buffer.view(self._layout.dtype)
         first, last = self._layout.chunk_bounds(chunks)
         return _Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=first - first, stops=last - first)
 
@@ -277,24 +274,32 @@ class ArrayReader:
                 begins, _, lengths = slots.locate(run)
                 self._mirror.put(int(run[0]), slots.elements[begins[0] : begins[-1] + lengths[-1]])
 
-    async def _index(self, shard: int) -> NDArray[np.uint64]:
+    async def _index(self, shard: int, turn: int) -> ShardIndex:
         if shard not in self._indexes:
-            self._indexes[shard] = asyncio.ensure_future(self._read_index(shard))
+            self._indexes[shard] = asyncio.ensure_future(self._read_index(shard, turn))
         return await self._indexes[shard]
 
-    async def _read_index(self, shard: int) -> NDArray[np.uint64]:
+    async def _read_index(self, shard: int, turn: int) -> ShardIndex:
         resources, key = self._resources, self._layout.shard_key(shard)
         span = self._layout.find_index(shard, resources.object_sizes.get(key), resources.url)
         if not isinstance(span, Span):
-            return span
-        size = resources.object_sizes[key]
+            return ShardIndex(span)
+        await resources.in_flight.acquire(span.size, turn)
+        try:
+            return await self._parsed_index(shard, span)
+        finally:
+            resources.in_flight.release(span.size)
+
+    async def _parsed_index(self, shard: int, span: Span) -> ShardIndex:
+        resources = self._resources
         for attempt in range(self._rereads + 1):
             try:
                 (stored,) = await resources.read([span])
-                return self._layout.parse_index(stored, shard=shard, object_size=size)
+                size = resources.object_sizes[span.key]
+                return ShardIndex(self._layout.parse_index(stored, shard=shard, object_size=size))
             except CorruptChunkError as error:
                 if attempt == self._rereads:
-                    where = f"{resources.url}: {key} bytes {span.start}-{span.stop - 1}"
+                    where = f"{resources.url}: {span.key} bytes {span.start}-{span.stop - 1}"
                     raise _explained(error, where) from error
                 resources.counters.retries += 1
         raise AssertionError("unreachable")

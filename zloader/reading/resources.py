@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
-from zloader.common.records import ByteSource, Span
+from zloader.common.records import ByteSource, LocalSource, Span
 from zloader.reading.bridge import ByteBudget
 
+Bytes = NDArray[np.uint8]
 Result = TypeVar("Result")
 
 
@@ -83,7 +85,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         self._retries = 0  # of the source, as last counted
-        self.scratch = threading.local()
+        self._own_buffers = threading.local()
 
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
         """Runs a function in one of the threads; returns its result and the seconds it took there."""
@@ -91,13 +93,52 @@ class Resources:
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """Reads spans from the source, and counts GETs, bytes and retries."""
+        with self._counted(spans):
+            return await self.source.read(spans)
+
+    async def decode(self, spans: Sequence[Span], decode: Callable[[Sequence[bytes | Bytes]], Result]) -> Result:
+        """Reads spans, and decodes them in one of the threads: `decode` gets the bytes of each, and must not keep them.
+
+        A local source is read by the same thread into memory that the thread reuses. The bytes are still in the core's
+        cache when they are decoded, and no fresh memory is needed.
+        """
+        if not isinstance(self.source, LocalSource):
+            result, seconds = await self.run(decode, await self.read(spans))
+        else:
+            self.source.prefetch(spans)
+            with self._counted(spans):
+                decoding = self.run(self._read_now, self.source, spans, decode)
+                (result, seconds), _ = await self.source.within_deadline(decoding, spans)
+        self.counters.decode_s += seconds
+        return result
+
+    def _read_now(
+        self, source: LocalSource, spans: Sequence[Span], decode: Callable[[Sequence[bytes | Bytes]], Result]
+    ) -> tuple[Result, float]:
+        """Reads and decodes on this thread; returns the seconds of decoding, too."""
+        stored = source.read_now(spans, self.own_buffer("stored", sum(span.size for span in spans)))
+        before = time.perf_counter()
+        result = decode(stored)
+        return result, time.perf_counter() - before
+
+    def own_buffer(self, use: str, n_bytes: int) -> Bytes:
+        """Memory for a use that the calling thread keeps, with arbitrary contents."""
+        buffer = getattr(self._own_buffers, use, None)
+        if buffer is None or len(buffer) < n_bytes:
+            buffer = np.empty(n_bytes, np.uint8)
+            setattr(self._own_buffers, use, buffer)
+        return buffer[:n_bytes]
+
+    @contextlib.contextmanager
+    def _counted(self, spans: Sequence[Span]) -> Iterator[None]:
+        """Counts the bytes of a read, which are in flight meanwhile, its GETs and its retries."""
         counters, n_bytes = self.counters, sum(span.size for span in spans)
         counters.gets += len(spans)
         counters.bytes_read += n_bytes
         counters.in_flight_bytes += n_bytes
         counters.most_in_flight_bytes = max(counters.most_in_flight_bytes, counters.in_flight_bytes)
         try:
-            return await self.source.read(spans)
+            yield
         finally:
             counters.in_flight_bytes -= n_bytes
             counters.retries += self.source.retries - self._retries

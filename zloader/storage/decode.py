@@ -46,7 +46,7 @@ class Decoder:
         self._many_at_once = self._decompress is _blosc and blosc.available()
 
     def decode_all(
-        self, reads: Sequence[bytes], chunks: NDArray[Any], out: NDArray[Any]
+        self, reads: Sequence[bytes | Bytes], chunks: NDArray[Any], out: NDArray[Any]
     ) -> list[tuple[int, CorruptChunkError]]:
         """Fills `out`, which has room for whole chunks, with the needed elements of `chunks` (dtype blosc.CHUNK).
 

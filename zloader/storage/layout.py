@@ -216,6 +216,34 @@ def needed_bounds(chunks: Rows, starts: Rows, stops: Rows, chunk_elements: int) 
     return firsts, ends
 
 
+class ShardIndex:
+    """The byte ranges of a shard's chunks in memory, made from the result of `parse_index`.
+
+    A process keeps the indexes of all shards that it reads. Chunks that are stored end to end, as zloader and zarr
+    write them, take 4 bytes each: 50 MB for 100 million rows in chunks of 16. Others take 16.
+    """
+
+    def __init__(self, table: NDArray[np.uint64]) -> None:
+        n_stored = int(np.count_nonzero(table[:, 0] != ABSENT))
+        offsets, sizes = table[:n_stored].T
+        bounds = np.append(offsets[:1], offsets + sizes)
+        end_to_end = (bounds[:-1] == offsets).all() and (table[n_stored:, 0] == ABSENT).all()
+        self._table = None if end_to_end and n_stored and bounds[-1] < 1 << 32 else table
+        self._bounds = bounds.astype(np.uint32) if self._table is None else None
+
+    def ranges(self, chunks: Rows) -> tuple[NDArray[np.bool_], Rows, Rows]:
+        """Which of the shard's chunks are stored, and the offsets and sizes in bytes of those that are."""
+        if self._bounds is None:
+            assert self._table is not None
+            table = self._table[chunks]
+            stored = table[:, 0] != ABSENT
+            offsets, sizes = table[stored].astype(np.int64).T
+            return stored, offsets, sizes
+        stored = chunks < len(self._bounds) - 1
+        offsets, ends = (self._bounds[chunks[stored] + more].astype(np.int64) for more in (0, 1))
+        return stored, offsets, ends - offsets
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpan:
     """A span and its chunks: chunk `chunks[i]` is bytes `[offsets[i], offsets[i] + sizes[i])` of the span."""
@@ -243,24 +271,22 @@ def coalesce(starts: Rows, stops: Rows, *, gap_bytes: int, max_read_bytes: int) 
 def chunk_spans(
     layout: ArrayLayout,
     chunks: Rows,
-    indexes: Mapping[int, NDArray[np.uint64]],
+    indexes: Mapping[int, ShardIndex],
     *,
     gap_bytes: int,
     max_read_bytes: int,
 ) -> tuple[list[ChunkSpan], Rows]:
     """The reads for `chunks` (ascending), and the chunks that are not stored.
 
-    `indexes` maps each shard with such chunks to its parsed index.
+    `indexes` has the index of each shard with such chunks.
     """
     spans: list[ChunkSpan] = []
     absent: list[Rows] = []
     shards = chunks // layout.chunks_per_shard
     for shard in distinct(shards).tolist():
         here = chunks[shards == shard]
-        table = indexes[shard][here % layout.chunks_per_shard]
-        stored = table[:, 0] != ABSENT
+        stored, offsets, sizes = indexes[shard].ranges(here % layout.chunks_per_shard)
         absent.append(here[~stored])
-        offsets, sizes = table[stored].astype(np.int64).T
         by_offset = np.argsort(offsets, kind="stable")
         here, offsets, sizes = here[stored][by_offset], offsets[by_offset], sizes[by_offset]
         if not len(here):
