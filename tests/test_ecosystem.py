@@ -29,6 +29,10 @@ X_TYPES = {
 }
 SHAPES = [(11, 7), (40, 120)]
 ARCHIVES = sorted(versions.DATA.glob("*.zip"))
+ALWAYS = ("annbatch-0.3.1", "anndata-0.8.0", "anndata-0.13.4")  # the others are slow tests
+ARCHIVE_PARAMS = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem in ALWAYS else [pytest.mark.slow]) for path in ARCHIVES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +146,7 @@ def test_labels_are_plain_python_values(tmp_path: Path) -> None:
         assert [labels[code] for code in codes[~missing]] == obs[name].dropna().tolist(), name
 
 
-@pytest.fixture(scope="module", params=ARCHIVES, ids=lambda path: path.stem)
+@pytest.fixture(scope="module", params=ARCHIVE_PARAMS)
 def written_elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked stores and files of another version of anndata, pandas and zarr."""
     directory = tmp_path_factory.mktemp(request.param.stem)

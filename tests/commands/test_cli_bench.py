@@ -209,6 +209,7 @@ def test_while_it_runs_a_terminal_shows_the_figures_that_there_are():
     assert "in flight now" not in ended.getvalue()
 
 
+@pytest.mark.slow  # each starts several interpreters
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_what_was_measured(interpreter, store, number):
     with interpreter.running(CLI, "bench", store, *FLAGS, "--epochs", 1000, "--step-ms", 3) as process:

@@ -143,6 +143,7 @@ def test_warm_over_s3(s3, tmp_path, monkeypatch):
     assert s3.storage_options["secret"] not in listed
 
 
+@pytest.mark.slow  # each starts several interpreters
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_warm_ends_on_a_signal_and_goes_on_when_run_again(interpreter, bucket, sim, tmp_path, monkeypatch, number):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")

@@ -93,7 +93,7 @@ def test_the_default_is_measured_even_if_it_is_not_asked_for(store):
     assert asked["cells"] == [asked["default"]] == [asked["recommended"]]
 
 
-@pytest.mark.parametrize("x", ["X", "layers/more"])
+@pytest.mark.parametrize("x", ["X", pytest.param("layers/more", marks=pytest.mark.slow)])
 def test_the_line_makes_the_recommended_loader(store, x):
     seen = documented(store, "--label", "plate", "--batch-size", 4, "--block-sizes", "1,2", "--x", x)
     sizes = [(seen[name]["block_size"], seen[name]["fetch_factor"]) for name in ("default", "recommended")]

@@ -90,6 +90,7 @@ def cells(n_rows: int, n_genes: int = 120, *, seed: int = 0) -> ad.AnnData:
     return ad.AnnData(X=scipy.sparse.csr_matrix(rng.poisson(rates[kinds]).astype(np.float32)), obs=obs)
 
 
+@pytest.mark.slow  # CI runs the command itself, too
 def test_end_to_end(tmp_path):
     page = tmp_path / "page.html"
     done = subprocess.run(
