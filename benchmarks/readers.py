@@ -3,8 +3,9 @@
     python benchmarks/readers.py zloader '{"store": ..., "chunk_size": 64, "preload_nchunks": 256, "obs": "plate"}'
 
 It answers each line with a line of JSON: seconds, rows, first_minibatch_s (since the request), after_s (the time after
-the first fetch) and waited_s (how much of that the consumer waited), CPU seconds, bytes read from disk, and resident
-bytes before the epoch and at the peak. Between requests it idles. A request may contain:
+the first fetch) and waited_s (how much of that the consumer waited), CPU seconds, page faults, bytes read from disk,
+and resident bytes before the epoch and at the peak. Between requests it idles. The request `{"started": true}` runs no
+epoch: its answer has the CPU seconds and page faults since the process started. Other requests may contain:
 
 - `work_s`: seconds that the consumer works on every minibatch. It sleeps, like a process whose GPU is busy.
 - `stalls`, `stall_s`: the minibatches after which the consumer stalls, and for how many seconds.
@@ -209,10 +210,24 @@ def measured(epoch: Epoch, request: Request, *, first_fetch: int) -> Request:
         "after_s": now - after,
         "user_s": usage.ru_utime - before.ru_utime,
         "system_s": usage.ru_stime - before.ru_stime,
+        "faults": usage.ru_minflt + usage.ru_majflt - before.ru_minflt - before.ru_majflt,
+        "major_faults": usage.ru_majflt - before.ru_majflt,
         "device_bytes": device,
         "before_bytes": before_bytes,
         "peak_bytes": _resident_bytes("VmHWM"),
         **statistics(),
+    }
+
+
+def started() -> Request:
+    """The CPU seconds, page faults and peak memory of the process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "user_s": usage.ru_utime,
+        "system_s": usage.ru_stime,
+        "faults": usage.ru_minflt + usage.ru_majflt,
+        "major_faults": usage.ru_majflt,
+        "peak_bytes": _resident_bytes("VmHWM"),
     }
 
 
@@ -252,7 +267,9 @@ def main() -> None:
         epoch = {"zloader": zloader, "annbatch": annbatch, "plain": plain}[side](options)
         first_fetch = _fetch_rows(options) // _batch_size(options)
         for line in sys.stdin:
-            print(json.dumps(measured(epoch, json.loads(line), first_fetch=first_fetch)), file=answers, flush=True)
+            request = json.loads(line)
+            answer = started() if request.get("started") else measured(epoch, request, first_fetch=first_fetch)
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
