@@ -9,10 +9,35 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from zloader.testing._s3wire import DisconnectError, Exchange, send_body
+from zloader.testing._s3faults import HttpFault
+from zloader.testing._s3wire import DisconnectError, Exchange, Head, error_document, send_body
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """The facts about a file that responses depend on."""
+
+    size: int
+    etag: str
+    modified: str  # as in Last-Modified
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A response. Its body is `document`, or bytes [start, stop) of the requested file if `document` is None.
+
+    Responses to HEAD have the same fields and no body.
+    """
+
+    status: int
+    fields: tuple[str, ...] = ()  # without Content-Type and Content-Length of a document
+    document: str | None = None
+    start: int = 0
+    stop: int = 0
 
 
 class Files:
@@ -30,22 +55,83 @@ class Files:
     def respond(self, exchange: Exchange) -> bool:
         """Answers one request. Returns whether the connection can be reused."""
         exchange.skip_request_body()
-        bucket, _, key = exchange.request.path.lstrip("/").partition("/")
-        directory = f"{self._root}/{bucket}"
-        if exchange.request.method not in ("GET", "HEAD"):
-            exchange.send_error(405, "MethodNotAllowed", "This server is read-only.")
-        elif key and (fd := _open_inside(directory, key)) is not None:
-            try:
-                return _send_file(exchange, fd, os.fstat(fd))
-            finally:
-                os.close(fd)
-        elif bucket in ("", ".", "..") or not Path(directory).is_dir():
-            exchange.send_error(404, "NoSuchBucket", "The specified bucket does not exist")
-        elif key:
-            exchange.send_error(404, "NoSuchKey", "The specified key does not exist.")
-        else:
-            _send_listing(exchange, Path(directory))
+        fd = self.opened(exchange.request)
+        if fd is None:
+            return _send(exchange, self.answer(exchange.request), -1)
+        try:
+            return _send(exchange, file_answer(exchange.request, stored_file(os.fstat(fd)), exchange.fault), fd)
+        finally:
+            os.close(fd)
+
+    def opened(self, request: Head) -> int | None:
+        """Opens the file that a GET or HEAD asks for. Returns None for other requests, and if it does not exist."""
+        bucket, _, key = request.path.lstrip("/").partition("/")
+        return _open_inside(f"{self._root}/{bucket}", key) if key and request.method in ("GET", "HEAD") else None
+
+    def answer(self, request: Head) -> Answer:
+        """The response to a request that asks for no existing file: a listing or an error."""
+        bucket, _, key = request.path.lstrip("/").partition("/")
+        directory = Path(f"{self._root}/{bucket}")
+        if request.method not in ("GET", "HEAD"):
+            return _error(request, 405, "MethodNotAllowed", "This server is read-only.")
+        if bucket in ("", ".", "..") or not directory.is_dir():
+            return _error(request, 404, "NoSuchBucket", "The specified bucket does not exist")
+        if key:
+            return _error(request, 404, "NoSuchKey", "The specified key does not exist.")
+        return _listing(request, directory)
+
+
+def stored_file(status: os.stat_result) -> StoredFile:
+    """The facts about a file."""
+    return StoredFile(
+        size=status.st_size, etag=_etag(status), modified=email.utils.formatdate(status.st_mtime, usegmt=True)
+    )
+
+
+def file_answer(request: Head, file: StoredFile, fault: HttpFault | None = None) -> Answer:
+    """The response to a GET or HEAD of an existing file, changed by the fault if any."""
+    fields, kind = request.fields, fault.kind if fault else None
+    etag = fault.value if fault and fault.kind == "etag" else file.etag
+    if fields.get("if-match", "*") not in (etag, "*"):
+        return _error(
+            request, 412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
+        )
+    if fields.get("if-none-match") in (etag, "*"):
+        return Answer(status=304, fields=(f"ETag: {etag}",))
+    asked = None if kind == "ignore_range" else _range(fields.get("range", ""), file.size)
+    start, stop = asked or (0, file.size)
+    if asked and start >= stop:
+        return _error(request, 416, "InvalidRange", "The requested range is not satisfiable")
+    if fault and fault.kind == "short":
+        stop = max(start + 1, stop - fault.by)
+    head = [
+        "Server: s3sim",
+        "Date: " + email.utils.formatdate(usegmt=True),
+        "Last-Modified: " + file.modified,
+        f"ETag: {etag}",
+        "Accept-Ranges: bytes",
+        "Content-Type: application/octet-stream",
+        "Connection: close" if kind == "noclen" else f"Content-Length: {stop - start}",
+    ]
+    if asked:
+        head.append(f"Content-Range: bytes {start}-{stop - 1}/{file.size}")
+    return Answer(status=206 if asked else 200, fields=tuple(head), start=start, stop=stop)
+
+
+def _error(request: Head, status: int, code: str, message: str) -> Answer:
+    return Answer(status=status, document=error_document(code, message, request.path))
+
+
+def _send(exchange: Exchange, answer: Answer, fd: int) -> bool:
+    """Sends a response whose file, if it has one, is open. Returns whether the connection can be reused."""
+    if answer.document is not None:
+        exchange.send_document(answer.status, answer.document, *answer.fields)
         return True
+    body_bytes = answer.stop - answer.start if exchange.request.method == "GET" else 0
+    exchange.send_head(answer.status, answer.fields, body_bytes=body_bytes)
+    if exchange.request.method == "HEAD" or answer.status == 304:
+        return True
+    return send_body(exchange, _FileBody(exchange, fd, answer.start), body_bytes)
 
 
 def _open_inside(directory: str, key: str) -> int | None:
@@ -59,39 +145,6 @@ def _open_inside(directory: str, key: str) -> int | None:
         return fd
     os.close(fd)
     return None
-
-
-def _send_file(exchange: Exchange, fd: int, status: os.stat_result) -> bool:
-    fields, fault = exchange.request.fields, exchange.fault
-    etag = fault.value if fault and fault.kind == "etag" else _etag(status)
-    if fields.get("if-match", "*") not in (etag, "*"):
-        exchange.send_error(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
-        return True
-    if fields.get("if-none-match") in (etag, "*"):
-        exchange.send_head(304, [f"ETag: {etag}"])
-        return True
-    size = status.st_size
-    asked = None if exchange.kind == "ignore_range" else _range(fields.get("range", ""), size)
-    start, stop = asked or (0, size)
-    if asked and start >= stop:
-        exchange.send_error(416, "InvalidRange", "The requested range is not satisfiable")
-        return True
-    if fault and fault.kind == "short":
-        stop = max(start + 1, stop - fault.by)
-    head = [
-        "Server: s3sim",
-        "Date: " + email.utils.formatdate(usegmt=True),
-        "Last-Modified: " + email.utils.formatdate(status.st_mtime, usegmt=True),
-        f"ETag: {etag}",
-        "Accept-Ranges: bytes",
-        "Content-Type: application/octet-stream",
-        "Connection: close" if exchange.kind == "noclen" else f"Content-Length: {stop - start}",
-    ]
-    if asked:
-        head.append(f"Content-Range: bytes {start}-{stop - 1}/{size}")
-    body_bytes = stop - start if exchange.request.method == "GET" else 0
-    exchange.send_head(206 if asked else 200, head, body_bytes=body_bytes)
-    return exchange.request.method == "HEAD" or send_body(exchange, _FileBody(exchange, fd, start), body_bytes)
 
 
 class _FileBody:
@@ -137,17 +190,15 @@ def _etag(status: os.stat_result) -> str:
 # ---- listing
 
 
-def _send_listing(exchange: Exchange, directory: Path) -> None:
-    query = exchange.request.query
+def _listing(request: Head, directory: Path) -> Answer:
+    query = request.query
     if "location" in query:
-        exchange.send_document(200, '<LocationConstraint xmlns="http://s3.amazonaws.com/doc/2006-03-01/"/>')
-        return
+        return Answer(status=200, document='<LocationConstraint xmlns="http://s3.amazonaws.com/doc/2006-03-01/"/>')
     prefix, limit = query.get("prefix", ""), int(query.get("max-keys") or 1000)
     after = query.get("continuation-token") or query.get("start-after") or ""
-    keys = sorted(_keys(directory, prefix, after)) if exchange.request.method == "GET" else []
+    keys = sorted(_keys(directory, prefix, after)) if request.method == "GET" else []
     found, folded, last, more = _page(keys, prefix, query.get("delimiter", ""), limit)
-    exchange.send_document(
-        200,
+    document = (
         '<?xml version="1.0" encoding="UTF-8"?>\n<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
         f"<Name>{escape(directory.name)}</Name><Prefix>{escape(prefix)}</Prefix>"
         f"<KeyCount>{len(found) + len(folded)}</KeyCount><MaxKeys>{limit}</MaxKeys>"
@@ -155,9 +206,9 @@ def _send_listing(exchange: Exchange, directory: Path) -> None:
         + (f"<NextContinuationToken>{escape(last)}</NextContinuationToken>" if more else "")
         + "".join(_contents(directory, key) for key in found)
         + "".join(f"<CommonPrefixes><Prefix>{escape(fold)}</Prefix></CommonPrefixes>" for fold in folded)
-        + "</ListBucketResult>",
-        "x-amz-bucket-region: us-east-1",
+        + "</ListBucketResult>"
     )
+    return Answer(status=200, fields=("x-amz-bucket-region: us-east-1",), document=document)
 
 
 def _keys(directory: Path, prefix: str, after: str) -> Iterator[str]:

@@ -92,6 +92,26 @@ class Head:
         return {k: v[0] for k, v in parse_qs(self.target.partition("?")[2], keep_blank_values=True).items()}
 
 
+def parse_head(raw: bytes) -> Head:
+    """Parses the head of an HTTP message, including the empty line that ends it."""
+    first, *lines = raw[:-4].decode("latin-1").split("\r\n")
+    pairs = (line.partition(":") for line in lines)
+    return Head(first_line=first, fields={k.strip().lower(): v.strip() for k, _, v in pairs}, raw=raw)
+
+
+def response_head(status: int, fields: Iterable[str]) -> bytes:
+    """The head of a response."""
+    return "\r\n".join([f"HTTP/1.1 {status} {_reason(status)}", *fields, "", ""]).encode("latin-1")
+
+
+def error_document(code: str, message: str, path: str) -> str:
+    """S3's error document."""
+    return (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{escape(code)}</Code><Message>{escape(message)}'
+        f"</Message><Resource>{escape(path)}</Resource><RequestId>SIM</RequestId></Error>"
+    )
+
+
 class Wire:
     """One TCP connection, with a buffer of received bytes."""
 
@@ -110,10 +130,7 @@ class Wire:
             if not piece:
                 return None
             self.received += piece
-        raw = self.take(end + 4)
-        first, *lines = raw[:-4].decode("latin-1").split("\r\n")
-        pairs = (line.partition(":") for line in lines)
-        return Head(first_line=first, fields={k.strip().lower(): v.strip() for k, _, v in pairs}, raw=raw)
+        return parse_head(self.take(end + 4))
 
     def take(self, count: int) -> bytes:
         """Up to `count` of the bytes received."""
@@ -214,9 +231,8 @@ class Exchange:
     def send_head(self, status: int, fields: Iterable[str], *, body_bytes: int = 0) -> None:
         """Sends the head of the response. `body_bytes` of body follow."""
         self.tally.answered(self.entry, status)
-        head = "\r\n".join([f"HTTP/1.1 {status} {_reason(status)}", *fields, "", ""])
         more = socket.MSG_MORE if body_bytes and not self.fault else 0
-        self.wire.sock.sendall(head.encode("latin-1"), more)
+        self.wire.sock.sendall(response_head(status, fields), more)
 
     def send_document(self, status: int, document: str, *fields: str) -> None:
         """Sends a complete response with an XML body, without the body for HEAD."""
@@ -227,11 +243,7 @@ class Exchange:
 
     def send_error(self, status: int, code: str, message: str) -> None:
         """Sends S3's error document."""
-        self.send_document(
-            status,
-            f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{escape(code)}</Code><Message>{escape(message)}'
-            f"</Message><Resource>{escape(self.request.path)}</Resource><RequestId>SIM</RequestId></Error>",
-        )
+        self.send_document(status, error_document(code, message, self.request.path))
 
     def allow(self, count: int) -> int:
         """Waits for the shared link. Returns how many of `count` bytes may be sent now."""
