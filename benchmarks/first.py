@@ -15,8 +15,9 @@ mirror are read through before each epoch, so that they are in the page cache. E
 its process, for example the second one. Its figures are medians over the processes: rows/s, seconds from `iter()` to
 the first minibatch, CPU seconds and page faults of the process during the epoch, and the highest resident set so far.
 "CPU s per 100 000" is user and system time for 100 000 rows. "of steady" is the speed of the epoch divided by that of
-a steady epoch of its process: the median of all epochs but the first. Importing zloader and torch, opening the store and making the loader count separately, as
-the line "start": wall time, CPU seconds and page faults until the process waits for its first epoch.
+a steady epoch of its process: the median of all epochs but the first. Importing zloader and torch, opening the store
+and making the loader count separately, as the line "start": wall time, CPU seconds and page faults until the process
+waits for its first epoch.
 
 readers.py describes the settings: minibatches of 64 rows, blocks of 64, fetches of 16 384. The last line is one JSON
 document.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import functools
 import hashlib
 import os
 import re
@@ -106,7 +107,7 @@ def file_answer(request: Head, file: StoredFile, fault: HttpFault | None = None)
         stop = max(start + 1, stop - fault.by)
     head = [
         "Server: s3sim",
-        "Date: " + email.utils.formatdate(usegmt=True),
+        "Date: " + _date(int(time.time())),
         "Last-Modified: " + file.modified,
         f"ETag: {etag}",
         "Accept-Ranges: bytes",
@@ -116,6 +117,11 @@ def file_answer(request: Head, file: StoredFile, fault: HttpFault | None = None)
     if asked:
         head.append(f"Content-Range: bytes {start}-{stop - 1}/{file.size}")
     return Answer(status=206 if asked else 200, fields=tuple(head), start=start, stop=stop)
+
+
+@functools.lru_cache(maxsize=1)
+def _date(now: int) -> str:
+    return email.utils.formatdate(now, usegmt=True)
 
 
 def _error(request: Head, status: int, code: str, message: str) -> Answer:
