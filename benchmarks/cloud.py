@@ -20,8 +20,8 @@ The link:
 - All pieces together stay within `--total-mbps`, apart from bursts of up to 50 ms. Pieces that are due wait in a queue.
   First pieces do not wait, but count.
 
-Control over HTTP: POST /__sim/reset sets the counters to zero; GET /__sim/stats returns them: requests, bytes_out (of
-bodies), active, peak_active, and user_s and system_s of the process.
+Control over HTTP: POST /__sim/reset sets the counters to zero. GET /__sim/stats returns them: requests, bytes_out (of
+bodies), active and peak_active, and the CPU seconds of the process, user_s and system_s.
 """
 
 from __future__ import annotations
@@ -282,9 +282,9 @@ class Cloud:
         """The storage options of zloader and s3fs."""
         return {"key": "any", "secret": "any", "endpoint_url": self.endpoint}
 
-    def reset(self) -> None:
-        """Resets the server's counters."""
-        self._ask("reset", "POST")
+    def reset(self) -> dict[str, Any]:
+        """Resets the server's counters and returns them. Its CPU seconds go on."""
+        return self._ask("reset", "POST")
 
     def stats(self) -> dict[str, Any]:
         """The server's counters."""

@@ -46,7 +46,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from read import (
+from rivals import Figures, table
+from sides import (
     Reader,
     StoreLocation,
     in_turns,
@@ -56,7 +57,6 @@ from read import (
     rows_per_s,
     speedups,
 )
-from rivals import Figures, table
 
 import zloader as zl
 
@@ -130,7 +130,7 @@ class Bench:
     @contextlib.contextmanager
     def side(self, name: str, block: int) -> Iterator[Reader]:
         """Starts the process of one side."""
-        location = StoreLocation(store=self.mirror, url=str(self.store), storage_options=None)
+        location = StoreLocation(store=self.mirror, url=str(self.store))
         asked: Figures = {"chunk_size": block, "preload_nchunks": self.fetch_rows // block, "mirror": str(self.mirror)}
         asked |= {"obs": self.column} if name == OURS else {"way": WAYS[name]}
         with reader("zloader" if name == OURS else "plain", sys.executable, location, asked, self.work) as one:

@@ -1,28 +1,33 @@
-"""Cold and warm epochs from a local store, compared with the limit that decoding sets.
+"""Cold, filling and warm epochs of one store, from a local disk or through a simulated cloud, against their limits.
 
-    python benchmarks/epochs.py STORE [--epochs 5] [--cloud] [--batch-size 64 --block-size 64 --fetch-factor 256]
+    python benchmarks/epochs.py STORE [--epochs 5] [--batch-size 64 --block-size 64 --fetch-factor 256]
+    python benchmarks/epochs.py STORE --cloud [--total-mbps 400,1200] [--epochs 5]
 
-STORE is an AnnData Zarr store on a local disk, for example from
+STORE is an AnnData Zarr store on a local disk. `synthetic.py --store STORE --rows 1000000` writes one that is large
+enough for start-up not to count; a tenth of it shows the same on a smaller machine.
 
-    python benchmarks/synthetic.py /tmp/tahoe.h5ad --rows 100000 && zloader convert /tmp/tahoe.h5ad /tmp/tahoe.zarr
-
-The four measurements take turns, so that changes in the machine's speed affect all of them alike:
-
-- decode: numcodecs alone over the chunks of one epoch, from memory, with as many threads as the loader. This is an
-  upper limit for every reader of this store without a mirror.
+- decode (without --cloud): numcodecs alone over the chunks of one epoch, from memory, with as many threads as the
+  loader. This is an upper limit for every reader of this store without a mirror.
 - cold: an epoch without a mirror. Blocks of different fetches share edge chunks, which are decoded once per fetch. With
   blocks of 64 rows and chunks of 32, that is 1.5 times the store.
 - filling: an epoch into an empty mirror. Every chunk is read and decoded once, and also checksummed and written.
 - warm: an epoch from the full mirror. Nothing is decoded. The limit is memory bandwidth: 3 bytes per value are read and
-  12 are written.
+  8 are written.
 
-With --cloud, the store is served over loopback by a simulated S3 server in its own process: 30 ms to the first byte
-(log-normal with sigma 0.3), 80 MB/s per connection, 400 MB/s in total. "link" is then the rate that 400 MB/s allow for
-the bytes of a cold epoch. The name of the store's folder serves as the bucket, so it must be a valid bucket name.
+The measurements take turns, so that changes in the machine's speed affect all of them alike. Each is a process of its
+own (readers.py), which idles during the turns of the others. The store is read through before each epoch, so that it is
+in the page cache. The first epoch of each process is discarded (first.py measures it). An epoch lasts from the first
+byte of a chunk that is asked for to the last minibatch; the time for opening the store is not part of it. The consumer
+takes every minibatch (torch CSR, one obs column, the index) and does nothing with it.
 
-The consumer takes every minibatch (torch CSR, one obs column, the index) and does nothing with it. One epoch is
-discarded first, so that the files are in the page cache. The last line is one JSON document with all figures and their
-medians.
+With --cloud, cloud.py serves the store over loopback in its own process: 30 ms to the first byte (log-normal with sigma
+0.3), 80 MB/s per connection, and in turn each of --total-mbps in total. The store's folder serves as the bucket.
+"limit" is then rows/s at which the link could deliver the bytes that the plan reads (zloader.dataset.cost), and "of
+limit" the part of it that was reached. "CPU s per 100 000" is user and system time of the client for 100 000 rows.
+"server" is the part of one core that the server took, which the client did not have, and "server s/GB" its CPU time
+per GB served. Everything shares the machine's cores, so a real cloud would leave more of them to the client.
+
+The last line is one JSON document with all figures.
 """
 
 from __future__ import annotations
@@ -31,111 +36,96 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from rivals import touch
+import rivals
+from cloud import LinkSpeed
+from decoding import chunk_bytes, decode_seconds
+from rivals import Figures, median, table
+from sides import StoreLocation, filling_epoch, in_turns, median_and_range, reader, rows_and_column, store_location
 
 import zloader as zl
-from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, ShardIndex, chunk_spans, chunks_of
+from zloader.dataset.cost import epoch_costs
 
-_TOUCHED = 4 << 30  # bytes, before cold and filling epochs, which need the most memory; see rivals.touch
-
-
-def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
-    """The stored bytes of every chunk of an array, in memory."""
-    chunks = []
-    for shard in range(layout.n_shards):
-        content = (store / layout.shard_key(shard)).read_bytes()
-        span = layout.index_span(shard, len(content))
-        table = layout.parse_index(content[span.start : span.stop], shard=shard, object_size=len(content))
-        view = np.frombuffer(content, np.uint8)
-        here = np.arange(shard * layout.chunks_per_shard, min((shard + 1) * layout.chunks_per_shard, layout.n_chunks))
-        spans, _ = chunk_spans(layout, here, {shard: ShardIndex(table)}, gap_bytes=0, max_read_bytes=1 << 40)
-        for piece in spans:
-            starts = piece.span.start + piece.offsets
-            chunks += [view[a:b] for a, b in zip(starts.tolist(), (starts + piece.sizes).tolist(), strict=True)]
-    return chunks
+_TOUCHED = 4 << 30  # bytes, before filling epochs, whose mirrors need new pages; see rivals.touch
+COLUMNS = ("rows/s", "(range)", "limit", "of limit", "first s", "user s", "system s", "CPU s per 100 000", "peak MB")
+SERVED = ("MB", "GETs", "server", "server s/GB")
 
 
-def decode_seconds(loader: zl.Loader, stored: dict[str, list[np.ndarray]]) -> float:
-    """Seconds for decoding alone, of the chunks that one epoch of `loader` decodes without a mirror."""
-    dataset, plan = loader.dataset, loader.plan(0)
-    matrix = dataset.matrix()
-    indptr = dataset.indptr(matrix)
-    jobs = []
-    for number in range(plan.n_fetches):
-        starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)
-        for layout in matrix.arrays:
-            chunks = chunks_of(starts, stops, layout.chunk_elements)
-            jobs += [(layout, part) for part in np.array_split(chunks, max(1, len(chunks) // 16))]
-    decoders = {layout.path: Decoder(layout) for layout in matrix.arrays}
+def measure(location: StoreLocation, options: argparse.Namespace, work: Path, label: str) -> dict[str, list[Figures]]:
+    """Runs the turns of one location."""
+    rows, column = rows_and_column(location.store)
+    settings = {"batch_size": options.batch_size, "chunk_size": options.block_size, "obs": column}
+    settings["preload_nchunks"] = options.batch_size * options.fetch_factor // options.block_size
+    mirror = work / f"warm, {label}"
+    with contextlib.ExitStack() as stack:
+        start = [sys.executable, location]
+        cold = stack.enter_context(reader("zloader", *start, settings, work))
+        filling = stack.enter_context(reader("zloader", *start, settings, work))
+        warm = stack.enter_context(reader("zloader", *start, {**settings, "mirror": str(mirror)}, work))
 
-    def decode(job: tuple[ArrayLayout, np.ndarray]) -> None:
-        layout, chunks = job
-        out = scratch[layout.path]
-        for chunk in chunks.tolist():
-            n = min(layout.chunk_elements, layout.n_elements - chunk * layout.chunk_elements)
-            decoders[layout.path].decode(stored[layout.path][chunk], out.get()[:n])
+        def filled() -> Figures:
+            rivals.touch(_TOUCHED)
+            return filling_epoch(filling, work)
 
-    scratch = {layout.path: _PerThread(layout) for layout in matrix.arrays}
-    with ThreadPoolExecutor(loader.options.threads) as threads:
-        before = time.perf_counter()
-        for _ in threads.map(decode, jobs):
-            pass
-        return time.perf_counter() - before
-
-
-CLOUD = {"--ttfb-ms": "30", "--ttfb-sigma": "0.3", "--conn-mbps": "80", "--total-mbps": "400"}
+        sides: dict[str, Callable[[], Figures]] = {"cold": cold.epoch, "filling": filled, "warm": warm.epoch}
+        if not location.cloud:
+            loader = loader_of(location.store, settings)
+            stored = {layout.path: chunk_bytes(location.store, layout) for layout in loader.dataset.matrix().arrays}
+            sides = {"decode": lambda: {"seconds": decode_seconds(loader, stored), "rows": rows}} | sides
+        runs = in_turns(sides, options.epochs, rows=rows, label=label)
+    assert not any(run["gets"] for run in runs["warm"]), "a warm epoch read from the store"
+    for run in runs["filling"]:
+        for name in ("seconds", "first_minibatch_s"):
+            run[name] -= run["opened_s"]
+    return runs
 
 
-@contextlib.contextmanager
-def served(store: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Serves the store through a simulated S3 server. Yields its URL and storage options."""
-    root, bucket = store.absolute().parent.parent, store.absolute().parent.name
-    arguments = [part for option in CLOUD.items() for part in option]
-    command = [sys.executable, "-m", "zloader.testing.s3sim", "--root", str(root), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            endpoint = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
-            yield f"s3://{bucket}/{store.name}", {"key": "any", "secret": "any", "endpoint_url": endpoint}
-        finally:
-            server.terminate()
+def loader_of(store: Path, settings: Figures) -> zl.Loader:
+    """A loader with the settings of the readers, to plan its epochs."""
+    return zl.Loader(
+        zl.open_dataset(store),
+        batch_size=settings["batch_size"],
+        fetch_factor=settings["preload_nchunks"] * settings["chunk_size"] // settings["batch_size"],
+        sampling=zl.BlockShuffling(settings["chunk_size"]),
+    )
 
 
-class _PerThread:
-    """A buffer of one chunk per thread."""
-
-    def __init__(self, layout: ArrayLayout) -> None:
-        self._layout, self._own = layout, {}
-
-    def get(self) -> np.ndarray:
-        own = threading.get_ident()
-        if own not in self._own:
-            self._own[own] = np.empty(self._layout.chunk_elements, self._layout.dtype)
-        return self._own[own]
+def limits(store: Path, options: argparse.Namespace, speed: LinkSpeed) -> dict[str, float]:
+    """Rows/s at which the link could deliver the planned bytes of an epoch."""
+    settings = {"batch_size": options.batch_size, "chunk_size": options.block_size}
+    settings["preload_nchunks"] = options.batch_size * options.fetch_factor // options.block_size
+    loader = loader_of(store, settings)
+    costs = epoch_costs(loader.dataset, loader.plan(1))
+    planned = {"cold": costs.unmirrored.bytes_read, "filling": costs.first_mirrored.bytes_read}
+    return {name: loader.dataset.n_obs * speed.total_mbps * 1e6 / n_bytes for name, n_bytes in planned.items()}
 
 
-def epoch_seconds(loader: zl.Loader) -> float:
-    """Seconds of one epoch. Checks the number of rows."""
-    before = time.perf_counter()
-    rows = sum(len(minibatch) for minibatch in loader)
-    seconds = time.perf_counter() - before
-    assert rows == loader.dataset.n_obs, f"{rows} rows of {loader.dataset.n_obs}"
-    return seconds
+def lines(label: str, runs: Mapping[str, Sequence[Figures]], limit: Mapping[str, float]) -> list[list[str]]:
+    """The lines of the table for one location."""
+    found = []
+    for name, figures in runs.items():
+        rates = [run["rows"] / run["seconds"] for run in figures]
+        cells = [f"{label}, {name}", *median_and_range(rates, "{:,.0f}")]
+        if name in limit:
+            cells += [f"{limit[name]:,.0f}", f"{statistics.median(rates) / limit[name]:.2f}"]
+        else:
+            cells += ["", ""]
+        if name != "decode":
+            used = statistics.median((run["user_s"] + run["system_s"]) / run["rows"] for run in figures)
+            cells += [f"{median(figures, key):.2f}" for key in ("first_minibatch_s", "user_s", "system_s")]
+            cells += [f"{1e5 * used:.2f}", f"{max(run['peak_bytes'] for run in figures) / 1e6:,.0f}"]
+        if "server_s" in figures[0]:
+            cells += [f"{median(figures, 'served_bytes') / 1e6:,.0f}", f"{median(figures, 'requests'):,.0f}"]
+            cells.append(f"{statistics.median(run['server_s'] / run['seconds'] for run in figures):.0%}")
+            large = [1e9 * run["server_s"] / run["served_bytes"] for run in figures if run["served_bytes"] > 1e8]
+            cells.append(f"{statistics.median(large):.2f}" if large else "")
+        found.append(cells)
+    return found
 
 
 def main() -> None:
@@ -146,51 +136,31 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--fetch-factor", type=int, default=256)
-    parser.add_argument("--cloud", action="store_true", help="read through a simulated S3 server")
-    parser.add_argument("--cache", type=Path, help="directory for the mirrors (default: a temporary directory)")
+    parser.add_argument("--cloud", action="store_true", help="read through a simulated cloud")
+    parser.add_argument(
+        "--total-mbps", default="400,1200", help="MB/s of the simulated clouds, in turn (default: %(default)s)"
+    )
+    parser.add_argument("--work", type=Path, help="directory for the mirrors (default: a temporary directory)")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the consumer does not compute; a real trainer would use a GPU
-    with contextlib.ExitStack() as stack:
-        url, storage_options = str(options.store), None
-        if options.cloud:
-            url, storage_options = stack.enter_context(served(options.store))
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.cache)))
-        measure(options, url, storage_options, directory)
-
-
-def measure(options: argparse.Namespace, url: str, storage_options: dict[str, Any] | None, directory: Path) -> None:
-    """Runs the turns and prints the figures."""
-
-    def loader_of(cache: Path | None) -> zl.Loader:
-        dataset = zl.open_dataset(url, cache=cache, storage_options=storage_options)
-        sampling = zl.BlockShuffling(options.block_size)
-        sizes: dict[str, Any] = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor}
-        return zl.Loader(dataset, sampling=sampling, obs=dataset.obs_columns[:1], **sizes)
-
-    plain, mirrored = loader_of(None), loader_of(directory / "warm")
-    stored = {layout.path: chunk_bytes(options.store, layout) for layout in plain.dataset.matrix().arrays}
-    for loader in (plain, mirrored):
-        epoch_seconds(loader)  # compiles, reads the store into the page cache and fills the mirror
-    seconds: dict[str, list[float]] = {"decode": [], "cold": [], "filling": [], "warm": []}
-    for turn in range(options.epochs):
-        seconds["decode"].append(decode_seconds(plain, stored))
-        touch(_TOUCHED)
-        seconds["cold"].append(epoch_seconds(plain))
-        touch(_TOUCHED)
-        seconds["filling"].append(epoch_seconds(loader_of(directory / f"fill {turn}")))
-        shutil.rmtree(directory / f"fill {turn}")
-        seconds["warm"].append(epoch_seconds(mirrored))
-        assert mirrored.statistics().gets == 0
-    if options.cloud:
-        seconds["link"] = [plain.statistics().bytes_read / (float(CLOUD["--total-mbps"]) * 1e6)]
-    n_rows = plain.dataset.n_obs
-    medians = {name: n_rows / statistics.median(times) for name, times in seconds.items()}
-    for name, rate in medians.items():
-        low, high = n_rows / max(seconds[name]), n_rows / min(seconds[name])
-        print(f"{name:8} {rate:12,.0f} rows/s   ({low:,.0f} to {high:,.0f})   {rate / medians['decode']:.2f} of decode")
-    sizes = {name: getattr(options, name) for name in ("batch_size", "block_size", "fetch_factor", "cloud")}
-    cores = len(os.sched_getaffinity(0))
-    print(json.dumps({"rows": n_rows, "cores": cores, **sizes, "rows_per_s": medians, "seconds": seconds}))
+    totals = map(float, options.total_mbps.split(","))
+    speeds = [LinkSpeed(total_mbps=total) for total in totals] if options.cloud else [None]
+    found, load = [["", *COLUMNS, *(SERVED if options.cloud else ())]], os.getloadavg()[0]
+    runs: dict[str, dict[str, list[Figures]]] = {}
+    with tempfile.TemporaryDirectory(dir=options.work) as directory:
+        for speed in speeds:
+            label = f"{speed.total_mbps:g} MB/s" if speed else "disk"
+            with store_location(options.store, speed) as location:
+                turns = measure(location, options, Path(directory), label)
+            limit = limits(options.store, options, speed) if speed else {}
+            if not speed:
+                rows = turns["decode"][0]["rows"]
+                limit = {name: rows / median(turns["decode"], "seconds") for name in ("cold", "filling")}
+            runs[label] = turns
+            found += lines(label, turns, limit)
+    table([[*cells, *[""] * (len(found[0]) - len(cells))] for cells in found])
+    settings = {name: getattr(options, name) for name in ("batch_size", "block_size", "fetch_factor")}
+    machine = {"cores": len(os.sched_getaffinity(0)), "load": [load, os.getloadavg()[0]]}
+    print(json.dumps({**machine, **settings, "runs": runs}))
 
 
 if __name__ == "__main__":

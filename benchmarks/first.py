@@ -36,8 +36,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from read import StoreLocation, reader, rows_and_column, rows_per_s
 from rivals import Figures, median, table
+from sides import StoreLocation, reader, rows_and_column, rows_per_s
 
 import zloader as zl
 
@@ -63,8 +63,8 @@ def process_epochs(store: Path, way: str, mirror: Path, epochs: int, work: Path)
     options = {"chunk_size": 64, "preload_nchunks": 256, "obs": column}
     if way != "none":
         options["mirror"] = str(mirror)
-    location = StoreLocation(store=store, url=str(store.absolute()), storage_options=None)
-    kept = StoreLocation(store=mirror, url=str(mirror), storage_options=None)
+    location = StoreLocation(store=store, url=str(store.absolute()))
+    kept = StoreLocation(store=mirror, url=str(mirror))
     began = time.perf_counter()
     with reader("zloader", sys.executable, location, options, work) as one:
         start = one.ask(started=True)

@@ -21,9 +21,10 @@ its host (see rivals.touch), which takes longer when other machines use more of 
 (FetchOptions.tune_malloc). "memory kept" is annbatch with glibc set to keep freed memory too, which its documentation
 does not ask for.
 
-With --cloud, each store is served by its own simulated S3 server (epochs.py has its speed). GETs and MB are the
-server's counts per epoch, including all requests. A store's folder serves as the bucket. zloader then also reads
-annbatch's store into an empty mirror, and that time includes opening the store.
+With --cloud, each store is served by its own simulated S3 (cloud.py; --total-mbps is the rate of its link). GETs and MB
+are the server's counts per epoch, including all requests, and "server" is the part of one core that it took. A store's
+folder serves as the bucket. zloader then also reads annbatch's store into an empty mirror, and that time includes
+opening the store.
 
 --own measures STORE, on disk or in the cloud, with blocks of 64 rows in fetches of 16 384 rows:
 
@@ -45,20 +46,29 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rivals
-from epochs import CLOUD, chunk_bytes, decode_seconds, served
+from cloud import LinkSpeed
+from decoding import chunk_bytes, decode_seconds
 from rivals import Figures, median, ratio, table
+from sides import (
+    RIVALS,
+    StoreLocation,
+    filling_epoch,
+    in_turns,
+    median_and_range,
+    reader,
+    rows_and_column,
+    rows_per_s,
+    speedups,
+    store_location,
+)
 
 import zloader as zl
 from zloader.dataset.cost import EpochCost, epoch_costs
@@ -69,107 +79,12 @@ OWN_SHAPE = (64, 256)
 WORK_S = 0.003
 STALL_S, STALLS = 3.0, (100, 700, 1300)
 STALLED_EPOCHS = 3
-_LINK = float(CLOUD["--total-mbps"]) * 1e6
 _TOUCHED = 4 << 30
-_HERE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreLocation:
-    """Where a store is read from: a path, or its own simulated S3 server."""
-
-    store: Path
-    url: str
-    storage_options: Figures | None
-
-    def options(self) -> Figures:
-        """The options of a reader for this location."""
-        return {"store": self.url} | ({"storage_options": self.storage_options} if self.storage_options else {})
-
-    def counted(self, epoch: Callable[[], Figures]) -> Figures:
-        """Runs an epoch with the store in the page cache. Adds the server's counts to its figures."""
-        for path in self.store.rglob("*"):
-            if path.is_file():
-                rivals.read_through(path)
-        if not self.storage_options:
-            return epoch()
-        self._ask("reset", method="POST")
-        figures = epoch()
-        counts = self._ask("stats")
-        requests = {"requests": counts["requests"], "served_bytes": counts["bytes_out"]}
-        return {**figures, **requests, "most_at_once": counts["peak_active"]}
-
-    def _ask(self, command: str, method: str = "GET") -> Figures:
-        assert self.storage_options
-        request = urllib.request.Request(f"{self.storage_options['endpoint_url']}/__sim/{command}", method=method)
-        with urllib.request.urlopen(request) as answer:
-            return dict(json.load(answer))
-
-
-@contextlib.contextmanager
-def store_location(store: Path, *, cloud: bool) -> Iterator[StoreLocation]:
-    """Yields the location of a store, and serves it if `cloud`."""
-    if not cloud:
-        yield StoreLocation(store=store, url=str(store.absolute()), storage_options=None)
-        return
-    with served(store) as (url, storage_options):
-        yield StoreLocation(store=store, url=url, storage_options=storage_options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reader:
-    """A process of readers.py that reads one store."""
-
-    location: StoreLocation
-    process: subprocess.Popen[str]
-    errors: Path
-
-    def epoch(self, **request: Any) -> Figures:
-        """Runs one epoch with the store in the page cache."""
-        return self.location.counted(lambda: self.ask(**request))
-
-    def ask(self, **request: Any) -> Figures:
-        """Runs one epoch with the page cache as it is."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        if not answer:
-            self.process.wait()  # the last lines of stderr give the reason
-            sys.exit(f"the reader of {self.location.url} failed:\n{self.errors.read_text()[-4000:]}")
-        return dict(json.loads(answer))
-
-
-@contextlib.contextmanager
-def reader(name: str, python: str | Path, source: StoreLocation, options: Figures, work: Path) -> Iterator[Reader]:
-    """Starts a reader and ends it with the context. The first part of `name` selects the reader of readers.py."""
-    kind = name.split(",")[0]
-    errors = work / f"{kind}.txt"
-    env = os.environ | (KEPT if "kept" in name else {})
-    command = [python, _HERE / "readers.py", kind, json.dumps({**source.options(), **options})]
-    with (
-        errors.open("a") as stderr,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=work, env=env
-        ) as process,
-    ):
-        try:
-            yield Reader(location=source, process=process, errors=errors)
-        finally:
-            process.terminate()
 
 
 # ---- comparison with annbatch
 
-COLUMNS = ("rows/s", "(range)", "first s", "user s", "system s", "peak MB", "GETs", "MB")
-RIVALS = ("annbatch", "annbatch, memory kept")
-KEPT = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-}
+COLUMNS = ("rows/s", "(range)", "first s", "user s", "system s", "peak MB", "GETs", "MB", "server")
 
 
 def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
@@ -181,8 +96,8 @@ def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
     for chunk_size, preload_nchunks in options.shapes:
         asked = {"chunk_size": chunk_size, "preload_nchunks": preload_nchunks, "obs": column}
         with contextlib.ExitStack() as stack:
-            theirs = stack.enter_context(store_location(options.annbatch_store, cloud=options.cloud))
-            ours = stack.enter_context(store_location(options.store, cloud=options.cloud))
+            theirs = stack.enter_context(store_location(options.annbatch_store, options.speed))
+            ours = stack.enter_context(store_location(options.store, options.speed))
             sides: dict[str, tuple[str | Path, StoreLocation]] = dict.fromkeys(RIVALS, (annbatch, theirs))
             sides |= {"zloader": (sys.executable, theirs), "zloader, own store": (sys.executable, ours)}
             readers = {
@@ -199,35 +114,6 @@ def side_by_side(options: argparse.Namespace, work: Path) -> Figures:
     return {"rows": rows, "runs": runs}
 
 
-def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:
-    """Runs an epoch into an empty mirror, and deletes the mirror afterwards."""
-    mirror = work / "mirror"
-    try:
-        return reader.epoch(mirror=str(mirror), **request)
-    finally:
-        shutil.rmtree(mirror, ignore_errors=True)
-
-
-def in_turns(
-    sides: Mapping[str, Callable[[], Figures]], epochs: int, *, rows: int | None, label: str
-) -> dict[str, list[Figures]]:
-    """Runs the epochs of all sides in turns, every other turn in reverse order. The first epoch is discarded.
-
-    `rows` is the required number of rows per epoch, None if it differs between sides.
-    """
-    for side in sides.values():
-        side()
-    runs: dict[str, list[Figures]] = {name: [] for name in sides}
-    for turn in range(epochs):
-        for name in list(sides)[:: -1 if turn % 2 else 1]:
-            figures = sides[name]()
-            assert rows in (None, figures.get("rows", rows)), f"{name} returned {figures['rows']} of {rows} rows"
-            runs[name].append(figures)
-        seconds = ", ".join(f"{name} {runs[name][-1]['seconds']:.2f} s" for name in sides)
-        print(f"{label}, turn {turn + 1}: {seconds}", file=sys.stderr)
-    return runs
-
-
 def cells(runs: Mapping[str, Sequence[Figures]], name: str) -> list[str]:
     """The cells of one side: those of COLUMNS, and its speedup over each rival."""
     ours = runs[name]
@@ -238,31 +124,16 @@ def cells(runs: Mapping[str, Sequence[Figures]], name: str) -> list[str]:
         f"{max(run['peak_bytes'] for run in ours) / 1e6:,.0f}",
         f"{median(ours, 'requests'):,.0f}" if counted else "",
         f"{median(ours, 'served_bytes') / 1e6:,.0f}" if counted else "",
+        server_share(ours) if counted else "",
     ]
     for theirs in (runs[rival] for rival in RIVALS if rival in runs):
         found += median_and_range(speedups(ours, theirs), "{:.2f}")
     return found
 
 
-def rows_per_s(run: Figures) -> float:
-    """Rows/s."""
-    return float(run["rows"] / run["seconds"])
-
-
-def speedups(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[float]:
-    """The ratio of the speeds in each turn."""
-    return [rows_per_s(a) / rows_per_s(b) for a, b in zip(ours, theirs, strict=True)]
-
-
-def median_and_range(values: Sequence[float], form: str) -> list[str]:
-    """Two cells: the median and the range."""
-    return [form.format(statistics.median(values)), f"({form.format(min(values))} to {form.format(max(values))})"]
-
-
-def rows_and_column(store: Path) -> tuple[int, str]:
-    """The number of rows, and the first obs column, which all sides load."""
-    dataset = zl.open_dataset(store)
-    return dataset.n_obs, dataset.obs_columns[0]
+def server_share(figures: Sequence[Figures]) -> str:
+    """The part of one core that the simulated cloud took."""
+    return f"{statistics.median(run['server_s'] / run['seconds'] for run in figures):.0%}"
 
 
 # ---- zloader's own store
@@ -276,7 +147,7 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
     loader = zl.Loader(zl.open_dataset(options.store), sampling=zl.BlockShuffling(chunk_size), obs=[column])
     stored = {layout.path: chunk_bytes(options.store, layout) for layout in loader.dataset.matrix().arrays}
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(store_location(options.store, cloud=options.cloud))
+        source = stack.enter_context(store_location(options.store, options.speed))
         start = [sys.executable, source, asked, work]
         plain, filling, stalled = (stack.enter_context(reader("zloader", *start)) for _ in range(3))
 
@@ -293,7 +164,7 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
         runs = in_turns(sides, options.epochs, rows=rows, label="own")
         runs["stalled"] = [stalled.epoch(stalls=STALLS, stall_s=STALL_S) for _ in range(STALLED_EPOCHS)]
     allowed = allowed_bytes(loader)
-    speeds(runs, rows)
+    speeds(runs, rows, options.speed)
     waits(runs)
     spent = max(run["peak_bytes"] for run in runs["stalled"]) - runs["stalled"][0]["before_bytes"]
     print(
@@ -306,15 +177,16 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
     return {"rows": rows, "allowed_bytes": allowed, "runs": runs}
 
 
-def speeds(runs: Mapping[str, Sequence[Figures]], rows: int) -> None:
+def speeds(runs: Mapping[str, Sequence[Figures]], rows: int, speed: LinkSpeed | None) -> None:
     """Prints rows/s beside the limits that decoding and the link set."""
     for name in ("decode", "cold", "filling"):
         figures = runs[name]
         rate = rows / median(figures, "seconds")
         line = f"{name:8} {rate:9,.0f} rows/s, {ratio(runs['decode'], figures, 'seconds'):.2f} of decode"
-        if "requests" in figures[0]:
-            share = statistics.median(run["served_bytes"] / run["seconds"] / _LINK for run in figures)
-            line += f", {share:.0%} of the link"
+        if speed and "requests" in figures[0]:
+            rate = speed.total_mbps * 1e6
+            share = statistics.median(run["served_bytes"] / run["seconds"] / rate for run in figures)
+            line += f", {share:.0%} of the link, server {server_share(figures)} of a core"
         if name != "decode":
             line += f", peak {max(run['peak_bytes'] for run in figures) / 1e6:,.0f} MB"
         print(line)
@@ -374,7 +246,8 @@ def main() -> None:
     parser.add_argument("annbatch_store", type=Path, nargs="?")
     parser.add_argument("--own", action="store_true", help="measure zloader's own store against its targets")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--cloud", action="store_true", help="read through simulated S3 servers")
+    parser.add_argument("--cloud", action="store_true", help="read through simulated clouds")
+    parser.add_argument("--total-mbps", type=float, default=400, help="MB/s of each simulated cloud (default: 400)")
     parser.add_argument(
         "--shapes",
         type=parse_shapes,
@@ -384,11 +257,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="directory for the mirrors (default: a temporary directory)")
     rivals.add_options(parser)
     options = parser.parse_args()
+    options.speed = LinkSpeed(total_mbps=options.total_mbps) if options.cloud else None
     if not options.own and options.annbatch_store is None:
         parser.error("give ANNBATCH_STORE or --own")
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         figures = (own if options.own else side_by_side)(options, Path(directory))
-    print(json.dumps({"cores": len(os.sched_getaffinity(0)), "cloud": options.cloud, **figures}))
+    print(
+        json.dumps({"cores": len(os.sched_getaffinity(0)), "cloud": options.speed and vars(options.speed), **figures})
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python benchmarks/rivals.py write annbatch-shuffled-zarrs FILE.h5ad STORE.zarr
 
 `make` prints the path of the environment's Python. pip installs the newest version of the rival and of its dependencies
-there, as its users would; this repository's constraints.txt does not apply. annbatch needs Python 3.12, and does not
-need torch to write. An environment is rebuilt when the requirements change, and after a month, to get newer versions.
+there, as its users would. No constraints apply: neither this repository's constraints.txt nor PIP_CONSTRAINT. annbatch
+needs Python 3.12, and does not need torch to write. An environment is rebuilt when the requirements change, and after a
+month, to get newer versions.
 
 `write` runs a rival's conversion in the current Python. It prints one line of JSON: the seconds of the call, without
 starting Python and importing, and the versions. Each rival uses the defaults of its documentation. Until then this file
@@ -77,7 +78,8 @@ def environment(name: str, *, python: str | None = None, directory: Path | None 
     home.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([interpreter, "-m", "venv", home], check=True, stdout=sys.stderr)
     install = [executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*install, *rival.requirements], check=True, stdout=sys.stderr)
+    unconstrained = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    subprocess.run([*install, *rival.requirements], check=True, stdout=sys.stderr, env=unconstrained)
     record.write_text(requirements)
     return executable
 

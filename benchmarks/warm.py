@@ -46,7 +46,8 @@ from typing import Any
 
 import numpy as np
 import rivals
-from read import (
+from rivals import Figures, median, table
+from sides import (
     RIVALS,
     Reader,
     StoreLocation,
@@ -57,7 +58,6 @@ from read import (
     rows_per_s,
     speedups,
 )
-from rivals import Figures, median, table
 
 import zloader as zl
 
@@ -110,13 +110,13 @@ class Bench:
 
     def zloader(self, stack: contextlib.ExitStack, **asked: Any) -> Reader:
         """A process of zloader with the mirror. The mirror's files are read through before each epoch."""
-        location = StoreLocation(store=self.mirror, url=str(self.ours), storage_options=None)
+        location = StoreLocation(store=self.mirror, url=str(self.ours))
         given = {**self.common, "mirror": str(self.mirror), **asked}
         return stack.enter_context(reader("zloader", sys.executable, location, given, self.work))
 
     def rival(self, stack: contextlib.ExitStack, name: str, **asked: Any) -> Reader:
         """A process of annbatch."""
-        location = StoreLocation(store=self.theirs, url=str(self.theirs), storage_options=None)
+        location = StoreLocation(store=self.theirs, url=str(self.theirs))
         return stack.enter_context(reader(name, self.annbatch, location, {**self.common, **asked}, self.work))
 
 

@@ -1,0 +1,168 @@
+"""The processes that read a store in the benchmarks, the store's location, and the turns that they take."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rivals
+from cloud import Cloud, LinkSpeed, cloud
+from rivals import Figures
+
+import zloader as zl
+
+_HERE = Path(__file__).resolve().parent
+RIVALS = ("annbatch", "annbatch, memory kept")
+# glibc then keeps freed memory, as zloader's own setting does (zloader.common.malloc). That one would not be enough for
+# annbatch, whose arrays of 100 MB are above the highest threshold that it can set.
+KEPT = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreLocation:
+    """Where a store is read from: a path, or a simulated S3 of its own."""
+
+    store: Path
+    url: str
+    cloud: Cloud | None = None
+
+    def options(self) -> Figures:
+        """The options of a reader for this location."""
+        return {"store": self.url} | ({"storage_options": self.cloud.storage_options()} if self.cloud else {})
+
+    def counted(self, epoch: Callable[[], Figures]) -> Figures:
+        """Runs an epoch with the store in the page cache. Adds the server's counts and CPU seconds to its figures."""
+        for path in self.store.rglob("*"):
+            if path.is_file():
+                rivals.read_through(path)
+        if not self.cloud:
+            return epoch()
+        before = self.cloud.reset()
+        figures = epoch()
+        after = self.cloud.stats()
+        return {
+            **figures,
+            "requests": after["requests"],
+            "served_bytes": after["bytes_out"],
+            "most_at_once": after["peak_active"],
+            "server_s": sum(after[key] - before[key] for key in ("user_s", "system_s")),
+        }
+
+
+@contextlib.contextmanager
+def store_location(store: Path, speed: LinkSpeed | None) -> Iterator[StoreLocation]:
+    """Yields the location of a store, and serves it at `speed` if that is given. Its folder is the bucket."""
+    store = store.absolute()
+    if speed is None:
+        yield StoreLocation(store=store, url=str(store))
+        return
+    with cloud(store.parent.parent, speed) as running:
+        yield StoreLocation(store=store, url=f"s3://{store.parent.name}/{store.name}", cloud=running)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A process of readers.py that reads one store."""
+
+    location: StoreLocation
+    process: subprocess.Popen[str]
+    errors: Path
+
+    def epoch(self, **request: Any) -> Figures:
+        """Runs one epoch with the store in the page cache."""
+        return self.location.counted(lambda: self.ask(**request))
+
+    def ask(self, **request: Any) -> Figures:
+        """Runs one epoch with the page cache as it is."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            self.process.wait()  # the last lines of stderr give the reason
+            sys.exit(f"the reader of {self.location.url} failed:\n{self.errors.read_text()[-4000:]}")
+        return dict(json.loads(answer))
+
+
+@contextlib.contextmanager
+def reader(name: str, python: str | Path, source: StoreLocation, options: Figures, work: Path) -> Iterator[Reader]:
+    """Starts a reader and ends it with the context. The first part of `name` selects the reader of readers.py."""
+    kind = name.split(",")[0]
+    errors = work / f"{kind}.txt"
+    env = os.environ | (KEPT if "kept" in name else {})
+    command = [python, _HERE / "readers.py", kind, json.dumps({**source.options(), **options})]
+    with (
+        errors.open("a") as stderr,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=work, env=env
+        ) as process,
+    ):
+        try:
+            yield Reader(location=source, process=process, errors=errors)
+        finally:
+            process.terminate()
+
+
+def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:
+    """Runs an epoch into an empty mirror, and deletes the mirror afterwards."""
+    mirror = work / "mirror"
+    try:
+        return reader.epoch(mirror=str(mirror), **request)
+    finally:
+        shutil.rmtree(mirror, ignore_errors=True)
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[], Figures]], epochs: int, *, rows: int | None, label: str
+) -> dict[str, list[Figures]]:
+    """Runs the epochs of all sides in turns, every other turn in reverse order. The first epoch is discarded.
+
+    `rows` is the required number of rows per epoch, None if it differs between sides.
+    """
+    for side in sides.values():
+        side()
+    runs: dict[str, list[Figures]] = {name: [] for name in sides}
+    for turn in range(epochs):
+        for name in list(sides)[:: -1 if turn % 2 else 1]:
+            figures = sides[name]()
+            assert rows in (None, figures.get("rows", rows)), f"{name} returned {figures['rows']} of {rows} rows"
+            runs[name].append(figures)
+        seconds = ", ".join(f"{name} {runs[name][-1]['seconds']:.2f} s" for name in sides)
+        print(f"{label}, turn {turn + 1}: {seconds}", file=sys.stderr)
+    return runs
+
+
+def rows_per_s(run: Figures) -> float:
+    """Rows/s."""
+    return float(run["rows"] / run["seconds"])
+
+
+def speedups(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[float]:
+    """The ratio of the speeds in each turn."""
+    return [rows_per_s(a) / rows_per_s(b) for a, b in zip(ours, theirs, strict=True)]
+
+
+def median_and_range(values: Sequence[float], form: str) -> list[str]:
+    """Two cells: the median and the range."""
+    return [form.format(statistics.median(values)), f"({form.format(min(values))} to {form.format(max(values))})"]
+
+
+def rows_and_column(store: Path) -> tuple[int, str]:
+    """The number of rows, and the first obs column, which all sides load."""
+    dataset = zl.open_dataset(store)
+    return dataset.n_obs, dataset.obs_columns[0]
