@@ -3,8 +3,10 @@
     python benchmarks/epochs.py STORE [--epochs 5] [--batch-size 64 --block-size 64 --fetch-factor 256]
     python benchmarks/epochs.py STORE --cloud [--total-mbps 400,1200] [--epochs 5]
 
-STORE is an AnnData Zarr store on a local disk. `synthetic.py --store STORE --rows 1000000` writes one that is large
-enough for start-up not to count; a tenth of it shows the same on a smaller machine.
+STORE is an AnnData Zarr store on a local disk. With a million rows, the first requests and the last minibatches do not
+count any more:
+
+    python benchmarks/synthetic.py /tmp/tahoe.h5ad --rows 100000 --store /tmp/atlas/million.zarr --copies 10
 
 - decode (without --cloud): numcodecs alone over the chunks of one epoch, from memory, with as many threads as the
   loader. This is an upper limit for every reader of this store without a mirror.

@@ -1,6 +1,7 @@
 """Synthetic single-cell counts that resemble Tahoe-100M, streamed to an .h5ad file with any number of rows.
 
     python benchmarks/synthetic.py OUT.h5ad --rows 100000 --genes 62710 --seed 0
+    python benchmarks/synthetic.py OUT.h5ad --rows 100000 --store STORE.zarr --copies 10
 
 X is CSR with float32 values and int32 gene indices, uncompressed: 8 bytes per value, about 14.7 KB per row, so 1.5 GB
 for 100 000 rows. Peak memory is 0.4 GB plus 0.4 KB per row. The same arguments give the same file contents for any
@@ -20,6 +21,10 @@ The model, and why it matters to a loader:
 - Order: by plate, and by cell line within a plate. Unshuffled minibatches contain a single label, which makes this a
   real test of block sampling.
 
+--store also converts the file: `--copies` copies of it, one after the other, into one store. That makes a store of a
+million rows (3.7 GB) in half a minute from a file of 1.5 GB, where a file of as many rows would take 15 GB. The rows
+repeat, and so do their names, which does not change the speed of reading: every copy is stored and read by itself.
+
 The last line is one JSON document. With --check, it includes the stored bytes per value for chunks of 32 rows.
 """
 
@@ -38,6 +43,8 @@ import numcodecs
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+
+import zloader as zl
 
 PLATES = 14
 CELL_LINES = 50
@@ -101,6 +108,17 @@ def generate(path: Path | str, *, rows: int = 100_000, genes: int = 62_710, seed
         "counts_per_row": round(float(n_counts.mean()), 1),
         "bytes": Path(path).stat().st_size,
         "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+def convert(path: Path, store: Path, *, copies: int) -> dict[str, Any]:
+    """Converts copies of an .h5ad file into one store, and returns its figures."""
+    report = zl.convert([path] * copies, store)
+    return {
+        "rows": report.rows,
+        "values": report.values,
+        "bytes": report.bytes_out,
+        "seconds": round(report.seconds, 2),
     }
 
 
@@ -299,6 +317,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--genes", type=int, default=62_710)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", type=Path, help="also convert the file into this store")
+    parser.add_argument("--copies", type=int, default=1, help="copies of the file in --store (default: %(default)s)")
     parser.add_argument(
         "--check", action="store_true", help="also compress some chunks and report their bytes per value"
     )
@@ -306,6 +326,8 @@ def main() -> None:
     figures = generate(options.path, rows=options.rows, genes=options.genes, seed=options.seed)
     if options.check:
         figures["stored_bytes_per_value"] = stored_bytes_per_value(options.path)
+    if options.store:
+        figures["store"] = convert(options.path, options.store, copies=options.copies)
     print(json.dumps(figures))
 
 
