@@ -187,7 +187,8 @@ class Server:
         self._schedule(self._firsts, connection)
 
     def _response(self, request: Head) -> tuple[bytes, memoryview]:
-        file, content = self._stored.get(request.path) or self._opened(request)
+        reads = request.method in ("GET", "HEAD")
+        file, content = (reads and self._stored.get(request.path)) or self._opened(request)
         answer = file_answer(request, file) if file else self._files.answer(request)
         head, body = response_head(answer.status, answer.fields), content[answer.start : answer.stop]
         if answer.document is not None:

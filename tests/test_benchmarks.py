@@ -1,0 +1,123 @@
+"""The simulated cloud of the benchmarks: it serves the right bytes, at the rates that it promises."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import s3fs
+from helpers import PATIENCE_S
+
+pytestmark = pytest.mark.any_version
+
+CLOUD = Path(__file__).parents[1] / "benchmarks" / "cloud.py"
+OBJECT = bytes(range(256)) * 20_000  # 5 MB, so that bodies are sent in several pieces; a shift changes every byte
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("root")
+    (root / "bucket/deep").mkdir(parents=True)
+    (root / "bucket/object").write_bytes(OBJECT)
+    (root / "bucket/empty").write_bytes(b"")
+    (root / "bucket/deep/two words & more").write_bytes(b"deep")
+    (root / "secret").write_bytes(b"outside")
+    (root / "bucket/leak").symlink_to(root / "secret")
+    command = [sys.executable, CLOUD, "--root", root, "--ttfb-ms", "5", "--conn-mbps", "50", "--total-mbps", "150"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()
+
+
+@pytest.fixture
+def connected(endpoint: str) -> Iterator[Callable[[], http.client.HTTPConnection]]:
+    opened: list[http.client.HTTPConnection] = []
+
+    def connect() -> http.client.HTTPConnection:
+        opened.append(http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=PATIENCE_S))
+        return opened[-1]
+
+    yield connect
+    for connection in opened:
+        connection.close()
+
+
+def ask(connection: http.client.HTTPConnection, path: str, method: str = "GET", **fields: str) -> tuple[int, bytes]:
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in fields.items()})
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def test_ranges_on_one_connection(connected):
+    connection = connected()
+    for start, stop in ((0, 1), (100, 200), (0, 1 << 16), (7, (1 << 16) + 8), (5, 3 << 20), (0, len(OBJECT))):
+        assert ask(connection, "/bucket/object", Range=f"bytes={start}-{stop - 1}") == (206, OBJECT[start:stop])
+    assert ask(connection, "/bucket/object") == (200, OBJECT)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "fields", "status"),
+    [
+        pytest.param("/bucket/object", "HEAD", {}, 200, id="head"),
+        pytest.param("/bucket/empty", "GET", {}, 200, id="empty"),
+        pytest.param("/bucket/object", "GET", {"If_None_Match": "*"}, 304, id="not modified"),
+        pytest.param("/bucket/object", "GET", {"If_Match": '"other"'}, 412, id="another ETag"),
+        pytest.param("/bucket/object", "GET", {"Range": "bytes=9999999-"}, 416, id="range beyond the end"),
+        pytest.param("/bucket/absent", "GET", {}, 404, id="no such key"),
+        pytest.param("/absent/object", "GET", {}, 404, id="no such bucket"),
+        pytest.param("/bucket/leak", "GET", {}, 404, id="link out of the bucket"),
+        pytest.param("/bucket/../secret", "GET", {}, 404, id="path out of the bucket"),
+        pytest.param("/bucket/object", "DELETE", {}, 405, id="read-only"),
+    ],
+)
+def test_statuses(connected, path, method, fields, status):
+    connection = connected()
+    answered, body = ask(connection, path, method, **fields)
+    assert answered == status
+    assert b"outside" not in body
+    assert ask(connection, "/bucket/object", Range="bytes=3-4") == (206, OBJECT[3:5])  # the connection is still good
+
+
+def test_s3fs_lists_and_reads(endpoint):
+    files = s3fs.S3FileSystem(
+        key="any", secret="any", client_kwargs={"endpoint_url": endpoint}, skip_instance_cache=True
+    )
+    assert sorted(files.find("bucket")) == ["bucket/deep/two words & more", "bucket/empty", "bucket/object"]
+    assert files.cat("bucket/deep/two words & more") == b"deep"
+
+
+def test_a_client_that_leaves_does_not_disturb_others(connected):
+    leaving = connected()
+    leaving.request("GET", "/bucket/object")
+    with leaving.getresponse() as response:
+        response.read(1)
+    leaving.close()
+    assert ask(connected(), "/bucket/object") == (200, OBJECT)
+
+
+def test_rates_and_counters(connected):
+    control = connected()
+    ask(control, "/__sim/reset", "POST")
+    connections = [connected() for _ in range(8)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(connections)) as threads:
+        answers = list(threads.map(lambda connection: ask(connection, "/bucket/object"), connections))
+    seconds = time.monotonic() - began
+    assert answers == [(200, OBJECT)] * 8
+    burst_s = 0.1  # bursts and the first piece of each response may be early
+    assert seconds > 8 * len(OBJECT) / 150e6 - burst_s
+    assert seconds > len(OBJECT) / 50e6 - burst_s
+    counts = json.loads(ask(control, "/__sim/stats")[1])
+    assert (counts["requests"], counts["bytes_out"], counts["active"]) == (8, 8 * len(OBJECT), 0)
+    assert 0 < counts["peak_active"] <= 8
