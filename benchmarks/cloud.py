@@ -54,6 +54,7 @@ _CONTROL = "/__sim/"
 _FIRST_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
 _BURST_S = 0.05  # how far a connection or the link may catch up after the server was late
+_NICENESS = -15  # as far as the user may: the server stands for another machine, which does not wait for this one
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _NOTHING = memoryview(b"")
 
@@ -229,13 +230,15 @@ class Server:
         return max(0.0, min(times) - time.monotonic()) if times else -1.0
 
     def _send_due(self) -> None:
-        """Sends the pieces that are due, as far as the link is free."""
+        """Sends the first pieces that are due, and one later piece if the link is free.
+
+        Only one, so that requests and first pieces that arrive meanwhile do not wait for a burst.
+        """
         now = time.monotonic()
         while self._firsts and self._firsts[0][0] <= now:
             self._send(heapq.heappop(self._firsts)[2], _FIRST_BYTES, now)
-        while self._laters and max(self._laters[0][0], self._link_free_at) <= now:
+        if self._laters and max(self._laters[0][0], self._link_free_at) <= now:
             self._send(heapq.heappop(self._laters)[2], _PIECE_BYTES, now)
-            now = time.monotonic()
 
     def _send(self, connection: Connection, most: int, now: float) -> None:
         """Sends up to `most` bytes of a body, with the head before it, and schedules the next piece."""
@@ -316,6 +319,8 @@ def main() -> None:
     for name, default in vars(LinkSpeed()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
     options = vars(parser.parse_args())
+    with contextlib.suppress(PermissionError):
+        os.nice(_NICENESS)
     server = Server(options.pop("root"), LinkSpeed(**options))
     print(server.url, flush=True)
     server.run()

@@ -24,10 +24,10 @@ takes every minibatch (torch CSR, one obs column, the index) and does nothing wi
 
 With --cloud, cloud.py serves the store over loopback in its own process: 30 ms to the first byte (log-normal with sigma
 0.3), 80 MB/s per connection, and in turn each of --total-mbps in total. The store's folder serves as the bucket.
-"limit" is then rows/s at which the link could deliver the bytes that the plan reads (zloader.dataset.cost), and "of
-limit" the part of it that was reached. "CPU s per 100 000" is user and system time of the client for 100 000 rows.
-"server" is the part of one core that the server took, which the client did not have, and "server s/GB" its CPU time
-per GB served. Everything shares the machine's cores, so a real cloud would leave more of them to the client.
+"limit" is rows/s at which the link could deliver the bytes that the plan reads (zloader.dataset.cost). From disk it is
+the speed of decode. "of limit" is the part of it that was reached. "CPU s per 100 000" is user and system time of the
+client for 100 000 rows. "server" is the part of one core that the server took, which the client did not have, and
+"server s/GB" its CPU time per GB served. A real cloud would leave all cores to the client.
 
 The last line is one JSON document with all figures.
 """

@@ -3,9 +3,10 @@
     python -m zloader.testing.s3sim --root DIR --port 9000 --ttfb-ms 30 --ttfb-sigma 0.3 --conn-mbps 80 --total-mbps 400
     python -m zloader.testing.s3sim --upstream 127.0.0.1:8333 --faults '[{"kind": "status", "count": 2}]'
 
-`--root` serves DIR/BUCKET/KEY read-only and ignores signatures. It reaches 2-4 GB/s at 0.2-0.35 s of CPU per GB,
-because bodies are sent with sendfile and paced by the kernel. `--upstream` forwards requests to a real S3 server. The
-first line of output gives the URL. SIGTERM or Ctrl-C ends the simulator. It can be controlled over HTTP:
+`--root` serves DIR/BUCKET/KEY read-only and ignores signatures. Without limits it reaches 2-4 GB/s at 0.2-0.35 s of CPU
+per GB, because bodies are sent with sendfile. With limits a GB takes three times that and more. `--upstream` forwards
+requests to a real S3 server. The first line of output gives the URL. SIGTERM or Ctrl-C ends the simulator. It can be
+controlled over HTTP:
 
     POST /__sim/config {"faults": [...], "ttfb_ms": 30, ...}     changes settings
     POST /__sim/reset                                            resets counters and log
