@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import anndata
 import numpy as np
 import pytest
 from helpers import counts, write_store
@@ -217,6 +220,27 @@ def test_bytes_in_flight_stay_within_their_bound(store):
     largest = max(span.size for span in bounded.reads)
     assert bounded.most <= max(limit, largest)
     assert bounded.most < whole.most
+
+
+def test_chunks_on_their_way_to_mirrors_take_little_memory(tmp_path):
+    """They take 4 MiB per thread, for any number of stores, although a single span here decodes to 16 MiB."""
+    halves = anndata.AnnData(np.full((1024, 4096), 0.5, np.float32))
+    halves.write_h5ad(tmp_path / "halves.h5ad")
+    for name in ("1.zarr", "2.zarr"):
+        zl.convert(tmp_path / "halves.h5ad", tmp_path / name, progress=False)
+
+    def warm(cache):
+        dataset = zl.open_dataset([tmp_path / "1.zarr", tmp_path / "2.zarr"], cache=cache)
+        return zl.warm(dataset, options=zl.FetchOptions(threads=1))
+
+    warm(tmp_path / "imports and compiles")
+    tracemalloc.start()
+    try:
+        warmed = warm(tmp_path / "cache")
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert warmed.bytes_held == warmed.bytes_in_all == 2 * halves.X.nbytes
 
 
 class Endless:

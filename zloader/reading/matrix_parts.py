@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def opened_readers(
     `sweeping` says that every part will be read completely. On leaving, the mirrors record the chunks whose checksums
     were verified, and the leases are released, so that other processes may download the remaining chunks.
     """
-    in_flight = ByteBudget(options.in_flight_bytes)
+    in_flight, own_buffers = ByteBudget(options.in_flight_bytes), threading.local()
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="zloader-decode"))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -59,6 +60,7 @@ def opened_readers(
                 threads=threads,
                 in_flight=in_flight,
                 sweeping=sweeping,
+                own_buffers=own_buffers,
             )
             mirrored, leases = {}, None
             if part.mirror is not None:

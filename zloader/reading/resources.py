@@ -82,10 +82,10 @@ class Resources:
     in_flight: ByteBudget  # shared by all stores of the epoch
     # Whether this process will need the whole store. Then the chunks beside a block are worth mirroring with it.
     sweeping: bool
+    own_buffers: threading.local  # of each thread, shared by all stores of the epoch
 
     def __post_init__(self) -> None:
         self._retries = 0  # of the source, as last counted
-        self._own_buffers = threading.local()
 
     async def run(self, function: Callable[..., Result], *args: Any) -> tuple[Result, float]:
         """Runs a function in one of the threads; returns its result and the seconds it took there."""
@@ -123,10 +123,10 @@ class Resources:
 
     def own_buffer(self, use: str, n_bytes: int) -> Bytes:
         """Memory for a use that the calling thread keeps, with arbitrary contents."""
-        buffer = getattr(self._own_buffers, use, None)
+        buffer = getattr(self.own_buffers, use, None)
         if buffer is None or len(buffer) < n_bytes:
             buffer = np.empty(n_bytes, np.uint8)
-            setattr(self._own_buffers, use, buffer)
+            setattr(self.own_buffers, use, buffer)
         return buffer[:n_bytes]
 
     @contextlib.contextmanager
