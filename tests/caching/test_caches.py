@@ -36,6 +36,9 @@ ADATA = counts(ROWS, 400, density=0.5, seed=3)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
 
 
+EITHER_FORM = pytest.mark.parametrize("form", ["decoded", "stored"])
+
+
 def _convert(adata, dest: Path) -> Path:
     dest.parent.mkdir(parents=True, exist_ok=True)
     adata.write_h5ad(dest.with_suffix(".h5ad"), convert_strings_to_categoricals=False)
@@ -170,8 +173,8 @@ import json, sys
 import zloader as zl
 from zloader.caching import leases
 leases._TRIES = 10**9  # the process that has the lock may be descheduled for longer than others wait
-store, cache, options, rank, world_size, seed = json.loads(sys.argv[1])
-dataset = zl.open_dataset(store, cache=cache, storage_options=options)
+store, cache, form, options, rank, world_size, seed = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=zl.Cache(cache, form=form), storage_options=options)
 loader = zl.Loader(
     dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), seed=seed, rank=rank, world_size=world_size
 )
@@ -196,17 +199,23 @@ def _run_at_once(interpreter, requests):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_ranks", [True, False], ids=["ranks", "jobs of their own"])
-def test_four_processes_on_one_cold_mirror_read_each_chunk_about_once(interpreter, store, sim, tmp_path, as_ranks):
+@pytest.mark.parametrize(
+    ("as_ranks", "form"),
+    [(True, "decoded"), (False, "decoded"), (False, "stored")],
+    ids=["ranks", "jobs of their own", "jobs of their own, stored"],
+)
+def test_four_processes_on_one_cold_mirror_read_each_chunk_about_once(
+    interpreter, store, sim, tmp_path, as_ranks, form
+):
     server = sim(root=store.parent.parent, ttfb_ms=10)
     url = f"s3://{store.parent.name}/{store.name}"
     cache = str(tmp_path / "cache")
     shares = [(rank, 4, 0) if as_ranks else (0, 1, rank) for rank in range(4)]
-    said = _run_at_once(interpreter, [(url, cache, _options(server), *share) for share in shares])
+    said = _run_at_once(interpreter, [(url, cache, form, _options(server), *share) for share in shares])
     assert sum(rows for rows, _, _ in said) == (ROWS if as_ranks else 4 * ROWS)
     assert sum(n_bytes for _, n_bytes, _ in said) < 1.1 * _stored(store)
     assert _epoch(_loader(store, None)).bytes_read  # the store is unchanged
-    dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
+    dataset = zl.open_dataset(url, cache=Cache(cache, form=form), storage_options=_options(server))
     after = zl.Loader(dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), obs=["cell_type"])
     assert _epoch(after).gets == 0
 
@@ -214,8 +223,8 @@ def test_four_processes_on_one_cold_mirror_read_each_chunk_about_once(interprete
 _FILLS_AND_REPORTS = """
 import json, os, sys
 import zloader as zl
-store, cache, options, seed = json.loads(sys.argv[1])
-dataset = zl.open_dataset(store, cache=cache, storage_options=options)
+store, cache, form, options, seed = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=zl.Cache(cache, form=form), storage_options=options)
 fetching = zl.FetchOptions(least_read_bytes=16_000, prefetch=1)
 loader = zl.Loader(
     dataset, batch_size=32, fetch_factor=8, sampling=zl.BlockShuffling(8), seed=seed, options=fetching
@@ -226,20 +235,23 @@ for minibatch in loader:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("minibatches", [0, 3, 20, 60])
+@pytest.mark.parametrize(
+    ("form", "minibatches"),
+    [("decoded", 0), ("decoded", 3), ("decoded", 20), ("decoded", 60), ("stored", 3), ("stored", 20)],
+)
 def test_loaders_killed_while_filling_leave_no_wrong_values_and_block_nobody(
-    interpreter, store, sim, tmp_path, minibatches
+    interpreter, store, sim, tmp_path, form, minibatches
 ):
     server = sim(root=store.parent.parent, ttfb_ms=20)
     url, cache = f"s3://{store.parent.name}/{store.name}", str(tmp_path / "cache")
-    request = [url, cache, _options(server), minibatches]
+    request = [url, cache, form, _options(server), minibatches]
     with interpreter.running(_FILLS_AND_REPORTS, json.dumps(request)) as process:
         assert all(process.stdout.read(1) == "." for _ in range(minibatches))
         if not minibatches:
             while server.stats().get("requests", 0) < 8:  # it is reading its first fetch
                 assert process.poll() is None
         process.kill()
-    dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
+    dataset = zl.open_dataset(url, cache=Cache(cache, form=form), storage_options=_options(server))
     sizes = {"batch_size": 32, "fetch_factor": 8, "sampling": zl.BlockShuffling(8)}
     patient = zl.FetchOptions(deadline_s=2 * PATIENCE_S)
     loader = zl.Loader(dataset, **sizes, obs=["cell_type"], options=patient)
@@ -303,10 +315,11 @@ def test_a_mirror_fills_up_to_its_limit_and_the_rest_is_read_from_the_store(stor
     assert digest(_loader(store, cache)) == digest(_loader(store, None))
 
 
-def test_processes_share_one_limit(store, tmp_path):
+@EITHER_FORM
+def test_processes_share_one_limit(store, tmp_path, form):
     """Four loaders fill the mirrors of two stores, two loaders per store."""
     other = _convert(counts(2000, 300, density=0.5, seed=9), tmp_path / "bucket" / "other.zarr")
-    cache = Cache(directory=tmp_path / "cache", max_bytes="2MB")
+    cache = Cache(directory=tmp_path / "cache", max_bytes="2MB", form=form)
     with _Watch(cache.directory) as watch, ThreadPoolExecutor(4) as threads:
         loaders = [_loader(url, cache) for url in (store, other, store, other)]
         rows = list(threads.map(lambda loader: sum(map(len, loader)), loaders))
@@ -314,9 +327,10 @@ def test_processes_share_one_limit(store, tmp_path):
     assert 1_000_000 < watch.most <= 2_000_000
 
 
+@EITHER_FORM
 @pytest.mark.parametrize("limit", ["1KB", "100KB", "350KB"])
-def test_a_limit_below_one_fetch_disables_the_mirror(store, tmp_path, limit):
-    cache = Cache(directory=tmp_path / "cache", max_bytes=limit)
+def test_a_limit_below_one_fetch_disables_the_mirror(store, tmp_path, limit, form):
+    cache = Cache(directory=tmp_path / "cache", max_bytes=limit, form=form)
     for _ in range(2):
         assert _epoch(_loader(store, cache)).rows == ROWS
     assert cache_bytes(cache.directory) <= max(cache.most, 40_000)  # the directory and its description
@@ -383,9 +397,10 @@ def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path):
     assert _epoch(_loader(store, tmp_path / "cache")).rows == ROWS
 
 
-def test_warm_caches_whole_rows_if_not_all_fit(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("form", "max_bytes"), [("decoded", "1.5MB"), ("stored", "1MB")])
+def test_warm_caches_whole_rows_if_not_all_fit(store, tmp_path, monkeypatch, form, max_bytes):
     monkeypatch.setattr(sys.modules["zloader.dataset.warm"], "_WINDOW_BYTES", 50_000)
-    dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes="1.5MB"))
+    dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes=max_bytes, form=form))
     assert warm(dataset).full
     arrays = dataset.store.mirror(dataset.store.matrix("X")).arrays.values()
     shares = [array.n_present / array.layout.n_chunks for array in arrays]
@@ -407,6 +422,23 @@ def test_cache_statistics(store, tmp_path):
         zl.open_dataset(store).cache_statistics()
 
 
+def test_a_store_can_have_mirrors_of_both_forms(store, tmp_path):
+    """They are filled one after the other, and share everything but the chunks."""
+    sizes = []
+    for form in ("stored", "decoded"):
+        assert _epoch(_loader(store, Cache(tmp_path, form=form))).gets
+        sizes.append(cache_bytes(tmp_path))
+    for form in ("stored", "decoded"):
+        epoch = _epoch(_loader(store, Cache(tmp_path, form=form)))
+        assert (epoch.gets, epoch.chunks_decoded) == (0, 0)
+        statistics = zl.open_dataset(store, cache=Cache(tmp_path, form=form)).cache_statistics()
+        assert (statistics.share, statistics.chunks_held) == (1.0, statistics.chunks)
+    assert sizes[0] < _stored(store) + 500_000  # blocks of the file system, obs columns and metadata
+    assert sizes[1] - sizes[0] > 4 * ADATA.X.nnz
+    with pytest.raises(OptionError, match="form must be one of 'decoded', 'stored', not 'zipped'"):
+        Cache(tmp_path, form="zipped")
+
+
 @contextlib.contextmanager
 def _mounted(directory: Path, *arguments: str):
     """A mount on `directory`; skips the test if mounting is not permitted."""
@@ -420,21 +452,23 @@ def _mounted(directory: Path, *arguments: str):
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
+@EITHER_FORM
 @pytest.mark.parametrize("size", ["64k", "1m"])
-def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, caplog, size):
+def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, caplog, size, form):
     with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={size}", "tmpfs") as disk:
         for _ in range(2):
-            assert _epoch(_loader(store, disk / "cache")).rows == ROWS
+            assert _epoch(_loader(store, Cache(disk / "cache", form=form))).rows == ROWS
         assert "cannot" in caplog.text
     assert digest(_loader(store, tmp_path / "cache")) == digest(_loader(store, None))
 
 
-def test_a_mirror_on_a_read_only_disk_is_used(store, tmp_path):
-    warm(zl.open_dataset(store, cache=tmp_path / "cache"))
+@EITHER_FORM
+def test_a_mirror_on_a_read_only_disk_is_used(store, tmp_path, form):
+    warm(zl.open_dataset(store, cache=Cache(tmp_path / "cache", form=form)))
     with _mounted(tmp_path / "cache", "--bind", "-o", "ro", str(tmp_path / "cache")) as cache:
         with pytest.raises(OSError, match="Read-only"):
             (cache / "x").touch()
-        assert _epoch(_loader(store, cache)).gets == 0
+        assert _epoch(_loader(store, Cache(cache, form=form))).gets == 0
 
 
 # ---- changed objects, and offline use
@@ -455,12 +489,14 @@ def test_changed_objects_get_a_new_mirror(store, tmp_path, caplog):
     assert loader.statistics().gets
 
 
-def test_offline_opens_and_reads_the_mirror(store, tmp_path):
+@EITHER_FORM
+def test_offline_opens_and_reads_the_mirror(store, tmp_path, form):
+    cache = Cache(tmp_path / "cache", form=form)
     moved = tmp_path / "bucket" / "moved.zarr"
     shutil.copytree(store, moved)
-    warm(zl.open_dataset(moved, cache=tmp_path / "cache"))
+    warm(zl.open_dataset(moved, cache=cache))
     shutil.rmtree(moved)
-    dataset = zl.open_dataset(moved, cache=tmp_path / "cache", offline=True)
+    dataset = zl.open_dataset(moved, cache=cache, offline=True)
     assert dataset.n_obs == ROWS
     assert list(dataset.var_names) == list(ADATA.var_names)
     loader = zl.Loader(dataset, batch_size=32, fetch_factor=8, obs=["cell_type", "donor", "lane"], obsm=["X_pca"])

@@ -17,7 +17,7 @@ from test_mirror import _layout, _truth
 
 import zloader as zl
 from zloader.caching.cached_files import save_column
-from zloader.caching.checksums import parse_checksums
+from zloader.caching.checksums import parse_sidecar
 from zloader.caching.directory import MirrorDirectory, MirrorEntry, drop, mirrors
 from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
 from zloader.caching.leases import Leases
@@ -105,7 +105,7 @@ def copy(whole, store, tmp_path) -> Copy:
 
 def chunk_bytes(copy: Copy, name: str) -> int:
     file = copy.file(f"{name}.sums")
-    return parse_checksums(file, file.read_bytes())[1]
+    return int(parse_sidecar(file, file.read_bytes()).stops[0])
 
 
 # ---- inspection
@@ -376,3 +376,35 @@ def test_a_replaced_column_is_intact(copy):
     save_column(directory, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
     assert verify(copy.directory) == []
     assert copy.file("mine.npy").exists()
+
+
+# ---- the stored form
+
+
+@pytest.mark.parametrize("damage", ["chunk", "place", "truncated"])
+def test_damage_in_a_mirror_of_the_stored_form_is_found_and_mended(store, tmp_path, damage):
+    cache = Cache(tmp_path, form="stored")
+    assert epoch(store, cache).gets
+    (entry,) = mirrors(tmp_path)
+    seen, compared = inspect_mirror(entry), []
+    assert seen.arrays.keys() == {"X/data (stored)", "X/indices (stored)"}
+    assert (seen.chunks_held, seen.bytes_held) == (seen.chunks, seen.bytes_in_all)
+    assert verify(entry.directory, compared.append) == []
+    assert sum(compared) == seen.checked_bytes
+    copy = Copy(tmp_path, store)
+    if damage == "chunk":
+        copy.flip("X%2Fdata.stored", 40)
+    elif damage == "place":
+        copy.flip("X%2Fdata.places", 64 + 8 * seen.arrays["X/data (stored)"].chunks)  # the offset of chunk 0
+    else:
+        copy.resize("X%2Fdata.stored", 0)
+    found = verify(entry.directory)
+    if damage == "truncated":
+        assert found[0].startswith("X%2Fdata.stored has 0 bytes instead of ")
+        assert found[1].startswith("X/data (stored): chunks 0 to ")
+    else:
+        assert found == ["X/data (stored): chunk 0 differs from its checksum"]
+        assert inspect_mirror(entry).chunks_held == seen.chunks - 1
+    assert epoch(store, cache).gets
+    assert verify(entry.directory) == []
+    assert epoch(store, cache).gets == 0

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from zloader.caching.cached_files import load_object, save_object
 from zloader.caching.cached_files import save_column as save_windows
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directory
+from zloader.caching.stored_array import StoredArray
 from zloader.common.options import Cache
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
@@ -88,22 +90,50 @@ def _chunk(chunk, layout=LAYOUT, truth=TRUTH):
     return truth[chunk * layout.chunk_elements : (chunk + 1) * layout.chunk_elements]
 
 
-def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH):
-    mirror = MirrorArray(_directory(directory), layout)
+def _stored_array(directory, layout):
+    """The mirror of an array whose shards hold the bytes of its chunks as they are, without an index."""
+    ends = np.arange(1, layout.n_shards + 1) * layout.chunks_per_shard * layout.chunk_elements
+    ends = np.minimum(ends, layout.n_elements)
+    sizes = np.diff(ends, prepend=0) * layout.dtype.itemsize
+    keys = map(layout.shard_key, range(layout.n_shards))
+    return StoredArray(directory, layout, dict(zip(keys, sizes.tolist(), strict=True)))
+
+
+def _open(cache, layout=LAYOUT, form="decoded"):
+    return (_stored_array if form == "stored" else MirrorArray)(_directory(cache), layout)
+
+
+def _put(mirror, chunk, elements):
+    """Writes one chunk."""
+    if isinstance(mirror, MirrorArray):
+        mirror.put(chunk, elements)
+        return
+    offset = chunk % mirror.layout.chunks_per_shard * mirror.layout.chunk_elements * mirror.layout.dtype.itemsize
+    chunks = np.array([chunk])
+    mirror.place(chunks, np.array([offset]), np.array([elements.nbytes]))
+    mirror.put(chunks, [elements.view(np.uint8)])
+
+
+def _fill(directory, chunks=ALL, layout=LAYOUT, truth=TRUTH, form="decoded"):
+    mirror = _open(directory, layout, form)
     for chunk in chunks:
-        mirror.put(int(chunk), _chunk(chunk, layout, truth))
+        _put(mirror, int(chunk), _chunk(chunk, layout, truth))
     return mirror
 
 
-def _check_present_chunks(directory, layout=LAYOUT, truth=TRUTH):
+def _check_present_chunks(directory, layout=LAYOUT, truth=TRUTH, form="decoded"):
     """Opens the mirror again and compares every present chunk with the truth; returns the missing chunks."""
-    mirror = MirrorArray(_directory(directory), layout)
+    mirror = _open(directory, layout, form)
     chunks = np.arange(layout.n_chunks)
     missing = mirror.missing(chunks)
-    for chunk in np.setdiff1d(chunks, missing).tolist():
-        slot = np.zeros(len(_chunk(chunk, layout, truth)), layout.dtype)
-        mirror.copy(np.array([chunk]), [slot])
-        np.testing.assert_array_equal(slot, _chunk(chunk, layout, truth))
+    present = np.setdiff1d(chunks, missing)
+    for chunk, start, stop in zip(present.tolist(), *map(np.ndarray.tolist, mirror.bounds(present)), strict=True):
+        wanted = _chunk(chunk, layout, truth)
+        np.testing.assert_array_equal(mirror.content[start:stop].view(layout.dtype), wanted)
+        if form == "decoded":
+            slot = np.zeros(len(wanted), layout.dtype)
+            mirror.copy(np.array([chunk]), [slot])
+            np.testing.assert_array_equal(slot, wanted)
     return missing.tolist()
 
 
@@ -230,25 +260,42 @@ def _damaged(tmp_path, suffix):
     return file
 
 
-@pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    """The files of a full mirror."""
+@dataclass(frozen=True)
+class Full:
+    """The files of a full mirror: that of the chunks, that of their words, and the others."""
+
+    form: str
+    content: Path
+    words: Path
+    others: list[Path]
+
+    def open(self, cache):
+        return _open(cache, form=self.form)
+
+    def missing(self, cache):
+        return _check_present_chunks(cache, form=self.form)
+
+
+@pytest.fixture(scope="module", params=["decoded", "stored"])
+def full(request, tmp_path_factory):
     cache = tmp_path_factory.mktemp("full")
-    _fill(cache).record_verified()
-    return {file.suffix: file for file in _directory(cache).path.iterdir()}
+    _fill(cache, form=request.param).record_verified()
+    files = {file.suffix: file for file in _directory(cache).path.iterdir()}
+    content, words = (".flat", ".sums") if request.param == "decoded" else (".stored", ".places")
+    return Full(request.param, files.pop(content), files.pop(words), list(files.values()))
 
 
 @contextlib.contextmanager
 def _copy_of(full):
     """Copies the files of a full mirror, for each example; yields the cache and the directory of its mirror."""
-    cache = full[".flat"].parent.parent / "copy"
+    cache = full.content.parent.parent / "copy"
     directory = _directory(cache).path
-    for file in full.values():
+    for file in (full.content, full.words, *full.others):
         (directory / file.name).write_bytes(file.read_bytes())
-    mirror = MirrorArray(_directory(cache), LAYOUT)
+    mirror = full.open(cache)
     assert mirror.missing(ALL).tolist() == []
     mirror.record_verified()
-    assert MirrorArray(_directory(cache), LAYOUT).contains(ALL)  # without reading the chunks
+    assert full.open(cache).contains(ALL)  # without reading the chunks
     yield cache, directory
     for file in directory.iterdir():
         file.unlink()
@@ -257,71 +304,82 @@ def _copy_of(full):
 @given(offset=st.integers(0, 2 * 95 - 1), change=st.integers(1, 255))
 def test_a_flipped_byte_of_the_elements_is_a_miss(full, offset, change):
     with _copy_of(full) as (cache, directory):
-        file = directory / full[".flat"].name
+        file = directory / full.content.name
         stored = bytearray(file.read_bytes())
         stored[offset] ^= change
         file.write_bytes(stored)
-        assert _check_present_chunks(cache) == [offset // 20]
+        assert full.missing(cache) == [offset // 20]
 
 
-@given(offset=st.integers(0, 64 + 8 * 10 - 1), change=st.integers(1, 255))
-def test_a_flipped_byte_of_the_checksums_is_a_miss(full, offset, change):
+@given(offset=st.integers(0, 64 + 8 * 30 - 1), change=st.integers(1, 255))
+def test_a_flipped_byte_of_the_words_is_a_miss(full, offset, change):
+    """The words, and in the stored form the offsets and then the sizes of all chunks."""
     with _copy_of(full) as (cache, directory):
-        file = directory / full[".sums"].name
+        file = directory / full.words.name
         stored = bytearray(file.read_bytes())
-        assert len(stored) == 64 + 80
+        assert len(stored) == 64 + (80 if full.form == "decoded" else 240)
+        offset %= len(stored)
         stored[offset] ^= change
         file.write_bytes(stored)
-        assert _check_present_chunks(cache) == (ALL.tolist() if offset < 64 else [(offset - 64) // 8])
+        missing = full.missing(cache)
+        if offset < 64:
+            assert missing == ALL.tolist()
+        elif missing:  # if the last chunk has a larger size, it ends with the file all the same
+            assert missing == [(offset - 64) // 8 % 10]
+        else:
+            assert offset >= 64 + 8 * 29
 
 
 @given(length=st.integers(0, 2 * 95 - 1))
 def test_truncated_elements_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
-        os.truncate(directory / full[".flat"].name, length)
-        assert _check_present_chunks(cache) == list(range(length // 20, 10))
+        os.truncate(directory / full.content.name, length)
+        assert full.missing(cache) == list(range(length // 20, 10))
 
 
 @given(length=st.integers(0, 64 + 8 * 10 - 1))
-def test_truncated_checksums_are_misses(full, length):
+def test_truncated_words_are_misses(full, length):
     with _copy_of(full) as (cache, directory):
-        os.truncate(directory / full[".sums"].name, length)
-        assert _check_present_chunks(cache) == ALL.tolist()
+        os.truncate(directory / full.words.name, length)
+        assert full.missing(cache) == ALL.tolist()
 
 
-@pytest.mark.parametrize("suffix", [".flat", ".sums"])
-def test_a_deleted_file_is_a_miss(full, suffix):
+@pytest.mark.parametrize("which", ["content", "words"])
+def test_a_deleted_file_is_a_miss(full, which):
     with _copy_of(full) as (cache, directory):
-        (directory / full[suffix].name).unlink()
-        assert _check_present_chunks(cache) == ALL.tolist()
+        (directory / getattr(full, which).name).unlink()
+        assert full.missing(cache) == ALL.tolist()
 
 
-@pytest.mark.parametrize("suffix", [".flat", ".sums"])
-def test_a_file_that_is_too_long_gives_no_wrong_values(full, suffix):
+@pytest.mark.parametrize("which", ["content", "words"])
+def test_a_file_that_is_too_long_gives_no_wrong_values(full, which):
     with _copy_of(full) as (cache, directory):
-        file = directory / full[suffix].name
+        file = directory / getattr(full, which).name
         file.write_bytes(file.read_bytes() + b"\x07" * 100)
-        _check_present_chunks(cache)
-        assert file.stat().st_size == len(full[suffix].read_bytes())
+        full.missing(cache)
+        assert file.stat().st_size == len(getattr(full, which).read_bytes())
 
 
 def test_checksums_of_another_array_are_ignored(full):
-    for other in (_layout(chunk_elements=19), _layout(dtype="<i2")):
+    for other in (
+        _layout(chunk_elements=19),
+        _layout(dtype="<i2") if full.form == "decoded" else _layout(n_elements=94),
+    ):
         with _copy_of(full) as (cache, _):
             truth = _truth(other)
-            assert _check_present_chunks(cache, other, truth) == list(range(other.n_chunks))
+            assert _check_present_chunks(cache, other, truth, full.form) == list(range(other.n_chunks))
 
 
 def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
     """As after the clock was set back: the size and the modification time are the same, the bytes differ."""
     with _copy_of(full) as (cache, directory):
-        file = directory / full[".flat"].name
+        file = directory / full.content.name
         before = file.stat()
         stored = bytearray(file.read_bytes())
         stored[50] ^= 1
         file.write_bytes(stored)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert _check_present_chunks(cache) == [2]
+        assert full.missing(cache) == [2]
 
 
 def test_verified_marks_of_another_boot_are_ignored(full):
@@ -329,23 +387,23 @@ def test_verified_marks_of_another_boot_are_ignored(full):
     with _copy_of(full) as (cache, directory):
         marks = directory / "proved.json"
         marks.write_text(json.dumps(json.loads(marks.read_text()) | {"boot": "another"}))
-        assert not MirrorArray(_directory(cache), LAYOUT).contains(ALL)
+        assert not full.open(cache).contains(ALL)
         for torn in ("", "[]", "{", '{"boot": 1}', "null"):
             marks.write_text(torn)
-            assert not MirrorArray(_directory(cache), LAYOUT).contains(ALL)
-        assert _check_present_chunks(cache) == []
+            assert not full.open(cache).contains(ALL)
+        assert full.missing(cache) == []
 
 
 def test_a_damaged_chunk_is_reported_and_can_be_written_again(full, caplog):
     with _copy_of(full) as (cache, directory):
-        file = directory / full[".flat"].name
+        file = directory / full.content.name
         file.write_bytes(b"\x00" + file.read_bytes()[1:])
-        mirror = MirrorArray(_directory(cache), LAYOUT)
+        mirror = full.open(cache)
         assert mirror.missing(ALL).tolist() == mirror.missing(ALL).tolist() == [0]
         assert [record.levelname for record in caplog.records] == ["WARNING"]  # once
-        mirror.put(0, _chunk(0))
+        _put(mirror, 0, _chunk(0))
         assert mirror.missing(ALL).tolist() == []
-        assert _check_present_chunks(cache) == []
+        assert full.missing(cache) == []
 
 
 # ---- several processes, and killed ones

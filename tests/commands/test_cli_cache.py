@@ -96,6 +96,16 @@ def test_after_warm_the_first_epoch_is_warm(store, tmp_path):
     assert "(100%); 0 GETs read 0 B" in text
 
 
+def test_warm_keeps_chunks_in_the_form_asked_for(store, tmp_path):
+    first = documented("warm", store, "--cache", tmp_path, "--cache-form", "stored")
+    assert first["whole"]
+    assert epoch(store, zl.Cache(tmp_path, form="stored")).gets == 0
+    (listed,) = documented("cache", "ls", tmp_path)["mirrors"]
+    assert listed["arrays"].keys() == {"X/data (stored)", "X/indices (stored)"}
+    done = zloader("warm", store, "--cache", tmp_path, "--cache-form", "zipped", status=1)
+    assert "form must be one of 'decoded', 'stored', not 'zipped'" in done.stderr
+
+
 def test_warm_keeps_to_limits(store, tmp_path):
     done = zloader("warm", store, "--cache", tmp_path, "--max-bytes", "330kB", "--json")
     seen = json.loads(done.stdout)

@@ -1,8 +1,11 @@
-"""The sidecar file of a mirrored array, NAME.sums: the array's layout, and the state and checksum of each chunk.
+"""The sidecar file of a mirrored array: the array's layout, and the state and checksum of each chunk.
 
 The file begins with a header of eight 64-bit words: the layout of the array, a hash of the file's qualified name, and a
 checksum of the header. Then comes one word per chunk. It is 0 if the chunk is absent, a lease (leases.py) while some
 process is downloading the chunk, and otherwise the chunk's crc32c with the PRESENT bit set.
+
+NAME.sums, beside decoded chunks, ends there. In NAME.places, beside stored chunks, the offsets of all chunks in
+NAME.stored follow, and then their sizes. They are set before the chunk's word.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +25,15 @@ from numpy.typing import NDArray
 
 from zloader.caching.atomic_files import draft_path, qualified_name
 from zloader.caching.directory import MirrorDirectory
+from zloader.common.records import Rows
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
 
 log = logging.getLogger("zloader")
 
 PRESENT = 1 << 32  # set in the word of every present chunk, since a checksum can be 0
-_MAGIC = int.from_bytes(b"zloader3", "little")
+_MAGIC = {"sums": int.from_bytes(b"zloader3", "little"), "places": int.from_bytes(b"zplaces3", "little")}
+_WORDS = {"sums": 1, "places": 3}  # per chunk
 _HEADER = 8  # words
 
 
@@ -51,10 +57,18 @@ def map_file(file: int, n_bytes: int, access: int, advice: int = mmap.MADV_NORMA
     return memory
 
 
-def _header(path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
-    """The header of a .sums file: its version, the array's layout, the qualified name, and a checksum of these."""
-    dtype = int.from_bytes(layout.dtype.str.encode()[:8], "little")
-    words = np.array([_MAGIC, layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, dtype, 0, 0, 0], "<u8")
+def _suffix(path: Path) -> str:
+    return path.name.rpartition(".")[2]
+
+
+def _header(path: Path, layout: ArrayLayout, n_bytes: int) -> NDArray[np.uint64]:
+    """The header of a sidecar file: its version, the array's layout, the qualified name, and a checksum of these.
+
+    The fifth word is the dtype of decoded chunks, or the size of the file of stored chunks.
+    """
+    kind = int.from_bytes(layout.dtype.str.encode()[:8], "little") if _suffix(path) == "sums" else n_bytes
+    layout_words = [layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, kind]
+    words = np.array([_MAGIC[_suffix(path)], *layout_words, 0, 0, 0], "<u8")
     words[5:7] = _name_words(path)
     words[-1] = checksum(words[:-1])
     return words
@@ -64,34 +78,73 @@ def _name_words(path: Path) -> NDArray[np.uint64]:
     return np.frombuffer(hashlib.sha256(qualified_name(path)).digest(), "<u8", 2)
 
 
-def parse_checksums(path: Path, stored: bytes) -> tuple[int, int, NDArray[np.int64]]:
-    """Parses a .sums file: bytes of the array, bytes per chunk, and the crc32c of each chunk (-1 if it is absent).
+def bounds_of(places: NDArray[np.uint64], n_bytes: int) -> tuple[Rows, Rows]:
+    """The first byte of chunks in a file of `n_bytes`, and the byte after their last, from their offsets and sizes.
 
-    The words of the chunks are at the end of the file. Raises ValueError with the reason if the file is not valid.
+    They are inside the file even if the places are damaged. A chunk at a wrong place differs from its checksum.
     """
-    header = np.frombuffer(stored[: len(stored) // 8 * 8], "<u8", min(len(stored) // 8, _HEADER))
-    if not len(header) or header[0] != _MAGIC:
+    starts, sizes = (np.minimum(words, np.uint64(n_bytes)).astype(np.int64) for words in places)
+    return starts, np.minimum(starts + sizes, n_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """The content of a sidecar file. Chunk i is bytes `[starts[i], stops[i])` of its array's file of `n_bytes`.
+
+    `decoded_sizes` has the decoded bytes of each chunk, and `checksums` its crc32c, or -1 if it is absent.
+    """
+
+    n_bytes: int
+    starts: Rows
+    stops: Rows
+    decoded_sizes: Rows
+    checksums: NDArray[np.int64]
+
+
+def parse_sidecar(path: Path, content: bytes) -> Sidecar:
+    """Parses a sidecar file. Raises ValueError with the reason if the file is not valid."""
+    n_rows = _WORDS[_suffix(path)]
+    header = np.frombuffer(content[: len(content) // 8 * 8], "<u8", min(len(content) // 8, _HEADER))
+    if not len(header) or header[0] != _MAGIC[_suffix(path)]:
         raise ValueError("is from another version of zloader")
     if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
         raise ValueError("differs from its checksum")
     if (header[5:7] != _name_words(path)).any():
         raise ValueError("belongs to another array or mirror")
-    n_elements, chunk_elements, itemsize = (int(word) for word in header[1:4])
+    n_elements, chunk_elements, itemsize, kind = (int(word) for word in header[1:5])
     n_chunks = -(-n_elements // chunk_elements)
-    if len(stored) != 8 * (_HEADER + n_chunks):
-        raise ValueError(f"has {len(stored)} bytes instead of {8 * (_HEADER + n_chunks)}")
-    words = np.frombuffer(stored, "<u8")[_HEADER:]
-    checksums = np.where((words & np.uint64(PRESENT)) != 0, words & np.uint64(PRESENT - 1), np.uint64(2**64 - 1))
-    return n_elements * itemsize, chunk_elements * itemsize, checksums.view(np.int64)
+    size = 8 * (_HEADER + n_rows * n_chunks)
+    if len(content) != size:
+        raise ValueError(f"has {len(content)} bytes instead of {size}")
+    words = np.frombuffer(content, "<u8")[_HEADER:].reshape(n_rows, n_chunks)
+    starts = np.arange(n_chunks) * (chunk_elements * itemsize)
+    stops = np.minimum(starts + chunk_elements * itemsize, n_elements * itemsize)
+    present = (words[0] & np.uint64(PRESENT)) != 0
+    decoded = _suffix(path) == "sums"
+    n_bytes = n_elements * itemsize if decoded else kind
+    bounds = (starts, stops) if decoded else bounds_of(words[1:], n_bytes)
+    return Sidecar(
+        n_bytes=n_bytes,
+        starts=bounds[0],
+        stops=bounds[1],
+        decoded_sizes=stops - starts,
+        checksums=np.where(present, words[0] & np.uint64(PRESENT - 1), np.uint64(2**64 - 1)).view(np.int64),
+    )
 
 
-def map_words(directory: MirrorDirectory, path: Path, layout: ArrayLayout) -> NDArray[np.uint64]:
-    """The words of all chunks, in memory shared with every process that maps them.
+def word_offset(chunk: int) -> int:
+    """Where the word of a chunk is in a sidecar file, in bytes."""
+    return 8 * (_HEADER + chunk)
 
-    A file that is damaged or belongs to another array is replaced.
+
+def map_words(directory: MirrorDirectory, path: Path, layout: ArrayLayout, n_bytes: int) -> NDArray[np.uint64]:
+    """The words of all chunks in the first row, in memory shared with every process that maps them.
+
+    For stored chunks, in a file of `n_bytes`, their offsets and sizes are in two more rows. A file that is damaged or
+    belongs to another array is replaced.
     """
-    header = _header(path, layout)
-    size = 8 * (_HEADER + layout.n_chunks)
+    header = _header(path, layout, n_bytes)
+    size = 8 * (_HEADER + _WORDS[_suffix(path)] * layout.n_chunks)
     if _read_header(path, size) != header.tobytes():
         with _locked(directory.path):
             if _read_header(path, size) != header.tobytes():  # no other process has written it meanwhile
@@ -104,7 +157,7 @@ def map_words(directory: MirrorDirectory, path: Path, layout: ArrayLayout) -> ND
         words = np.frombuffer(map_file(file_number, size, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), "<u8")
     finally:
         os.close(file_number)
-    return words[_HEADER:]
+    return words[_HEADER:].reshape(_WORDS[_suffix(path)], layout.n_chunks)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@
         owners                  see leases.py
         proved.json             see verified.py
         NAME.flat, NAME.sums    see mirror.py and checksums.py
+        NAME.stored, .places    see stored_array.py and checksums.py
         NAME.npy, NAME.kept     see cached_files.py
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
@@ -40,19 +41,20 @@ log = logging.getLogger("zloader")
 
 _VERSION = 3  # of the file formats; part of each mirror's name
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
-_OURS = re.compile(r".+\.(flat|sums|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json")
+_OURS = re.compile(r".+\.(flat|sums|stored|places|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
 
 
 class MirrorDirectory:
     """The directory of one store's mirror, created if needed, and marked as in use for the life of this object.
 
-    `path` is the directory, `place` the cache that it is in. `space` allocates disk space, and `verified` records which
-    files match their checksums. Raises OSError if the directory cannot be created or belongs to another store, and
-    PermissionError if other users could have written to it.
+    `path` is the directory, `place` the cache that it is in, `form` that of its chunks (see Cache). `space` allocates
+    disk space, and `verified` records which files match their checksums. Raises OSError if the directory cannot be
+    created or belongs to another store, and PermissionError if other users could have written to it.
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
+        self.form = cache.form
         self.place = make_cache(cache.directory)
         self.path = self.place / _name(fingerprint)
         self._users = self._begin_use()
@@ -253,6 +255,8 @@ class DiskSpace:
         with self._locked():
             left = self._bytes_left()
             for done, (offset, n_bytes) in enumerate(runs):
+                if not n_bytes:
+                    continue
                 needed = n_bytes + 2 * 4096  # the first and last block
                 while left < needed:
                     if not self._drop_one():

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.cached_files import matches_checksum
-from zloader.caching.checksums import parse_checksums
+from zloader.caching.checksums import Sidecar, parse_sidecar, word_offset
 from zloader.caching.directory import MirrorEntry, is_of_this_version, is_renamed
 from zloader.caching.verified import VerifiedMarks
 from zloader.common.errors import CacheError
@@ -27,24 +27,27 @@ from zloader.common.errors import CacheError
 _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
 _THREADS = 2  # one reads from disk while the other computes checksums
-_SUFFIXES = ("flat", "sums", "npy", "kept")
+_SUFFIXES = ("flat", "sums", "stored", "places", "npy", "kept")
+_CONTENT = {"sums": "flat", "places": "stored"}  # the file of chunks beside each sidecar file
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInspection:
-    """How much of one array is in a mirror, in chunks and decoded bytes."""
+    """How much of one array is in a mirror, in chunks and decoded bytes, and the bytes of its chunks in the file."""
 
     chunks: int
     chunks_held: int
     bytes_in_all: int
     bytes_held: int
+    bytes_in_file: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorInspection:
     """The content of a mirror: its `arrays` by name, how many whole `columns` and `objects`, and `kept_bytes` of these.
 
-    Arrays of the store that have never been used do not appear.
+    The name of an array in the stored form ends with " (stored)". Arrays of the store that have never been used do not
+    appear.
     """
 
     arrays: Mapping[str, ArrayInspection]
@@ -72,21 +75,27 @@ class MirrorInspection:
         """Decoded bytes of the chunks that are present."""
         return sum(array.bytes_held for array in self.arrays.values())
 
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes that `verify` compares."""
+        return sum(array.bytes_in_file for array in self.arrays.values()) + self.kept_bytes
+
 
 def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     """The content of a mirror; empty if it has been dropped. Arrays with a damaged .sums file are left out."""
     files = _files(entry.directory)
     arrays = {}
-    for path in files["sums"]:
+    for path in [*files["sums"], *files["places"]]:
         with contextlib.suppress(OSError, ValueError):
             with _opened(path, os.O_RDONLY) as file:
-                n_bytes, chunk_bytes, checksums = parse_checksums(path, _content(file))
-            chunks = np.flatnonzero(checksums >= 0)
+                sidecar = parse_sidecar(path, _content(file))
+            present = sidecar.checksums >= 0
             arrays[_name(path)] = ArrayInspection(
-                chunks=len(checksums),
-                chunks_held=len(chunks),
-                bytes_in_all=n_bytes,
-                bytes_held=int(_sizes(chunks, n_bytes, chunk_bytes).sum()),
+                chunks=len(present),
+                chunks_held=int(present.sum()),
+                bytes_in_all=int(sidecar.decoded_sizes.sum()),
+                bytes_held=int(sidecar.decoded_sizes[present].sum()),
+                bytes_in_file=int((sidecar.stops - sidecar.starts)[present].sum()),
             )
     kept_bytes = sum(map(_size, [*files["npy"], *files["kept"]]))
     return MirrorInspection(arrays=arrays, columns=len(files["npy"]), objects=len(files["kept"]), kept_bytes=kept_bytes)
@@ -142,7 +151,7 @@ class _Check:
         files = _files(directory)
         for path in files["links"]:
             self.problems.append(f"{path.name} is not a regular file, but has the name of a cached one: remove it")
-        for path in files["sums"]:
+        for path in [*files["sums"], *files["places"]]:
             self._check_array(path)
         self._check_cached_files([*files["npy"], *files["kept"]])
         VerifiedMarks(directory).record(path for path in self._verified if path.exists())
@@ -151,36 +160,37 @@ class _Check:
         with _opened(path, os.O_RDWR) as sums_file:
             stored = _content(sums_file)
             try:
-                n_bytes, chunk_bytes, checksums = parse_checksums(path, stored)
+                sidecar = parse_sidecar(path, stored)
             except ValueError as error:
                 self.problems.append(f"{path.name} {error}: all chunks of {_name(path)} count as absent")
                 return
-            flat = path.with_suffix(".flat")
+            stem, _, suffix = path.name.rpartition(".")
+            content = path.with_name(f"{stem}.{_CONTENT[suffix]}")
             try:
-                with _opened(flat, os.O_RDWR) as file:
+                with _opened(content, os.O_RDWR) as file:
                     before = os.fstat(file)
-                    if before.st_size != n_bytes:
-                        self.problems.append(f"{flat.name} has {before.st_size} bytes instead of {n_bytes}")
-                        os.ftruncate(file, n_bytes)  # if it was too short, the missing chunks are now zeros, and differ
-                    differing = self._differing(file, n_bytes, chunk_bytes, checksums)
+                    if before.st_size != sidecar.n_bytes:
+                        self.problems.append(f"{content.name} has {before.st_size} bytes instead of {sidecar.n_bytes}")
+                        os.ftruncate(file, sidecar.n_bytes)  # missing chunks are now zeros, and differ
+                    differing = self._differing(file, sidecar)
                     if _stamp(os.fstat(file)) == _stamp(before):  # no process has written to it meanwhile
-                        self._verified += [flat, path]
+                        self._verified += [content, path]
             except OSError as error:
-                differing = np.flatnonzero(checksums >= 0)
+                differing = np.flatnonzero(sidecar.checksums >= 0)
                 if len(differing):
-                    self.problems.append(f"{flat.name} cannot be read: {error.strerror}")
-            self._mark_absent(sums_file, stored, differing, len(checksums))
+                    self.problems.append(f"{content.name} cannot be read: {error.strerror}")
+            self._mark_absent(sums_file, stored, differing)
         self.problems += [f"{_name(path)}: {chunks}" for chunks in _runs(differing)]
 
-    def _differing(self, file: int, n_bytes: int, chunk_bytes: int, checksums: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _differing(self, file: int, sidecar: Sidecar) -> NDArray[np.int64]:
         """The chunks that are present but differ from their checksums."""
-        chunks = np.flatnonzero(checksums >= 0)
-        sizes = _sizes(chunks, n_bytes, chunk_bytes)
-        step = max(1, _TASK // max(1, chunk_bytes))
+        chunks = np.flatnonzero(sidecar.checksums >= 0)
+        starts, sizes = sidecar.starts[chunks], (sidecar.stops - sidecar.starts)[chunks]
+        step = max(1, _TASK * len(chunks) // max(1, int(sizes.sum())))
         tasks = [slice(first, first + step) for first in range(0, len(chunks), step)]
 
         def compare(task: slice) -> NDArray[np.bool_]:
-            return _compare(file, chunks[task] * chunk_bytes, sizes[task], checksums[chunks[task]])
+            return _compare(file, starts[task], sizes[task], sidecar.checksums[chunks[task]])
 
         wrong = [np.zeros(0, bool)]
         for task, found in zip(tasks, self._threads.map(compare, tasks), strict=True):
@@ -189,10 +199,9 @@ class _Check:
         return np.asarray(chunks[np.concatenate(wrong)])
 
     @staticmethod
-    def _mark_absent(sums_file: int, stored: bytes, chunks: NDArray[np.int64], n_chunks: int) -> None:
+    def _mark_absent(sums_file: int, stored: bytes, chunks: NDArray[np.int64]) -> None:
         """Sets the words of chunks to 0, unless another process has changed them since `stored` was read."""
-        for chunk in chunks.tolist():
-            offset = len(stored) - 8 * (n_chunks - chunk)
+        for offset in map(word_offset, chunks.tolist()):
             if os.pread(sums_file, 8, offset) == stored[offset : offset + 8]:
                 os.pwrite(sums_file, bytes(8), offset)
 
@@ -253,11 +262,6 @@ def _runs(chunks: NDArray[np.int64]) -> Iterator[str]:
             yield f"chunks {run[0]} to {run[-1]} differ from their checksums"
 
 
-def _sizes(chunks: NDArray[np.int64], n_bytes: int, chunk_bytes: int) -> NDArray[np.int64]:
-    """Bytes of each chunk. The last chunk ends with the array."""
-    return np.minimum(n_bytes - chunks * chunk_bytes, chunk_bytes)
-
-
 def _files(directory: Path) -> dict[str, list[Path]]:
     """A mirror's files by suffix, sorted; under "links", items with such a name that are not regular files."""
     files: dict[str, list[Path]] = {kind: [] for kind in (*_SUFFIXES, "links")}
@@ -271,7 +275,8 @@ def _files(directory: Path) -> dict[str, list[Path]]:
 
 def _name(path: Path) -> str:
     """The name of the cached array, column or key; the inverse of atomic_files.cached_path."""
-    return unquote(path.name.rpartition(".")[0])
+    stem, _, suffix = path.name.rpartition(".")
+    return unquote(stem) + " (stored)" * (suffix == "places")
 
 
 @contextlib.contextmanager

@@ -62,6 +62,12 @@ def warm(  # noqa: PLR0913 - one parameter a flag
         typer.Option(metavar="SIZE", help="Disk space limit of all mirrors in DIR together.", show_default="no limit"),
     ] = None,
     min_free: Annotated[str, typer.Option(metavar="SIZE", help="Disk space to leave free.")] = "0",
+    cache_form: Annotated[
+        str,
+        typer.Option(
+            metavar="FORM", help="How to keep chunks: decoded, or stored (less space, decoded in every epoch)."
+        ),
+    ] = "decoded",
     limit: Annotated[
         str | None,
         typer.Option(metavar="RATE", help="Bandwidth limit per second, for example 50MB.", show_default="no limit"),
@@ -88,7 +94,7 @@ def warm(  # noqa: PLR0913 - one parameter a flag
     if limit is not None:
         bytes_per_s = parse_size(limit.removesuffix("/s"))
         require_count(limit=bytes_per_s)
-    cache_options = Cache(directory=cache, max_bytes=max_bytes, min_free_bytes=min_free)
+    cache_options = Cache(directory=cache, max_bytes=max_bytes, min_free_bytes=min_free, form=cache_form)
     access = storage_options(endpoint_url, region, profile, anon)
     settings = {"url": url, "cache": place_of(cache_options.directory)}
     latest: Warmed | None = None
@@ -180,7 +186,7 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
     from zloader.common.progress import byte_bar
 
     place, entries = _mirrors(directory)
-    in_all = sum(each.bytes_held + each.kept_bytes for each in map(inspect_mirror, entries))
+    in_all = sum(each.checked_bytes for each in map(inspect_mirror, entries))
     done = 0
     problems: dict[Path, list[str]] = {}
     with byte_bar("verifying") as show:

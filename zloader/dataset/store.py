@@ -316,7 +316,7 @@ class OpenedStore:
         if self.mirror_directory is None:
             return None
         if matrix.path not in self._mirrors:
-            self._mirrors[matrix.path] = open_mirror(self.mirror_directory, matrix.arrays)
+            self._mirrors[matrix.path] = open_mirror(self.mirror_directory, matrix.arrays, self._sizes)
         return self._mirrors[matrix.path]
 
     def original_dtype(self, matrix: MatrixLayout) -> str:

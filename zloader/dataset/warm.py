@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zloader.caching.mirror import MirrorArray, contents_of
+from zloader.caching.chunk_file import ChunkFile
+from zloader.caching.mirror import contents_of
 from zloader.common.checks import names_of, parse_size, require_count
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
@@ -125,7 +126,7 @@ def warm(
     return warmed()
 
 
-def _arrays(parts: Sequence[MatrixPart]) -> Iterator[MirrorArray]:
+def _arrays(parts: Sequence[MatrixPart]) -> Iterator[ChunkFile]:
     for part in parts:
         if part.mirror is not None:
             yield from part.mirror.arrays.values()
@@ -137,7 +138,7 @@ async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters
     with opened_readers(parts, options, counters, sweeping=True) as readers:
         async with asyncio.TaskGroup() as group:
 
-            async def fill(reader: ArrayReader, mirror: MirrorArray, window: Rows) -> None:
+            async def fill(reader: ArrayReader, mirror: ChunkFile, window: Rows) -> None:
                 try:
                     if mirror.writable:
                         await reader.fill_mirror(window, turn=1)
@@ -157,8 +158,8 @@ async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters
 
 
 def _windows(
-    array: ArrayLayout, reader: ArrayReader, mirror: MirrorArray
-) -> Iterator[tuple[float, Rows, ArrayReader, MirrorArray]]:
+    array: ArrayLayout, reader: ArrayReader, mirror: ChunkFile
+) -> Iterator[tuple[float, Rows, ArrayReader, ChunkFile]]:
     """All chunks of an array in windows, each with the share of the array that precedes it."""
     size = max(1, _WINDOW_BYTES // (array.chunk_elements * array.dtype.itemsize))
     for first in range(0, array.n_chunks, size):

@@ -29,8 +29,9 @@ from zloader.order.plan import Fetch
 from zloader.reading import gather, half_floats
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.reader import ArrayReader, Elements
+from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, timed
+from zloader.reading.slots import Elements
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes
 

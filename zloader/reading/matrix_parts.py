@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import Mirror
+from zloader.caching.mirror import Mirror, MirrorArray
+from zloader.caching.stored_array import StoredArray
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource
 from zloader.reading.bridge import ByteBudget
@@ -62,7 +63,8 @@ def opened_readers(
                 sweeping=sweeping,
                 own_buffers=own_buffers,
             )
-            mirrored, leases = {}, None
+            mirrored: Mapping[str, MirrorArray | StoredArray] = {}
+            leases = None
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)
                 mirrored, leases = part.mirror.arrays, stack.enter_context(contextlib.closing(part.mirror.leases()))

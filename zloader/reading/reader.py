@@ -4,26 +4,28 @@ The rows become chunks, and the chunks that the mirror lacks become coalesced re
 read is decoded in a thread as soon as it arrives. With a mirror, the chunks are decoded into its file, and the rows are
 taken from there. Without a mirror, they are decoded into the buffer of the fetch. If an earlier fetch or another
 process is already downloading a chunk into the mirror, the reader waits for it instead of reading it twice.
+
+A mirror in the stored form gets the chunks as they were read, once they have decoded without an error. They are then
+decoded from there into the buffer of each fetch.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
+from zloader.caching.stored_array import StoredArray
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import batches, planner_of
 from zloader.reading.resources import Resources
-from zloader.storage import blosc
+from zloader.reading.slots import Elements, Slots
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, ChunkSpan, ShardIndex, needed_bounds, total_bytes
 
@@ -32,60 +34,23 @@ from zloader.storage.layout import ArrayLayout, ChunkSpan, ShardIndex, needed_bo
 # link and the threads busy.
 _BATCH_BYTES = 8 << 20
 _BATCHES_IN_FLIGHT = 8
-# Decoded bytes that a thread holds on their way to the mirror. They stay in the processor's cache until they are written,
-# and need no fresh memory, which costs a page fault per 4 KiB. A group costs 0.2 ms of interpreter time.
-_SCRATCH_BYTES = 4 << 20
+# Decoded bytes that a thread holds on their way to the mirror. Memory that is used again costs no page faults. A group
+# of this size costs 0.2 ms of interpreter time, so smaller ones slow the threads down.
+_SCRATCH_BYTES = 8 << 20
 # How often a fetch checks whether the chunks that it waits for have arrived. It has to poll: other processes share only
 # the mirror's files with this one, so they cannot notify it.
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class Elements:
-    """The elements of some rows: row i begins at `source[starts[i]]`."""
-
-    source: NDArray[Any]
-    starts: Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Slots:
-    """The buffer of one fetch: one slot per chunk in `chunks` (ascending), laid end to end in `elements`.
-
-    Only the elements from `firsts` to `stops` of each chunk, counted from its first element, have to be filled in.
-    """
-
-    layout: ArrayLayout
-    chunks: Rows
-    elements: NDArray[Any]
-    firsts: Rows
-    stops: Rows
-
-    def locate(self, chunks: Rows) -> tuple[Rows, Rows, Rows]:
-        """For each chunk: where its slot begins, its first needed element, and one past its last needed element."""
-        at = np.searchsorted(self.chunks, chunks)
-        return at * self.layout.chunk_elements, self.firsts[at], self.stops[at]
-
-    def of(self, chunks: Rows) -> list[NDArray[Any]]:
-        """The slot of each chunk."""
-        begins, _, stops = self.locate(chunks)
-        return [self.elements[a:b] for a, b in zip(begins.tolist(), (begins + stops).tolist(), strict=True)]
-
-    def filled(self, starts: Rows) -> Elements:
-        """The elements of rows that begin at `starts` in the array, with their positions in the buffer."""
-        self.elements.flags.writeable = False
-        width = self.layout.chunk_elements
-        chunk = starts // width
-        # An empty row may begin in a chunk that is not in the buffer. Its position is never used.
-        positions = np.searchsorted(self.chunks, chunk) * width + (starts - chunk * width)
-        return Elements(source=self.elements, starts=positions)
 
 
 class ArrayReader:
     """Loads the elements of rows of one array. With a mirror that has room, it reads each chunk only once."""
 
     def __init__(
-        self, layout: ArrayLayout, mirror: MirrorArray | None, leases: Leases | None, resources: Resources
+        self,
+        layout: ArrayLayout,
+        mirror: MirrorArray | StoredArray | None,
+        leases: Leases | None,
+        resources: Resources,
     ) -> None:
         """`leases` are the epoch's leases on chunks of the mirror."""
         self._layout = layout
@@ -111,8 +76,9 @@ class ArrayReader:
         return len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
 
     def buffer_bytes(self, chunks: Rows) -> int:
-        """Size of the buffer that `load` needs for these chunks, a multiple of 64; 0 if they go into a mirror."""
-        if self._mirror is not None and (self._mirror.writable or self._mirror.contains(chunks)):
+        """Size of the buffer that `load` needs for these chunks, a multiple of 64; 0 if a mirror has them decoded."""
+        mirror = self._mirror
+        if isinstance(mirror, MirrorArray) and (mirror.writable or mirror.contains(chunks)):
             return 0
         return -(-self._bytes(chunks) // 64) * 64
 
@@ -126,19 +92,47 @@ class ArrayReader:
             downloaded = await self.fill_mirror(chunks, turn) if mirror.writable else chunks[:0]
             missing = await self._missing(mirror, chunks)
             self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([downloaded, missing]))])
-            if not len(missing):
+            if not len(missing) and isinstance(mirror, MirrorArray):
                 (source, positions), _ = await self._resources.run(mirror.rows, starts, stops)
                 return Elements(source=source, starts=positions)
         if len(buffer) < self._bytes(chunks):
             buffer = np.empty(self._bytes(chunks), np.uint8)  # the mirror's disk has filled up since `buffer_bytes`
         elements = buffer[: self._bytes(chunks)].view(self._layout.dtype)
         firsts, ends = needed_bounds(chunks, starts, stops, self._layout.chunk_elements)
-        slots = _Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=firsts, stops=ends)
+        slots = Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=firsts, stops=ends)
         await self._read_chunks(missing, slots, turn)
-        cached = chunks[~np.isin(chunks, missing)]
-        if mirror is not None and len(cached):
-            await self._resources.run(mirror.copy, cached, slots.of(cached))
+        await self._take_mirrored(chunks[~np.isin(chunks, missing)], slots, turn)
         return slots.filled(starts)
+
+    async def _take_mirrored(self, chunks: Rows, slots: Slots, turn: int) -> None:
+        """Fills the slots of chunks that the mirror has."""
+        mirror = self._mirror
+        if mirror is None or not len(chunks):
+            return
+        if isinstance(mirror, MirrorArray):
+            await self._resources.run(mirror.copy, chunks, slots.of(chunks))
+            return
+        run = self._resources.run
+        await run(mirror.prefetch, chunks)
+        async with asyncio.TaskGroup() as group:
+            decoding = [group.create_task(run(self._decode_mirrored, few, slots)) for few in self._few_of(chunks)]
+        self._resources.counters.decode_s += sum(task.result()[1] for task in decoding)
+        corrupt = np.concatenate([task.result()[0] for task in decoding])
+        if len(corrupt):  # although they match the checksums in the mirror
+            mirror.discard(corrupt)
+            await self._read_chunks(corrupt, slots, turn)
+
+    def _decode_mirrored(self, chunks: Rows, slots: Slots) -> Rows:
+        """Decodes chunks from a mirror in the stored form into their slots; returns those that are corrupt."""
+        assert isinstance(self._mirror, StoredArray)
+        starts, stops = self._mirror.bounds(chunks)
+        absent = (starts == stops) & self._layout.absent_is_fill
+        for slot in slots.of(chunks[absent]):
+            slot[:] = self._layout.fill_value
+        chunks, starts, stops = (each[~absent] for each in (chunks, starts, stops))
+        jobs = slots.jobs(chunks, 0, starts, stops - starts)
+        errors = self._decoder.decode_all([self._mirror.content], jobs, slots.elements)
+        return np.asarray(chunks[[position for position, _ in errors]])
 
     async def fill_mirror(self, chunks: Rows, turn: int) -> Rows:
         """Reads the chunks that the mirror lacks into it, and waits for those that others are reading.
@@ -155,7 +149,7 @@ class ArrayReader:
         downloaded = [chunks[:0]]
         waited_s = 0.0
         while len(left):
-            mine, others = await self._claim(mirror, left, waited_s)
+            mine, others = await self._claim(mirror, left, turn, waited_s)
             downloaded.append(mine)
             try:
                 await self._read_chunks(mine, None, turn)
@@ -168,8 +162,12 @@ class ArrayReader:
                 waited_s += _POLL_S
         return np.concatenate(downloaded)
 
-    async def _claim(self, mirror: MirrorArray, chunks: Rows, waited_s: float) -> tuple[Rows, Rows]:
+    async def _claim(
+        self, mirror: MirrorArray | StoredArray, chunks: Rows, turn: int, waited_s: float
+    ) -> tuple[Rows, Rows]:
         """The chunks to read here and the chunks that others are reading; after the deadline, all are read here."""
+        if isinstance(mirror, StoredArray):
+            await self._place(mirror, chunks, turn)
         if waited_s > self._resources.options.deadline_s:
             return chunks, chunks[:0]
         assert self._leases is not None
@@ -178,7 +176,16 @@ class ArrayReader:
         claimed, _ = await self._resources.run(mirror.acquire, chunks, self._leases)  # allocates space on disk
         return claimed
 
-    async def _missing(self, mirror: MirrorArray, chunks: Rows) -> Rows:
+    async def _place(self, mirror: StoredArray, chunks: Rows, turn: int) -> None:
+        """Tells the mirror where the chunks are in their objects."""
+        per_shard = self._layout.chunks_per_shard
+        for shard, index in (await self._indexes_of(chunks, turn)).items():
+            here = chunks[chunks // per_shard == shard]
+            stored, offsets, sizes = index.ranges(here % per_shard)
+            mirror.place(here[stored], offsets, sizes)
+            mirror.place(here[~stored], 0, 0)
+
+    async def _missing(self, mirror: MirrorArray | StoredArray, chunks: Rows) -> Rows:
         """The chunks that the mirror lacks; checksums that have to be compared are compared in a thread."""
         if not mirror.has_unverified(chunks):
             return mirror.missing(chunks)
@@ -190,12 +197,11 @@ class ArrayReader:
         self._resources.counters.chunks_from_mirror += len(chunks)
         self._resources.counters.bytes_from_mirror += int((last - first).sum()) * self._layout.dtype.itemsize
 
-    async def _read_chunks(self, missing: Rows, slots: _Slots | None, turn: int) -> None:
+    async def _read_chunks(self, missing: Rows, slots: Slots | None, turn: int) -> None:
         """Reads and decodes chunks into their slots, or into the mirror if `slots` is None."""
         if not len(missing):
             return
-        shards = self._planner.shards(missing)
-        indexes = dict(zip(shards, await asyncio.gather(*(self._index(shard, turn) for shard in shards)), strict=True))
+        indexes = await self._indexes_of(missing, turn)
         spans, absent = self._planner.spans(missing, indexes, into_mirror=slots is None)
         self._resources.counters.spans += len(spans)
         self._fill_absent(absent, slots)
@@ -205,7 +211,7 @@ class ArrayReader:
                 await self._resources.in_flight.acquire(total_bytes(batch), turn)
                 group.create_task(self._read_batch(batch, slots))
 
-    async def _read_batch(self, batch: list[ChunkSpan], slots: _Slots | None) -> None:
+    async def _read_batch(self, batch: list[ChunkSpan], slots: Slots | None) -> None:
         """Reads some spans and decodes their chunks; a span that fails its checksum is read once more."""
         left, attempts = batch, self._rereads + 1
         try:
@@ -223,22 +229,20 @@ class ArrayReader:
             self._resources.in_flight.release(total_bytes(batch))
 
     def _decode(
-        self, pieces: Sequence[ChunkSpan], slots: _Slots | None, stored: Sequence[bytes | NDArray[np.uint8]]
+        self, pieces: Sequence[ChunkSpan], slots: Slots | None, stored: Sequence[bytes | NDArray[np.uint8]]
     ) -> list[tuple[ChunkSpan, CorruptChunkError]]:
         """Decodes spans into their slots, or the mirror; returns the corrupt spans, each with its first error."""
         chunks = np.concatenate([piece.chunks for piece in pieces])
-        jobs = np.empty(len(chunks), blosc.CHUNK)
-        jobs["read"] = np.repeat(np.arange(len(pieces)), [len(piece.chunks) for piece in pieces])
-        jobs["offset"] = np.concatenate([piece.offsets for piece in pieces])
-        jobs["size"] = np.concatenate([piece.sizes for piece in pieces])
+        reads = np.repeat(np.arange(len(pieces)), [len(piece.chunks) for piece in pieces])
+        offsets = np.concatenate([piece.offsets for piece in pieces])
+        sizes = np.concatenate([piece.sizes for piece in pieces])
         if slots is None:
-            errors = self._decode_to_mirror(stored, chunks, jobs)
+            errors = self._decode_to_mirror(stored, chunks, reads, offsets, sizes)
         else:
-            jobs["begin"], jobs["first"], jobs["stop"] = slots.locate(chunks)
-            errors = self._decoder.decode_all(stored, jobs, slots.elements)
+            errors = self._decoder.decode_all(stored, slots.jobs(chunks, reads, offsets, sizes), slots.elements)
         corrupt: dict[int, tuple[ChunkSpan, CorruptChunkError]] = {}
         for position, error in errors:
-            read, start, size = (int(jobs[name][position]) for name in ("read", "offset", "size"))
+            read, start, size = (int(each[position]) for each in (reads, offsets, sizes))
             where = self._describe(pieces[read].span, start, start + size, int(chunks[position]))
             corrupt.setdefault(read, (pieces[read], _explained(error, where)))
         return list(corrupt.values())
@@ -247,50 +251,72 @@ class ArrayReader:
         at = f"bytes {span.start + start}-{span.start + stop - 1} of {span.key}"
         return f"{self._resources.url}: chunk {chunk} of {self._layout.path}, {at}"
 
-    def _fill_absent(self, absent: Rows, slots: _Slots | None) -> None:
+    def _fill_absent(self, absent: Rows, slots: Slots | None) -> None:
         """Fills in chunks that were never written, or raises if the store should have them."""
         if len(absent) and not self._layout.absent_is_fill:
             raise MissingObjectError(
                 f"{self._resources.url}: chunk {absent[0]} of {self._layout.path} was never written: the store is "
                 "incomplete. Convert it again"
             )
+        if slots is None and isinstance(self._mirror, StoredArray):
+            self._mirror.put(absent, [np.empty(0, np.uint8)] * len(absent))
+            return
         for chunk in absent[:, None]:
             filled = self._scratch(chunk) if slots is None else slots
             filled.of(chunk)[0][:] = self._layout.fill_value
             if slots is None:
-                self._write_to_mirror(chunk, filled)
+                self._put_decoded(chunk, filled)
 
     def _decode_to_mirror(
-        self, stored: Sequence[bytes | NDArray[np.uint8]], chunks: Rows, jobs: NDArray[Any]
+        self,
+        stored: Sequence[bytes | NDArray[np.uint8]],
+        chunks: Rows,
+        reads: Rows,
+        offsets: Rows,
+        sizes: Rows,
     ) -> list[tuple[int, CorruptChunkError]]:
         """Decodes chunks and writes them to the mirror, a few at a time, so that they stay in the processor's cache.
 
         Returns the position and the error of each corrupt chunk.
         """
         corrupt = []
-        order = np.argsort(chunks, kind="stable")
-        step = max(1, _SCRATCH_BYTES // self._bytes(chunks[:1]))
-        for here in np.split(order, range(step, len(order), step)):
+        for here in self._few_of(np.argsort(chunks, kind="stable")):
             slots = self._scratch(chunks[here])
-            jobs["begin"][here], jobs["first"][here], jobs["stop"][here] = slots.locate(chunks[here])
-            errors = self._decoder.decode_all(stored, jobs[here], slots.elements)
-            self._write_to_mirror(np.delete(chunks[here], [position for position, _ in errors]), slots)
+            jobs = slots.jobs(chunks[here], reads[here], offsets[here], sizes[here])
+            errors = self._decoder.decode_all(stored, jobs, slots.elements)
             corrupt += [(int(here[position]), error) for position, error in errors]
+            valid = np.delete(here, [position for position, _ in errors])
+            if isinstance(self._mirror, StoredArray):
+                places = zip(reads[valid].tolist(), offsets[valid].tolist(), sizes[valid].tolist(), strict=True)
+                found = [np.frombuffer(stored[read], np.uint8, size, offset) for read, offset, size in places]
+                self._mirror.put(chunks[valid], found)
+            else:
+                self._put_decoded(chunks[valid], slots)
         return corrupt
 
-    def _scratch(self, chunks: Rows) -> _Slots:
+    def _few_of(self, chunks: Rows) -> list[Rows]:
+        """Some chunks, or their positions, in groups that decode to about 8 MiB."""
+        step = max(1, _SCRATCH_BYTES // self._bytes(chunks[:1]))
+        return np.split(chunks, range(step, len(chunks), step))
+
+    def _scratch(self, chunks: Rows) -> Slots:
         """Slots for chunks (ascending) on their way to the mirror, in memory that this thread reuses."""
         elements = self._resources.own_buffer("decoded", self._bytes(chunks)).view(self._layout.dtype)
         first, last = self._layout.chunk_bounds(chunks)
-        return _Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=first - first, stops=last - first)
+        return Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=first - first, stops=last - first)
 
-    def _write_to_mirror(self, chunks: Rows, slots: _Slots) -> None:
+    def _put_decoded(self, chunks: Rows, slots: Slots) -> None:
         """Writes decoded chunks (ascending) to the mirror, consecutive chunks in one write."""
-        assert self._mirror is not None
+        assert isinstance(self._mirror, MirrorArray)
         for run in np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1):
             if len(run):
                 begins, _, lengths = slots.locate(run)
                 self._mirror.put(int(run[0]), slots.elements[begins[0] : begins[-1] + lengths[-1]])
+
+    async def _indexes_of(self, chunks: Rows, turn: int) -> dict[int, ShardIndex]:
+        """The index of each shard that contains some of the chunks."""
+        shards = self._planner.shards(chunks)
+        return dict(zip(shards, await asyncio.gather(*(self._index(shard, turn) for shard in shards)), strict=True))
 
     async def _index(self, shard: int, turn: int) -> ShardIndex:
         if shard not in self._indexes:
