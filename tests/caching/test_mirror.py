@@ -132,7 +132,7 @@ def _check_present_chunks(directory, layout=LAYOUT, truth=TRUTH, form="decoded")
         np.testing.assert_array_equal(mirror.content[start:stop].view(layout.dtype), wanted)
         if form == "decoded":
             slot = np.zeros(len(wanted), layout.dtype)
-            mirror.copy(np.array([chunk]), [slot])
+            mirror.copy(np.array([chunk * mirror.layout.chunk_elements]), [slot])
             np.testing.assert_array_equal(slot, wanted)
     return missing.tolist()
 
@@ -150,7 +150,7 @@ def test_exactly_the_written_chunks_are_present(tmp_path):
     assert mirror.missing(ALL).tolist() == [1, 2, 3, 4, 5, 6, 8]
     assert mirror.missing(np.array([9, 3, 0, 1])).tolist() == [3, 1]  # in the order given
     slots = [np.zeros(5, "<u2"), np.zeros(10, "<u2")]
-    mirror.copy(np.array([9, 7]), slots)
+    mirror.copy(np.array([9, 7]) * mirror.layout.chunk_elements, slots)
     np.testing.assert_array_equal(np.concatenate(slots), np.concatenate([_chunk(9), _chunk(7)]))
     np.testing.assert_array_equal(mirror.elements[70:80], TRUTH[70:80])
     assert not mirror.elements.flags.writeable

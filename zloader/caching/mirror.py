@@ -52,9 +52,9 @@ class MirrorArray(ChunkFile):
         first, last = self.layout.chunk_bounds(chunks)
         return first * self.layout.dtype.itemsize, last * self.layout.dtype.itemsize
 
-    def copy(self, chunks: Rows, slots: Sequence[NDArray[Any]]) -> None:
-        """Copies present chunks to their slots; a slot shorter than its chunk gets the first elements."""
-        for first, slot in zip((chunks * self.layout.chunk_elements).tolist(), slots, strict=True):
+    def copy(self, firsts: Rows, slots: Sequence[NDArray[Any]]) -> None:
+        """Fills each slot with the elements from its `first` on, which have to be in present chunks."""
+        for first, slot in zip(firsts.tolist(), slots, strict=True):
             slot[:] = self.elements[first : first + len(slot)]
 
     def prefetch(self, starts: Rows, stops: Rows) -> None:

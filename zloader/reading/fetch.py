@@ -31,7 +31,7 @@ from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, timed
-from zloader.reading.slots import Elements
+from zloader.reading.slots import Elements, Needed
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes
 
@@ -83,16 +83,14 @@ def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The elements that a fetch needs from one array: `[start, stop)` of each row, contained in `chunks`.
+    """The elements that a fetch needs from one array.
 
     They need a buffer of `n_bytes`. `ahead_bytes` is the memory that they take until they are gathered, in the buffer
     or in the page cache.
     """
 
     reader: ArrayReader
-    starts: Rows
-    stops: Rows
-    chunks: Rows
+    needed: Needed
     n_bytes: int
     ahead_bytes: int
 
@@ -257,7 +255,7 @@ class FetchScheduler:
                 for array in arrays:
                     slot = buffer[used : used + array.n_bytes]
                     used += array.n_bytes
-                    load = array.reader.load(array.chunks, array.starts, array.stops, slot, turn=turn)
+                    load = array.reader.load(array.needed, slot, turn=turn)
                     loads[number].append(group.create_task(load))
         elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
         for number, at in planned.at.items():
@@ -347,10 +345,10 @@ class FetchScheduler:
 
 
 def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
-    chunks = reader.chunks(starts, stops)
-    n_bytes = reader.buffer_bytes(chunks)
+    needed = reader.needed(starts, stops)
+    n_bytes = reader.buffer_bytes(needed)
     ahead_bytes = n_bytes or int((stops - starts).sum()) * reader.itemsize
-    return _Wanted(reader=reader, starts=starts, stops=stops, chunks=chunks, n_bytes=n_bytes, ahead_bytes=ahead_bytes)
+    return _Wanted(reader=reader, needed=needed, n_bytes=n_bytes, ahead_bytes=ahead_bytes)
 
 
 def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:

@@ -25,9 +25,9 @@ from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import batches, planner_of
 from zloader.reading.resources import Resources
-from zloader.reading.slots import Elements, Slots
+from zloader.reading.slots import Elements, Needed, Slots
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, ChunkSpan, ShardIndex, needed_bounds, total_bytes
+from zloader.storage.layout import ArrayLayout, ChunkSpan, ShardIndex, total_bytes
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
 # A task costs about 0.3 ms of interpreter time, which is then small beside decoding, and eight tasks at once keep the
@@ -68,41 +68,38 @@ class ArrayReader:
         """Bytes per element."""
         return self._layout.dtype.itemsize
 
-    def chunks(self, starts: Rows, stops: Rows) -> Rows:
-        """The chunks that contain the elements `[start, stop)` of each row."""
-        return self._planner.chunks(starts, stops)
+    def needed(self, starts: Rows, stops: Rows) -> Needed:
+        """The elements `[start, stop)` of each row, to be loaded."""
+        chunks = self._planner.chunks(starts, stops)
+        return Needed(layout=self._layout, starts=starts, stops=stops, chunks=chunks)
 
     def _bytes(self, chunks: Rows) -> int:
         return len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
 
-    def buffer_bytes(self, chunks: Rows) -> int:
-        """Size of the buffer that `load` needs for these chunks, a multiple of 64; 0 if a mirror has them decoded."""
+    def buffer_bytes(self, needed: Needed) -> int:
+        """Size of the buffer that `load` needs, a multiple of 64; 0 if a mirror has the elements decoded."""
         mirror = self._mirror
-        if isinstance(mirror, MirrorArray) and (mirror.writable or mirror.contains(chunks)):
+        if isinstance(mirror, MirrorArray) and (mirror.writable or mirror.contains(needed.chunks)):
             return 0
-        return -(-self._bytes(chunks) // 64) * 64
+        return -(-needed.n_bytes // 64) * 64
 
-    async def load(self, chunks: Rows, starts: Rows, stops: Rows, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
-        """The elements `[start, stop)` of each row; `chunks` are the chunks that contain them.
-
-        Reads with a smaller `turn` go first.
-        """
-        mirror, missing = self._mirror, chunks
+    async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
+        """The needed elements of each row. Reads with a smaller `turn` go first."""
+        mirror, chunks = self._mirror, needed.chunks
+        missing = chunks
         if mirror is not None:
             downloaded = await self.fill_mirror(chunks, turn) if mirror.writable else chunks[:0]
             missing = await self._missing(mirror, chunks)
             self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([downloaded, missing]))])
             if not len(missing) and isinstance(mirror, MirrorArray):
-                (source, positions), _ = await self._resources.run(mirror.rows, starts, stops)
+                (source, positions), _ = await self._resources.run(mirror.rows, needed.starts, needed.stops)
                 return Elements(source=source, starts=positions)
-        if len(buffer) < self._bytes(chunks):
-            buffer = np.empty(self._bytes(chunks), np.uint8)  # the mirror's disk has filled up since `buffer_bytes`
-        elements = buffer[: self._bytes(chunks)].view(self._layout.dtype)
-        firsts, ends = needed_bounds(chunks, starts, stops, self._layout.chunk_elements)
-        slots = Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=firsts, stops=ends)
+        if len(buffer) < needed.n_bytes:
+            buffer = np.empty(needed.n_bytes, np.uint8)  # the mirror's disk has filled up since `buffer_bytes`
+        slots = needed.slots(buffer)
         await self._read_chunks(missing, slots, turn)
         await self._take_mirrored(chunks[~np.isin(chunks, missing)], slots, turn)
-        return slots.filled(starts)
+        return slots.filled(needed.starts)
 
     async def _take_mirrored(self, chunks: Rows, slots: Slots, turn: int) -> None:
         """Fills the slots of chunks that the mirror has."""
@@ -110,7 +107,9 @@ class ArrayReader:
         if mirror is None or not len(chunks):
             return
         if isinstance(mirror, MirrorArray):
-            await self._resources.run(mirror.copy, chunks, slots.of(chunks))
+            _, firsts, _ = slots.locate(chunks)
+            firsts += chunks * self._layout.chunk_elements
+            await self._resources.run(mirror.copy, firsts, slots.of(chunks))
             return
         run = self._resources.run
         await run(mirror.prefetch, chunks)

@@ -44,8 +44,8 @@ def available() -> bool:
 # The crc32c of any bytes followed by their own crc32c (little endian) is this constant.
 _RESIDUE = np.uint32(0x48674BC7)
 
-# The source and the target of a chunk: bytes `[offset, offset + size)` of read number `read` become elements of an
-# array from `begin` on. Only elements `[first, stop)` of the chunk are needed, counted from its first element.
+# The source and the target of a chunk: it is bytes `[offset, offset + size)` of read number `read`. Only its elements
+# `[first, stop)` are needed, counted from its first element. They go into an array, from `begin` on.
 CHUNK = np.dtype([(name, np.int64) for name in ("read", "offset", "size", "begin", "first", "stop")])
 
 
@@ -61,13 +61,13 @@ def decompress(
 ) -> NDArray[np.bool_]:
     """Decompresses `chunks` (dtype CHUNK) from the reads at `addresses` into `out`. Returns which are valid.
 
-    With `checked`, each chunk ends with its crc32c, and its size includes those 4 bytes. `out` must have room for whole
-    chunks. Its dtype has the size of an element, and is unsigned whatever the elements are. A chunk may consist of
-    several Blosc blocks, and only the needed blocks are decompressed. With `differences`, the chunk holds differences
-    of elements, so they are needed from its first element on. Unless `below` is negative, a chunk with a needed element
-    that is not less is invalid.
+    With `checked`, each chunk ends with its crc32c, and its size includes those 4 bytes. The dtype of `out` has the
+    size of an element, and is unsigned whatever the elements are. A chunk may consist of several Blosc blocks, and only
+    the needed blocks are decompressed. With `differences`, the chunk holds differences of elements, so they are needed
+    from its first element on. Unless `below` is negative, a chunk with a needed element that is not less is invalid.
     """
     valid = np.zeros(len(chunks), np.bool_)
+    scratch = np.empty(chunk_elements, out.dtype)  # stays in the core's cache
     for i in range(len(chunks)):
         chunk = chunks[i]
         stored, n = addresses[chunk.read] + chunk.offset, chunk.size
@@ -75,14 +75,16 @@ def decompress(
             if n < 4 or _crc32c(stored, n) != _RESIDUE:
                 continue
             n -= 4
-        begin = chunk.begin + (0 if differences else chunk.first)
-        target = out.ctypes.data + chunk.begin * out.itemsize
-        valid[i] = _decompress_part(stored, n, target, chunk_elements, out.itemsize, begin - chunk.begin, chunk.stop)
-        elements = out[begin : chunk.begin + chunk.stop]
-        if valid[i] and differences:
-            accumulate(elements)
-        if valid[i] and below >= 0:
-            valid[i] = largest(elements[chunk.begin + chunk.first - begin :]) < np.uint64(below)
+        needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
+        decoded = needed if len(needed) == chunk_elements else scratch
+        first = 0 if differences else chunk.first
+        if not _decompress_part(stored, n, decoded.ctypes.data, chunk_elements, out.itemsize, first, chunk.stop):
+            continue
+        if differences:
+            accumulate(decoded[: chunk.first], decoded[chunk.first : chunk.stop], needed)
+        elif len(needed) < chunk_elements:
+            needed[:] = decoded[chunk.first : chunk.stop]
+        valid[i] = below < 0 or largest(needed) < np.uint64(below)
     return valid
 
 
@@ -111,13 +113,18 @@ def _decompress_part(
 
 
 @compiled
-def accumulate(elements: NDArray[np.unsignedinteger]) -> None:
-    """Replaces differences by their running sums. Sums wrap around, so that differences may be negative."""
+def accumulate(before: NDArray[Any], differences: NDArray[Any], out: NDArray[Any]) -> None:
+    """Fills `out` with the running sums of unsigned `differences`, which may be `out`, on top of the sum of `before`.
+
+    Sums wrap around, so that differences may be negative.
+    """
+    total = out.dtype.type(0)
+    for k in range(len(before)):
+        total = out.dtype.type(total + before[k])
     # Fewer additions would do in vector registers, but the compiler's attempt at that took twice as long.
-    total = elements.dtype.type(0)
-    for k in range(len(elements)):
-        total = elements.dtype.type(total + elements[k])
-        elements[k] = total
+    for k in range(len(out)):
+        total = out.dtype.type(total + differences[k])
+        out[k] = total
 
 
 @compiled

@@ -48,7 +48,7 @@ class Decoder:
     def decode_all(
         self, reads: Sequence[bytes | Bytes], chunks: NDArray[Any], out: NDArray[Any]
     ) -> list[tuple[int, CorruptChunkError]]:
-        """Fills `out`, which has room for whole chunks, with the needed elements of `chunks` (dtype blosc.CHUNK).
+        """Fills `out` with the needed elements of `chunks` (dtype blosc.CHUNK).
 
         Returns the position and the error of each chunk that is corrupt or violates the layout's bound `below`.
         """
@@ -56,12 +56,14 @@ class Decoder:
         corrupt = []
         for i in np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below)).tolist():
             read, offset, size, begin, first, stop = (int(field) for field in chunks[i])
-            elements = out[begin : begin + stop]
+            elements = np.empty(stop, self._dtype)
             try:
                 self._decode_singly(views[read][offset : offset + size], elements)
                 self._layout.check_bounds(elements[first:])
             except CorruptChunkError as error:
                 corrupt.append((i, error))
+            else:
+                out[begin : begin + stop - first] = elements[first:]
         return corrupt
 
     @property
@@ -108,7 +110,8 @@ class Decoder:
                 raise
             raise CorruptChunkError(f"it cannot be decoded: {error}") from error
         if self._differences:
-            blosc.accumulate(whole.view(self._unsigned))
+            unsigned = whole.view(self._unsigned)
+            blosc.accumulate(unsigned[:0], unsigned, unsigned)
         if whole is not out:
             out[:] = whole[: len(out)]
 
