@@ -7,7 +7,8 @@ once per combination. A value is one of X together with its gene index, so it is
 
 - bytes/value: the bytes of X's data and indices, including shard indexes.
 - encode, decode: values/s of numcodecs and the checksum alone, from memory to memory, in --threads threads, with the
-  codecs that the store names. Decoding uses zloader.storage.decode, like the loader. All combinations take turns.
+  codecs that the store names. Decoding uses zloader.storage.decode, many chunks at a time, like the loader. All
+  combinations take turns.
 - near: the reads of a cold epoch without a mirror for a small dataset, where some blocks of a fetch are neighbours that
   share chunks and reads. These are the figures of `zloader info`.
 - far: the same for a dataset so large that no two blocks of a fetch are near each other, such as an atlas of 100
@@ -35,18 +36,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from epochs import chunk_bytes
+from decoding import chunk_bytes
 from rivals import table
 
 import zloader as zl
 from zloader.conversion.writing.encode import CODECS, ChunkEncoder
 from zloader.dataset.cost import epoch_costs
 from zloader.dataset.summary import stored_bytes
+from zloader.storage import blosc
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, chunks_of
 
 CHUNK_ROWS = (8, 16, 32, 64, 128, 256)
-_JOB_CHUNKS = 16  # chunks per job of a thread
+_JOB_ELEMENTS = 1 << 20  # elements per job of a thread
 _BATCH_SIZE = 64
 Figures = dict[str, Any]
 Array = np.ndarray[Any, Any]
@@ -66,10 +68,15 @@ class Codings:
 
     def decode_seconds(self, threads: int) -> float:
         """Seconds to decode every chunk."""
-        decoders = [Decoder(layout).decode for layout in self._layouts]
+        decoders = [Decoder(layout) for layout in self._layouts]
 
-        def decode(number: int, chunk: int) -> None:
-            decoders[number](self._stored[number][chunk], self._elements(number, chunk))
+        def decode(number: int, chunks: range) -> None:
+            n, jobs = self._layouts[number].chunk_elements, np.zeros(len(chunks), blosc.CHUNK)
+            jobs["read"], jobs["begin"], jobs["stop"] = np.arange(len(chunks)), np.arange(len(chunks)) * n, n
+            stored = [self._stored[number][chunk] for chunk in chunks]
+            jobs["size"] = [len(content) for content in stored]
+            out = self._decoded[number][chunks.start * n : chunks.stop * n]
+            assert not decoders[number].decode_all(stored, jobs, out)
 
         return self._seconds(decode, threads)
 
@@ -82,7 +89,12 @@ class Codings:
             assert encode(self._elements(number, 0)) == self._stored[number][0].tobytes(), (
                 "the encoded bytes differ from the stored ones"
             )
-        return self._seconds(lambda number, chunk: encoders[number](self._elements(number, chunk)), threads)
+
+        def encode_all(number: int, chunks: range) -> None:
+            for chunk in chunks:
+                encoders[number](self._elements(number, chunk))
+
+        return self._seconds(encode_all, threads)
 
     def _elements(self, number: int, chunk: int) -> Array:
         n = self._layouts[number].chunk_elements
@@ -90,17 +102,14 @@ class Codings:
 
     def _jobs(self) -> Iterator[tuple[int, range]]:
         for number, layout in enumerate(self._layouts):
-            for start in range(0, layout.n_chunks, _JOB_CHUNKS):
-                yield number, range(start, min(start + _JOB_CHUNKS, layout.n_chunks))
+            step = max(1, _JOB_ELEMENTS // layout.chunk_elements)
+            for start in range(0, layout.n_chunks, step):
+                yield number, range(start, min(start + step, layout.n_chunks))
 
-    def _seconds(self, step: Callable[[int, int], Any], threads: int) -> float:
-        def run(job: tuple[int, range]) -> None:
-            for chunk in job[1]:
-                step(job[0], chunk)
-
+    def _seconds(self, step: Callable[[int, range], Any], threads: int) -> float:
         with ThreadPoolExecutor(threads) as pool:
             before = time.perf_counter()
-            for _ in pool.map(run, list(self._jobs())):
+            for _ in pool.map(step, *zip(*self._jobs(), strict=True)):
                 pass
             return time.perf_counter() - before
 
