@@ -62,7 +62,7 @@ def load(dataset: zl.Dataset, **options: Any) -> zl.Minibatch:
 
 
 @pytest.mark.parametrize(
-    "x", ["X/data", "../a/X", "/X", "X/", "", "layers", "layers/", "obsm/e", "raw/X", "x", b"X", 5, ["X"]]
+    "x", ["X/data", "../a/X", "/X", "X/", "", "layers", "layers/", "obsm/e", "raw/X", "x", b"X", 5, ["x"]]
 )
 def test_unknown_matrices_are_refused(dataset: zl.Dataset, x: Any) -> None:
     with pytest.raises(ZloaderError, match="there are: X, layers/d"):

@@ -18,7 +18,11 @@ N_ROWS, N_GENES = 1000, 50
 
 @pytest.fixture
 def atlas(tmp_path, monkeypatch):
-    """`atlas.zarr` in the current directory: B and T cells alternate, and there are ten donors of 100 cells each."""
+    """`atlas.zarr` and `other.zarr` in the current directory.
+
+    In the atlas, B and T cells alternate, and there are ten donors of 100 cells each. The other store has 40 of its
+    genes and ten more.
+    """
     rows = np.arange(N_ROWS)
     x = scipy.sparse.random(N_ROWS, N_GENES, density=0.2, format="csr", dtype=np.float32, random_state=0)
     obs = pd.DataFrame(
@@ -30,7 +34,11 @@ def atlas(tmp_path, monkeypatch):
         index=[f"cell{row}" for row in rows],
     )
     monkeypatch.chdir(tmp_path)
-    zl.convert(ad.AnnData(x, obs, layers={"spliced": x}), "atlas.zarr", progress=False)
+    adata = ad.AnnData(x, obs, layers={"spliced": x})
+    zl.convert(adata, "atlas.zarr", progress=False)
+    other = adata[:100].copy()
+    other.var_names = [*adata.var_names[10:], *(f"gene{number}" for number in range(10))]
+    zl.convert(other, "other.zarr", progress=False)
 
 
 @pytest.mark.parametrize("name", ["dataset", "quality", "suggest", "warm"])

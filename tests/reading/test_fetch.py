@@ -59,7 +59,7 @@ def part_of(store: Path) -> MatrixPart:
 def scheduler_of(part, source, *, mirror=None, options=None) -> FetchScheduler:
     """Reads one part from `source`."""
     part = replace(part, source=source, mirror=mirror)
-    recipe = Recipe(parts=[part], columns=dict, dense=False, dtype="int64")
+    recipe = Recipe(x={"X": [part]}, columns=dict, dense=False, dtype="int64")
     return FetchScheduler(recipe, options or zl.FetchOptions(), BufferPool())
 
 
@@ -83,9 +83,9 @@ def plan(**options) -> list[Fetch]:
 def check(minibatches) -> np.ndarray:
     for minibatch in minibatches:
         wanted = ADATA.X[minibatch.index]
-        np.testing.assert_array_equal(minibatch.x.indptr, wanted.indptr)
-        np.testing.assert_array_equal(minibatch.x.indices, wanted.indices)
-        np.testing.assert_array_equal(minibatch.x.values, wanted.data)
+        np.testing.assert_array_equal(minibatch.x["X"].indptr, wanted.indptr)
+        np.testing.assert_array_equal(minibatch.x["X"].indices, wanted.indices)
+        np.testing.assert_array_equal(minibatch.x["X"].values, wanted.data)
     return np.concatenate([minibatch.index for minibatch in minibatches])
 
 
@@ -228,7 +228,7 @@ def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(sto
     filled[first : 2 * first] = 0
     for minibatch in minibatches:
         wanted = [filled[ADATA.X.indptr[row] : ADATA.X.indptr[row + 1]] for row in minibatch.index]
-        np.testing.assert_array_equal(minibatch.x.values, np.concatenate(wanted))
+        np.testing.assert_array_equal(minibatch.x["X"].values, np.concatenate(wanted))
 
 
 def test_bytes_in_flight_stay_within_their_bound(store):
@@ -320,7 +320,7 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
     for _ in range(2):
         minibatches, counters = run(part, Endless(), [fetch], mirror=mirror)
         wanted = np.concatenate([np.arange(indptr[row], indptr[row + 1]) % 251 for row in rows])
-        np.testing.assert_array_equal(np.concatenate([minibatch.x.values for minibatch in minibatches]), wanted)
-        np.testing.assert_array_equal(np.concatenate([minibatch.x.indices for minibatch in minibatches]), wanted)
+        np.testing.assert_array_equal(np.concatenate([minibatch.x["X"].values for minibatch in minibatches]), wanted)
+        np.testing.assert_array_equal(np.concatenate([minibatch.x["X"].indices for minibatch in minibatches]), wanted)
         assert [minibatch.index.tolist() for minibatch in minibatches] == [[5, 1], [3, 6, 1]]
     assert (counters.gets == 0) == mirrored

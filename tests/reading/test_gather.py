@@ -210,24 +210,26 @@ def test_a_minibatch_is_cut_into_parts_that_share_its_memory(draw, cuts):
     index = np.arange(100, 109)
     for gathered in (gather.csr_rows, gather.dense_rows):
         x = gathered(rows, 9, n_genes=N_GENES, dtype="float32")
-        whole = MinibatchArrays(x=x, obs={"lane": index * 2}, obsm={"X_pca": np.stack([index, -index], 1)}, index=index)
+        obsm = {"X_pca": np.stack([index, -index], 1)}
+        whole = MinibatchArrays(x={"X": x}, obs={"lane": index * 2}, obsm=obsm, index=index)
         for first, last in pairwise(sorted(cuts)):
             part = gather.cut(whole, first, last)
             assert part.index.tolist() == index[first:last].tolist()
             assert part.obs["lane"].tolist() == (index[first:last] * 2).tolist()
             if isinstance(x, np.ndarray):
-                _same(part.x, wanted[first:last].astype("float32"))
+                _same(part.x["X"], wanted[first:last].astype("float32"))
                 continue
             csr = scipy.sparse.csr_matrix(wanted[first:last])
-            assert part.x.n_genes == N_GENES
+            found_x = part.x["X"]
+            assert found_x.n_genes == N_GENES
             for found, expected in (
-                (part.x.indptr, csr.indptr),
-                (part.x.indices, csr.indices),
-                (part.x.values, csr.data),
+                (found_x.indptr, csr.indptr),
+                (found_x.indices, csr.indices),
+                (found_x.values, csr.data),
             ):
                 np.testing.assert_array_equal(found, expected)
                 assert found.flags.writeable
-            assert part.x.values.size == 0 or np.shares_memory(part.x.values, x.values)
+            assert found_x.values.size == 0 or np.shares_memory(found_x.values, x.values)
 
 
 # ------------------------------------------------------------------------------------------------ values that fit
@@ -291,10 +293,10 @@ def test_values_that_fit_come_and_others_are_refused(stored, dtype, fit, unfit, 
 def test_a_gene_that_is_not_chosen_need_not_fit(stored, kind):
     rows = _row_of(np.array([1.0, 2.5, 3.0, NAN], stored), kind)
     for positions, wanted in (([2, 0], [3, 1]), ([0], [1])):
-        chosen = gather.choose(rows, ChosenGenes(positions=np.array(positions), n_stored=4), ascending=True)
+        chosen = gather.choose(rows, ChosenGenes(positions=np.array(positions), n_stored=4))
         for gathered in (gather.csr_rows, gather.dense_rows):
             assert _gathered(chosen, gathered, len(positions), "int32").tolist() == wanted
-    chosen = gather.choose(rows, ChosenGenes(positions=np.array([2, 1]), n_stored=4), ascending=True)
+    chosen = gather.choose(rows, ChosenGenes(positions=np.array([2, 1]), n_stored=4))
     with pytest.raises(gather.UnfitValue):
         _gathered(chosen, gather.csr_rows, 2, "int32")
 

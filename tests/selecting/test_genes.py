@@ -30,10 +30,20 @@ ASCENDING = sorted(UNSORTED)
 
 @st.composite
 def chosen_genes(draw, n_stored):
-    positions = draw(st.lists(st.integers(0, n_stored - 1), min_size=1, unique=True))
+    """Some genes or all, in their order or another, among genes that the store does not have."""
+    positions = draw(st.lists(st.integers(0, n_stored - 1), min_size=1, unique=True) | st.permutations(range(n_stored)))
     if draw(st.booleans()):
         positions.sort()
+    for place in draw(st.lists(st.integers(0, len(positions)), max_size=3)):
+        positions.insert(place, -1)
     return ChosenGenes(positions=np.array(positions), n_stored=n_stored)
+
+
+def with_zeros(matrix):
+    """The matrix with one more column of zeros, which position -1 selects."""
+    if scipy.sparse.issparse(matrix):
+        return scipy.sparse.hstack([matrix, scipy.sparse.csr_matrix((matrix.shape[0], 1), dtype=matrix.dtype)], "csr")
+    return np.pad(matrix, ((0, 0), (0, 1)))
 
 
 @st.composite
@@ -76,10 +86,10 @@ def test_from_csr(n_genes, genes, values, dtype, draw):
     chosen = draw.draw(
         chosen_genes(n_genes) | st.just(ChosenGenes(positions=np.arange(n_genes)[::-1], n_stored=n_genes))
     )
-    n_rows, wanted = csr.shape[0], csr[:, chosen.positions].astype(dtype)
-    part = gather.choose(rows, chosen, ascending=True)
+    n_rows, wanted = csr.shape[0], with_zeros(csr)[:, chosen.positions].astype(dtype)
+    part = gather.choose(rows, chosen)
     check_csr(gather.csr_rows([part], n_rows, n_genes=len(chosen), dtype=dtype), wanted)
-    part = gather.choose(rows, chosen, ascending=draw.draw(st.booleans()))
+    part = gather.choose(rows, chosen)
     found = gather.dense_rows([part], n_rows, n_genes=len(chosen), dtype=dtype)
     np.testing.assert_array_equal(found, wanted.toarray())
     assert found.dtype == dtype
@@ -96,7 +106,7 @@ def test_from_dense(values, draw):
     starts, lengths = taken * n_genes + 3, np.full(len(taken), n_genes)
     flat = np.concatenate([np.ones(3, values), matrix.ravel()])
     rows = gather.StoreRows(at=slice(None), genes=None, values=flat, starts=(starts, starts), lengths=lengths)
-    part, wanted = gather.choose(rows, chosen, ascending=True), matrix[taken][:, chosen.positions].astype("float32")
+    part, wanted = gather.choose(rows, chosen), with_zeros(matrix[taken])[:, chosen.positions].astype("float32")
     check_csr(
         gather.csr_rows([part], len(taken), n_genes=len(chosen), dtype="float32"), scipy.sparse.csr_matrix(wanted)
     )
@@ -114,7 +124,7 @@ def test_many_genes_in_another_order(n_chosen):
     )
     chosen = ChosenGenes(positions=rng.permutation(70_000)[:n_chosen], n_stored=70_000)
     assert chosen.column_of.dtype == (np.uint16 if n_chosen < 2**16 else np.uint32)
-    found = gather.csr_rows([gather.choose(rows, chosen, ascending=True)], 20, n_genes=n_chosen, dtype="float32")
+    found = gather.csr_rows([gather.choose(rows, chosen)], 20, n_genes=n_chosen, dtype="float32")
     check_csr(found, csr[:, chosen.positions])
 
 
@@ -123,7 +133,7 @@ def test_a_gene_that_stands_twice_in_a_row_stays_so_and_is_summed_when_dense():
     genes, values = np.array([1, 0, 1, 1, 2, 1], np.uint16), np.array([1, 2, 3, 4, 5, 6], np.uint8)
     starts, lengths = np.array([0, 2]), np.array([2, 4])
     rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
-    part = gather.choose(rows, ChosenGenes(positions=np.array([2, 1]), n_stored=3), ascending=True)
+    part = gather.choose(rows, ChosenGenes(positions=np.array([2, 1]), n_stored=3))
     csr = gather.csr_rows([part], 2, n_genes=2, dtype="float32")
     assert (csr.indptr.tolist(), csr.indices.tolist()) == ([0, 1, 5], [1, 0, 1, 1, 1])
     assert csr.values.tolist() == [1, 5, 3, 4, 6]

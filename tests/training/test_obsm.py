@@ -115,7 +115,7 @@ def test_a_minibatch_moves_as_a_whole(store):
 
 def test_its_bytes_are_counted():
     index, array = np.arange(3), np.zeros((3, 5), np.float32)
-    assert MinibatchArrays(x=None, obs={"a": index}, obsm={"b": array}, index=index).nbytes == 24 + 24 + 60
+    assert MinibatchArrays(x={}, obs={"a": index}, obsm={"b": array}, index=index).nbytes == 24 + 24 + 60
 
 
 # ------------------------------------------------------------------------------------------------ several stores

@@ -159,7 +159,7 @@ def test_a_minibatch_that_cannot_be_made_ends_the_iteration(loader):
     whole = loader.dataset.to_anndata
     minibatches = iter(loader)
     next(minibatches)
-    loader.dataset.to_anndata = lambda minibatch, var: [][len(minibatch.index)]
+    loader.dataset.to_anndata = lambda minibatch, x, var: [][len(minibatch.index)]
     other = iter(loader)
     with pytest.raises(IndexError):
         next(other)

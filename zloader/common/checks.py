@@ -73,3 +73,17 @@ def names_of(**values: Iterable[str]) -> list[str]:
         if not isinstance(name, str):
             raise OptionError(f"{option} must be a list of names (strings), but it holds {name!r:.100}")
     return found
+
+
+def one_or_more(**values: str | Iterable[str]) -> list[str]:
+    """The names that an option gives, a single one or a list. Raises OptionError for an empty list and for repeats."""
+    ((option, names),) = values.items()
+    if isinstance(names, str | bytes) or not isinstance(names, Iterable):
+        return [names]  # anything else is refused as an unknown name
+    found = names_of(**{option: names})
+    if not found:
+        raise OptionError(f"{option} is an empty list: give at least one name")
+    for name in found:
+        if found.count(name) > 1:
+            raise OptionError(f"{option} lists {name!r} more than once: list each name once")
+    return found

@@ -4,7 +4,7 @@ Each message states what happened, the value concerned, and what to do about it.
 
     ZloaderError
     ├── OptionError (ValueError)              an invalid option or argument
-    ├── MissingColumnError (KeyError)         a missing obs column; the message lists the columns that exist
+    ├── MissingColumnError (KeyError)         a missing column; the message lists the columns that exist
     ├── ForkError (RuntimeError)              object storage used on both sides of a fork()
     ├── ConcurrentUseError (RuntimeError)     two threads asked one iterator for a minibatch at once
     ├── SourceError (ValueError)              a source file that cannot be converted
@@ -41,7 +41,7 @@ class OptionError(ZloaderError, ValueError):
 
 
 class MissingColumnError(ZloaderError, KeyError):
-    """The dataset has no such obs column."""
+    """The dataset has no such obs column or obsm array, or a store no such var column."""
 
     def __str__(self) -> str:  # KeyError shows the repr of the message
         return str(self.args[0])

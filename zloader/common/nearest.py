@@ -1,4 +1,4 @@
-"""Finds the names that a mistyped name most probably stands for, for error messages. Pure."""
+"""Names in error messages: lists of them, and those that a mistyped name most probably stands for. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
+_LISTED = 10
 _SUGGESTED = 3
 _CUTOFF = 0.7  # of difflib's similarity: `cel_type` and `celltype` for cell_type, but not `donor` for `dose`
 _MOST_KNOWN = 200_000  # names looked at, which takes about a second
 _MOST_COMPARED = 2000  # spellings; difflib compares about 10 000 per second
+
+
+def listed(names: Iterable[Any], most: int = _LISTED) -> str:
+    """Names for a message: the first `most`, then the number of further ones."""
+    names = [str(name) for name in names]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "none"
 
 
 def suggestion(name: Any, known: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,17 +108,25 @@ class CsrArrays:
     values: NDArray[np.generic]
     n_genes: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.indptr.nbytes + self.indices.nbytes + self.values.nbytes
+
+
+X: TypeAlias = CsrArrays | NDArray[np.generic]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchArrays:
     """One minibatch as NumPy arrays, before it becomes tensors. All arrays have the same row order.
 
-    `x` is CsrArrays, a dense array of rows x genes, or None; bfloat16 as bits (uint16). `obs` maps each column to one
-    value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the dataset
-    (int64). `names` are the obs names as Python strings, or None if they are not wanted.
+    `x` maps each matrix to CsrArrays or to a dense array of rows x genes; bfloat16 as bits (uint16). `obs` maps each
+    column to one value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the
+    dataset (int64). `names` are the obs names as Python strings, or None if they are not wanted.
     """
 
-    x: CsrArrays | NDArray[np.generic] | None
+    x: Mapping[str, X]
     obs: Mapping[str, NDArray[np.generic]]
     obsm: Mapping[str, NDArray[np.generic]]
     index: Rows
@@ -128,12 +136,7 @@ class MinibatchArrays:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         annotations = sum(rows.nbytes for group in (self.obs, self.obsm) for rows in group.values())
-        if self.x is None:
-            x = 0
-        elif isinstance(self.x, CsrArrays):
-            x = self.x.indptr.nbytes + self.x.indices.nbytes + self.x.values.nbytes
-        else:
-            x = self.x.nbytes
+        x = sum(matrix.nbytes for matrix in self.x.values())
         names = 0 if self.names is None else self.names.nbytes  # the strings belong to the fetch
         return self.index.nbytes + annotations + names + x
 

@@ -31,9 +31,9 @@ import zarr.errors
 from zloader.access.location import Location, location_of
 from zloader.common.errors import OptionError, SourceError, StoreError
 from zloader.common.malloc import keep_freed_memory
+from zloader.common.nearest import listed
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.joining.content import Content, Selection
-from zloader.conversion.joining.problems import listed
 from zloader.conversion.joining.shuffled import ShuffledContent, arranged
 from zloader.conversion.sources.inputs import Input, Source, open_inputs
 from zloader.conversion.sources.windows import SourceMatrix

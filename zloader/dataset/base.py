@@ -52,7 +52,11 @@ class BaseDataset:
     @property
     def n_vars(self) -> int:
         """The number of genes."""
-        return self.stores[0].n_vars
+        return self._matrices.n_genes("X")
+
+    def n_genes(self, x: str) -> int:
+        """The number of columns of the matrix `x`. Only raw/X may have other genes than X."""
+        return self._matrices.n_genes(x)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,20 +66,28 @@ class BaseDataset:
     @property
     def var_names(self) -> pd.Index:
         """Gene names, in the order of the columns of X."""
-        return self._matrices.var_names
+        return self._matrices.axis("var").names
 
     @property
     def var(self) -> pd.DataFrame:
-        """The var frame; of several stores, that of the first."""
-        return self._matrices.var
+        """The var frame. Of several stores opened without `join`, that of the first.
+
+        With `join`, the columns that are the same in all stores, as in `anndata.concat(..., merge="same")`; a gene that
+        a store lacks has a missing value there, which differs from any other.
+        """
+        return self._matrices.var_of("X")
 
     def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
         """The var frame of the matrix `x`: one row per column of the matrix, or per chosen gene."""
         return self._matrices.var_of(x, genes)
 
-    def choose_genes(self, genes: Genes, matrix: MatrixLayout) -> ChosenGenes:
-        """The columns of a matrix that `genes` (names, positions or a mask) selects. Raises OptionError."""
-        return self._matrices.choose_genes(genes, matrix)
+    def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
+        """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.
+
+        If raw/X is one of several matrices, genes are chosen in var, and raw/var must have genes of these names.
+        Raises OptionError.
+        """
+        return self._matrices.choose_genes(genes, names)
 
     @property
     def obs_columns(self) -> list[str]:
@@ -143,9 +155,9 @@ class BaseDataset:
         """How each store lays out a matrix. Raises FormatError if it cannot be read, or does not fit obs and var."""
         return self._matrices.layouts(name)
 
-    def parts(self, x: str | None, options: FetchOptions) -> list[MatrixPart]:
-        """Each store's part of the matrix `x`, as a Recipe takes it. An empty list for None."""
-        return self._matrices.parts(x, options)
+    def parts(self, x: str, options: FetchOptions, genes: ChosenGenes | None = None) -> list[MatrixPart]:
+        """Each store's part of the matrix `x`, as a Recipe takes it."""
+        return self._matrices.parts(x, options, genes)
 
     def cache_statistics(self, x: str = "X") -> CacheStatistics:
         """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""

@@ -14,6 +14,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
 from zloader.dataset.dataset import Dataset
@@ -53,20 +54,26 @@ class EpochCosts:
 
 
 def epoch_costs(
-    dataset: Dataset, plan: Plan, *, x: str = "X", options: FetchOptions = _DEFAULTS, most_fetches: int = MOST_FETCHES
+    dataset: Dataset,
+    plan: Plan,
+    *,
+    x: str | Sequence[str] = "X",
+    options: FetchOptions = _DEFAULTS,
+    most_fetches: int = MOST_FETCHES,
 ) -> EpochCosts:
-    """Counts the reads that an epoch of `plan` makes for the matrix `x`; reads its indptr and shard indexes.
+    """Counts the reads that an epoch of `plan` makes for the matrix `x`, or several; reads indptr and shard indexes.
 
     An epoch of more than `most_fetches` fetches is sampled.
-    Raises FormatError if the matrix cannot be read, and any ReadError.
+    Raises FormatError if a matrix cannot be read, and any ReadError.
     """
-    stores = list(zip(dataset.stores, dataset.matrices(x), strict=True))
-    ends = np.cumsum([matrix.n_rows for _, matrix in stores], dtype=np.int64)
+    names = one_or_more(x=x)
+    stores = [pair for name in names for pair in zip(dataset.stores, dataset.matrices(name), strict=True)]
+    ends = np.cumsum([store.n_obs for store in dataset.stores], dtype=np.int64)
     numbers = _sampled(plan, most_fetches)
     exact = len(numbers) == plan.n_fetches
     every, first = _Count(), _Count()
     taken = _rows_by_store(plan, ends, numbers)
-    for (store, matrix), fetches in zip(stores, taken, strict=True):
+    for (store, matrix), fetches in zip(stores, taken * len(names), strict=True):
         steps = list(_chunks_by_array(matrix, store.indptr(matrix), fetches))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
             planner = planner_of(array, options, store.object_sizes(), sweeping=plan.sweeps)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 import pandas as pd
@@ -21,11 +21,11 @@ from zloader.access.location import Location, location_of
 from zloader.common.checks import names_of
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.options import Cache, FetchOptions
-from zloader.common.records import CsrArrays, MinibatchArrays, Rows
+from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.base import BaseDataset
 from zloader.dataset.description import described
 from zloader.dataset.elements import load_anndata
-from zloader.dataset.matrices import Matrices, X, as_scipy
+from zloader.dataset.matrices import Matrices, as_scipy
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Shares, split_rows
@@ -33,6 +33,7 @@ from zloader.dataset.views import Condition, RowSet, Within, mask_of
 from zloader.order.sampling import Sampling, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.expressions import Mask
+from zloader.selecting.joined_genes import GeneJoin
 from zloader.selecting.rows import RowChoice, positions_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 URL = str | os.PathLike[str]
 _DEFAULTS = FetchOptions()
+_AS_STORED = GeneJoin()
 
 
 def open_dataset(
@@ -48,6 +50,8 @@ def open_dataset(
     cache: str | os.PathLike[str] | Cache | None = None,
     storage_options: Mapping[str, Any] | None = None,
     offline: bool = False,
+    join: Literal["inner", "outer"] | Sequence[str] | None = None,
+    genes_by: str | None = None,
 ) -> Dataset:
     """Opens an AnnData Zarr store, or several stores in the given order, as one Dataset.
 
@@ -57,16 +61,28 @@ def open_dataset(
     (1000, 50, ['cell_type', 'donor', 'n_counts'])
 
     - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `http://` or `https://`; or a list of
-      them. Each is an AnnData store or an annbatch collection. All stores need the same genes in the same order.
+      them. Each is an AnnData store or an annbatch collection.
     - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
       epoch reads from the stores.
     - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
       client_kwargs); for GCS token and endpoint_url; for web servers headers. They are part of a pickled dataset.
     - `offline`: open from the cache alone, without any network request. Reading values that are not in the cache then
       raises ReadError.
+    - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes
+      the genes that every store has and "outer" all genes, in the order of `anndata.concat`. A list takes exactly
+      these genes in this order, also those that no store has. Genes that a store lacks are zeros.
+    - `genes_by`: the var column that names the genes, such as an Ensembl ID. With None, var_names.
 
-    Opening reads metadata only. Raises StoreNotFoundError, AccessDeniedError or FormatError if a store cannot be
-    opened, OptionError for unusable arguments, and CacheError if there is no mirror to open offline.
+    Genes are mapped while minibatches are gathered, so no store is rewritten. The mirrors are those of the stores, and
+    the order of the rows does not depend on `join`.
+
+    >>> merged = zl.open_dataset(["atlas.zarr", "other.zarr"], join="outer")
+    >>> merged.n_obs, merged.n_vars, merged.var_names[-1]
+    (1100, 60, 'gene9')
+
+    Opening reads metadata only, and the names of genes to join. Raises StoreNotFoundError, AccessDeniedError or
+    FormatError if a store cannot be opened or has genes that cannot be joined, MissingColumnError if a store lacks the
+    column `genes_by`, OptionError for unusable arguments, and CacheError if there is no mirror to open offline.
     """
     urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
     if cache is not None and not isinstance(cache, Cache):
@@ -77,14 +93,19 @@ def open_dataset(
                 f"a store is opened by its path or URL, not by an object of type {type(each_url).__name__}. To make a "
                 "store of an AnnData in memory, run zl.convert(adata, 'x.zarr')"
             )
-    return open_locations([location_of(each_url, storage_options) for each_url in urls], cache, offline=offline)
+    rule = GeneJoin(join=join, genes_by=genes_by)
+    locations = [location_of(each_url, storage_options) for each_url in urls]
+    return open_locations(locations, cache, offline=offline, rule=rule)
 
 
-def open_locations(locations: Sequence[Location], cache: Cache | None, *, offline: bool = False) -> Dataset:
-    """Opens the stores at some locations as one Dataset. Raises FormatError if their genes differ."""
+def open_locations(
+    locations: Sequence[Location], cache: Cache | None, *, offline: bool = False, rule: GeneJoin = _AS_STORED
+) -> Dataset:
+    """Opens the stores at some locations as one Dataset. Raises FormatError if their genes cannot be joined."""
     opened = open_all(locations, cache, offline=offline)
-    matrices = Matrices(opened)
-    matrices.require_same_genes("var")
+    matrices = Matrices(opened, rule)
+    if len(opened.stores) > 1 or not rule.as_stored:
+        matrices.axis("var")
     return Dataset(opened, Observations(opened), matrices)
 
 
@@ -95,10 +116,14 @@ def require_dataset(dataset: Any) -> None:
 
 
 def _reopen(
-    locations: Sequence[Location], cache: Cache | None, offline: bool, fingerprints: Mapping[str, str]
+    locations: Sequence[Location],
+    cache: Cache | None,
+    offline: bool,
+    fingerprints: Mapping[str, str],
+    rule: GeneJoin,
 ) -> Dataset:
     """Unpickles a Dataset. Raises StoreChangedError if a store has changed since."""
-    dataset = open_locations(locations, cache, offline=offline)
+    dataset = open_locations(locations, cache, offline=offline, rule=rule)
     found = {store.location.url: store.fingerprint for store in dataset.stores}
     for url in [*found, *fingerprints]:
         if found.get(url) != fingerprints.get(url):
@@ -131,10 +156,15 @@ class Dataset(BaseDataset):
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         fingerprints = {store.location.url: store.fingerprint for store in self.stores}
-        return _reopen, (self._opened.locations, self.cache, self._opened.offline, fingerprints)
+        rule = self._matrices.rule
+        return _reopen, (self._opened.locations, self.cache, self._opened.offline, fingerprints, rule)
 
     def __repr__(self) -> str:
-        return described("Dataset", self.stores, self.url)
+        return described("Dataset", self.stores, self.url, n_vars=self._joined_n_vars)
+
+    @property
+    def _joined_n_vars(self) -> int | None:
+        return None if self._matrices.rule.as_stored else self.n_vars
 
     def __len__(self) -> int:
         return self.n_obs
@@ -289,13 +319,13 @@ class Dataset(BaseDataset):
             raise OptionError(f"row {wrong[0]} does not exist: the dataset has rows 0 to {self.n_obs - 1}")
         return rows
 
-    def to_anndata(self, minibatch: MinibatchArrays, var: pd.DataFrame) -> ad.AnnData:
-        """A minibatch as an AnnData with its x, its obs columns (labels in place of codes), its obsm, and `var`."""
+    def to_anndata(self, minibatch: MinibatchArrays, x: str, var: pd.DataFrame) -> ad.AnnData:
+        """A minibatch as an AnnData with the matrix `x`, its obs columns (labels, not codes), its obsm, and `var`."""
         obs = pd.DataFrame(index=pd.Index(minibatch.names))
         for name, values in minibatch.obs.items():
             categories = self._observations.column(name).categories
             obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
-        return _as_anndata(minibatch.x, obs=obs, obsm=minibatch.obsm, var=var)
+        return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var)
 
 
 def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
@@ -341,7 +371,7 @@ class View(Dataset):
         self.fingerprint = chosen.digest(whole.fingerprint)
 
     def __repr__(self) -> str:
-        return described("View", self.stores, self.url, self.n_obs)
+        return described("View", self.stores, self.url, n_vars=self._joined_n_vars, chosen=self.n_obs)
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         return View, (self._whole, self._chosen)

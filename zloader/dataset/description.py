@@ -12,27 +12,33 @@ from typing import Any
 from zloader.dataset.store import OpenedStore
 
 
-def described(kind: str, stores: Sequence[OpenedStore], url: str, chosen: int | None = None) -> str:
-    """The repr of a dataset, or with `chosen` that of a view of so many rows. Unknown numbers are shown as `?`."""
+def described(
+    kind: str, stores: Sequence[OpenedStore], url: str, *, n_vars: int | None = None, chosen: int | None = None
+) -> str:
+    """The repr of a dataset, or with `chosen` that of a view of so many rows. Unknown numbers are shown as `?`.
+
+    `n_vars` is the number of joined genes, None for those of the stores. Columns of a joined var are not shown, because
+    they are not known before var is read.
+    """
     try:
-        return "\n".join([_head(kind, stores, url, chosen), *_lines(stores)])
+        head = _head(kind, stores, url, _length(stores[0], "var") if n_vars is None else n_vars, chosen)
+        return "\n".join([head, *_lines(stores, joined=n_vars is not None)])
     except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
         return f"{kind} of {url}"
 
 
-def _head(kind: str, stores: Sequence[OpenedStore], url: str, chosen: int | None) -> str:
+def _head(kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: int | None) -> str:
     lengths = [_length(store, "obs") for store in stores]
     known = [length for length in lengths if length is not None]
     n_rows = str(sum(known)) if len(known) == len(lengths) else "?"
-    n_vars = _length(stores[0], "var")
     rows, of = (n_rows, "") if chosen is None else (chosen, f"the {n_rows} rows of ")
     return f"{kind} with n_obs x n_vars = {rows} x {'?' if n_vars is None else n_vars} of {of}{url}"
 
 
-def _lines(stores: Sequence[OpenedStore]) -> list[str]:
+def _lines(stores: Sequence[OpenedStore], *, joined: bool) -> list[str]:
     groups = {
         "obs": [name for name in _columns(stores[0], "obs") if all(name in _members(store, "obs") for store in stores)],
-        "var": _columns(stores[0], "var"),
+        "var": [] if joined else _columns(stores[0], "var"),
         "obsm": sorted(set.intersection(*(_members(store, "obsm") for store in stores))),
         "layers": sorted(set.intersection(*(_members(store, "layers") for store in stores))),
     }

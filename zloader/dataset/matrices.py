@@ -1,44 +1,47 @@
 """The matrices of one or several stores, and the genes that are their columns.
 
-The rows of the stores follow one another, and their genes are the same. Each store keeps its own indptr and mirror, so
-a row is read from the store that has it.
+The rows of the stores follow one another. Their genes are the same, or are mapped to the joined genes while a minibatch
+is gathered. Each store keeps its own indptr and mirror, so a row is read from the store that has it.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from zloader.caching.directory import cache_bytes
 from zloader.caching.mirror import contents_of
 from zloader.caching.place import place_of
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import FetchOptions
-from zloader.common.records import CacheStatistics, CsrArrays, Rows
+from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
+from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.opening import OpenedStores, concurrently
 from zloader.order.plan import Fetch
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
+from zloader.selecting.joined_genes import GeneJoin
 from zloader.storage.layout import MatrixLayout
 
 if TYPE_CHECKING:
     import scipy.sparse
 
-X = CsrArrays | NDArray[np.generic]
-
 
 class Matrices:
     """X, raw/X and the layers over the rows of all stores, one store after another."""
 
-    def __init__(self, opened: OpenedStores) -> None:
+    def __init__(self, opened: OpenedStores, rule: GeneJoin) -> None:
         self._opened = opened
         self._stores = opened.stores
+        self.rule = rule
+        self._axes: dict[str, GeneAxis] = {}
+        self._vars: dict[str, pd.DataFrame] = {}
 
     @property
     def names(self) -> list[str]:
@@ -46,69 +49,73 @@ class Matrices:
         first, *others = (store.matrix_names for store in self._stores)
         return [name for name in first if all(name in names for names in others)]
 
-    @cached_property
-    def var_names(self) -> pd.Index:
-        """Gene names, in the order of the columns."""
-        return self._stores[0].names("var")
+    def axis(self, frame: str) -> GeneAxis:
+        """The genes of `"var"` or `"raw/var"`. Raises FormatError if the stores have genes that cannot be joined."""
+        if frame not in self._axes:
+            self._axes[frame] = gene_axis(self._stores, frame, self.rule)
+        return self._axes[frame]
 
-    @cached_property
-    def var(self) -> pd.DataFrame:
-        """The var frame; of several stores, that of the first."""
-        return self._stores[0].element("var")
+    def n_genes(self, x: str) -> int:
+        """The number of columns of a matrix."""
+        frame = frame_of(x)
+        return self._stores[0].length(frame) if self.rule.as_stored else len(self.axis(frame).names)
 
     def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
-        """The var frame of a matrix: one row per column of the matrix, or per chosen gene."""
-        var = self._stores[0].element("raw/var") if x.startswith("raw/") else self.var
-        return var if genes is None else var.iloc[genes.positions]
+        """The var frame of a matrix: one row per column of the matrix, or per chosen gene.
 
-    def choose_genes(self, genes: Genes, matrix: MatrixLayout) -> ChosenGenes:
-        """The columns of a matrix that `genes` (names, positions or a mask) selects. Raises OptionError."""
-        frame = "raw/var" if matrix.path.startswith("raw/") else "var"
+        Of several stores, the columns that are the same in all of them; with the genes as stored, those of the first.
+        """
+        frame = frame_of(x)
+        if frame not in self._vars:
+            as_stored = self.rule.as_stored
+            self._vars[frame] = (
+                self._stores[0].element(frame)
+                if as_stored
+                else merged_var(self._stores, frame, self.rule, self.axis(frame).names)
+            )
+        return self._vars[frame] if genes is None else self._vars[frame].iloc[genes.positions]
+
+    def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
+        """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.
+
+        If raw/X is one of several matrices, genes are chosen in var, and raw/var must have genes of these names.
+        Raises OptionError.
+        """
+        frames = {name: frame_of(name) for name in names}
+        first, *others = sorted(set(frames.values()), key=["var", "raw/var"].index)
+        chosen = {first: self._choose(genes, first)}
+        for frame in others:
+            chosen[frame] = self._choose(self.axis(first).names[chosen[first].positions], frame)
+        return {name: chosen[frame] for name, frame in frames.items()}
+
+    def _choose(self, genes: Genes, frame: str) -> ChosenGenes:
         return choose_genes(
             genes,
-            n_stored=matrix.n_genes,
-            names=lambda: self._stores[0].names(frame),
-            where=f"{frame} of {self._stores[0].location.url}",
+            n_stored=self.n_genes(frame.replace("var", "X")),
+            names=lambda: self.axis(frame).names,
+            where=f"{frame} of {self._stores[0].location.url if self.rule.as_stored else self._opened.url}",
         )
-
-    def require_same_genes(self, frame: str) -> None:
-        """Raises FormatError, which names the first difference, if `"var"` or `"raw/var"` differs between stores."""
-        if len(self._stores) == 1:
-            return
-        first, *others = concurrently(lambda store: store.names(frame), self._stores)
-        for store, genes in zip(self._stores[1:], others, strict=True):
-            if genes.equals(first):
-                continue
-            n_both = min(len(first), len(genes))
-            at = int(np.argmax(np.append(first[:n_both] != genes[:n_both], True)))
-            here, there = (repr(names[at]) if at < len(names) else "missing" for names in (genes, first))
-            raise FormatError(
-                f"gene {at} of {frame} is {here} in {store.location.url}, but {there} in "
-                f"{self._stores[0].location.url}: stores opened together must have the same genes in the same order. "
-                "Run 'zloader convert' on all of them: it joins their genes"
-            )
 
     def layouts(self, name: str) -> list[MatrixLayout]:
         """How each store lays out a matrix. Raises FormatError if it cannot be read, or does not fit obs and var."""
         layouts = concurrently(lambda store: store.matrix(name), self._stores)
         for store, layout in zip(self._stores, layouts, strict=True):
-            var = "raw/var" if name.startswith("raw/") else "var"
-            expected = store.n_obs, store.length(var)
+            expected = store.n_obs, store.length(frame_of(name))
             if (layout.n_rows, layout.n_genes) != expected:
                 raise FormatError(
                     f"{name} of {store.location.url} has {layout.n_rows} rows and {layout.n_genes} genes, but "
                     f"{expected[0]} and {expected[1]} are expected: the store is damaged. Convert it again"
                 )
-        if name.startswith("raw/"):
-            self.require_same_genes("raw/var")
+        if name.startswith("raw/") and len(layouts) > 1:
+            self.axis("raw/var")
         return layouts
 
-    def parts(self, x: str | None, options: FetchOptions) -> list[MatrixPart]:
-        """Each store's part of the matrix `x`, as a Recipe takes it. An empty list for None."""
-        if x is None:
-            return []
+    def parts(self, x: str, options: FetchOptions, genes: ChosenGenes | None = None) -> list[MatrixPart]:
+        """Each store's part of the matrix `x`, as a Recipe takes it, with all genes or those chosen of the axis."""
         pairs = list(zip(self._stores, self.layouts(x), strict=True))
-        return concurrently(lambda pair: pair[0].part(pair[1], options), pairs)
+        parts = concurrently(lambda pair: pair[0].part(pair[1], options), pairs)
+        chosen = [genes] * len(parts) if self.rule.as_stored else self.axis(frame_of(x)).chosen(genes)
+        return [replace(part, genes=columns) for part, columns in zip(parts, chosen, strict=True)]
 
     def cache_statistics(self, x: str) -> CacheStatistics:
         """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""
@@ -142,7 +149,7 @@ class Matrices:
         dtypes = [store.original_dtype(part.matrix) for store, part in zip(self._stores, parts, strict=True)]
         dtype = "float32" if np.result_type(*dtypes) == np.float16 else np.result_type(*dtypes).name
         recipe = Recipe(
-            parts=parts,
+            x={x: parts},
             columns=dict,
             dense=all(part.matrix.genes is None for part in parts),
             dtype=dtype,
@@ -150,8 +157,12 @@ class Matrices:
         scheduler = FetchScheduler(recipe, options, BufferPool())
         fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
         (minibatch,) = scheduler.start([fetch], name="zloader-take")
-        assert minibatch.x is not None
-        return minibatch.x
+        return minibatch.x[x]
+
+
+def frame_of(x: str) -> str:
+    """The frame that describes the columns of a matrix."""
+    return "raw/var" if x.startswith("raw/") else "var"
 
 
 def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:

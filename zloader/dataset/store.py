@@ -197,9 +197,13 @@ class OpenedStore:
     @cached_property
     def obs_columns(self) -> list[str]:
         """Names of the obs columns, in the order of the frame."""
-        names = self.node("obs").attrs.get("column-order")
+        return self.columns("obs")
+
+    def columns(self, frame: str) -> list[str]:
+        """Names of the columns of `"obs"`, `"var"` or `"raw/var"`, in the order of the frame."""
+        names = self.node(frame).attrs.get("column-order")
         if not isinstance(names, list) or not all(map(_is_name, names)):
-            raise self.damaged("obs", f"its metadata list {names!r:.100} as its columns")
+            raise self.damaged(frame, f"its metadata list {names!r:.100} as its columns")
         return names
 
     def element(self, path: str) -> Any:

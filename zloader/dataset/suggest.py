@@ -8,9 +8,10 @@ So blocks are about two chunks long, and a fetch has 256 of them. If memory is s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zloader.common.checks import require_count
+from zloader.common.checks import one_or_more, require_count
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
 from zloader.dataset.dataset import Dataset, require_dataset
@@ -66,7 +67,9 @@ class Suggestion:
         )
 
 
-def suggest(dataset: Dataset, *, batch_size: int = 64, memory: int | str = 0, x: str = "X") -> Suggestion:
+def suggest(
+    dataset: Dataset, *, batch_size: int = 64, memory: int | str = 0, x: str | Sequence[str] = "X"
+) -> Suggestion:
     """Suggests a fetch_factor and a block size that mix rows well, decode few extra rows and fit into memory.
 
     >>> import zloader as zl
@@ -84,14 +87,14 @@ def suggest(dataset: Dataset, *, batch_size: int = 64, memory: int | str = 0, x:
 
     - `batch_size`: rows per minibatch.
     - `memory`: the memory budget of the loader, as in zl.FetchOptions: bytes, text such as "8GB", or 0 for its default.
-    - `x`: the matrix to load.
+    - `x`: the matrix to load, or a list of matrices.
 
     Reads metadata only. The rows of a view are assumed to be spread evenly over the dataset, as those of a split are.
     Raises OptionError for unusable arguments, and FormatError if the matrix cannot be read or there are no rows.
     """
     require_dataset(dataset)
-    matrices = [matrix for matrix in dataset.matrices(x) if matrix.n_rows]
-    n_rows = sum(matrix.n_rows for matrix in matrices)
+    matrices = [matrix for name in one_or_more(x=x) for matrix in dataset.matrices(name) if matrix.n_rows]
+    n_rows = dataset.whole.n_obs
     if not n_rows or not dataset.n_obs:
         raise FormatError(f"{dataset.url} has no rows to load")
     arrays = [(array, matrix.n_rows) for matrix in matrices for array in matrix.arrays]

@@ -8,7 +8,7 @@ from typing import Any
 
 import zarr
 
-from zloader.common.errors import FormatError
+from zloader.common.errors import FormatError, MissingColumnError
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
 from zloader.storage.coders import PREFIX
@@ -97,7 +97,7 @@ def summarize(dataset: Dataset) -> StoreSummary:
         objects=len(objects),
         stored_bytes=sum(entry.size for entry in objects),
         obs=[_column(stores, name) for name in dataset.obs_columns],
-        matrices=[_matrix(stores, name) for name in dataset.matrix_names],
+        matrices=[_matrix(dataset, name) for name in dataset.matrix_names],
         others=[f"{group}/{key}" for group in _OTHERS for key in _in_all([store.keys(group) for store in stores])],
     )
 
@@ -128,12 +128,14 @@ def _all(names: Iterable[str]) -> str:
     return " / ".join(dict.fromkeys(names))
 
 
-def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
+def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
+    stores = dataset.stores
     try:
         nodes = [store.node(name) for store in stores]
         values = sum(_values(store, name).size for store in stores)
         shapes = [store.shape(name) for store in stores]
-    except FormatError as error:
+        genes = dataset.n_genes(name)
+    except (FormatError, MissingColumnError) as error:
         return MatrixSummary(
             name=name,
             encoding="unknown",
@@ -146,7 +148,7 @@ def _matrix(stores: Sequence[OpenedStore], name: str) -> MatrixSummary:
             problem=str(error),
         )
     encodings = ["dense" if isinstance(node, zarr.Array) else str(node.attrs.get("encoding-type")) for node in nodes]
-    rows, genes = sum(n_rows for n_rows, _ in shapes), shapes[0][1]
+    rows = sum(n_rows for n_rows, _ in shapes)
     arrays: dict[str, list[tuple[OpenedStore, ArrayLayout]]] = {}
     problem = None
     try:

@@ -22,18 +22,16 @@ from numpy.typing import NDArray
 
 from zloader.caching import page_cache
 from zloader.common.compiled import load_compiler
-from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
-from zloader.common.records import CsrArrays, MinibatchArrays, Rows
+from zloader.common.records import MinibatchArrays, Rows, X
 from zloader.order.plan import Fetch
-from zloader.reading import gather, half_floats
+from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
+from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, timed
-from zloader.reading.slots import Elements, Needed
 from zloader.selecting.columns import ObsColumn
-from zloader.selecting.genes import ChosenGenes
 
 # One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
 # between threads and the calls per store cheap, and small enough to keep all threads busy.
@@ -45,30 +43,25 @@ _GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each
 class Recipe:
     """How to make minibatches from rows.
 
-    `parts` are in the order of their rows, and empty if no x is wanted. `columns` and `obsm` return the obs columns and
-    obsm arrays of all rows of the dataset; they are called while the first rows are read. `dtype` and `genes` are those
-    of x; None means all genes. `names` looks up the obs names of rows, for minibatches that carry them. `sweeping` says
-    that the fetches make up a whole epoch.
+    `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `columns` and `obsm`
+    return the obs columns and obsm arrays of all rows of the dataset; they are called while the first rows are read.
+    `dtype` is that of x. `names` looks up the obs names of rows, for minibatches that carry them. `sweeping` says that
+    the fetches make up a whole epoch.
     """
 
-    parts: Sequence[MatrixPart]
+    x: Mapping[str, Sequence[MatrixPart]]
     columns: Callable[[], Mapping[str, ObsColumn]]
     dense: bool
     dtype: str
     obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
-    genes: ChosenGenes | None = None
     names: Callable[[Rows], NDArray[np.object_]] | None = None
     sweeping: bool = False
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes per value of x while it is gathered."""
-        return half_floats.value_bytes(self.dtype, [part.matrix.values.dtype for part in self.parts])
-
-    @property
-    def n_genes(self) -> int:
-        """Columns of x."""
-        return self.parts[0].matrix.n_genes if self.genes is None else len(self.genes)
+    def ends(self) -> Rows:
+        """The row before which each store ends."""
+        parts = next(iter(self.x.values()), [])
+        return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
 
 
 def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
@@ -82,56 +75,29 @@ def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """The elements that a fetch needs from one array.
-
-    They need a buffer of `n_bytes`. `ahead_bytes` is the memory that they take until they are gathered, in the buffer
-    or in the page cache.
-    """
-
-    reader: ArrayReader
-    needed: Needed
-    n_bytes: int
-    ahead_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A fetch before its reads. For each part that it touches, `at` has the positions of the part's rows.
-
-    `wanted` has the elements needed from each of the part's arrays: genes (CSR only), then values. `lengths` are the
-    elements per row.
-    """
+    """A fetch before its reads. `x` has its rows in each matrix."""
 
     fetch: Fetch
-    at: dict[int, Rows | slice]
-    wanted: dict[int, list[_Wanted]]
-    lengths: Rows
+    x: list[PlannedRows]
 
     @property
     def n_bytes(self) -> int:
         """Buffer bytes for the decoded elements."""
-        return sum(array.n_bytes for arrays in self.wanted.values() for array in arrays)
+        return sum(rows.n_bytes for rows in self.x)
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes that it takes of `buffer_bytes`.
-
-        Elements from a mirror count, too, because a small page cache would evict them.
-        """
-        return sum(array.ahead_bytes for arrays in self.wanted.values() for array in arrays)
+        """Bytes that it takes of `buffer_bytes`."""
+        return sum(rows.ahead_bytes for rows in self.x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """A fetch whose elements are in memory. Row i is `lengths[i]` of its part's `elements`, from `starts` on.
-
-    `starts` has the starts in the genes and in the values. `buffer` is given back when all minibatches are gathered.
-    """
+    """A fetch whose elements are in memory. `buffer` is given back when all minibatches are gathered."""
 
     planned: _Planned
-    elements: dict[int, list[Elements]]
-    starts: tuple[Rows, Rows]
+    x: list[LoadedRows]
     buffer: NDArray[np.uint8]
 
 
@@ -162,7 +128,7 @@ class FetchScheduler:
         self._since, self._busy_s = 0.0, 0.0  # when the last load was complete, and the threads' seconds until then
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any]] = {}
-        self._ends = np.cumsum([part.matrix.n_rows for part in recipe.parts], dtype=np.int64)
+        self._ends = recipe.ends
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
@@ -177,9 +143,10 @@ class FetchScheduler:
         """Puts every minibatch of `fetches`. Raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
         counters, sweeping = self.counters, self._recipe.sweeping
+        parts = [part for of_matrix in self._recipe.x.values() for part in of_matrix]
         # Gathering has its own threads, so that minibatches do not queue behind the decoding of later fetches.
         with (
-            opened_readers(self._recipe.parts, self._options, counters, sweeping=sweeping) as readers,
+            opened_readers(parts, self._options, counters, sweeping=sweeping) as readers,
             ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
         ):
             try:
@@ -232,36 +199,21 @@ class FetchScheduler:
         loads.put_nowait(None)
 
     def _plan(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
-        lengths = np.zeros(len(fetch.rows), np.int64)
-        at = dict(shares(self._ends, fetch.rows)) if readers else {}
-        wanted = {}
-        for number, here in at.items():
-            part = self._recipe.parts[number]
-            rows = fetch.rows[here] - (self._ends[number] - part.matrix.n_rows)
-            starts, stops = part.matrix.elements_of(rows, part.indptr)
-            if part.indptr is not None:
-                page_cache.release(part.indptr)
-            lengths[here] = stops - starts
-            wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]
-        return _Planned(fetch=fetch, at=at, wanted=wanted, lengths=lengths)
+        rows, n_stores = fetch.rows, len(self._ends)
+        at = dict(shares(self._ends, rows)) if n_stores else {}
+        of_matrices = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
+        matrices = zip(self._recipe.x.values(), of_matrices, strict=True)
+        return _Planned(fetch=fetch, x=[plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices])
 
     async def _load(self, planned: _Planned, turn: int) -> _Loaded:
-        n_rows, used = len(planned.lengths), 0
-        starts = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64))
-        buffer = self._buffers.take(planned.n_bytes)
-        loads: dict[int, list[asyncio.Task[Elements]]] = {number: [] for number in planned.wanted}
+        buffer, used = self._buffers.take(planned.n_bytes), 0
+        loads = []
         async with asyncio.TaskGroup() as group:
-            for number, arrays in planned.wanted.items():
-                for array in arrays:
-                    slot = buffer[used : used + array.n_bytes]
-                    used += array.n_bytes
-                    load = array.reader.load(array.needed, slot, turn=turn)
-                    loads[number].append(group.create_task(load))
-        elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
-        for number, at in planned.at.items():
-            for into, loaded in zip(starts[-len(elements[number]) :], elements[number], strict=True):
-                into[at] = loaded.starts
-        return _Loaded(planned=planned, elements=elements, starts=starts, buffer=buffer)
+            for rows in planned.x:
+                slot = buffer[used : used + rows.n_bytes]
+                used += rows.n_bytes
+                loads.append(group.create_task(load_rows(rows, slot, turn=turn)))
+        return _Loaded(planned=planned, x=[load.result() for load in loads], buffer=buffer)
 
     def _take_row_arrays(self, rows: Rows, names: NDArray[np.object_] | None) -> _RowArrays:
         """The obs and obsm of a fetch, taken for all rows at once, block by block."""
@@ -305,14 +257,10 @@ class FetchScheduler:
         return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
-        """Bytes of x in the minibatches between cuts; an upper bound for CSR from dense stores."""
-        value_bytes = self._recipe.value_bytes
-        if self._recipe.dense and self._recipe.parts:
-            return int(cuts[-1] - cuts[0]) * self._recipe.n_genes * value_bytes
-        lengths = loaded.planned.lengths[loaded.planned.fetch.order[cuts[0] : cuts[-1]]]
-        if self._recipe.genes is not None:
-            lengths = np.minimum(lengths, self._recipe.n_genes)
-        return int(lengths.sum()) * (4 + value_bytes)
+        """Bytes of x in the minibatches between cuts, or an upper bound."""
+        taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
+        dense, dtype = self._recipe.dense, self._recipe.dtype
+        return sum(rows.x_bytes(taken, dense=dense, dtype=dtype) for rows in loaded.planned.x)
 
     def _make(self, loaded: _Loaded, row_arrays: _RowArrays, cuts: Rows) -> list[MinibatchArrays]:
         """Gathers the minibatches between cuts."""
@@ -324,37 +272,9 @@ class FetchScheduler:
         together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows, names=names)
         return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 
-    def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> CsrArrays | NDArray[np.generic] | None:
-        if not self._recipe.parts:
-            return None
-        parts = [_store_rows(loaded, number, taken[at], at) for number, at in shares(self._ends, rows)]
-        if self._recipe.genes is not None:
-            parts = [gather.choose(part, self._recipe.genes, ascending=not self._recipe.dense) for part in parts]
-        gathered = gather.dense_rows if self._recipe.dense else gather.csr_rows
-        try:
-            return gathered(parts, len(rows), n_genes=self._recipe.n_genes, dtype=self._recipe.dtype)
-        except gather.UnfitValue as unfit:
-            raise self._explained(unfit, int(rows[unfit.row])) from None
-
-    def _explained(self, unfit: gather.UnfitValue, row: int) -> OptionError:
-        part = self._recipe.parts[int(np.searchsorted(self._ends, row, side="right"))]
-        return OptionError(
-            f"{part.matrix.path} of {part.url} holds {unfit.value!s} in row {row} of the dataset, which "
-            f"{self._recipe.dtype} cannot hold: choose another dtype, such as 'float64'"
-        )
-
-
-def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
-    needed = reader.needed(starts, stops)
-    n_bytes = reader.buffer_bytes(needed)
-    ahead_bytes = n_bytes or int((stops - starts).sum()) * reader.itemsize
-    return _Wanted(reader=reader, needed=needed, n_bytes=n_bytes, ahead_bytes=ahead_bytes)
-
-
-def _store_rows(loaded: _Loaded, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
-    """The rows at positions `taken` of a fetch, all from one store, which go to `at` in the minibatch."""
-    *genes, values = (elements.source for elements in loaded.elements[number])
-    starts = (loaded.starts[0][taken], loaded.starts[1][taken])
-    return gather.StoreRows(
-        at=at, genes=genes[0] if genes else None, values=values, starts=starts, lengths=loaded.planned.lengths[taken]
-    )
+    def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
+        if not loaded.x:
+            return {}
+        at, dense, dtype = dict(shares(self._ends, rows)), self._recipe.dense, self._recipe.dtype
+        matrices = zip(self._recipe.x, loaded.x, strict=True)
+        return {name: of_matrix.x(taken, rows, at, dense=dense, dtype=dtype) for name, of_matrix in matrices}

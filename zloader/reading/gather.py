@@ -4,8 +4,9 @@ The sources are flat read-only arrays, one or two per store: a mirror's file map
 fetch. A row is the elements `[start, start + length)`. The kernels release the GIL and loop over local slice views,
 which LLVM vectorises: this is twice as fast as slice assignment. Values are converted to the wanted dtype as they are
 copied. If the wanted dtype cannot hold every stored value, the same loop compares them with limits (value_limits.py),
-because a second loop would read memory twice. Chosen genes are first packed in their stored dtypes, and then gathered
-like all other rows.
+because a second loop would read memory twice. If x has every gene of the store in other columns, columns are looked up
+as they are copied. If genes are left out, the values of the others are first packed in their stored dtypes, and then
+gathered like all other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
-from zloader.common.records import CsrArrays, MinibatchArrays, Rows
+from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
+from zloader.reading.gene_loops import map_rows, select_columns, select_values, sort_rows
 from zloader.reading.half_floats import gathering_dtype, narrowed
 from zloader.reading.value_limits import Limits, limits_of
 from zloader.selecting.genes import ChosenGenes
@@ -65,8 +67,15 @@ def copy_rows(
 
 
 @compiled
+def _column(gene: Any, column_of: NDArray[Any] | None) -> Any:
+    if column_of is None:
+        return gene
+    return column_of[gene]
+
+
+@compiled
 def _scatter_rows(
-    genes: NDArray[Any],
+    mapped: tuple[NDArray[Any], NDArray[Any] | None],
     values: NDArray[Any],
     starts: tuple[Rows, Rows],
     lengths: Rows,
@@ -74,6 +83,7 @@ def _scatter_rows(
     out: NDArray[Any],
     limits: Limits | None,
 ) -> int:
+    genes, column_of = mapped
     for row in range(len(lengths)):
         n = lengths[row]
         columns = genes[starts[0][row] : starts[0][row] + n]
@@ -82,7 +92,7 @@ def _scatter_rows(
             return row
         given = out[at[row]]
         for i in range(n):
-            given[columns[i]] += given.dtype.type(taken[i])
+            given[_column(columns[i], column_of)] += given.dtype.type(taken[i])
     return -1
 
 
@@ -119,81 +129,6 @@ def _compress_rows(
     return -1
 
 
-@compiled
-def _select_values(
-    genes: NDArray[Any],
-    values: NDArray[Any],
-    starts: tuple[Rows, Rows],
-    lengths: Rows,
-    column_of: NDArray[Any],
-    n_columns: int,
-    out: tuple[NDArray[Any], NDArray[Any], Rows],
-) -> None:
-    """Packs the columns and values of chosen genes into `out`, row after row, and counts the values per row.
-
-    `out` needs room for all stored values: every value is written, and the next one overwrites it if its gene is not
-    chosen. Without a branch per value this is two to four times as fast when many genes are chosen.
-    """
-    columns, packed, counts = out
-    first = 0
-    for row in range(len(lengths)):
-        n = lengths[row]
-        stored = genes[starts[0][row] : starts[0][row] + n]
-        taken = values[starts[1][row] : starts[1][row] + n]
-        given_columns = columns[first : first + n]
-        given_values = packed[first : first + n]
-        to = 0
-        for i in range(n):
-            column = column_of[stored[i]]
-            given_columns[to] = column
-            given_values[to] = taken[i]
-            to += column < n_columns
-        counts[row] = to
-        first += to
-
-
-@compiled
-def _sort_by_byte(
-    columns: NDArray[Any], values: NDArray[Any], shift: int, out: tuple[NDArray[Any], NDArray[Any]], places: Rows
-) -> None:
-    places[:] = 0
-    for i in range(len(columns)):
-        places[((columns[i] >> shift) & 255) + 1] += 1
-    for byte in range(255):
-        places[byte + 1] += places[byte]
-    for i in range(len(columns)):
-        byte = (columns[i] >> shift) & 255
-        out[0][places[byte]] = columns[i]
-        out[1][places[byte]] = values[i]
-        places[byte] += 1
-
-
-@compiled
-def _sort_rows(columns: NDArray[Any], values: NDArray[Any], lengths: Rows, n_columns: int) -> None:
-    """Sorts each of the packed rows by column: a stable radix sort, two bytes per pass, linear in the values."""
-    spare_columns, spare_values = np.empty_like(columns), np.empty_like(values)
-    places = np.empty(257, np.int64)
-    first = 0
-    for row in range(len(lengths)):
-        n = lengths[row]
-        here = (columns[first : first + n], values[first : first + n])
-        there = (spare_columns[:n], spare_values[:n])
-        for shift in range(0, 64, 16):
-            if (n_columns - 1) >> shift:
-                _sort_by_byte(here[0], here[1], shift, there, places)
-                _sort_by_byte(there[0], there[1], shift + 8, here, places)
-        first += n
-
-
-@compiled
-def _select_columns(source: NDArray[Any], starts: Rows, positions: Rows, out: NDArray[Any]) -> None:
-    for row in range(len(starts)):
-        taken = source[starts[row] :]
-        given = out[row]
-        for i in range(len(positions)):
-            given[i] = taken[positions[i]]
-
-
 def indptr_of(lengths: Rows) -> Rows:
     indptr = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=indptr[1:])
@@ -206,6 +141,9 @@ class StoreRows:
 
     Row i consists of `lengths[i]` elements of `values` from `starts[1][i]` on and, unless the store is dense, as many
     elements of `genes` from `starts[0][i]` on. It becomes the minibatch's row `at[i]`.
+
+    `column_of` has the column of each gene in x; None if the genes are the columns. `unsorted` says that the columns of
+    a row may not ascend although its genes do.
     """
 
     at: Rows | slice
@@ -213,6 +151,8 @@ class StoreRows:
     values: NDArray[Any]
     starts: tuple[Rows, Rows]
     lengths: Rows
+    column_of: NDArray[Any] | None = None
+    unsorted: bool = False
 
     def n_values(self) -> Rows:
         """Values per row in CSR form, which for dense rows are the nonzero values."""
@@ -228,28 +168,27 @@ def _bits(values: NDArray[Any]) -> NDArray[Any]:
     return values.view(np.uint16) if values.dtype == np.float16 else values
 
 
-def choose(rows: StoreRows, genes: ChosenGenes, *, ascending: bool) -> StoreRows:
-    """The rows with only the chosen genes, packed.
-
-    With `ascending`, each row is sorted by column if the genes are not chosen in the store's order.
-    """
+def choose(rows: StoreRows, genes: ChosenGenes) -> StoreRows:
+    """The rows with the chosen genes as their columns. Values are copied only if a gene is left out, or if dense."""
     n_rows, n_columns = len(rows.lengths), len(genes)
     stored, dtype = _bits(rows.values), rows.values.dtype
-    if rows.genes is None:
+    stored_genes = rows.genes
+    if stored_genes is None:
         dense = np.empty((n_rows, n_columns), stored.dtype)
-        _select_columns(stored, rows.starts[1], genes.positions, dense)
+        select_columns(stored, rows.starts[1], genes.positions, dense)
         starts = np.arange(n_rows) * n_columns
         lengths = np.full(n_rows, n_columns)
         return replace(rows, values=dense.reshape(-1).view(dtype), starts=(starts, starts), lengths=lengths)
+    rows = replace(rows, unsorted=not genes.ascending)
+    if genes.takes_all:
+        return replace(rows, column_of=genes.column_of)
     n_stored = int(rows.lengths.sum())
     columns, values = np.empty(n_stored, genes.column_of.dtype), np.empty(n_stored, stored.dtype)
     lengths = np.empty_like(rows.lengths)
     out = (columns, values, lengths)
-    _select_values(rows.genes, stored, rows.starts, rows.lengths, genes.column_of, n_columns, out)
+    select_values(stored_genes, stored, rows.starts, rows.lengths, genes.column_of, n_columns, out)
     starts = indptr_of(lengths)
     columns, values = columns[: starts[-1]], values[: starts[-1]]
-    if ascending and not genes.ascending:
-        _sort_rows(columns, values, lengths, n_columns)
     return replace(rows, genes=columns, values=values.view(dtype), starts=(starts[:-1], starts[:-1]), lengths=lengths)
 
 
@@ -299,9 +238,14 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
         if part.genes is None:
             beyond = _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
         else:
-            copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
+            if part.column_of is None:
+                copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
+            else:
+                map_rows(part.genes, part.starts[0], part.lengths, to, part.column_of, indices)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to, values, limits)
         _require_fit(part, limits, beyond, n_rows)
+        if part.unsorted:
+            sort_rows(indices, values, to, part.lengths, n_genes)
     values = narrowed(values, dtype)
     return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 
@@ -321,7 +265,8 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
             flat = out.reshape(-1)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, flat, limits)
         else:
-            beyond = _scatter_rows(part.genes, part.values, part.starts, part.lengths, to, out, limits)
+            mapped = (part.genes, part.column_of)
+            beyond = _scatter_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
         _require_fit(part, limits, beyond, n_rows)
     try:
         return narrowed(out, dtype)
@@ -332,13 +277,15 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
 
 def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     """The rows `[first, last)` of a minibatch as a minibatch. CSR values and dense rows share its memory."""
-    x = minibatch.x
-    if isinstance(x, CsrArrays):
-        begin, end = x.indptr[first], x.indptr[last]
-        indptr = x.indptr[first : last + 1] - begin
-        x = CsrArrays(indptr=indptr, indices=x.indices[begin:end], values=x.values[begin:end], n_genes=x.n_genes)
-    elif x is not None:
-        x = x[first:last]
+    x = {name: _cut_x(matrix, first, last) for name, matrix in minibatch.x.items()}
     obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
     names = None if minibatch.names is None else minibatch.names[first:last]
     return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=minibatch.index[first:last], names=names)
+
+
+def _cut_x(x: X, first: int, last: int) -> X:
+    if not isinstance(x, CsrArrays):
+        return x[first:last]
+    begin, end = x.indptr[first], x.indptr[last]
+    indptr = x.indptr[first : last + 1] - begin
+    return CsrArrays(indptr=indptr, indices=x.indices[begin:end], values=x.values[begin:end], n_genes=x.n_genes)

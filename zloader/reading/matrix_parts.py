@@ -18,6 +18,7 @@ from zloader.common.records import ByteSource
 from zloader.reading.bridge import ByteBudget
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
+from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import MatrixLayout
 
 
@@ -26,7 +27,7 @@ class MatrixPart:
     """One store's matrix. Its rows are consecutive rows of the dataset.
 
     `url` names the store in messages. `indptr` is None for a dense matrix. `object_sizes` has the bytes per stored
-    object.
+    object. `genes` are the columns of x; None for the store's genes as they are.
     """
 
     url: str
@@ -35,6 +36,12 @@ class MatrixPart:
     object_sizes: Mapping[str, int]
     source: ByteSource
     mirror: Mirror | None
+    genes: ChosenGenes | None = None
+
+    @property
+    def n_columns(self) -> int:
+        """Columns of x, the same in all parts of a matrix."""
+        return self.matrix.n_genes if self.genes is None else len(self.genes)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,10 @@ _SHOWN = 3  # genes named in a message
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenGenes:
-    """A choice of genes: column k of x is gene `positions[k]` of the `n_stored` genes of the store."""
+    """A choice of genes: column k of x is gene `positions[k]` of the `n_stored` genes of a store.
+
+    A position of -1 is a gene that the store does not have. Its column is zeros.
+    """
 
     positions: Rows
     n_stored: int
@@ -37,13 +40,23 @@ class ChosenGenes:
         It has the smallest unsigned dtype, to fit into the L2 cache: 125 KB for 62 710 genes.
         """
         columns = np.full(self.n_stored, len(self), np.min_scalar_type(len(self)))
-        columns[self.positions] = np.arange(len(self))
+        present = np.flatnonzero(self.positions >= 0)
+        columns[self.positions[present]] = present
         return columns
 
     @cached_property
     def ascending(self) -> bool:
-        """Whether the columns are in the order of the store."""
-        return bool((np.diff(self.positions) > 0).all())
+        """Whether the columns of the store's genes are in the order of the store."""
+        return bool((np.diff(self.positions[self.positions >= 0]) > 0).all())
+
+    @cached_property
+    def takes_all(self) -> bool:
+        """Whether every gene of the store is chosen, so that no value is left out."""
+        return int(np.count_nonzero(self.positions >= 0)) == self.n_stored
+
+    def among(self, stored: Rows, n_stored: int) -> ChosenGenes:
+        """The same columns from a store whose gene `stored[i]`, or none if that is -1, is the one at position i."""
+        return ChosenGenes(positions=stored[self.positions], n_stored=n_stored)
 
 
 def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], where: str) -> ChosenGenes:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch.utils.data
 
-from zloader.common.checks import names_of, require_count, require_one_of
+from zloader.common.checks import names_of, one_or_more, require_count, require_one_of
 from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.malloc import keep_freed_memory
@@ -53,6 +53,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     ...         x, cell_type = minibatch.x, minibatch.obs["cell_type"]
     >>> x.shape, x.dtype, cell_type.dtype
     (torch.Size([55, 97]), torch.float32, torch.int64)
+    >>> both = next(iter(zl.Loader(dataset, batch_size=64, x=["X", "layers/spliced"])))
+    >>> {name: x.shape for name, x in both.x.items()}
+    {'X': torch.Size([64, 97]), 'layers/spliced': torch.Size([64, 97])}
     >>> state = loader.state_dict()  # to resume: zl.Loader(dataset, ...).load_state_dict(state)
 
     A fetch loads up to `batch_size * fetch_factor` rows, permutes them in memory and cuts them into minibatches. The
@@ -73,10 +76,12 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             in order), `"mixture_of_scanners"`, and `"random"` (BlockShuffling with blocks of one row).
         shuffle: False yields the rows in order, for validation and prediction; it is `sampling="streaming"`. True is
             the default order.
-        x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix.
+        x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix. A list of names loads several
+            matrices of the same rows: `minibatch.x` is then a dict by name.
         obs: names of the obs columns to load.
         obsm: names of the obsm arrays to load.
         genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
+            They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"scipy"` (CSR matrix)
             or `"anndata"`.
         dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"`, `"float64"`, `"int32"` or `"int64"`, or such a
@@ -106,7 +111,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     fetch_factor: int = 256
     sampling: Sampling | str | None = None
     shuffle: bool | None = None
-    x: str | None = "X"
+    x: str | Sequence[str] | None = "X"
     obs: Sequence[str] = ()
     obsm: Sequence[str] = ()
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
@@ -136,10 +141,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         self.dataset.require_obsm(self.obsm)
-        self._genes: ChosenGenes | None = None
-        if self.x is not None:
-            matrices = self.dataset.matrices(self.x)
-            self._genes = None if self.genes is None else self.dataset.choose_genes(self.genes, matrices[0])
+        self._matrices = [] if self.x is None else one_or_more(x=self.x)
+        self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
+        for name in self._matrices:
+            self.dataset.matrices(name)
+        self._genes: dict[str, ChosenGenes] = {}
+        if self.genes is not None:
+            self._genes = self.dataset.choose_genes(self.genes, self._matrices)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = sized(bound(self._wanted_sampling, self.dataset.obs_column), fetch_rows)
@@ -291,7 +299,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
         recipe = self._recipe(sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
-        var = self.dataset.var_of(self.x, self._genes) if self.x is not None and self.layout == "anndata" else None
+        framed = self._matrices if self.layout == "anndata" else []
+        var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
         silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
@@ -303,19 +312,18 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return RunningEpoch(
             bridge=scheduler.start(fetches, name="zloader-fetch"),
             record=record,
-            convert=functools.partial(as_minibatch, self.dataset, self.layout, var),
+            convert=functools.partial(as_minibatch, self.dataset, self.x, self.layout, var),
             uncount=uncount,
         )
 
     def _recipe(self, *, sweeping: bool) -> Recipe:
         whole = self.dataset.whole
         return Recipe(
-            parts=self.dataset.parts(self.x, self.options),
+            x={name: self.dataset.parts(name, self.options, self._genes.get(name)) for name in self._matrices},
             columns=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=str(self.dtype),
-            genes=self._genes,
             names=whole.names_of if self.layout == "anndata" else None,
             sweeping=sweeping,
         )

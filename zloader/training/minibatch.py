@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import require_one_of
 from zloader.common.errors import OptionError
-from zloader.common.records import CsrArrays, MinibatchArrays
+from zloader.common.records import CsrArrays, MinibatchArrays, X
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy
 from zloader.reading.half_floats import HALVES
@@ -36,7 +37,8 @@ class Minibatch:
     (8, 8, torch.int64)
 
     x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor, a
-        SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x.
+        SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x. If the loader has a
+        list of matrices, a dict with one such x for each name.
     obs: a tensor of one value per row for each column. Categories are int64 codes, -1 where a value is missing;
         numbers have their stored dtype.
     obsm: a tensor of rows x dims for each name, in its stored dtype.
@@ -65,12 +67,17 @@ class Minibatch:
     def _each(self, function: Any) -> Minibatch:
         index = function(self.index)
         return Minibatch(
-            x=None if self.x is None else function(self.x),
+            x=self._each_x(function),
             obs={name: function(column) for name, column in self.obs.items()},
             obsm={name: function(array) for name, array in self.obsm.items()},
             row=index if self.row is self.index else function(self.row),
             index=index,
         )
+
+    def _each_x(self, function: Any) -> Any:
+        if isinstance(self.x, dict):
+            return {name: function(x) for name, x in self.x.items()}
+        return None if self.x is None else function(self.x)
 
 
 def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:
@@ -88,11 +95,22 @@ with contextlib.suppress(ImportError):
     default_collate_fn_map[Minibatch] = _refuse_to_collate
 
 
-def as_minibatch(dataset: Dataset, layout: str, var: pd.DataFrame | None, arrays: MinibatchArrays) -> Minibatch:
+def as_minibatch(
+    dataset: Dataset,
+    x: str | Sequence[str] | None,
+    layout: str,
+    var: Mapping[str, pd.DataFrame],
+    arrays: MinibatchArrays,
+) -> Minibatch:
+    """A minibatch with `x` as a Loader takes it. `var` has the var frame of each matrix, for layout anndata."""
+    made = {
+        name: dataset.to_anndata(arrays, name, var[name]) if name in var else _as_layout(layout, matrix)
+        for name, matrix in arrays.x.items()
+    }
     index = torch.from_numpy(arrays.index)
     row = dataset.positions(arrays.index)
     return Minibatch(
-        x=_as_layout(layout, arrays) if var is None else dataset.to_anndata(arrays, var),
+        x=None if x is None else made[x] if isinstance(x, str) else made,
         obs={name: torch.from_numpy(column) for name, column in arrays.obs.items()},
         obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
         row=index if row is arrays.index else torch.from_numpy(row),
@@ -122,10 +140,9 @@ def _tensor(values: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
-def _as_layout(layout: str, arrays: MinibatchArrays) -> torch.Tensor | scipy.sparse.csr_matrix | None:
-    x = arrays.x
+def _as_layout(layout: str, x: X) -> torch.Tensor | scipy.sparse.csr_matrix:
     if not isinstance(x, CsrArrays):
-        return None if x is None else _tensor(x)
+        return _tensor(x)
     if layout == "scipy":
         return as_scipy(x)
     return torch.sparse_csr_tensor(

@@ -14,9 +14,11 @@ import numpy as np
 import pandas as pd
 
 from zloader.common.errors import OptionError, SourceError
+from zloader.common.nearest import listed
 from zloader.common.records import Rows
-from zloader.conversion.joining.problems import Problems, listed
+from zloader.conversion.joining.problems import Problems
 from zloader.conversion.sources.inputs import Input
+from zloader.selecting.joined_genes import renamed, repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +51,8 @@ class GeneRule:
             )
         names = pd.Index(names.astype(str).to_numpy(dtype=object))
         if not names.is_unique:
-            raise SourceError(f"{at}: {_repeats(names)} in the column {column!r}, so it cannot name the genes")
-        former = str(var.index.name or "var_names")
-        if former not in var:
-            var = var.assign(**{former: var.index})
-        return var.set_axis(names)
+            raise SourceError(f"{at}: {repeats(names)} in the column {column!r}, so it cannot name the genes")
+        return renamed(var, names)
 
     def at(self, source: Input) -> str:
         """Where the genes of a source are, for messages: `a.h5ad: var`."""
@@ -130,7 +129,7 @@ def _unique_names(source: Input, rule: GeneRule) -> pd.Index:
     index = rule.var_of(source).index
     if not index.is_unique:
         raise SourceError(
-            f"{rule.at(source)}: {_repeats(index)}, so the genes cannot be joined: choose a column of unique names "
+            f"{rule.at(source)}: {repeats(index)}, so the genes cannot be joined: choose a column of unique names "
             "with gene_column=... (--gene-column), or make them unique with var_names_make_unique"
         )
     return index
@@ -143,8 +142,3 @@ def _difference(rule: GeneRule, first: tuple[Input, pd.Index], second: tuple[Inp
     found += [f"has {len(adds)} that {one.name} lacks ({listed(adds, 3)})"] if len(adds) else []
     remedy = "leave raw out with raw=False (--no-raw)" if rule.raw else "pass genes=... (--genes)"
     return f"{rule.at(other)} {' and '.join(found)}: pass join='inner' or 'outer' (--join), or {remedy}"
-
-
-def _repeats(names: pd.Index) -> str:
-    repeated = names[names.duplicated()].unique()
-    return f"{len(repeated)} repeated gene name{'s' * (len(repeated) > 1)} ({listed(repeated)})"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from zloader.common.errors import OptionError, SourceError
-
-_SHOWN = 10  # names per message
+from zloader.common.nearest import listed
 
 
 class Problems:
@@ -38,13 +37,6 @@ class Problems:
     ) -> None:
         if error is None and self._found:
             raise SourceError("\n".join(self._found))
-
-
-def listed(names: Iterable[Any], most: int = _SHOWN) -> str:
-    """Names for a message: the first `most`, then the number of further ones."""
-    names = [str(name) for name in names]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more or "none"
 
 
 def by_source(found: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from zloader.common.errors import OptionError
-from zloader.conversion.joining.problems import listed
+from zloader.common.nearest import listed
 
 _JOINS = (None, "inner", "outer")
 

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from zloader.access.implied_objects import implied_keys, members_of, require_objects
 from zloader.common.errors import FormatError, SourceError, StoreError
+from zloader.common.nearest import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.content import Content, Selection
 from zloader.conversion.joining.genes import GeneRule
-from zloader.conversion.joining.problems import Problems, listed
+from zloader.conversion.joining.problems import Problems
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.windows import SourceMatrix

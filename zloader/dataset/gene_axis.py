@@ -1,0 +1,171 @@
+"""The genes of all stores as the columns of one matrix, and their var.
+
+Stores with the same genes share their names and positions in memory, because a dataset may have a thousand stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from zloader.common.errors import FormatError, MissingColumnError
+from zloader.common.nearest import listed, suggestion
+from zloader.common.records import Rows
+from zloader.dataset.elements import load_anndata
+from zloader.dataset.opening import concurrently
+from zloader.dataset.store import OpenedStore
+from zloader.selecting.genes import ChosenGenes
+from zloader.selecting.joined_genes import GeneJoin, joined_names, renamed, repeats, stored_positions
+
+_FRAMES = 16  # var frames in memory at a time, while they are merged
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GeneAxis:
+    """The columns of a matrix over all stores.
+
+    For each store, `stored` has the position of each gene of the axis among the genes of the store, or -1 if the store
+    lacks it; it is None if the store has exactly these genes in this order. `n_stored` are the genes per store.
+    """
+
+    names: pd.Index
+    stored: Sequence[Rows | None]
+    n_stored: Sequence[int]
+
+    def chosen(self, genes: ChosenGenes | None) -> list[ChosenGenes | None]:
+        """The columns of x in each store, for a choice among the genes of the axis; None for the store's own genes."""
+        whole = ChosenGenes(positions=np.arange(len(self.names)), n_stored=len(self.names))
+        made: dict[int, ChosenGenes | None] = {}
+        for stored, n_stored in zip(self.stored, self.n_stored, strict=True):
+            if id(stored) not in made:
+                made[id(stored)] = genes if stored is None else (genes or whole).among(stored, n_stored)
+        return [made[id(stored)] for stored in self.stored]
+
+
+def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> GeneAxis:
+    """The joined genes of `"var"` or `"raw/var"`.
+
+    Raises FormatError if the genes cannot be joined, and MissingColumnError if a store lacks the column with the names.
+    """
+    distinct: dict[tuple[str, ...], pd.Index] = {}
+
+    def read(store: OpenedStore) -> pd.Index:
+        names = gene_names(store, frame, rule)
+        return distinct.setdefault(tuple(names), names)
+
+    of_stores = concurrently(read, stores)
+    if rule.join is None:
+        _require_same(stores, of_stores, frame)
+    # A repeated join with the same names changes nothing. `distinct` has the order in which threads read them.
+    joined = joined_names({id(names): names for names in of_stores}.values(), rule)
+    if rule.join != "outer":
+        _require_shared(stores, of_stores, frame, joined, listing=rule.genes is not None)
+    positions = {id(names): stored_positions(joined, names) for names in distinct.values()}
+    return GeneAxis(
+        names=joined,
+        stored=[positions[id(names)] for names in of_stores],
+        n_stored=[len(names) for names in of_stores],
+    )
+
+
+def gene_names(store: OpenedStore, frame: str, rule: GeneJoin) -> pd.Index:
+    """The names by which the genes of a store are joined. Unless they are used as stored, they are unique strings."""
+    if rule.as_stored:
+        return store.names(frame)
+    column, at = rule.genes_by, f"{frame} of {store.location.url}"
+    stored = (
+        store.names(frame) if column is None or column == _index_name(store, frame) else _column(store, frame, column)
+    )
+    names = pd.Index([str(name) for name in stored])
+    if repeated := repeats(names):
+        where = "" if column is None else f" in the column {column!r}"
+        raise FormatError(
+            f"{at} has {repeated}{where}, so they cannot name the columns of x: choose a var column of unique names "
+            "with genes_by=..., or write the store again with unique names"
+        )
+    return names
+
+
+def _index_name(store: OpenedStore, frame: str) -> str:
+    return store.index_path(frame).removeprefix(f"{frame}/")
+
+
+def _column(store: OpenedStore, frame: str, column: str) -> pd.Series:
+    """The var column that names the genes."""
+    at, known = f"{frame} of {store.location.url}", store.columns(frame)
+    if column not in known:
+        raise MissingColumnError(
+            f"{at} has no column {column!r} to name genes by; it has: {listed(known)}{suggestion(column, known)}"
+        )
+    names = pd.Series(store.element(f"{frame}/{column}"))
+    if len(names) != store.length(frame):
+        raise store.damaged(f"{frame}/{column}", f"it has {len(names)} values for {store.length(frame)} genes")
+    if names.isna().any():
+        raise FormatError(
+            f"{at} has {int(names.isna().sum())} genes without a value in {column!r}, so they would have no name"
+        )
+    return names
+
+
+def _require_same(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index], frame: str) -> None:
+    first = of_stores[0]
+    for store, genes in zip(stores[1:], of_stores[1:], strict=True):
+        if genes is first or genes.equals(first):
+            continue
+        n_both = min(len(first), len(genes))
+        at = int(np.argmax(np.append(first[:n_both] != genes[:n_both], True)))
+        here, there = (repr(names[at]) if at < len(names) else "missing" for names in (genes, first))
+        raise FormatError(
+            f"gene {at} of {frame} is {here} in {store.location.url}, but {there} in {stores[0].location.url}: stores "
+            "opened together must have the same genes in the same order. Open them with join='inner', join='outer' or "
+            "join=[genes]; or run 'zloader convert' on all of them, which joins their genes in a store"
+        )
+
+
+def _require_shared(
+    stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index], frame: str, joined: pd.Index, *, listing: bool
+) -> None:
+    """Raises FormatError for an empty intersection, and for a store that has none of the genes that `join` lists."""
+    name_by = "name the genes by a var column with common names, with genes_by=..."
+    if not listing and not len(joined) and any(map(len, of_stores)):
+        raise FormatError(
+            f"no gene is in {frame} of all stores (the first has {listed(of_stores[0], 3)}): {name_by}, or open them "
+            "with join='outer'"
+        )
+    checked: set[int] = set()
+    for store, names in zip(stores, of_stores, strict=True):
+        if listing and id(names) not in checked and not names.isin(joined).any():
+            raise FormatError(
+                f"{frame} of {store.location.url} has none of the {len(joined)} genes that join lists "
+                f"({listed(joined, 3)}), but genes such as {listed(names, 3)}: {name_by}, or leave this store out"
+            )
+        checked.add(id(names))
+
+
+def merged_var(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin, names: pd.Index) -> pd.DataFrame:
+    """The var of the joined genes `names`: of several stores, the columns that are the same in all of them.
+
+    This is the var of `anndata.concat(..., merge="same")`. Genes that a store lacks have missing values there.
+    """
+    merged: pd.DataFrame | None = None
+    for first in range(0, len(stores), _FRAMES):
+        for var in concurrently(partial(_var_of, frame=frame, rule=rule), stores[first : first + _FRAMES]):
+            var = var if var.index.equals(names) else var.reindex(names)
+            merged = var if merged is None else _same_columns(merged, var)
+    assert merged is not None
+    return merged
+
+
+def _var_of(store: OpenedStore, frame: str, rule: GeneJoin) -> pd.DataFrame:
+    var, names = store.element(frame), gene_names(store, frame, rule)
+    by_index = rule.genes_by is None or rule.genes_by == _index_name(store, frame)
+    return var.set_axis(names) if by_index else renamed(var, names)
+
+
+def _same_columns(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
+    anndata = load_anndata()
+    return anndata.concat([anndata.AnnData(var=one), anndata.AnnData(var=other)], merge="same").var
