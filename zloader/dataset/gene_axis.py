@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import pandas as pd
@@ -38,12 +38,21 @@ class GeneAxis:
 
     def chosen(self, genes: ChosenGenes | None) -> list[ChosenGenes | None]:
         """The columns of x in each store, for a choice among the genes of the axis; None for the store's own genes."""
-        whole = ChosenGenes(positions=np.arange(len(self.names)), n_stored=len(self.names))
+        if genes is None:
+            return self._whole
         made: dict[int, ChosenGenes | None] = {}
         for stored, n_stored in zip(self.stored, self.n_stored, strict=True):
             if id(stored) not in made:
-                made[id(stored)] = genes if stored is None else (genes or whole).among(stored, n_stored)
+                made[id(stored)] = genes if stored is None else genes.among(stored, n_stored)
         return [made[id(stored)] for stored in self.stored]
+
+    @cached_property
+    def _whole(self) -> list[ChosenGenes | None]:
+        if all(stored is None for stored in self.stored):
+            return [None] * len(self.stored)
+        n_genes = len(self.names)
+        chosen = self.chosen(ChosenGenes(positions=np.arange(n_genes), n_stored=n_genes))
+        return [None if stored is None else genes for stored, genes in zip(self.stored, chosen, strict=True)]
 
 
 def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> GeneAxis:

@@ -68,10 +68,12 @@ def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
     """The stores that contain `rows`, each with the positions of its rows; store k ends before row `ends[k]`."""
     if len(ends) == 1:
         return [(0, slice(None))]
-    of = np.searchsorted(ends, rows, side="right")
+    # In the smallest dtype, because NumPy sorts one or two bytes by radix, in linear time.
+    of = np.searchsorted(ends, rows, side="right").astype(np.min_scalar_type(len(ends)))
     order = np.argsort(of, kind="stable")
-    cuts = np.flatnonzero(np.diff(of[order], prepend=-1, append=len(ends))).tolist()
-    return [(int(of[order[a]]), order[a:b]) for a, b in pairwise(cuts)]
+    of = of[order]
+    cuts = [0, *(np.flatnonzero(of[1:] != of[:-1]) + 1).tolist(), len(of)] if len(of) else []
+    return [(int(of[a]), order[a:b]) for a, b in pairwise(cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class PlannedRows:
         if dense:
             return len(taken) * n_columns * value_bytes
         lengths = self.lengths[taken]
-        if any(part.genes is not None for part in self.parts):
+        if any(part.genes is not None and not part.genes.takes_all for part in self.parts):
             lengths = np.minimum(lengths, n_columns)
         return int(lengths.sum()) * (4 + value_bytes)
 
