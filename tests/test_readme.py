@@ -75,6 +75,7 @@ def pbmc(tmp_path, monkeypatch):
     adata.obs["plate"] = [f"plate {row // 30}" for row in range(150)]
     adata.obs["cell_type"] = ["T", "B", "NK"] * 50
     adata.obs["n_counts"] = 10.0 * np.arange(150)
+    adata.layers["spliced"] = adata.X
     adata.write_h5ad(tmp_path / "pbmc.h5ad")
     zl.convert(adata, tmp_path / "pbmc.zarr", progress=False)
     monkeypatch.chdir(tmp_path)

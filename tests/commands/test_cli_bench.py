@@ -179,15 +179,35 @@ def test_an_epoch_that_is_not_every_row_once_is_an_error(store):
     assert [epoch.complete for epoch in seen] == [False, False, True]
 
 
+def test_stores_with_other_genes_and_several_matrices(store, tmp_path):
+    adata = counts(60, 97)
+    adata.var_names = [f"gene {gene}" for gene in range(90, 187)]
+    adata.layers["more"] = adata.X
+    write_store(adata, tmp_path / "a.zarr", tmp_path)
+    seen = documented(store, tmp_path / "a.zarr", *FLAGS, "--epochs", 1, "--join", "outer")
+    assert (seen["rows"], seen["genes"], seen["join"]) == (563, 187, "outer")
+    assert "genes" in zloader("bench", store, tmp_path / "a.zarr", "--epochs", 1, status=1).stderr
+    seen = documented(tmp_path / "a.zarr", *FLAGS, "--epochs", 1, "--x", "X", "--x", "layers/more")
+    foretold = json.loads(
+        zloader("info", tmp_path / "a.zarr", "--json", *FLAGS, "--x", "X", "--x", "layers/more").stdout
+    )
+    assert seen["x"] == foretold["epoch"]["x"] == ["X", "layers/more"]
+    figures = seen["epochs"][0]["figures"]
+    assert {name: figures[name] for name in ("gets", "bytes_read")} == {
+        name: foretold["epoch"]["unmirrored"][name] for name in ("gets", "bytes_read")
+    }
+
+
 def test_the_loop_is_the_loaders(store):
     flags = params("bench")
     for name, default in (
         ("batch_size", zl.Loader.batch_size),
         ("fetch_factor", zl.Loader.fetch_factor),
         ("block_size", DEFAULT_BLOCK_SIZE),
+        ("x", zl.Loader.x),
     ):
         assert flags[name].show_default == str(default)
-    for name in ("x", "layout", "dtype"):
+    for name in ("layout", "dtype"):
         assert flags[name].default == getattr(zl.Loader, name)
     assert not {"key", "secret", "token", "password"} & flags.keys()
 

@@ -23,12 +23,14 @@ from zloader.commands.command import (
     EndedError,
     Endpoint,
     Json,
+    Matrices,
     Profile,
     Region,
     app,
     loader_sizes,
     print_json,
     storage_options,
+    x_of,
 )
 from zloader.common.errors import ZloaderError
 
@@ -64,9 +66,13 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs to measure.")] = 3,
     step_ms: Annotated[float, typer.Option(min=0, help="Simulated training time per minibatch, in ms.")] = 0.0,
-    x: Annotated[
-        str, typer.Option("--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X.", rich_help_panel=_LOADER)
-    ] = "X",
+    join: Annotated[
+        str | None, typer.Option(help="Genes of stores that differ: inner or outer.", show_default="must be equal")
+    ] = None,
+    genes_by: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="var column that names the genes.", show_default="var_names")
+    ] = None,
+    x: Matrices = None,
     obs: Annotated[
         str, typer.Option(metavar="A,B", help="obs columns to read.", show_default="none", rich_help_panel=_LOADER)
     ] = "",
@@ -114,7 +120,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     options: dict[str, Any] = {
         **sizes,
         "options": fetching,
-        "x": x,
+        "x": x_of(x),
         "layout": layout,
         "dtype": dtype,
         "rank": 0,
@@ -122,8 +128,9 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     }
     source: Any = urls[0] if len(urls) == 1 else urls
     access = storage_options(endpoint_url, region, profile, anon)
+    opening: Any = {"storage_options": access, "join": join, "genes_by": genes_by}
     loader = Loader(
-        open_dataset(source, cache=cache, storage_options=access),
+        open_dataset(source, cache=cache, **opening),
         sampling=stratified(block_size),
         obs=columns,
         **options,
@@ -131,12 +138,13 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     console = terminal.console(stderr=as_json)
     rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
     console.print(f"{', '.join(urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
-    for _ in Loader(open_dataset(source, storage_options=access), sampling=Streaming(indices=[0]), **options):
+    for _ in Loader(open_dataset(source, **opening), sampling=Streaming(indices=[0]), **options):
         pass
 
     settings = {"urls": urls, "rows": rows, "genes": genes, "cache": cache, "step_ms": step_ms}
+    settings |= {"join": join, "genes_by": genes_by}
     settings |= {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
-    settings |= {**sizes, "block_size": block_size, "x": x, "obs": columns, "layout": layout, "dtype": dtype}
+    settings |= {**sizes, "block_size": block_size, "x": x_of(x), "obs": columns, "layout": layout, "dtype": dtype}
     measured: list[BenchEpoch] = []
     try:
         with terminal.bench_view(console, rows, lambda: figures_of(loader.statistics())):
@@ -163,7 +171,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
             if not minibatches:
                 first_minibatch_s = time.perf_counter() - began
             minibatches += 1
-            rows += minibatch.x.shape[0]
+            rows += len(minibatch)
             row_sum += int(minibatch.index.sum())
             if step_s:
                 time.sleep(step_s)

@@ -23,6 +23,7 @@ from zloader.commands.command import (
     EndedError,
     Endpoint,
     Json,
+    Matrices,
     Profile,
     Region,
     Url,
@@ -48,15 +49,7 @@ def warm(  # noqa: PLR0913 - one parameter a flag
         Path,
         typer.Option(metavar="DIR", help="Cache directory; DIR/zloader if DIR holds other things.", show_default=False),
     ],
-    x: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--x",
-            metavar="NAME",
-            help="Matrix: X, layers/NAME or raw/X. Repeat for several matrices.",
-            show_default="X",
-        ),
-    ] = None,
+    x: Matrices = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Disk space limit of all mirrors in DIR together.", show_default="no limit"),

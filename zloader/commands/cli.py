@@ -31,6 +31,7 @@ from zloader.commands.command import (
     EndedError,
     Endpoint,
     Json,
+    Matrices,
     Profile,
     Region,
     Url,
@@ -38,6 +39,7 @@ from zloader.commands.command import (
     loader_sizes,
     print_json,
     storage_options,
+    x_of,
 )
 from zloader.common.errors import FormatError, OptionError, ZloaderError
 
@@ -56,7 +58,7 @@ __all__ = ["app", "cli_bench", "cli_cache", "cli_convert", "cli_quality"]
 @app.command(epilog=KEYS)
 def info(  # noqa: PLR0913 - one parameter a flag
     url: Url,
-    x: Annotated[str, typer.Option("--x", metavar="NAME", help="Matrix to train on: X, layers/NAME or raw/X.")] = "X",
+    x: Matrices = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows per minibatch.", show_default="64")] = None,
     fetch_factor: Annotated[int | None, typer.Option(help="Minibatches per fetch.", show_default="256")] = None,
     block_size: Annotated[
@@ -73,15 +75,15 @@ def info(  # noqa: PLR0913 - one parameter a flag
     from zloader.dataset.dataset import open_dataset
     from zloader.dataset.summary import summarize
 
-    sizes = loader_sizes(batch_size, fetch_factor, block_size)
+    sizes, wanted = loader_sizes(batch_size, fetch_factor, block_size), x_of(x)
     dataset = open_dataset(url, storage_options=storage_options(endpoint_url, region, profile, anon))
     summary = summarize(dataset)
     try:
-        costs, problem = _costs(dataset, x, **sizes), None
+        costs, problem = _costs(dataset, wanted, **sizes), None
     except FormatError as error:
         costs, problem = None, str(error)
     if as_json:
-        epoch = {"x": x, **sizes, "problem": problem} | ({} if costs is None else dataclasses.asdict(costs))
+        epoch = {"x": wanted, **sizes, "problem": problem} | ({} if costs is None else dataclasses.asdict(costs))
         print_json(dataclasses.asdict(summary) | {"epoch": epoch})
     else:
         console = terminal.console()
@@ -89,12 +91,12 @@ def info(  # noqa: PLR0913 - one parameter a flag
         if costs is None:
             console.print(f"cannot estimate an epoch: {problem}", soft_wrap=True, markup=False)
         else:
-            terminal.show_costs(console, costs, x, sizes)
-    if costs is None and x != "X":  # the user named this matrix
+            terminal.show_costs(console, costs, ", ".join(x or ["X"]), sizes)
+    if costs is None and wanted != "X":  # the user named this matrix
         raise typer.Exit(1)
 
 
-def _costs(dataset: Dataset, x: str, *, batch_size: int, fetch_factor: int, block_size: int) -> EpochCosts:
+def _costs(dataset: Dataset, x: str | list[str], *, batch_size: int, fetch_factor: int, block_size: int) -> EpochCosts:
     from zloader.dataset.cost import epoch_costs
     from zloader.order.sampling import stratified
     from zloader.training.loader import Loader

@@ -136,6 +136,12 @@ Profile = Annotated[
 Anonymous = Annotated[
     bool, typer.Option("--anon", help="Send no credentials, for public buckets.", rich_help_panel=_S3)
 ]
+Matrices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X. Repeat for several matrices.", show_default="X"
+    ),
+]
 KEYS = "Credentials come from the AWS_* variables or the AWS configuration, never from the command line."
 
 
@@ -158,6 +164,12 @@ def loader_sizes(batch_size: int | None, fetch_factor: int | None, block_size: i
     fetch_factor = Loader.fetch_factor if fetch_factor is None else fetch_factor
     block_size = default_block_size(batch_size * fetch_factor) if block_size is None else block_size
     return {"batch_size": batch_size, "fetch_factor": fetch_factor, "block_size": block_size}
+
+
+def x_of(given: list[str] | None) -> str | list[str]:
+    """The x of a Loader for these --x flags: a single name, or a list of several."""
+    names = given or ["X"]
+    return names[0] if len(names) == 1 else names
 
 
 def print_json(document: Any) -> None:

@@ -101,7 +101,8 @@ def warm(
     if unmirrored is not None:
         raise OptionError(f"cannot fill the mirror of {unmirrored.url}: it cannot be used (see the warning)")
     dataset.keep_columns()
-    dataset.var  # noqa: B018 - reading the frame writes it to the cache
+    for name in ("X", *x):
+        dataset.var_of(name)  # reading the frame writes it to the cache
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:

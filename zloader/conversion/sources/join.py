@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
-
-
-@compiled
-def _count_bits(word: Any) -> Any:
-    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
-    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+from zloader.reading.gene_loops import count_bits
 
 
 @compiled
@@ -50,10 +43,10 @@ def _sort_genes(
             present[genes[i] >> 6] |= one << np.uint64(genes[i] & 63)
         for word in range(len(present)):
             before[word] = at
-            at += _count_bits(present[word])
+            at += count_bits(present[word])
         for i in kept[:n_kept]:
             lower = present[genes[i] >> 6] & ((one << np.uint64(genes[i] & 63)) - one)
-            position = before[genes[i] >> 6] + _count_bits(lower)
+            position = before[genes[i] >> 6] + count_bits(lower)
             out_genes[position], out_values[position] = genes[i], values[i]
         present[:] = 0
         out_lengths[row] = n_kept
