@@ -57,8 +57,12 @@ class Matrices:
 
     def n_genes(self, x: str) -> int:
         """The number of columns of a matrix."""
-        frame = frame_of(x)
-        return self._stores[0].length(frame) if self.rule.as_stored else len(self.axis(frame).names)
+        return self._length(frame_of(x))
+
+    def _length(self, frame: str) -> int:
+        if not self.rule.as_stored:
+            return len(self.axis(frame).names)
+        return self._stores[0].n_vars if frame == "var" else self._stores[0].length(frame)
 
     def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
         """The var frame of a matrix: one row per column of the matrix, or per chosen gene.
@@ -67,12 +71,10 @@ class Matrices:
         """
         frame = frame_of(x)
         if frame not in self._vars:
-            as_stored = self.rule.as_stored
-            self._vars[frame] = (
-                self._stores[0].element(frame)
-                if as_stored
-                else merged_var(self._stores, frame, self.rule, self.axis(frame).names)
-            )
+            if self.rule.as_stored:
+                self._vars[frame] = self._stores[0].element(frame)
+            else:
+                self._vars[frame] = merged_var(self._stores, frame, self.rule, self.axis(frame).names)
         return self._vars[frame] if genes is None else self._vars[frame].iloc[genes.positions]
 
     def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
@@ -91,7 +93,7 @@ class Matrices:
     def _choose(self, genes: Genes, frame: str) -> ChosenGenes:
         return choose_genes(
             genes,
-            n_stored=self.n_genes(frame.replace("var", "X")),
+            n_stored=self._length(frame),
             names=lambda: self.axis(frame).names,
             where=f"{frame} of {self._stores[0].location.url if self.rule.as_stored else self._opened.url}",
         )
