@@ -114,7 +114,10 @@ def test_genes_that_raw_does_not_have_are_refused(tmp_path):
 
 def test_it_resumes_anywhere_in_workers_and_on_ranks(store):
     dataset = zl.open_dataset(store)
-    make = lambda **options: zl.Loader(dataset, x=NAMES, obs=["lane"], **SIZES, **options)  # noqa: E731
+
+    def make(**options):
+        return zl.Loader(dataset, x=NAMES, obs=["lane"], **SIZES, **options)
+
     assert_resumes_anywhere(make, every=3)
     check([minibatch for rank in range(3) for minibatch in make(rank=rank, world_size=3)])
     check(DataLoader(make(), batch_size=None, num_workers=2, multiprocessing_context="fork"))
