@@ -173,9 +173,10 @@ def test_grids_keep_their_bounds(length: int, chunk: int, item_bytes: int, shard
 
 
 def test_default_grid_of_an_atlas() -> None:
-    chunk = chunk_elements(32, elements=147_000_000_000, rows=100_000_000)
-    cut = grid(147_000_000_000, chunk=chunk, item_bytes=2, shard_bytes=zl.ConvertOptions().shard_bytes)
-    assert cut.chunk == 47_104  # 32 rows of 1 470 values, in whole multiples of 1 024
+    options = zl.ConvertOptions()
+    chunk = chunk_elements(options.chunk_rows, elements=147_000_000_000, rows=100_000_000)
+    cut = grid(147_000_000_000, chunk=chunk, item_bytes=2, shard_bytes=options.shard_bytes)
+    assert cut.chunk == 23_552  # 16 rows of 1 470 values, in whole multiples of 1 024
     assert 250 * 2**20 < cut.shard * 2 <= 256 * 2**20
 
 

@@ -92,7 +92,7 @@ def convert(  # noqa: PLR0913 - one parameter a flag
     ] = False,
     chunk_rows: Annotated[
         int | None,
-        typer.Option(help="Approximate rows per chunk.", show_default="32", rich_help_panel=_LAYOUT),
+        typer.Option(help="Approximate rows per chunk.", show_default="16", rich_help_panel=_LAYOUT),
     ] = None,
     shard_size: Annotated[
         str | None,
