@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+import numpy as np
 import pytest
 from helpers import counts, digest, write_store
 from hypothesis import given
@@ -15,6 +16,7 @@ from zloader.access.file_source import FileSource
 from zloader.access.location import Location
 from zloader.common.errors import (
     AccessDeniedError,
+    DeadlineError,
     MissingObjectError,
     ReadError,
     StoreChangedError,
@@ -117,3 +119,29 @@ def test_a_file_replaced_during_an_epoch(tmp_path):
     with pytest.raises(StoreChangedError, match="X/data/c"):
         list(minibatches)
     assert digest(zl.Loader(zl.open_dataset(tmp_path / "s.zarr"), batch_size=8, fetch_factor=1)) == wanted
+
+
+def test_a_thread_reads_into_its_own_memory(root):
+    """`read_now` fills consecutive parts of the buffer and nothing else, whatever is asked to be prefetched."""
+    source = source_of(root)
+    spans = [Span(key="a/c/0", start=3, stop=9), Span(key="b", start=0, stop=10), Span(key="a/c/0", start=0, stop=2)]
+    source.prefetch([*spans, Span(key="missing", start=0, stop=1)])
+    buffer = np.full(20, 7, np.uint8)
+    found = source.read_now(spans, buffer)
+    assert [part.tobytes() for part in found] == [CONTENT["a/c/0"][3:9], CONTENT["b"], CONTENT["a/c/0"][:2]]
+    assert all(np.shares_memory(part, buffer) for part in found)
+    assert buffer[18:].tolist() == [7, 7]
+    with pytest.raises(TruncatedObjectError, match=r"reading b bytes 5-14 returned 5 of 10 bytes"):
+        source.read_now([Span(key="b", start=5, stop=15)], buffer)
+
+
+def test_a_disk_that_does_not_answer_ends_in_an_error(root):
+    location = Location(url=str(root))
+    source = FileSource(location, location.listing(), FetchOptions(deadline_s=0.01))
+
+    async def wait():
+        never = asyncio.get_running_loop().create_future()
+        await source.within_deadline(never, [Span(key="b", start=0, stop=4)])
+
+    with pytest.raises(DeadlineError, match=r"reading b bytes 0-3 did not finish within deadline_s=0\.01"):
+        asyncio.run(wait())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tracemalloc
 from collections import Counter
@@ -251,6 +252,36 @@ def test_bytes_in_flight_stay_within_their_bound(store):
     largest = max(span.size for span in bounded.reads)
     assert bounded.most <= max(limit, largest)
     assert bounded.most < whole.most
+
+
+def test_an_epoch_that_waits_for_reads_loads_further_ahead(store):
+    """It begins with two fetches, and a third is ready to begin. More follow when two were not enough."""
+
+    class Slow(FakeSource):
+        async def read(self, spans):
+            await asyncio.sleep(0.1)  # during which the threads have nothing to do
+            return await super().read(spans)
+
+    begun = []
+
+    def fetches():
+        for fetch in plan(batch_size=5, fetch_factor=2):
+            begun.append(fetch)
+            yield fetch
+
+    scheduler, begun_before = scheduler_of(part_of(store), Slow(store), options=zl.FetchOptions(prefetch=6)), []
+
+    async def produce(put):
+        async def counted(minibatches, n_bytes):
+            begun_before.append(len(begun))
+            await put(minibatches, n_bytes)
+
+        await scheduler.run(fetches(), counted)
+
+    assert sum(len(minibatch.index) for minibatch in Bridge(produce, ready_bytes=1 << 20, name="test")) == 300
+    ahead = [n - first for first, n in enumerate(begun_before)]
+    assert ahead[0] <= 3
+    assert max(ahead) > 4
 
 
 def test_chunks_on_their_way_to_mirrors_take_little_memory(tmp_path):

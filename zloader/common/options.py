@@ -65,8 +65,9 @@ class FetchOptions:
             reads of 1 to 8 MiB; longer ones only make retries more expensive.
 
     Pace and failures:
-        prefetch: Fetches loaded ahead while the current one is gathered, as far as `buffer_bytes` allows. Default: 2,
-            so that one is decoded while the next is read.
+        prefetch: Most fetches loaded ahead while the current one is gathered, as far as `buffer_bytes` allows. An
+            epoch begins with one, and loads more while it waits for reads. Default: 2, so that one is decoded while
+            the next is read.
         deadline_s: Seconds for one read, including all its retries; then it raises DeadlineError. Default: 60.
         retries: Further attempts after a failure that may be temporary. Default: 16, which take 46 s at 0.1 to 4 s
             apart. Half a minute of SlowDown or a server restart passes unnoticed, and errors that persist are raised

@@ -30,7 +30,7 @@ from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
-from zloader.reading.resources import BufferPool, Counters, timed
+from zloader.reading.resources import BufferPool, Counters, Waits, timed
 from zloader.selecting.columns import ObsColumn
 
 # One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
@@ -127,7 +127,7 @@ class FetchScheduler:
         # Memory that is used for the first time is slow, so an epoch starts with as little of it as it can.
         self._ahead = asyncio.Semaphore(2)
         self._most_ahead = options.prefetch - 1  # more fetches that may be loaded ahead, beyond the first one
-        self._since, self._busy_s = 0.0, 0.0  # when the last load was complete, and the threads' seconds until then
+        self._waits = Waits(options.threads)
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any]] = {}
         self._ends = recipe.ends
@@ -170,19 +170,14 @@ class FetchScheduler:
                 gathering.shutdown(wait=False, cancel_futures=True)
 
     async def _loaded(self, load: asyncio.Task[_Loaded]) -> _Loaded:
-        """Waits for a load. If the epoch waits for reads, it loads one more fetch ahead from now on.
-
-        It waits for reads if it waited most of the time since the last load, and most threads had nothing to do.
-        """
-        began = time.perf_counter()
+        """Waits for a load. If the epoch waits for reads, it loads one more fetch ahead from now on."""
+        began_s = time.perf_counter()
         loaded = await load
-        now, busy_s = time.perf_counter(), self.counters.decode_s + self.counters.gather_s
-        since_s, idle_s = now - self._since, (now - self._since) * self._options.threads - (busy_s - self._busy_s)
-        idle = 2 * (now - began) > since_s and 2 * idle_s > since_s * self._options.threads
-        if idle and self._most_ahead and self._since:
+        busy_s = self.counters.decode_s + self.counters.gather_s
+        waits = self._waits.for_reads(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
+        if waits and self._most_ahead:
             self._most_ahead -= 1
             self._ahead.release()
-        self._since, self._busy_s = now, busy_s
         return loaded
 
     async def _load_ahead(
