@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("local"), derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks cases of tables as slow, as `every` says."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        for marker in item.iter_markers("every"):
+            table = item.nodeid.partition("[")[0]
+            if seen[table] % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[table] += 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ X_TYPES = {
 }
 SHAPES = [(11, 7), (40, 120)]
 ARCHIVES = sorted(versions.DATA.glob("*.zip"))
-ALWAYS = ("annbatch-0.3.1", "anndata-0.8.0", "anndata-0.13.4")  # the others are slow tests
+ALWAYS = ("anndata-0.8.0", "anndata-0.13.4")  # the others are slow tests
 ARCHIVE_PARAMS = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in ALWAYS else [pytest.mark.slow]) for path in ARCHIVES
 ]

@@ -243,6 +243,7 @@ def test_a_signal_ends_it_with_what_was_measured(interpreter, store, number):
     assert re.search(r"^GETs +[1-9]", rest, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_server_stalls(interpreter, bucket, sim, monkeypatch):
     """With --json, the figures measured so far are still one document."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")

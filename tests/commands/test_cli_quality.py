@@ -58,6 +58,7 @@ def test_each_cell_is_what_its_plan_has_and_costs(store):
         assert cell["rows_per_s"] == pytest.approx(ROWS / (cost.bytes_read / 1e6))
 
 
+@pytest.mark.slow
 def test_speed_is_measured_when_asked(store):
     seen = documented(store, *FLAGS, "--measure")
     assert seen["link_bytes_per_s"] is None

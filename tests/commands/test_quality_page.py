@@ -160,6 +160,7 @@ def test_the_default_cell_is_outlined_and_named(others, outlined, listed):
     assert [text.get_text() for text in legend.get_texts()] == [name for name, *_ in outlined]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("label", ["plate", "$\\alph$"])
 @pytest.mark.parametrize("speed", [1, 1e6, 1e13])
 @pytest.mark.parametrize("percents", [(99, 100, 101), (1, 40, 99), (0, 0, 0)], ids=str)

@@ -51,6 +51,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path: Path, monkeypatch: pytest.
     assert results.attempted >= 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bool", "int8", "uint16", "int64"])
 def test_values_come_out_as_they_went_in(tmp_path: Path, layout: str, dtype: str) -> None:
@@ -89,6 +90,7 @@ def test_everything_an_anndata_holds_is_kept(tmp_path: Path) -> None:
     assert json.loads(json.dumps(dataclasses.asdict(report)))["rows"] == 60
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1), (0, 5), (5, 0), (3, 4)], ids=str)
 @pytest.mark.parametrize("filled", [True, False], ids=["ones", "no-values"])

@@ -284,6 +284,7 @@ def test_on_s3_the_same_holds(source: Path, s3: Any) -> None:
     assert stored(location) == whole | {"obs/notes.txt": b"years of work"}
 
 
+@pytest.mark.slow
 def test_signs_of_patterns_in_a_key_mean_themselves(tmp_path: Path, s3: Any) -> None:
     old, new = write_h5ad(tmp_path / "old.h5ad", counts()), write_h5ad(tmp_path / "new.h5ad", counts(seed=5))
     options = {"storage_options": s3.storage_options}

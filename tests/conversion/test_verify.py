@@ -685,6 +685,7 @@ def test_sparse_elements_and_those_of_other_kinds() -> None:
 # ---- S3
 
 
+@pytest.mark.slow
 def test_on_s3(s3: S3, tmp_path: Path) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(), obs=frame(60, "cell").assign(string="x"))
     url, options = s3.url("a.zarr"), s3.storage_options

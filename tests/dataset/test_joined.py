@@ -15,7 +15,7 @@ import pytest
 import scipy.sparse
 import zarr
 from helpers import dense, digest, write_store
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zloader as zl
@@ -107,6 +107,7 @@ LISTS = st.lists(st.sampled_from([*ALL, "nowhere"]), unique=True).map(
 )
 
 
+@settings(max_examples=30)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=5),
     join=st.sampled_from(["inner", "outer"]) | LISTS,
@@ -241,6 +242,7 @@ def test_a_pickled_dataset_keeps_its_join(pool):
         assert pickle.loads(pickle.dumps(dataset[2:5])).shape == (3, dataset.n_vars)
 
 
+@pytest.mark.slow
 def test_the_same_from_s3_and_from_the_mirror(s3, tmp_path):
     for name in ("sorted", "shuffled"):
         for url, options in ((tmp_path / name, None), (s3.url(name), s3.storage_options)):

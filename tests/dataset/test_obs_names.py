@@ -105,6 +105,7 @@ def check(dataset: zl.Dataset, wanted: pd.Index) -> None:
     assert seen == len(wanted)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("zarr_format", "write"), ENCODINGS.values(), ids=ENCODINGS)
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
 def test_names_of_every_encoding(
@@ -130,6 +131,7 @@ def test_names_that_are_numbers_or_missing_become_text(tmp_path: Path) -> None:
     assert zl.open_dataset(missing).obs_names.tolist() == ["nan", *NAMES[1:]]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
 def test_names_of_several_stores_on_s3(s3: Any, tmp_path: Path, mirrored: bool) -> None:
     parts = [ADATA[:20].copy(), ADATA[20:21].copy(), ADATA[21:].copy()]

@@ -371,6 +371,7 @@ def check_view(view: zl.View, rows: np.ndarray) -> None:
         np.testing.assert_array_equal(dense(as_scipy(view.read_rows(np.array(asked)))), dense(taken))
 
 
+@pytest.mark.every(3)
 def test_views_and_views_of_views(dataset):
     obs = ADATA.obs
     cells = dataset.where("cell_type == 'a' and n_counts > 500")
@@ -501,6 +502,7 @@ def test_ranks_share_out_a_view(dataset):
     np.testing.assert_array_equal(np.sort(np.concatenate(rows)), view.row_numbers)
 
 
+@pytest.mark.every(3)
 def test_weights_labels_and_indices_are_those_of_the_views_rows(dataset):
     view = dataset.where("lane in [1, 4]")
     weights = np.zeros(len(view))

@@ -509,6 +509,7 @@ def test_a_view_resumes_and_is_not_taken_for_another(dataset):
         zl.Loader(other, x=None, **SIZES).load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_the_helper_sees_what_differs(dataset):
     class Forgets(zl.Loader):
         def load_state_dict(self, state):

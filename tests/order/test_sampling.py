@@ -321,6 +321,7 @@ def test_the_number_of_strata_follows_the_number_of_blocks(n_blocks, n_strata, e
     assert strata_of(n_blocks, n_strata) == expected
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("n_strata", [2, 3, 7, 8])
 def test_every_stratum_has_every_turn_alike(n_strata):
     """Counts (stratum, place in the round) over 3 000 epochs, also for strata that do not fill a binary tree."""

@@ -197,6 +197,7 @@ def test_a_bridge_that_ends_before_its_thread_has_begun(name):
     assert_threads_end(name)
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_it_begins_ends_the_thread(name):
     """Signals are handled while Thread.start waits. The exception is kept, as in a notebook."""
     caught = []

@@ -77,6 +77,7 @@ def check_csr(found, wanted):
     [("uint16", "uint8", "float32"), ("uint8", "float32", "float64"), ("int32", "int64", "int64")],
 )
 # Up to 255 columns and the value for "not chosen" fit into a byte.
+@pytest.mark.every(4)
 @pytest.mark.parametrize("n_genes", [5, 256, 300])
 @given(draw=st.data())
 def test_from_csr(n_genes, genes, values, dtype, draw):
@@ -255,6 +256,7 @@ def check_epoch(loader, wanted, genes):
 SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4)}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("genes", [ASCENDING, UNSORTED], ids=["ascending", "unsorted"])
 @pytest.mark.parametrize("x", WANTED)
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
@@ -264,6 +266,7 @@ def test_layouts_matrices_and_orders(store, layout, x, genes):
     check_epoch(loader, WANTED[x], genes)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_dtypes_mirror_and_ranks(store, tmp_path, layout, dtype):
@@ -307,6 +310,7 @@ def test_all_genes_chosen_are_all_genes(store):
             assert getattr(plain.x, part)().tolist() == getattr(chosen.x, part)().tolist()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 def test_several_stores(tmp_path, layout):
     """One minibatch combines CSR and dense stores of different dtypes."""

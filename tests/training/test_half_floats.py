@@ -113,6 +113,7 @@ TOO_LARGE = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("value", "stored", "dtype"), TOO_LARGE.values(), ids=TOO_LARGE)
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 @pytest.mark.parametrize("x", ["X", "layers/dense"])

@@ -65,7 +65,7 @@ SIZES = {
 }
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**SIZES)
 def test_every_row_once_with_its_values_and_obs(
     store, tmp_path, batch_size, fetch_factor, block_size, cached, drop_last, world_size, seed, **fetching
@@ -102,6 +102,7 @@ def test_every_row_once_with_its_values_and_obs(
         assert dropped == (503 % world_size if batch_size == 1 else 0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_every_epoch_has_every_row_once_wherever_it_comes_from(dataset, drop_last):
     sizes = {"batch_size": 32, "fetch_factor": 4, "sampling": zl.BlockShuffling(16), "obs": OBS}
@@ -128,6 +129,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
     assert doctest.testmod(minibatch_module) == (0, 3)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("kind", ["csr", "dense"])

@@ -64,6 +64,7 @@ def check(loader: zl.Loader, names=NAMES, genes=slice(None)) -> None:
     assert sorted(np.concatenate(rows)) == list(range(ADATA.n_obs))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 def test_rows_are_aligned_and_in_the_order_of_a_single_matrix(dataset, layout):
     loader = zl.Loader(dataset, x=NAMES, obs=["lane"], layout=layout, **SIZES)
