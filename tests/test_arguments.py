@@ -76,6 +76,7 @@ def test_names_must_be_lists_of_strings(dataset: zl.Dataset, option: str, names:
         load(dataset, **{option: names})
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("names", [["cell_type"], ("cell_type",), np.array(["cell_type"]), pd.Index(["cell_type"])])
 def test_names_may_be_any_iterable_of_strings(dataset: zl.Dataset, names: Any) -> None:
     for given in (names, iter(names)):

@@ -168,12 +168,14 @@ FORMS = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_every_source_works_for_the_listing_and_the_reads(url, s3, monkeypatch, tmp_path, form):
     loader = open_loader(url, form(s3, monkeypatch, tmp_path))
     assert sum(len(minibatch.index) for minibatch in loader) == 120
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_every_source_with_a_wrong_secret_is_denied_at_once(url, s3, monkeypatch, tmp_path, form):
     @dataclass

@@ -327,6 +327,7 @@ def test_processes_share_one_limit(store, tmp_path, form):
     assert 1_000_000 < watch.most <= 2_000_000
 
 
+@pytest.mark.every(3)
 @EITHER_FORM
 @pytest.mark.parametrize("limit", ["1KB", "100KB", "350KB"])
 def test_a_limit_below_one_fetch_disables_the_mirror(store, tmp_path, limit, form):

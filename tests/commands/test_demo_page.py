@@ -205,6 +205,7 @@ def test_the_accuracy_of_every_epoch_is_drawn_beside_the_majority_class():
     assert low < 0.94 < high
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("n_epochs", [1, 3, 6, 40])
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.__name__)
 def test_charts_are_readable(chart, n_epochs):

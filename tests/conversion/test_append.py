@@ -250,6 +250,7 @@ def test_obs_of_every_kind(tmp_path: Path) -> None:
         assert_same(getattr(out, part), getattr(ad.read_h5ad(tmp_path / "a.h5ad"), part))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("there", "more", "wanted"),
     [
@@ -563,6 +564,7 @@ def _fine_pca(adata: ad.AnnData) -> None:
     adata.obsm["X_pca"] = adata.obsm["X_pca"] + np.float64(1) / 3
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -662,6 +664,7 @@ def test_a_store_does_not_grow_by_itself(start: Path) -> None:
 TEXT = str(PurePosixPath("obs/text", STRINGS))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("path", ["X/data", "X/indptr", "obsm/X_pca", "obs/float", TEXT, "obs/kind/categories"])
 def test_a_damaged_store_is_no_ground_to_build_on(start: Path, path: str) -> None:
     add(start, cells(60, 7, seed=1))  # so that the last objects are not full

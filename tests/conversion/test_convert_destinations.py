@@ -173,6 +173,7 @@ def test_others_keep_their_files(source: Path, store: Path, stranger: str, state
     assert files(store) == before
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("stranger", ["notes.txt", "X/data/c/notes.txt", "b.zarr/zarr.json", "movie.mkv.partial"])
 @pytest.mark.parametrize("resume", [True, False])
 def test_others_keep_their_files_in_an_unfinished_store(

@@ -90,6 +90,7 @@ def test_everything_is_there_after_resuming(tmp_path: Path) -> None:
         assert files(tmp_path / f"{survives}.zarr") == whole
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("key", ["X/data/c/0", "X/indices/c/1", "X/indptr/c/0"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
 def test_what_is_there_is_checked(tmp_path: Path, key: str, damage: str) -> None:

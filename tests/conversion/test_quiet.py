@@ -213,6 +213,7 @@ def test_convert_fails_when_all_has_ended(tmp_path: Path, source: Path, pair: st
     assert MARKER in assert_quiet(destination)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("pair", ["metadata", "shards of genes", "shards of values"])
 def test_append_fails_when_all_has_ended(tmp_path: Path, source: Path, template: Path, pair: str) -> None:
     slow, fails = PAIRS[pair]
@@ -245,6 +246,7 @@ def test_ctrl_c_is_raised_when_all_has_ended(tmp_path: Path, source: Path, slow:
     assert MARKER in there
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("slow", ["^obs/n/c/", "^X/data/c/", "^obs/n/zarr.json"])
 def test_ctrl_c_in_append_is_raised_when_all_has_ended(tmp_path: Path, source: Path, template: Path, slow: str) -> None:
     shutil.copytree(template, tmp_path / "a.zarr")

@@ -110,6 +110,7 @@ def test_a_sound_store(sound: Path) -> None:
     assert json.loads(json.dumps(dataclasses.asdict(seen)))["problems"] == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(tmp_path: Path, layout: str, options: zl.ConvertOptions) -> None:
@@ -144,6 +145,7 @@ def test_joined_sources(tmp_path: Path) -> None:
     assert ("obs", "has 60 rows, but 30 in the sources") in problems
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "select", [{"x": "layers/csr"}, {"x": "raw/X", "layers": []}, {"obs": ["kind"], "obsm": []}], ids=str
 )
@@ -170,6 +172,7 @@ def test_next_to_nothing(tmp_path: Path, layout: str, shape: tuple[int, int]) ->
 # ---- stores written by other programs
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_store_that_anndata_wrote(tmp_path: Path, sharded: bool) -> None:
     adata = full_anndata()
@@ -364,6 +367,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("arrays", "wanted"), FORMS.values(), ids=FORMS.keys())
 def test_a_matrix_that_is_not_canonical(tmp_path: Path, arrays: dict[str, Any], wanted: dict[str, str]) -> None:
     problems = found(by_hand(tmp_path / "a.zarr", **{"x": X} | arrays))

@@ -221,6 +221,7 @@ def test_credentials_that_stop_working_before_the_first_read(s3, tmp_path):
     assert "changed meanwhile" not in str(caught.value)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("where", ["environment", "file", "profile variable", "profile option"])
 def test_credentials_from_the_surroundings_serve_listing_and_reads_alike(s3, tmp_path, monkeypatch, where):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)

@@ -107,7 +107,7 @@ LISTS = st.lists(st.sampled_from([*ALL, "nowhere"]), unique=True).map(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=5),
     join=st.sampled_from(["inner", "outer"]) | LISTS,

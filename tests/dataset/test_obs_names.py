@@ -105,7 +105,7 @@ def check(dataset: zl.Dataset, wanted: pd.Index) -> None:
     assert seen == len(wanted)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("zarr_format", "write"), ENCODINGS.values(), ids=ENCODINGS)
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
 def test_names_of_every_encoding(

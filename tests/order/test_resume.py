@@ -146,6 +146,7 @@ def test_what_is_left_costs_what_a_fetch_costs():
 # ---- the loader
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_resumes_before_any_minibatch(dataset, name, world_size):

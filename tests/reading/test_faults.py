@@ -330,6 +330,7 @@ def running(request, bucket, tmp_path):
     return loader, change
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("edit", [lambda old: old[:-30], lambda old: old[::-1]], ids=["shorter", "other bytes"])
 def test_an_object_overwritten_between_epochs(running, edit):
     loader, change = running

@@ -106,6 +106,7 @@ def _check_csr(found, wanted, dtype):
         assert array.flags.owndata
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("genes", "values", "dtype"), CSR_DTYPES)
 @given(draw=st.data())
 def test_csr_from_csr(genes, values, dtype, draw):
@@ -163,6 +164,7 @@ def dense_rows(draw, values):
     return matrix, flat, before + taken * n_genes, taken
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("values", "dtype"), DENSE_DTYPES)
 @given(draw=st.data())
 def test_dense_from_dense(values, dtype, draw):
@@ -288,6 +290,7 @@ def test_values_that_fit_come_and_others_are_refused(stored, dtype, fit, unfit, 
         np.testing.assert_array_equal(refused.value.value, value)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["csr", "dense"])
 @pytest.mark.parametrize("stored", ["float32", "float16"])
 def test_a_gene_that_is_not_chosen_need_not_fit(stored, kind):

@@ -77,7 +77,7 @@ def check_csr(found, wanted):
     [("uint16", "uint8", "float32"), ("uint8", "float32", "float64"), ("int32", "int64", "int64")],
 )
 # Up to 255 columns and the value for "not chosen" fit into a byte.
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("n_genes", [5, 256, 300])
 @given(draw=st.data())
 def test_from_csr(n_genes, genes, values, dtype, draw):

@@ -137,6 +137,7 @@ def _same(found, wanted):
 # ---- valid chunks
 
 
+@pytest.mark.every(2)
 @CHECKED
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", ["uint16", "float32"])

@@ -154,6 +154,7 @@ DTYPES = [torch.float32, np.float32, np.dtype("float32"), "float32", torch.float
 DTYPES += [torch.int32, np.int32, torch.int64, np.int64, np.dtype("int64"), torch.float16, np.float16]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_dtypes_may_be_objects(tmp_path: Path, dtype: Any) -> None:
     dataset = zl.open_dataset(store_of(values("uint16") // 2, tmp_path))

@@ -129,6 +129,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("leave", WAYS)
 def test_leaving_ends_the_threads_and_the_next_epoch_works(loader, leave):
     kept = leave(loader)
