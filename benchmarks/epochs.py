@@ -11,7 +11,7 @@ count any more:
 - decode (without --cloud): numcodecs alone over the chunks of one epoch, from memory, with as many threads as the
   loader. This is an upper limit for every reader of this store without a mirror.
 - cold: an epoch without a mirror. Blocks of different fetches share edge chunks, which are decoded once per fetch. With
-  blocks of 64 rows and chunks of 32, that is 1.5 times the store.
+  blocks of 64 rows and chunks of 16, that is 1.25 times the store.
 - filling: an epoch into an empty mirror. Every chunk is read and decoded once, and also checksummed and written.
 - warm: an epoch from the full mirror. Nothing is decoded. The limit is memory bandwidth: 3 bytes per value are read and
   8 are written.
