@@ -60,6 +60,16 @@ def write_store(adata: ad.AnnData, dest: str | Path, tmp: Path, **options: Any) 
     zl.convert(tmp / "source.h5ad", dest, options=SMALL, progress=False, **options)
 
 
+def fill_bucket(root: Path, content: bytes) -> None:
+    """Files for a server of `root`: an object with some content, others, and a link out of the bucket."""
+    (root / "bucket/deep").mkdir(parents=True)
+    (root / "bucket/object").write_bytes(content)
+    (root / "bucket/deep/two words & more").write_bytes(b"deep")
+    (root / "bucket/empty").write_bytes(b"")
+    (root / "secret").write_bytes(b"outside")
+    (root / "bucket/leak").symlink_to(root / "secret")
+
+
 def dense(x: Any) -> np.ndarray:
     """The x of a minibatch, in any layout, as a dense array."""
     if isinstance(x, torch.Tensor):

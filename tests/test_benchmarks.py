@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import s3fs
-from helpers import PATIENCE_S
+from helpers import PATIENCE_S, fill_bucket
 
 pytestmark = pytest.mark.any_version
 
@@ -25,12 +25,7 @@ OBJECT = bytes(range(256)) * 20_000  # 5 MB, so that bodies are sent in several 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("root")
-    (root / "bucket/deep").mkdir(parents=True)
-    (root / "bucket/object").write_bytes(OBJECT)
-    (root / "bucket/empty").write_bytes(b"")
-    (root / "bucket/deep/two words & more").write_bytes(b"deep")
-    (root / "secret").write_bytes(b"outside")
-    (root / "bucket/leak").symlink_to(root / "secret")
+    fill_bucket(root, OBJECT)
     command = [sys.executable, CLOUD, "--root", root, "--ttfb-ms", "5", "--conn-mbps", "50", "--total-mbps", "150"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import s3fs
-from helpers import PATIENCE_S
+from helpers import PATIENCE_S, fill_bucket
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,12 +87,7 @@ def filesystem(endpoint_url: str, key: str = "any", secret: str = "any") -> s3fs
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (tmp_path / "bucket/deep").mkdir(parents=True)
-    (tmp_path / "bucket/object").write_bytes(OBJECT)
-    (tmp_path / "bucket/deep/two words & more").write_bytes(b"deep")
-    (tmp_path / "bucket/empty").write_bytes(b"")
-    (tmp_path / "secret").write_bytes(b"outside")
-    (tmp_path / "bucket/leak").symlink_to(tmp_path / "secret")
+    fill_bucket(tmp_path, OBJECT)
     return tmp_path
 
 
