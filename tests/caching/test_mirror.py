@@ -24,13 +24,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.caching.mirror
-from zloader.caching import page_cache
 from zloader.caching.cached_files import load_column as load_checked
 from zloader.caching.cached_files import load_object, save_object
 from zloader.caching.cached_files import save_column as save_windows
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directory
 from zloader.caching.stored_array import StoredArray
+from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout

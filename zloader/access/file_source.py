@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zloader.access.local_listing import has_stable_inodes, stored_file
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject
+from zloader.common import page_cache
 from zloader.common.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -68,16 +69,13 @@ class FileSource:
             ) from error
 
     def prefetch(self, spans: Sequence[Span]) -> None:
-        """Tells the kernel to load spans that will be read soon, unless the first one of a file is in memory."""
-        if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
-            return
+        """Tells the kernel to load spans that will be read soon, unless they are in memory."""
         with contextlib.suppress(OSError):  # `read_now` reports it
             for key, group in groupby(spans, lambda span: span.key):
                 of_file = list(group)
+                starts, sizes = np.array([span.start for span in of_file]), np.array([span.size for span in of_file])
                 with self._opened(key) as file:
-                    if not _in_memory(file, of_file[0].start):
-                        for span in of_file:
-                            os.posix_fadvise(file, span.start, span.size, os.POSIX_FADV_WILLNEED)
+                    page_cache.prefetch(file, starts, starts + sizes)
 
     def read_now(self, spans: Sequence[Span], buffer: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """Like `read`, on the calling thread and without a deadline. The result is a part of `buffer` per span."""
@@ -130,14 +128,3 @@ class FileSource:
 
     def _at(self, span: Span) -> str:
         return span.read_from(self._location.url)
-
-
-def _in_memory(file: int, offset: int) -> bool:
-    """Whether the page cache has a byte of a file; True if the file system cannot tell."""
-    try:
-        os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

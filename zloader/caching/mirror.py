@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching import page_cache
 from zloader.caching.atomic_files import cached_path
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.caching.stored_array import StoredArray
+from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.common.records import Rows
 from zloader.storage.layout import ArrayLayout

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching import page_cache
 from zloader.caching.atomic_files import cached_path
 from zloader.caching.checksums import bounds_of
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.directory import MirrorDirectory
+from zloader.common import page_cache
 from zloader.common.records import Rows
 from zloader.storage.layout import ArrayLayout
 

@@ -18,8 +18,8 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching import page_cache
 from zloader.caching.cached_files import load_column, save_column
+from zloader.common import page_cache
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
 from zloader.reading.gather import copy_rows, indptr_of

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching import page_cache
+from zloader.common import page_cache
 from zloader.common.compiled import load_compiler
 from zloader.common.options import FetchOptions
 from zloader.common.records import MinibatchArrays, Rows, X

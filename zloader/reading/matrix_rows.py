@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching import page_cache
+from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
 from zloader.reading import gather, half_floats
