@@ -145,10 +145,12 @@ class ArrayReader:
             return chunks[:0]
         wanted = self._planner.chunks_to_mirror(chunks, first_fetch=not turn)
         left = await self._missing(mirror, wanted)
+        if isinstance(mirror, StoredArray):
+            await self._place(mirror, left, turn)
         downloaded = [chunks[:0]]
         waited_s = 0.0
         while len(left):
-            mine, others = await self._claim(mirror, left, turn, waited_s)
+            mine, others = await self._claim(mirror, left, waited_s)
             downloaded.append(mine)
             try:
                 await self._read_chunks(mine, None, turn)
@@ -161,12 +163,8 @@ class ArrayReader:
                 waited_s += _POLL_S
         return np.concatenate(downloaded)
 
-    async def _claim(
-        self, mirror: MirrorArray | StoredArray, chunks: Rows, turn: int, waited_s: float
-    ) -> tuple[Rows, Rows]:
+    async def _claim(self, mirror: MirrorArray | StoredArray, chunks: Rows, waited_s: float) -> tuple[Rows, Rows]:
         """The chunks to read here and the chunks that others are reading; after the deadline, all are read here."""
-        if isinstance(mirror, StoredArray):
-            await self._place(mirror, chunks, turn)
         if waited_s > self._resources.options.deadline_s:
             return chunks, chunks[:0]
         assert self._leases is not None
