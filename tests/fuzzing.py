@@ -131,10 +131,11 @@ class Round:
     # --- Reading
 
     def open(self) -> zl.Dataset:
-        """Opens the dataset, with a cache (sometimes a small one) or without."""
+        """Opens the dataset with a cache of either form, sometimes a small one, or without."""
         most = [None, 400_000][int(self.rng.random() < 0.3)]
-        cache = zl.Cache(self.cache, max_bytes=most) if self.rng.random() < 0.7 else None
-        self.note(cache=most if cache else "none")
+        form: Any = ["decoded", "stored"][int(self.rng.random() < 0.4)]
+        cache = zl.Cache(self.cache, max_bytes=most, form=form) if self.rng.random() < 0.7 else None
+        self.note(cache=cache or "none")
         return zl.open_dataset(self.store, cache=cache)
 
     def read(self) -> None:
