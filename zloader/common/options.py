@@ -52,7 +52,8 @@ class FetchOptions:
         in_flight_bytes: Stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
             when a read takes 160 ms from request to last byte.
         buffer_bytes: Fetches that are loaded but not yet gathered. Default: the rest of `memory`.
-        ready_bytes: Minibatches being gathered or waiting for the consumer. Default: a sixteenth of `memory`.
+        ready_bytes: Minibatches being gathered, which may take three quarters of it, or waiting for the consumer.
+            Default: three sixteenths of `memory`.
 
     Reads, in bytes or as such strings:
         gap_bytes: Two ranges with at most this many bytes between them are read together. Default: 64 KiB, which costs
@@ -80,7 +81,7 @@ class FetchOptions:
 
     >>> options = zl.FetchOptions(memory="2GiB", deadline_s=30)
     >>> [size >> 20 for size in (options.in_flight_bytes, options.buffer_bytes, options.ready_bytes)]  # MiB
-    [128, 1792, 128]
+    [128, 1536, 384]
     >>> loader = zl.Loader(dataset, options=options)
     """
 
@@ -107,7 +108,7 @@ class FetchOptions:
             require_at_least(MIN_MEMORY, memory=self.memory)
         memory = self.memory or max(MIN_MEMORY, min(available_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
         object.__setattr__(self, "memory", memory)
-        self._derive(in_flight_bytes=memory // 16, ready_bytes=memory // 16)
+        self._derive(in_flight_bytes=memory // 16, ready_bytes=3 * memory // 16)
         self._derive(buffer_bytes=max(memory - self.in_flight_bytes - self.ready_bytes, memory // 8))
 
     def _derive(self, **values: int) -> None:

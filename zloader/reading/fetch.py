@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,6 +103,14 @@ class _Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Minibatches that a thread gathers, and the bytes of their x."""
+
+    minibatches: asyncio.Task[tuple[list[MinibatchArrays], float]]
+    n_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class _RowArrays:
     """The obs columns, obsm arrays and obs names of a fetch's rows."""
 
@@ -121,9 +128,11 @@ class FetchScheduler:
         self._recipe = recipe
         self._options = options
         self._room = ByteBudget(options.buffer_bytes)
-        self._half_ready_bytes = (
-            options.ready_bytes // 2
-        )  # one half for minibatches being gathered, one for those that are ready
+        # A quarter for minibatches that are ready, and the rest for those being gathered: if they are large, only a few
+        # threads can gather at once.
+        self._ready_bytes = options.ready_bytes // 4
+        self._making = ByteBudget(options.ready_bytes - self._ready_bytes)
+        self._free_jobs = asyncio.Semaphore(options.threads + 1)
         # Memory that is used for the first time is slow, so an epoch starts with as little of it as it can.
         self._ahead = asyncio.Semaphore(2)
         self._most_ahead = options.prefetch - 1  # more fetches that may be loaded ahead, beyond the first one
@@ -139,11 +148,12 @@ class FetchScheduler:
         async def produce(put: Put[MinibatchArrays]) -> None:
             await self.run(fetches, put)
 
-        return Bridge(produce, ready_bytes=self._half_ready_bytes, name=name)
+        return Bridge(produce, ready_bytes=self._ready_bytes, name=name)
 
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`. Raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
+        jobs: asyncio.Queue[_Job | _Loaded | None] = asyncio.Queue()
         counters, sweeping = self.counters, self._recipe.sweeping
         parts = [part for of_matrix in self._recipe.x.values() for part in of_matrix]
         # Gathering has its own threads, so that minibatches do not queue behind the decoding of later fetches.
@@ -154,6 +164,7 @@ class FetchScheduler:
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._load_ahead(fetches, readers, loads, group))
+                    group.create_task(self._put_in_order(jobs, put))
                     self._columns = await aside(self._recipe.columns)
                     self._obsm = await aside(self._recipe.obsm)
                     while (load := await loads.get()) is not None:
@@ -162,10 +173,8 @@ class FetchScheduler:
                         if self._recipe.names is not None:  # aside, because it may read from the store
                             names = await aside(self._recipe.names, rows)
                         row_arrays, _ = await timed(gathering, self._take_row_arrays, rows, names)
-                        await self._emit(loaded, row_arrays, gathering, put)
-                        self._buffers.give_back(loaded.buffer)
-                        self._room.release(loaded.planned.ahead_bytes)
-                        self._ahead.release()
+                        await self._gather(loaded, row_arrays, gathering, group, jobs)
+                    jobs.put_nowait(None)
             finally:
                 gathering.shutdown(wait=False, cancel_futures=True)
 
@@ -223,28 +232,36 @@ class FetchScheduler:
             page_cache.release(array)
         return row_arrays
 
-    async def _emit(
-        self, loaded: _Loaded, row_arrays: _RowArrays, threads: ThreadPoolExecutor, put: Put[MinibatchArrays]
+    async def _gather(
+        self,
+        loaded: _Loaded,
+        row_arrays: _RowArrays,
+        threads: ThreadPoolExecutor,
+        group: asyncio.TaskGroup,
+        jobs: asyncio.Queue[_Job | _Loaded | None],
     ) -> None:
-        """Gathers the minibatches of one fetch in threads and puts them in order."""
-        jobs: deque[tuple[int, asyncio.Task[tuple[list[MinibatchArrays], float]]]] = deque()
-        making = 0  # bytes
-        async with asyncio.TaskGroup() as group:
-            for cuts in self._groups(loaded):
-                n_bytes = self._x_bytes(loaded, cuts)
-                while jobs and (len(jobs) > self._options.threads or making + n_bytes > self._half_ready_bytes):
-                    made, job = jobs.popleft()
-                    await self._put(await job, put)
-                    making -= made
-                jobs.append((n_bytes, group.create_task(timed(threads, self._make, loaded, row_arrays, cuts))))
-                making += n_bytes
-            for _, job in jobs:
-                await self._put(await job, put)
+        """Begins to gather the minibatches of one fetch in threads, as fast as they fit into memory."""
+        for cuts in self._groups(loaded):
+            n_bytes = self._x_bytes(loaded, cuts)
+            await self._free_jobs.acquire()
+            await self._making.acquire(n_bytes)
+            minibatches = group.create_task(timed(threads, self._make, loaded, row_arrays, cuts))
+            jobs.put_nowait(_Job(minibatches=minibatches, n_bytes=n_bytes))
+        jobs.put_nowait(loaded)
 
-    async def _put(self, made: tuple[list[MinibatchArrays], float], put: Put[MinibatchArrays]) -> None:
-        minibatches, seconds = made
-        self.counters.gather_s += seconds
-        await put(minibatches, sum(minibatch.nbytes for minibatch in minibatches))
+    async def _put_in_order(self, jobs: asyncio.Queue[_Job | _Loaded | None], put: Put[MinibatchArrays]) -> None:
+        """Puts the minibatches of jobs as they are made, and frees each fetch after its last one."""
+        while (job := await jobs.get()) is not None:
+            if isinstance(job, _Loaded):
+                self._buffers.give_back(job.buffer)
+                self._room.release(job.planned.ahead_bytes)
+                self._ahead.release()
+                continue
+            minibatches, seconds = await job.minibatches
+            self.counters.gather_s += seconds
+            await put(minibatches, sum(minibatch.nbytes for minibatch in minibatches))
+            self._making.release(job.n_bytes)
+            self._free_jobs.release()
 
     def _groups(self, loaded: _Loaded) -> Iterator[Rows]:
         """For each group of minibatches that are gathered together, their cuts."""
