@@ -18,29 +18,53 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from rivals import table
 
 import zloader as zl
+from zloader.dataset.views import RowSet
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling, bound, stratified
 from zloader.selecting.columns import ObsColumn
 
 Figures = dict[str, Any]
-MAKERS: dict[str, Callable[[Callable[[str], ObsColumn], Any], Sampling]] = {
-    "Streaming(shuffle=True)": lambda column, weights: zl.Streaming(shuffle=True),
-    "BlockShuffling(64)": lambda column, weights: zl.BlockShuffling(64),
-    "BlockShuffling(1)": lambda column, weights: zl.BlockShuffling(1),
-    "the default, 64 strata": lambda column, weights: stratified(),
-    "BlockShuffling(1), 64 strata": lambda column, weights: stratified(1),
-    "MixtureOfScanners(16, 64)": lambda column, weights: zl.MixtureOfScanners(16),
-    "MixtureOfScanners(1024, 1)": lambda column, weights: zl.MixtureOfScanners(1024, block_size=1),
-    "ClassBalancedSampling, 64": lambda column, weights: bound(zl.ClassBalancedSampling("class"), column),
-    "BlockWeightedSampling, 64": lambda column, weights: zl.BlockWeightedSampling(weights),
-    "BlockWeightedSampling, 1": lambda column, weights: zl.BlockWeightedSampling(weights, block_size=1),
+GROUPS = {"most": (0.9, 0.5), "some": (0.099, 0.3), "few": (0.001, 0.2)}  # their shares of the rows, and their weights
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A dataset with a single obs column, in which the rows of a group are a share of all rows."""
+
+    codes: NDArray[np.int8]
+
+    @property
+    def n_obs(self) -> int:
+        return len(self.codes)
+
+    def obs_column(self, column: str) -> ObsColumn:
+        return ObsColumn(values=self.codes, categories=pd.Index([f"class {k}" for k in range(20)]))
+
+    def rows_of(self, group: float) -> RowSet:
+        return RowSet.of(np.arange(self.n_obs) < group * self.n_obs)
+
+
+MAKERS: dict[str, Callable[[Rows, Any], Sampling]] = {
+    "Streaming(shuffle=True)": lambda table, weights: zl.Streaming(shuffle=True),
+    "BlockShuffling(64)": lambda table, weights: zl.BlockShuffling(64),
+    "BlockShuffling(1)": lambda table, weights: zl.BlockShuffling(1),
+    "the default, 64 strata": lambda table, weights: stratified(),
+    "BlockShuffling(1), 64 strata": lambda table, weights: stratified(1),
+    "MixtureOfScanners(16, 64)": lambda table, weights: zl.MixtureOfScanners(16),
+    "MixtureOfScanners(1024, 1)": lambda table, weights: zl.MixtureOfScanners(1024, block_size=1),
+    "ClassBalancedSampling, 64": lambda table, weights: bound(zl.ClassBalancedSampling("class"), table),
+    "Mixture of 3, 64": lambda table, weights: bound(zl.Mixture(GROUPS), table),
+    "BlockWeightedSampling, 64": lambda table, weights: zl.BlockWeightedSampling(weights),
+    "BlockWeightedSampling, 1": lambda table, weights: zl.BlockWeightedSampling(weights, block_size=1),
 }
 
 
@@ -81,16 +105,10 @@ def main() -> None:
     of_class = np.repeat(np.arange(20, dtype=np.int8), np.round(1000 * shares / shares.sum()).astype(int))
     codes = rng.choice(of_class, options.rows)
     weights = rng.random(options.rows, np.float32)
-    labels = pd.Index([f"class {k}" for k in range(20)])
-
-    def column(name: str) -> ObsColumn:
-        return ObsColumn(values=codes, categories=labels)
-
-    small = ObsColumn(values=codes[:10_000], categories=labels)
     figures = []
     for name, make in MAKERS.items():
-        measured(name, lambda make=make: make(lambda _: small, weights[:10_000]), 10_000, 1)  # compiles
-        figures.append(measured(name, lambda make=make: make(column, weights), options.rows, options.turns))
+        measured(name, lambda make=make: make(Rows(codes[:10_000]), weights[:10_000]), 10_000, 1)  # compiles
+        figures.append(measured(name, lambda make=make: make(Rows(codes), weights), options.rows, options.turns))
     table([list(figures[0]), *(list(map(str, each.values())) for each in figures)])
     print(json.dumps({"rows": options.rows, "figures": figures}))
 

@@ -69,7 +69,7 @@ def test_predictions_of_a_view_find_their_places(pbmc):
 
 @pytest.fixture
 def pbmc(tmp_path, monkeypatch):
-    """A directory with the pbmc.h5ad and pbmc.zarr that the pages of docs/ use."""
+    """A directory with the pbmc.h5ad, pbmc.zarr and own.zarr that the pages of docs/ use."""
     adata = counts(150, 40)
     adata.obs["donor"] = [f"donor {row % 10}" for row in range(150)]
     adata.obs["plate"] = [f"plate {row // 30}" for row in range(150)]
@@ -78,6 +78,7 @@ def pbmc(tmp_path, monkeypatch):
     adata.layers["spliced"] = adata.X
     adata.write_h5ad(tmp_path / "pbmc.h5ad")
     zl.convert(adata, tmp_path / "pbmc.zarr", progress=False)
+    zl.convert(adata[:50, 10:], tmp_path / "own.zarr", progress=False)
     monkeypatch.chdir(tmp_path)
     return adata
 
@@ -113,7 +114,7 @@ def test_the_options_of_reading_exist():
 
 def test_every_sampling_is_listed():
     samplings = {name for name in zl.__all__ if hasattr(getattr(zl, name), "shuffles_fetch")}
-    assert len(samplings) == 6
+    assert len(samplings) == 7
     listed = doc("shuffling").split("## Which sizes to take")[0]
     assert samplings <= set(re.findall(r"`zl\.(\w+)", listed))
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zloader.dataset.quality import Quality, quality
     from zloader.dataset.suggest import Suggestion, suggest
     from zloader.dataset.warm import Warmed, warm
+    from zloader.order.mixture import Mixture
     from zloader.order.sampling import BlockShuffling, Sampling, Streaming
     from zloader.order.scanners import MixtureOfScanners
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
@@ -65,6 +66,7 @@ __all__ = [
     "FetchOptions",
     "Loader",
     "Minibatch",
+    "Mixture",
     "MixtureOfScanners",
     "Quality",
     "Sampling",
@@ -101,6 +103,7 @@ _MODULES = {
     "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
     "Minibatch": "zloader.training.minibatch",
+    "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.scanners",
     "Quality": "zloader.dataset.quality",
     "Sampling": "zloader.order.sampling",

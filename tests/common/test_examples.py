@@ -24,11 +24,15 @@ MODULES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with cells.h5ad: 300 cells of three types."""
+    """A folder with cells.h5ad and atlas.zarr, 300 cells of three types, and other.zarr, 100 cells of other genes."""
     adata = counts(300, 20)
     adata.obs["cell_type"] = pd.Categorical(np.tile(["T", "B", "NK"], 100))
     folder = tmp_path_factory.mktemp("examples")
     adata.write_h5ad(folder / "cells.h5ad")
+    zl.convert(adata, folder / "atlas.zarr", progress=False)
+    other = adata[:100].copy()
+    other.var_names = [*adata.var_names[5:], *(f"other {number}" for number in range(5))]
+    zl.convert(other, folder / "other.zarr", progress=False)
     return folder
 
 

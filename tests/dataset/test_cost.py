@@ -25,6 +25,12 @@ LOADERS = {
     "blocks": {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(block_size=8), "options": NARROW},
     "rows": {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(block_size=1), "options": NARROW},
     "subset": {"batch_size": 7, "fetch_factor": 3, "sampling": zl.Streaming(indices=np.arange(5, 700, 3))},
+    "mixture": {
+        "batch_size": 16,
+        "fetch_factor": 4,
+        "sampling": zl.Mixture({"a": (range(600), 0.6), "b": (range(600, 650), 0.4)}, block_size=8),
+        "options": NARROW,
+    },
     "one fetch": {"sampling": zl.BlockShuffling(block_size=64)},
     "rank 1 of 3": {"batch_size": 8, "fetch_factor": 4, "rank": 1, "world_size": 3, "sampling": zl.Streaming()},
     "nothing": {"batch_size": 1024, "drop_last": True},

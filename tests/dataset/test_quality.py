@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -176,7 +177,8 @@ def test_indices_count_however_the_labels_are_named(rows):
     column = ObsColumn(values=own, categories=None)
     seen = []
     for named in ("c", own):
-        sampling = bound(zl.ClassBalancedSampling(named, indices=np.arange(5000)), {"c": column}.__getitem__)
+        table = SimpleNamespace(obs_column={"c": column}.__getitem__)
+        sampling = bound(zl.ClassBalancedSampling(named, indices=np.arange(5000)), table)
         seen.append(measured(sampling if chosen is None else Within(sampling, chosen), 64, labels=labels))
     assert seen[0] == seen[1]
     assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)

@@ -6,11 +6,14 @@ Changing these values breaks every saved run, so it needs a very good reason.
 from __future__ import annotations
 
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from zloader.order.sampling import BlockShuffling, Streaming
+from zloader.dataset.views import RowSet
+from zloader.order.mixture import Mixture
+from zloader.order.sampling import BlockShuffling, Streaming, bound
 from zloader.order.scanners import MixtureOfScanners
 from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
 
@@ -21,6 +24,9 @@ ODD = np.arange(1, N_ROWS, 2)
 WEIGHTS = (np.arange(N_ROWS) % 7).astype(np.float32)
 WEIGHTS[::50] = 60
 LABELS = ["b" if row % 11 else "a" for row in range(N_ROWS)]
+
+# The rows of group n are those whose remainder by 3 is n.
+THIRDS = SimpleNamespace(n_obs=N_ROWS, rows_of=lambda number: RowSet.of(np.arange(N_ROWS) % 3 == number))
 
 SAMPLINGS = {
     "streaming": Streaming(),
@@ -37,6 +43,7 @@ SAMPLINGS = {
     "weights of indices": BlockWeightedSampling(WEIGHTS, block_size=10, indices=ODD),
     "once by weight": BlockWeightedSampling(WEIGHTS, block_size=6, total_size=300, replace=False),
     "classes": ClassBalancedSampling(LABELS, block_size=8),
+    "mixture": bound(Mixture({"a": (0, 0.7), "b": (1, 0.2), "c": (2, 0.1)}, block_size=12), THIRDS),
     "classes once": ClassBalancedSampling(LABELS, block_size=8, total_size=200, replace=False),
 }
 # Per sampling, seed and epoch: the first 16 rows, and the crc32 of all rows as little-endian int64.
@@ -130,6 +137,14 @@ GOLDEN = {
     ("classes once", 7, 3): (
         [304, 308, 319, 320, 330, 341, 347, 348, 236, 237, 238, 240, 243, 244, 245, 247],
         730479337,
+    ),
+    ("mixture", 0, 0): (
+        [750, 753, 756, 759, 762, 765, 768, 771, 774, 777, 780, 783, 784, 787, 790, 793],
+        3954190977,
+    ),
+    ("mixture", 7, 3): (
+        [498, 501, 504, 507, 510, 513, 516, 519, 522, 525, 528, 531, 865, 868, 871, 874],
+        4030768430,
     ),
 }
 

@@ -272,6 +272,10 @@ REFUSED = {
         {"locality": "machine", "local_world_size": 2, "sampling": zl.ClassBalancedSampling("cell_type")},
         "not weighted sampling: use one of these, or locality='global'",
     ),
+    "mixture": (
+        {"locality": "machine", "local_world_size": 2, "sampling": zl.Mixture({"a": ("passed", 1)}, block_size=3)},
+        "not Mixture: use one of these, or locality='global'",
+    ),
     "one's own": ({"locality": "machine", "local_world_size": 2, "sampling": Backwards()}, "not Backwards: use one of"),
 }
 

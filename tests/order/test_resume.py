@@ -36,6 +36,7 @@ SAMPLINGS = {
     "scanners": zl.MixtureOfScanners(n_scanners=4, active=3),
     "weights": zl.BlockWeightedSampling(1.0 + np.arange(N_ROWS) % 5, block_size=3),
     "classes": zl.ClassBalancedSampling("cell_type", block_size=3, total_size=50),
+    "mixture": zl.Mixture({"a": ("cell_type == 'a'", 0.7), "rest": (range(20, N_ROWS), 0.3)}, block_size=3),
 }
 SIZES = {"batch_size": 4, "fetch_factor": 2, "sampling": SAMPLINGS["blocks"]}
 
@@ -278,6 +279,19 @@ def test_a_state_of_other_weights_or_rows_is_refused(dataset, tmp_path):
     other = zl.Loader(zl.open_dataset(tmp_path / "s.zarr"), x=None, **SIZES)
     with pytest.raises(OptionError, match=r"fingerprint was .*rows was 61, is 60"):
         other.load_state_dict(zl.Loader(dataset, x=None, **SIZES).state_dict())
+
+
+def test_a_state_of_another_mixture_is_refused(dataset):
+    def mixed(rows, weight=0.5, **options):
+        groups = {"a": (rows, weight), "b": ("passed", 0.5)}
+        return zl.Loader(dataset, x=None, **(SIZES | {"sampling": zl.Mixture(groups, block_size=3, **options)}))
+
+    state = taken(mixed(dataset[:20]), 3)
+    mixed(zl.open_dataset(dataset.url)[:20]).load_state_dict(state)
+    others = [mixed(dataset[:21]), mixed(range(20)), mixed(dataset[:20], 0.6), mixed(dataset[:20], epoch_rows=70)]
+    for other in others:
+        with pytest.raises(OptionError, match='sampling was "Mixture'):
+            other.load_state_dict(state)
 
 
 BROKEN = {

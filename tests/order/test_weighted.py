@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import pickle
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -50,10 +51,14 @@ def _is_as_expected(counts, weights):
     return 0.001 < scipy.stats.chi2.sf(statistic, len(expected) - 1) < 0.999
 
 
-def _column(codes, labels):
-    """The column lookup of a dataset with a single obs column."""
-    columns = {"type": ObsColumn(values=np.asarray(codes, np.int8), categories=pd.Index(labels))}
-    return columns.__getitem__
+def _table(**columns):
+    """A dataset with these obs columns."""
+    return SimpleNamespace(obs_column=columns.__getitem__)
+
+
+def _typed(codes, labels):
+    """A dataset with a single obs column of labels."""
+    return _table(type=ObsColumn(values=np.asarray(codes, np.int8), categories=pd.Index(labels)))
 
 
 # ---- the same draws by hand
@@ -231,7 +236,7 @@ def test_classes_are_drawn_alike_and_rows_of_a_class_too():
     codes = np.repeat([0, 1, -1, 2, 3], [500, 40, 30, 8, 100])
     codes = codes[np.random.Generator(np.random.PCG64(3)).permutation(len(codes))]
     sampling = ClassBalancedSampling("type", block_size=8, total_size=80_000)
-    order = _order(bound(sampling, _column(codes, list("abcd"))), len(codes))
+    order = _order(bound(sampling, _typed(codes, list("abcd"))), len(codes))
     first = order[::8]  # first row of each slot
     assert _is_as_expected(np.bincount(codes[first], minlength=4), np.ones(4))
     for code in range(4):
@@ -275,7 +280,7 @@ def test_weights_of_labels_are_those_of_their_rows():
     codes = [0, 1, 2, 1, -1, 0]
     by_label = BlockWeightedSampling({"a": 2.0, "c": 5}, column="type", block_size=2, total_size=40)
     by_row = BlockWeightedSampling([2.0, 0, 5, 0, 0, 2], block_size=2, total_size=40)
-    np.testing.assert_array_equal(_order(bound(by_label, _column(codes, list("abc"))), 6), _order(by_row, 6))
+    np.testing.assert_array_equal(_order(bound(by_label, _typed(codes, list("abc"))), 6), _order(by_row, 6))
 
 
 # ---- with indices, ranks, epochs, processes
@@ -304,7 +309,7 @@ def test_indices_are_the_rows_that_take_part(weights, block_size, epoch, replace
     ids=["weighted", "balanced"],
 )
 def test_what_is_bound_to_a_column_still_names_its_indices(sampling, indices):
-    known = bound(sampling(indices=indices), _column([0, 1, 2, 1, -1, 0], list("abc"))).indices
+    known = bound(sampling(indices=indices), _typed([0, 1, 2, 1, -1, 0], list("abc"))).indices
     assert (known if indices is None else known.tolist()) == (indices and sorted(indices))
 
 
@@ -389,11 +394,11 @@ BAD = {
         "row 5.*of the dataset",
     ),
     "a negative weight of a label": (
-        lambda: bound(BlockWeightedSampling({"a": -1}, column="type"), _column([0], ["a"])),
+        lambda: bound(BlockWeightedSampling({"a": -1}, column="type"), _typed([0], ["a"])),
         "-1 for 'a'",
     ),
     "words as weights of labels": (
-        lambda: bound(BlockWeightedSampling({"a": "1"}, column="type"), _column([0], ["a"])),
+        lambda: bound(BlockWeightedSampling({"a": "1"}, column="type"), _typed([0], ["a"])),
         "'1' for 'a'",
     ),
     "no column or labels": (lambda: ClassBalancedSampling(None), "labels must be .* not None"),
@@ -401,18 +406,18 @@ BAD = {
     "fractions as classes": (lambda: ClassBalancedSampling([0.5, 1.5]), "float64"),
     "fractions in a column": (
         lambda: bound(
-            ClassBalancedSampling("age"), lambda name: ObsColumn(values=np.array([0.5, 1.5]), categories=None)
+            ClassBalancedSampling("age"), _table(age=ObsColumn(values=np.array([0.5, 1.5]), categories=None))
         ),
         "'age' holds float64",
     ),
     "no labels": (lambda: ClassBalancedSampling([None, None]), "no row"),
     "unknown label": (
-        lambda: bound(BlockWeightedSampling({"d": 1}, column="type"), _column([0], ["a"])),
+        lambda: bound(BlockWeightedSampling({"d": 1}, column="type"), _typed([0], ["a"])),
         "'d'.*'type'.*'a'",
     ),
     "weights of numbers": (
         lambda: bound(
-            BlockWeightedSampling({1: 1}, column="n"), lambda name: ObsColumn(values=np.arange(3), categories=None)
+            BlockWeightedSampling({1: 1}, column="n"), _table(n=ObsColumn(values=np.arange(3), categories=None))
         ),
         "'n' holds numbers",
     ),
@@ -429,6 +434,6 @@ def test_options_that_make_no_sense_are_refused(make, message):
 
 
 def test_a_block_larger_than_a_fetch_is_refused_also_once_bound():
-    sampling = bound(ClassBalancedSampling("type", block_size=64), _column([0, 1] * 40, ["a", "b"]))
+    sampling = bound(ClassBalancedSampling("type", block_size=64), _typed([0, 1] * 40, ["a", "b"]))
     with pytest.raises(OptionError, match="block_size 64"):
         Plan(dataset_rows=80, sampling=sampling, batch_size=8, fetch_factor=2)

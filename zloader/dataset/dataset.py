@@ -29,7 +29,7 @@ from zloader.dataset.matrices import Matrices, as_scipy
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Shares, split_rows
-from zloader.dataset.views import Condition, RowSet, Within, mask_of
+from zloader.dataset.views import Condition, RowSet, Within, mask_of, moved
 from zloader.order.sampling import Sampling, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.expressions import Mask
@@ -259,6 +259,26 @@ class Dataset(BaseDataset):
     def _view(self, mask: Mask) -> View:
         return View(self, RowSet.of(mask))
 
+    def _mask(self) -> Mask:
+        """Which rows of `whole` these are."""
+        return np.ones(self.n_obs, bool)
+
+    def rows_of(self, group: Dataset | Condition) -> RowSet:
+        """The rows in a group: a dataset of some of its stores, a view of it or of them, or a condition as in `where`.
+
+        Raises OptionError for rows that this dataset does not have, and for an unusable condition.
+        """
+        if not isinstance(group, Dataset):
+            return RowSet.of(mask_of(group, self.obs_column, self.n_obs, self.obs_columns))
+        wanted, own = moved(group._mask(), group.whole.stores, self.whole.stores), self._mask()
+        outside = np.flatnonzero(wanted & ~own)
+        if len(outside):
+            raise OptionError(
+                f"a group has {len(outside)} rows that are not among the {self.n_obs} rows of the view, such as row "
+                f"{outside[0]} of the whole dataset: give groups of the view itself, as in view.where(...)"
+            )
+        return RowSet.of(wanted[own])
+
     def sampled(self, sampling: Sampling) -> Sampling:
         """A sampling of these rows as a sampling of the rows of `whole`."""
         return sampling
@@ -404,6 +424,9 @@ class View(Dataset):
         """One obsm array of the view."""
         of_all: NDArray[Any] = super().obsm_array(name)
         return of_all[self._chosen.mask()]
+
+    def _mask(self) -> Mask:
+        return self._chosen.mask()
 
     def _view(self, mask: Mask) -> View:
         return View(self._whole, self._chosen.narrowed(mask))

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.nearest import suggestion
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
+from zloader.dataset.store import OpenedStore
 from zloader.order.sampling import Sampling, as_array, checked_once, require_rows
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask, matching
@@ -166,3 +168,26 @@ def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[s
             raise OptionError(f"row {bad} does not exist: the rows are 0 to {n_rows - 1}")
         mask[rows] = True
     return mask
+
+
+def moved(mask: Mask, stores: Sequence[OpenedStore], to: Sequence[OpenedStore]) -> Mask:
+    """A mask over the rows of some stores as a mask over the rows of the stores `to`, which must include them.
+
+    Raises OptionError for a store with chosen rows that is not among them.
+    """
+    begins = np.cumsum([0, *(store.n_obs for store in to)])
+    found, first, unused = np.zeros(begins[-1], bool), 0, list(range(len(to)))
+    for store in stores:
+        of_store = mask[first : first + store.n_obs]
+        first += store.n_obs
+        number = next((number for number in unused if to[number].fingerprint == store.fingerprint), None)
+        if number is not None:
+            unused.remove(number)  # a store may have been opened several times in one dataset
+            found[begins[number] : begins[number + 1]] = of_store
+        elif of_store.any():
+            near = suggestion(store.location.url, [each.location.url for each in to])
+            raise OptionError(
+                f"a group has rows of {store.location.url}, which is not a store of the dataset, or has changed since "
+                f"the dataset was opened: give rows of the dataset's own stores{near}"
+            )
+    return found

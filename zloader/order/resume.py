@@ -168,6 +168,8 @@ def _text(value: Any) -> str:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
+    if isinstance(fingerprint := getattr(value, "fingerprint", None), str):  # a dataset or view
+        return f"<rows {fingerprint}>"
     if hasattr(value, "n_rows"):  # a sampling inside a sampling
         return described(value)
     if isinstance(value, Mapping):

@@ -20,7 +20,7 @@ from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import key_of
 from zloader.order.strata import blocks_at
-from zloader.selecting.columns import Column
+from zloader.selecting.columns import ObsColumn
 
 DEFAULT_BLOCK_SIZE = 64  # rows; scDataset and annbatch publish their benchmarks for this size
 # Measured in fetches of 256 blocks, on rows sorted by 14 labels: minibatches of 64 have 0.004 bits less than random
@@ -28,6 +28,37 @@ DEFAULT_BLOCK_SIZE = 64  # rows; scDataset and annbatch publish their benchmarks
 # strata the blocks of a fetch are hardly ever neighbours, and 200 000 small rows cost 15 % more bytes. A fetch may have
 # fewer blocks than there are strata (see `strata.py`), so one number suits all fetches.
 DEFAULT_STRATA = 64
+
+
+class ChosenRows(Protocol):
+    """Some rows of a dataset, in ascending order."""
+
+    def __len__(self) -> int: ...
+
+    def numbers(self, positions: Rows) -> Rows:
+        """The rows at some positions in the set."""
+        ...
+
+    def mask(self) -> NDArray[np.bool_]:
+        """A mask over all rows of the dataset."""
+        ...
+
+
+class Table(Protocol):
+    """What a sampling may look up in a dataset or view."""
+
+    @property
+    def n_obs(self) -> int:
+        """The number of rows."""
+        ...
+
+    def obs_column(self, column: str) -> ObsColumn:
+        """One obs column as numbers."""
+        ...
+
+    def rows_of(self, group: Any) -> ChosenRows:
+        """The rows in a group: a dataset, a view, or a condition."""
+        ...
 
 
 class Sampling(Protocol):
@@ -51,7 +82,8 @@ class Sampling(Protocol):
     Four members are optional:
     - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError.
     - `repeats`: True if a row may occur more than once per epoch.
-    - `bound(column)`: returns the sampling to use once the dataset is known. `column(name)` gives an obs column.
+    - `bound(dataset)`: returns the sampling to use once the dataset is known, such as with the values of
+      `dataset.obs_column(name)`.
     - `sized(fetch_rows)`: returns the sampling to use once the number of rows per fetch is known.
 
     The last two may be called again on their own result and must then return it unchanged.
@@ -94,10 +126,10 @@ def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: i
         raise OptionError(f"{expected} from 0 to {n_rows - 1}, but gave {bad}")
 
 
-def bound(sampling: Sampling, column: Column) -> Sampling:
-    """The sampling with the obs columns that it names looked up. `column` is `Dataset.obs_column`."""
-    bind: Callable[[Column], Sampling] | None = getattr(sampling, "bound", None)
-    return sampling if bind is None else bind(column)
+def bound(sampling: Sampling, dataset: Table) -> Sampling:
+    """The sampling with the obs columns or rows that it names looked up in the dataset that it samples."""
+    bind: Callable[[Table], Sampling] | None = getattr(sampling, "bound", None)
+    return sampling if bind is None else bind(dataset)
 
 
 def sized(sampling: Sampling, fetch_rows: int) -> Sampling:

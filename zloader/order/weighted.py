@@ -19,8 +19,8 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.draws import Codes, Draws, require_within
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, checked_once
-from zloader.selecting.columns import Column, ObsColumn, as_numbers
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE, Table, checked_once
+from zloader.selecting.columns import ObsColumn, as_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class _Weighted(SharesArrays):
 
     def _resolved(self) -> Draws:
         if self._draws is None:
-            raise OptionError(f"{self} names an obs column: call bound(dataset.obs_column) first, as the Loader does")
+            raise OptionError(f"{self} names an obs column: call bound(dataset) first, as the Loader does")
         return self._draws
 
     def _draw(self, table: NDArray[Any], codes: Codes | None) -> Draws:
@@ -117,11 +117,11 @@ class BlockWeightedSampling(_Weighted):
                 table = table.astype(np.float64)
             object.__setattr__(self, "_draws", self._draw(table, None))
 
-    def bound(self, column: Column) -> _Weighted | Draws:
+    def bound(self, dataset: Table) -> _Weighted | Draws:
         """The sampling with the weights of all rows looked up by label. Raises OptionError for an unknown label."""
         if self.column is None or not isinstance(self.weights, Mapping):
             return self
-        found = column(self.column)
+        found = dataset.obs_column(self.column)
         if found.categories is None:
             raise OptionError(
                 f"obs column {self.column!r} holds numbers, not labels: give weights as one number per row"
@@ -170,11 +170,11 @@ class ClassBalancedSampling(_Weighted):
         labels = repr(self.labels) if isinstance(self.labels, str) else f"{len(self.labels)} labels"
         return f"ClassBalancedSampling({labels}, block_size={self.block_size}, total_size={self.total_size})"
 
-    def bound(self, column: Column) -> _Weighted | Draws:
-        """The sampling with the classes of the column counted. `column` is `Dataset.obs_column`."""
+    def bound(self, dataset: Table) -> _Weighted | Draws:
+        """The sampling with the classes of the column counted."""
         if not isinstance(self.labels, str):
             return self
-        return self._balanced(f"obs column {self.labels!r}", column(self.labels))
+        return self._balanced(f"obs column {self.labels!r}", dataset.obs_column(self.labels))
 
     def _balanced(self, name: str, column: ObsColumn) -> Draws:
         codes: Codes = column.values

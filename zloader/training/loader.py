@@ -150,7 +150,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             self._genes = self.dataset.choose_genes(self.genes, self._matrices)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
-        self._sampling = sized(bound(self._wanted_sampling, self.dataset.obs_column), fetch_rows)
+        self._sampling = sized(bound(self._wanted_sampling, self.dataset), fetch_rows)
         self._epochs = EpochCount()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
