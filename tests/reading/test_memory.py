@@ -1,0 +1,97 @@
+"""The bounds on memory count every matrix of a loader, not only the first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse
+from helpers import counts, write_store
+
+import zloader as zl
+from zloader.order.plan import Plan
+from zloader.reading.bridge import Bridge, ByteBudget
+from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.resources import BufferPool
+
+pytestmark = pytest.mark.any_version
+
+N_ROWS, N_GENES = 64, 1 << 15
+ROW_BYTES = 8 * N_GENES  # of a dense minibatch of float64
+
+
+class CountedBudget(ByteBudget):
+    """Remembers every number of bytes that was acquired."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.acquired: list[int] = []
+
+    async def acquire(self, n_bytes, turn=0):
+        self.acquired.append(n_bytes)
+        await super().acquire(n_bytes, turn)
+
+
+class CountedPool(BufferPool):
+    """Remembers the size of every buffer that was taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[int] = []
+
+    def take(self, n_bytes):
+        self.taken.append(n_bytes)
+        return super().take(n_bytes)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A store with three matrices of different sizes."""
+    folder = tmp_path_factory.mktemp("store")
+    adata = counts(N_ROWS, N_GENES, density=0.01)
+    for name, density in (("a", 0.02), ("b", 0.005)):
+        adata.layers[name] = scipy.sparse.random(N_ROWS, N_GENES, density, "csr", np.float32, random_state=1)
+    write_store(adata, folder / "counts.zarr", folder)
+    return folder / "counts.zarr"
+
+
+def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False):
+    """The bytes held per fetch, the sizes of its buffers, and the bytes of each group gathered together."""
+    options, pool, groups = zl.FetchOptions(), CountedPool(), []
+    matrices = {name: dataset.parts(name, options) for name in names}
+    scheduler = FetchScheduler(Recipe(x=matrices, columns=dict, dense=dense, dtype="float64"), options, pool)
+    budget = scheduler._room = CountedBudget(options.buffer_bytes)
+    plan = Plan(dataset_rows=N_ROWS, sampling=zl.Streaming(), batch_size=batch_size, fetch_factor=fetch_factor)
+
+    async def produce(put):
+        async def counted(minibatches, n_bytes):
+            groups.append((len(minibatches), n_bytes))
+            await put(minibatches, n_bytes)
+
+        await scheduler.run(plan.fetches(), counted)
+
+    n_minibatches = sum(1 for _ in Bridge(produce, ready_bytes=options.ready_bytes, name="test"))
+    assert n_minibatches == plan.n_minibatches == sum(size for size, _ in groups)
+    return budget.acquired, pool.taken, groups
+
+
+@pytest.mark.parametrize("mirrored", [False, True], ids=["store", "mirror"])
+def test_a_fetch_holds_the_bytes_of_all_its_matrices(store, tmp_path, mirrored):
+    dataset = zl.open_dataset(store, cache=tmp_path / "cache" if mirrored else None)
+    sizes = {"batch_size": 4, "fetch_factor": 4}
+    names = ["X", "layers/a", "layers/b"]
+    together = epoch_of(dataset, names, **sizes)
+    alone = [epoch_of(dataset, [name], **sizes) for name in names]
+    held, buffers = (np.array([each[kind] for each in alone]) for kind in (0, 1))
+    assert together[0] == held.sum(axis=0).tolist()
+    assert together[1] == buffers.sum(axis=0).tolist()
+    assert held.shape == (3, 4)
+    assert held.all()
+    assert buffers.any() != mirrored  # elements in a decoded mirror need no buffer
+
+
+@pytest.mark.parametrize(
+    ("names", "together"), [(["X"], 8), (["X", "layers/a"], 4), (["X", "layers/a", "layers/b"], 2)]
+)
+def test_minibatches_that_are_gathered_together_are_fewer_the_more_matrices_they_have(store, names, together):
+    _, _, groups = epoch_of(zl.open_dataset(store), names, batch_size=8, fetch_factor=8, dense=True)
+    assert groups == [(together, together * len(names) * 8 * ROW_BYTES + 8 * 8 * together)] * (8 // together)
