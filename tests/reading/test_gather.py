@@ -299,9 +299,11 @@ def test_a_gene_that_is_not_chosen_need_not_fit(stored, kind):
         chosen = gather.choose(rows, ChosenGenes(positions=np.array(positions), n_stored=4))
         for gathered in (gather.csr_rows, gather.dense_rows):
             assert _gathered(chosen, gathered, len(positions), "int32").tolist() == wanted
-    chosen = gather.choose(rows, ChosenGenes(positions=np.array([2, 1]), n_stored=4))
-    with pytest.raises(gather.UnfitValue):
-        _gathered(chosen, gather.csr_rows, 2, "int32")
+    for positions in ([2, 1], [1, 2, 0], [3, 2, 1, 0]):
+        chosen = gather.choose(rows, ChosenGenes(positions=np.array(positions), n_stored=4))
+        with pytest.raises(gather.UnfitValue) as refused:
+            _gathered(chosen, gather.csr_rows, len(positions), "int32")
+        assert refused.value.row == 1
 
 
 @pytest.mark.parametrize("stored", ["bool", "int8", "uint8", "int16", "uint16", "int32", "float32"])

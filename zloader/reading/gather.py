@@ -20,32 +20,12 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
-from zloader.reading.gene_loops import map_rows, select_columns, select_values, sort_rows
+from zloader.reading.gene_loops import column_in, map_rows, select_columns, select_values, sort_rows
 from zloader.reading.half_floats import gathering_dtype, narrowed
-from zloader.reading.value_limits import Limits, limits_of
+from zloader.reading.value_limits import Limits, all_fit, fits, limits_of
 from zloader.selecting.genes import ChosenGenes
 
 _MOST_INT32 = np.iinfo(np.int32).max
-
-
-@compiled
-def _fits(value: Any, limits: Limits | None) -> Any:
-    """Whether a value is within limits. If `limits` is None, this compiles to nothing."""
-    if limits is None:
-        return True
-    least, most, whole = limits
-    within = (value >= least) & (value <= most)
-    if whole:
-        return within & (np.floor(value) == value)
-    return within | (value - value != 0)  # NaN and infinities stay as they are
-
-
-@compiled
-def _all_fit(values: NDArray[Any], limits: Limits | None) -> bool:
-    fit = True
-    for i in range(len(values)):
-        fit &= _fits(values[i], limits)
-    return fit
 
 
 @compiled
@@ -59,18 +39,11 @@ def copy_rows(
         given = out[at[row] : at[row] + n]
         fit = True
         for i in range(n):
-            fit &= _fits(taken[i], limits)
+            fit &= fits(taken[i], limits)
             given[i] = taken[i]
         if not fit:
             return row
     return -1
-
-
-@compiled
-def _column(gene: Any, column_of: NDArray[Any] | None) -> Any:
-    if column_of is None:
-        return gene
-    return column_of[gene]
 
 
 @compiled
@@ -88,11 +61,11 @@ def _scatter_rows(
         n = lengths[row]
         columns = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
-        if not _all_fit(taken, limits):
+        if not all_fit(taken, limits):
             return row
         given = out[at[row]]
         for i in range(n):
-            given[_column(columns[i], column_of)] += given.dtype.type(taken[i])
+            given[column_in(column_of, columns[i])] += given.dtype.type(taken[i])
     return -1
 
 
@@ -118,7 +91,7 @@ def _compress_rows(
 ) -> int:
     for row in range(len(starts)):
         taken = source[starts[row] : starts[row] + lengths[row]]
-        if not _all_fit(taken, limits):
+        if not all_fit(taken, limits):
             return row
         to = at[row]
         for i in range(len(taken)):
@@ -215,7 +188,7 @@ def _require_fit(part: StoreRows, limits: Limits | None, beyond: int, n_rows: in
     if beyond >= 0:
         first = part.starts[1][beyond]
         values = part.values[first : first + part.lengths[beyond]]
-        value = next(value for value in values if not _fits(value, limits))
+        value = next(value for value in values if not fits(value, limits))
         raise UnfitValue(int(np.arange(n_rows)[part.at][beyond]), value)
 
 
@@ -237,6 +210,9 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
         to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, dtype)
         if part.genes is None:
             beyond = _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
+        elif part.unsorted:
+            mapped, out = (part.genes, part.column_of, n_genes), (indices, values)
+            beyond = sort_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
         else:
             if part.column_of is None:
                 copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
@@ -244,8 +220,6 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
                 map_rows(part.genes, part.starts[0], part.lengths, to, part.column_of, indices)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to, values, limits)
         _require_fit(part, limits, beyond, n_rows)
-        if part.unsorted:
-            sort_rows(indices, values, to, part.lengths, n_genes)
     values = narrowed(values, dtype)
     return CsrArrays(indptr=indptr.astype(index_dtype), indices=indices, values=values, n_genes=n_genes)
 

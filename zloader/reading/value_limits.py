@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.compiled import compiled
 
 # The smallest and the largest value that fit, in the stored dtype, and whether the value must be a whole number, which
 # rules out fractions, NaN and infinities.
@@ -47,3 +50,24 @@ def _limits_of_float(stored: np.dtype[Any], of: Any) -> Limits | None:
         return -most, most, False
     most = int(infinite) - 1
     return stored.type(max(np.iinfo(stored).min, -most)), stored.type(most), False
+
+
+@compiled
+def fits(value: Any, limits: Limits | None) -> Any:
+    """Whether a value is within limits. If `limits` is None, this compiles to nothing."""
+    if limits is None:
+        return True
+    least, most, whole = limits
+    within = (value >= least) & (value <= most)
+    if whole:
+        return within & (np.floor(value) == value)
+    return within | (value - value != 0)  # NaN and infinities stay as they are
+
+
+@compiled
+def all_fit(values: NDArray[Any], limits: Limits | None) -> bool:
+    """Whether all values are within limits."""
+    fit = True
+    for i in range(len(values)):
+        fit &= fits(values[i], limits)
+    return fit

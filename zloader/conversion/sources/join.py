@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.bits import count_bits
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
-from zloader.reading.gene_loops import count_bits
 
 
 @compiled
