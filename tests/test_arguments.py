@@ -95,6 +95,7 @@ def test_options_with_a_fixed_set_of_words(dataset: zl.Dataset, option: str, val
 def test_flags(dataset: zl.Dataset, value: Any) -> None:
     for make in (
         lambda: load(dataset, drop_last=value),
+        lambda: load(dataset, obs_names=value),
         lambda: zl.FetchOptions(tune_malloc=value),
         lambda: zl.ConvertOptions(preserve_dtype=value),
     ):

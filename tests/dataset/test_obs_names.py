@@ -99,10 +99,15 @@ def check(dataset: zl.Dataset, wanted: pd.Index) -> None:
     seen = 0
     for minibatch in zl.Loader(dataset, layout="anndata", obs=["cell_type"], **SIZES):
         assert minibatch.x.obs_names.tolist() == whole[minibatch.index.numpy()].tolist()
-        assert minibatch.x.obs_names.tolist() == wanted[minibatch.row.numpy()].tolist()
+        assert minibatch.x.obs_names.tolist() == minibatch.obs_names.tolist() == wanted[minibatch.row.numpy()].tolist()
         assert minibatch.x.obs_names.dtype == ADATA[:3].copy().obs_names.dtype
         seen += len(minibatch)
     assert seen == len(wanted)
+    loader = zl.Loader(dataset, x=None, obs_names=True, remainder="pad", rank=1, world_size=2, **SIZES)
+    for minibatch in loader:
+        assert minibatch.obs_names.tolist() == wanted[minibatch.row.numpy()].tolist()
+        assert {type(name) for name in minibatch.obs_names} == {str}
+        assert len(minibatch) == 7
 
 
 @pytest.mark.every(4)
@@ -179,7 +184,8 @@ def test_a_damaged_mirror_of_names_is_read_again(tmp_path: Path) -> None:
     assert zl.open_dataset(store, cache=tmp_path / "cache").obs_names.tolist() == NAMES
 
 
-def test_names_are_read_off_the_training_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [{"layout": "anndata"}, {"obs_names": True}], ids=["anndata", "asked for"])
+def test_names_are_read_off_the_training_thread(tmp_path: Path, wanted: dict[str, Any]) -> None:
     dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain))
     threads = []
     names_of = dataset.names_of
@@ -189,14 +195,28 @@ def test_names_are_read_off_the_training_thread(tmp_path: Path) -> None:
         return names_of(rows)
 
     dataset.names_of = recorded  # type: ignore[method-assign]
-    loader = zl.Loader(dataset, layout="anndata", **SIZES)
+    loader = zl.Loader(dataset, **wanted, **SIZES)
     assert sum(map(len, loader)) == N_ROWS
     assert threading.current_thread() not in [thread for thread, _ in threads]
     plan = loader.plan(0)
     assert [n_rows for _, n_rows in threads] == [len(plan.fetch(number).rows) for number in range(plan.n_fetches)]
     threads.clear()
-    list(zl.Loader(dataset, layout="csr", **SIZES))
+    assert all(minibatch.obs_names is None for minibatch in zl.Loader(dataset, layout="csr", **SIZES))
     assert not threads
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy"])
+def test_names_come_with_every_layout_after_a_resume_too(tmp_path: Path, layout: str) -> None:
+    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).where("passed == True")
+    loader = zl.Loader(dataset, layout=layout, obs_names=True, **SIZES)
+    names = [minibatch.obs_names.tolist() for minibatch in loader]
+    assert sorted(name for of_one in names for name in of_one) == sorted(ADATA.obs_names[ADATA.obs["passed"]])
+    loader.set_epoch(0)
+    begun = iter(loader)
+    next(begun), next(begun)
+    resumed = zl.Loader(dataset, layout=layout, obs_names=True, **SIZES)
+    resumed.load_state_dict(loader.state_dict())
+    assert [minibatch.obs_names.tolist() for minibatch in resumed] == names[2:]
 
 
 @pytest.mark.filterwarnings("error:Observation names are not unique")

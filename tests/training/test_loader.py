@@ -126,7 +126,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
     adata.layers["spliced"] = adata.X
     write_store(adata, "cells.zarr", tmp_path)
     assert doctest.testmod(loader_module) == (0, 9)
-    assert doctest.testmod(minibatch_module) == (0, 3)
+    assert doctest.testmod(minibatch_module) == (0, 4)
 
 
 @pytest.mark.every(3)

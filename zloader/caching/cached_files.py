@@ -59,7 +59,7 @@ def save_column(
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
         for window in windows:
-            file.write(np.ascontiguousarray(window, dtype).data)
+            file.write(np.ascontiguousarray(window, dtype).reshape(-1).view(np.uint8).data)  # dates have no buffer
 
     n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize + 256
     saved = _save(directory, cached_path(directory.path, name, "npy"), n_bytes, write)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
 Result = TypeVar("Result")
+_NAME_BYTES = 72  # of a Python string of 23 letters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +135,10 @@ class MinibatchArrays:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Bytes of all arrays and names."""
         annotations = sum(rows.nbytes for group in (self.obs, self.obsm) for rows in group.values())
         x = sum(matrix.nbytes for matrix in self.x.values())
-        names = 0 if self.names is None else self.names.nbytes  # the strings belong to the fetch
+        names = 0 if self.names is None else self.names.nbytes + _NAME_BYTES * len(self.names)
         return self.index.nbytes + annotations + names + x
 
 

@@ -104,26 +104,28 @@ class BaseDataset:
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.
 
-        Raises MissingColumnError, OptionError for a column that no tensor can hold, such as dates, and FormatError if
-        one store has numbers and another has labels.
+        Raises MissingColumnError, OptionError for a column that no tensor can hold, such as complex numbers, and
+        FormatError if one store has numbers and another has labels.
         """
         return self._observations.column(column)
 
     def categories(self, column: str) -> pd.Index:
         """The labels of an obs column: code c in a minibatch stands for `categories(column)[c]`, and -1 for no label.
 
+        `categories(column)[codes]` are the labels of an array of codes without -1.
+
         With several stores, the labels of all stores: sorted if the column holds strings in every store, otherwise in
         order of first appearance. A view has the labels of the whole dataset.
-        Raises OptionError for a column of numbers, and the errors of `obs_column`.
+        Raises OptionError for a column of numbers or dates, and the errors of `obs_column`.
         """
         categories = self._observations.column(column).categories
         if categories is None:
-            raise OptionError(f"obs column {column!r} holds numbers, not categories")
+            raise OptionError(f"obs column {column!r} holds numbers or dates, not categories")
         return categories
 
     def require_obs(self, columns: Sequence[str]) -> None:
-        """Raises MissingColumnError for the first column that some store lacks; the message lists the columns."""
-        self._observations.require_columns(columns)
+        """Raises the error that `obs_column` would raise for the first unusable column, from metadata alone."""
+        self._observations.require_usable(columns)
 
     @property
     def obsm_names(self) -> list[str]:

@@ -212,7 +212,7 @@ class Dataset(BaseDataset):
         `in` and `not in`. Comparisons are combined with `and`, `or` and `not`. A row whose value is missing satisfies
         no comparison. A boolean column without missing values may stand alone; otherwise compare it with True or False.
         Write names that are not identifiers in back-quotes, as in "`cell type` == 'T'". A label that the column does
-        not have is an error.
+        not have is an error. Dates are compared with text: "collected >= '2024-03-31'".
 
         A mask has one entry per row. Row numbers may be in any order, without repeats; the view is in ascending order.
         Raises OptionError for a condition that cannot be used, and MissingColumnError for an unknown obs column.
@@ -343,8 +343,11 @@ class Dataset(BaseDataset):
         """A minibatch as an AnnData with the matrix `x`, its obs columns (labels, not codes), its obsm, and `var`."""
         obs = pd.DataFrame(index=pd.Index(minibatch.names))
         for name, values in minibatch.obs.items():
-            categories = self._observations.column(name).categories
-            obs[name] = values if categories is None else pd.Categorical.from_codes(values, categories)
+            labels = self._observations.column(name).labels
+            if isinstance(labels, pd.Index):
+                obs[name] = pd.Categorical.from_codes(values, labels)
+            else:
+                obs[name] = values.view(labels)  # the dtype of dates, or their own
         return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var)
 
 

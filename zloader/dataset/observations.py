@@ -22,17 +22,10 @@ from zloader.common.errors import FormatError, MissingColumnError, OptionError, 
 from zloader.common.nearest import suggestion
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames
+from zloader.dataset.obs_columns import kinds_in, read_column, read_numbers
 from zloader.dataset.opening import OpenedStores, concurrently
 from zloader.reading.fetch import shares
-from zloader.selecting.columns import (
-    ObsColumn,
-    as_numbers,
-    concatenated,
-    joined,
-    require_alike,
-    require_exact,
-    unfit_obsm,
-)
+from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
 
 
 class Observations:
@@ -95,13 +88,13 @@ class Observations:
     def column(self, name: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.
 
-        Raises FormatError if one store has numbers and another has labels.
+        Raises the errors of `require_usable`, and FormatError for a damaged column.
         """
-        self.require_columns([name])
+        self.require_usable([name])
         if name not in self._columns:
             column = None if self._directory is None else load_obs(self._directory, name, self.n_rows)
             if column is None:
-                column = joined(name, [as_numbers(name, values) for values in self._read_column(name)])
+                column = joined(name, concurrently(lambda store: read_numbers(store, name), self._stores))
                 column = column if self._directory is None else save_obs(self._directory, name, column)
             self._columns[name] = column
         return self._columns[name]
@@ -117,19 +110,23 @@ class Observations:
                         f"{suggestion(name, self.column_names)}"
                     )
 
+    def require_usable(self, names: Sequence[str]) -> None:
+        """Raises the error for the first column that some store lacks or that is no tensor, from metadata alone.
+
+        That is MissingColumnError, OptionError for values such as complex numbers, or FormatError if one store has
+        numbers and another has labels.
+        """
+        for name in names:
+            self.require_columns([name])
+            if (unfit := unfit_obs(name, kinds_in(self._stores, name), self._opened.urls)) is not None:
+                raise unfit
+
     def _read_column(self, name: str) -> list[Any]:
         """A column of each store, as anndata reads it."""
         self.require_columns([name])
-        values = concurrently(lambda store: store.element(f"obs/{name}"), self._stores)
-        for store, of_store in zip(self._stores, values, strict=True):
-            shape = getattr(of_store, "shape", None)
-            if shape != (store.n_obs,):
-                raise FormatError(
-                    f"obs column {name!r} of {store.location.url} has shape {shape}, but the store has {store.n_obs} "
-                    "rows: the store is damaged"
-                )
-        require_alike(name, values, self._opened.urls)
-        return values
+        if (differ := unalike(name, kinds_in(self._stores, name), self._opened.urls)) is not None:
+            raise differ
+        return concurrently(lambda store: read_column(store, name), self._stores)
 
     def array(self, name: str) -> NDArray[Any]:
         """One obsm array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
@@ -182,7 +179,7 @@ class Observations:
         """Reads the obs names and every obs column and obsm array that minibatches carry, which fills the cache."""
         concurrently(ObsNames.load_all, self._names)
         for name in self.column_names:
-            with contextlib.suppress(OptionError):  # no tensor can hold it, such as a column of dates
+            with contextlib.suppress(OptionError):  # no tensor can hold it, such as a column of complex numbers
                 self.column(name)
         for name in self.usable_arrays:
             self.array(name)

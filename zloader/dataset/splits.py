@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, product
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
@@ -83,17 +82,7 @@ def _sizes(shares: Sequence[float], n_rows: int) -> Rows:
 
 def _classes(name: str, column: ObsColumn) -> tuple[NDArray[np.integer], Rows]:
     """The label code of each row (-1 for none), and the number of rows per code, with that of -1 at the end."""
-    codes = column.values
-    if column.categories is None:
-        # Integers and booleans with missing values arrive as floats with NaN; factorize gives NaN the code -1.
-        if codes.dtype.kind not in "biu" and not (np.isnan(codes) | (np.trunc(codes) == codes)).all():
-            raise OptionError(
-                f"obs column {name!r} holds {codes.dtype}: choose a column of labels, whole numbers or booleans"
-            )
-        codes, labels = pd.factorize(codes, sort=True)
-        n_labels = len(labels)
-    else:
-        n_labels = len(column.categories)
+    codes, n_labels = column.classes(f"obs column {name!r}")
     counts = np.zeros(n_labels + 1, np.int64)
     for start in range(0, len(codes), _WINDOW):
         counts += np.bincount(codes[start : start + _WINDOW].astype(np.int64) % (n_labels + 1), minlength=n_labels + 1)

@@ -10,7 +10,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.checks import require_count
@@ -177,14 +176,7 @@ class ClassBalancedSampling(_Weighted):
         return self._balanced(f"obs column {self.labels!r}", dataset.obs_column(self.labels))
 
     def _balanced(self, name: str, column: ObsColumn) -> Draws:
-        codes: Codes = column.values
-        if column.categories is not None:
-            n_classes = len(column.categories)
-        elif codes.dtype.kind in "biu":
-            codes, classes = pd.factorize(codes)
-            n_classes = len(classes)
-        else:
-            raise OptionError(f"{name} holds {codes.dtype}, but classes must be labels, whole numbers or booleans")
+        codes, n_classes = column.classes(name)
         if self._chosen is not None:
             require_within(self._chosen, len(codes))
         counts = np.zeros(n_classes + 1, np.int64)

@@ -1,4 +1,4 @@
-"""Turns obs columns into numbers (codes with categories, or plain values) and checks obsm arrays. Pure."""
+"""Turns obs columns into numbers (codes with categories, plain values, or dates) and checks obsm arrays. Pure."""
 
 from __future__ import annotations
 
@@ -12,45 +12,99 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError, OptionError, ZloaderError
 from zloader.common.records import Rows
+from zloader.selecting.strings import StringCoder
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObsColumn:
-    """One obs column: a value per row. If `categories` is not None, the values are codes of these labels (-1: none)."""
+    """One obs column: a value per row. If `categories` is not None, the values are codes of these labels (-1: none).
+
+    Dates and durations are datetime64 and timedelta64.
+    """
 
     values: NDArray[Any]
     categories: pd.Index | None
     from_strings: bool = False
 
     @property
+    def labels(self) -> pd.Index | np.dtype[Any]:
+        """The meaning of the values: the labels in the order of their codes, or else the dtype of the values."""
+        return self.values.dtype if self.categories is None else self.categories
+
+    @property
     def minibatch_dtype(self) -> np.dtype[Any]:
-        """int64 for codes, as torch needs for indexing and losses; otherwise the stored dtype."""
-        return np.dtype(np.int64) if self.categories is not None else self.values.dtype
+        """int64 for codes, as torch needs for indexing and losses, and for dates; otherwise the stored dtype."""
+        coded = self.categories is not None or is_time(self.values.dtype)
+        return np.dtype(np.int64) if coded else self.values.dtype
 
     def taken(self, rows: Rows) -> NDArray[Any]:
-        """The values of the given rows in the dtype of minibatches."""
+        """The values of the given rows in the dtype of minibatches. NaT is the lowest int64."""
         return self.values[rows].astype(self.minibatch_dtype, copy=False)
 
+    def classes(self, name: str) -> tuple[NDArray[np.integer], int]:
+        """The number of the class of each row, -1 for a missing value, and the number of classes.
 
+        Classes are labels, or the distinct numbers or dates. Raises OptionError for numbers that are not whole; the
+        message calls the column `name`.
+        """
+        if self.categories is not None:
+            return self.values, len(self.categories)
+        numbers = self.values.view(np.int64) if is_time(self.values.dtype) else self.values
+        # Integers and booleans with missing values arrive as floats with NaN; factorize gives NaN the code -1.
+        if numbers.dtype.kind not in "biu" and not (np.isnan(numbers) | (np.trunc(numbers) == numbers)).all():
+            raise OptionError(f"{name} holds {numbers.dtype}: choose a column of labels, whole numbers or booleans")
+        codes, distinct = pd.factorize(numbers, sort=True)
+        if is_time(self.values.dtype) and len(distinct) and np.isnat(distinct[:1].view(self.values.dtype))[0]:
+            return codes - 1, len(distinct) - 1  # NaT is the lowest number
+        return codes, len(distinct)
+
+
+NUMBERS, STRINGS = "biuf", "OUST"  # kinds of NumPy's dtypes
+_KINDS = {
+    **dict.fromkeys(NUMBERS, "numbers"),
+    **dict.fromkeys(STRINGS, "strings"),
+    "M": "dates",
+    "m": "durations",
+    "categorical": "categories",
+    "nullable-integer": "numbers",
+    "nullable-boolean": "numbers",
+    "nullable-string-array": "strings",
+}  # by the kind of dtype, or the encoding of a group
 Column = Callable[[str], ObsColumn]  # looks up an obs column by name, like `Dataset.obs_column`
+
+
+def is_time(dtype: np.dtype[Any]) -> bool:
+    """Whether the values are dates or durations."""
+    return dtype.kind in "mM"
 
 
 def as_numbers(name: str, column: Any) -> ObsColumn:
     """Converts a column as read by anndata to numbers. Strings become codes of their sorted labels.
 
-    Raises OptionError for values that a tensor cannot hold, such as dates.
+    Raises OptionError for values that a tensor cannot hold, such as complex numbers.
     """
     if isinstance(column, pd.Categorical):
         return ObsColumn(values=np.asarray(column.codes), categories=as_labels(column.categories))
     values = np.asarray(column)
     if isinstance(column, pd.api.extensions.ExtensionArray) and pd.api.types.is_numeric_dtype(column.dtype):
         return ObsColumn(values=_nullable(name, column), categories=None)
-    if values.dtype.kind in "biuf":
+    if values.dtype.kind in NUMBERS or is_time(values.dtype):
         return ObsColumn(values=native(values), categories=None)
-    if values.dtype.kind in "OUST":
-        codes, categories = pd.factorize(pd.Series(values, dtype="string"), sort=True)
-        return ObsColumn(values=codes, categories=pd.Index(categories, dtype=object), from_strings=True)
-    raise OptionError(f"obs column {name!r} holds {values.dtype}: only numbers, categories and strings become tensors")
+    if values.dtype.kind in STRINGS:
+        strings = StringCoder(len(values))
+        strings.add(values)
+        return of_strings(strings)
+    raise _unfit(name, str(values.dtype))
+
+
+def of_strings(strings: StringCoder) -> ObsColumn:
+    """A column of strings, after all of them were added."""
+    codes, labels = strings.sorted_codes()
+    return ObsColumn(values=codes, categories=labels, from_strings=True)
+
+
+def _unfit(name: str, kind: str) -> OptionError:
+    return OptionError(f"obs column {name!r} holds {kind}: only numbers, categories, strings and dates become tensors")
 
 
 def as_names(index: Any) -> pd.Index:
@@ -93,15 +147,26 @@ def _beyond_float64(values: NDArray[Any]) -> np.integer | None:
 
 
 def require_exact(name: str, arrays: Sequence[NDArray[Any]]) -> None:
-    """Raises FormatError if the common dtype of the arrays of all stores would round one of their numbers."""
+    """Raises FormatError if the common dtype of the arrays of all stores would change one of their values."""
     common = np.result_type(*arrays)
-    for array in arrays if common.kind == "f" else ():
-        if (large := _beyond_float64(array)) is not None:
+    for array in arrays:
+        if (changed := _changed(array, common)) is not None:
             dtypes = ", ".join(sorted({str(each.dtype) for each in arrays}))
             raise FormatError(
-                f"{name} holds {large} in one of the stores, whose dtypes are {dtypes}: the common dtype {common} "
+                f"{name} holds {changed} in one of the stores, whose dtypes are {dtypes}: the common dtype {common} "
                 "cannot represent it. Leave it out, or write these stores again with the same dtype"
             )
+
+
+def _changed(array: NDArray[Any], common: np.dtype[Any]) -> Any:
+    """A value that `common` cannot represent, or None."""
+    if common.kind == "f":
+        return _beyond_float64(array)
+    if not is_time(common) or array.dtype == common:
+        return None
+    own = native(array)
+    wrong = own.astype(common).astype(own.dtype).view(np.int64) != own.view(np.int64)
+    return own[wrong][0] if wrong.any() else None
 
 
 def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
@@ -145,32 +210,44 @@ def concatenated(name: str, columns: Sequence[Any]) -> Any:
         ordered = all(getattr(column, "ordered", False) and column.dtype == columns[0].dtype for column in columns)
         return pd.Categorical.from_codes(codes.values, _labels(codes), ordered=ordered)
     if all(isinstance(column, np.ndarray) for column in columns):
-        numeric = all(column.dtype.kind in "biuf" for column in columns)
-        return _end_to_end(name, columns) if numeric else np.concatenate(columns)
+        exact = all(column.dtype.kind in NUMBERS or is_time(column.dtype) for column in columns)
+        return _end_to_end(name, columns) if exact else np.concatenate(columns)
     # Empty columns are left out, because pandas is about to change how they affect the dtype.
     filled = [pd.Series(column) for column in columns if len(column)]
     return pd.concat(filled).array if filled else columns[0]
 
 
-def require_alike(name: str, columns: Sequence[Any], urls: Sequence[str]) -> None:
-    """Raises FormatError if a column holds numbers in one store and labels in another."""
-    numeric = [bool(pd.api.types.is_numeric_dtype(column.dtype)) for column in columns]
-    if len(set(numeric)) > 1:
-        number, label = numeric.index(True), numeric.index(False)
-        raise FormatError(
-            f"obs column {name!r} holds numbers in {urls[number]} and {_kind(columns[label])} in {urls[label]}: "
-            "leave it out, or write these stores again with the same kind of values"
-        )
+def kind_of(node: Any) -> str:
+    """The kind of values of an obs column, given as a zarr node: one of _KINDS, else its encoding or dtype."""
+    if hasattr(node, "dtype"):
+        return _KINDS.get(node.dtype.kind, str(node.dtype))
+    encoding = str(node.attrs.get("encoding-type", "group"))
+    return _KINDS.get(encoding, encoding)
 
 
-def _kind(column: Any) -> str:
-    return "categories" if isinstance(column, pd.Categorical) else "strings"
+def unalike(name: str, kinds: Sequence[str], urls: Sequence[str]) -> FormatError | None:
+    """The error if a column is numbers in one store and labels in another, given the kind in each store; else None."""
+    for kind, url in zip(kinds, urls, strict=True):
+        if kind != kinds[0] and not {kind, kinds[0]} <= {"strings", "categories"}:
+            return FormatError(
+                f"obs column {name!r} holds {kinds[0]} in {urls[0]} and {kind} in {url}: leave it out, or write these "
+                "stores again with the same kind of values"
+            )
+    return None
+
+
+def unfit_obs(name: str, kinds: Sequence[str], urls: Sequence[str]) -> ZloaderError | None:
+    """The error if a column does not become a tensor, given its kind in each store; else None."""
+    for kind in kinds:
+        if kind not in _KINDS.values():
+            return _unfit(name, kind)
+    return unalike(name, kinds, urls)
 
 
 def unfit_obsm(name: str, nodes: Sequence[Any], n_rows: Sequence[int], urls: Sequence[str]) -> ZloaderError | None:
     """The error if an obsm element, given as zarr nodes of all stores, is not a tensor of rows x dims; else None."""
     for node, rows, url in zip(nodes, n_rows, urls, strict=True):
-        if not hasattr(node, "shape") or node.dtype.kind not in "biuf":
+        if not hasattr(node, "shape") or node.dtype.kind not in NUMBERS:
             kind = node.attrs.get("encoding-type", "group") if not hasattr(node, "shape") else f"array of {node.dtype}"
             return OptionError(
                 f"obsm {name!r} is a {kind} in {url}: only arrays of numbers become tensors. Leave it out, or write "

@@ -4,9 +4,9 @@ The grammar is a small part of Python's, and nothing is evaluated as Python. It 
 as percent.mt, and any other name in back-quotes, such as `cell type`), constants, the operators == != < <= > >= in,
 not in, and, or, not, and boolean columns on their own.
 
-Labels are compared as codes, and each label is looked up once. A row without a value (code -1, NaN) satisfies no
-comparison: neither `a == 'T'` nor `a != 'T'`. `not` before a comparison negates the operator, so such a row satisfies
-neither form.
+Labels are compared as codes, and each label is looked up once. Dates are compared with text such as '2024-03-31', and
+durations with whole numbers of their unit. A row without a value (code -1, NaN, NaT) satisfies no comparison: neither
+`a == 'T'` nor `a != 'T'`. `not` before a comparison negates the operator, so such a row satisfies neither form.
 
 The cost is one vectorised pass per comparison over windows of about a million rows.
 """
@@ -26,13 +26,15 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
 from zloader.common.nearest import suggestion
-from zloader.selecting.columns import Column, ObsColumn
+from zloader.selecting.columns import Column, ObsColumn, is_time
 
 Mask = NDArray[np.bool_]
 Test = Callable[[slice], Mask]
 _WINDOW = 1 << 20  # rows per pass, which bounds the memory of intermediate results
 _SHOWN = 20
 _TEXT_OR_QUOTED = re.compile(r"""('''|\"\"\"|'|")(?:\\.|(?!\1).)*\1|`[^`\r\n]+`""", re.DOTALL)
+# Without a time zone, because columns have none.
+_DATE = re.compile(r"\d{4}(-\d\d){0,2}([T ]\d\d(:\d\d){0,2}(\.\d+)?)?")
 # Operators for and, or and not in pandas and other languages: as Python syntax nodes, and as text.
 _SIGNS = (ast.BitAnd, ast.BitOr, ast.Invert)
 _SIGN = re.compile(r"[&|~]|!(?!=)")
@@ -182,8 +184,7 @@ class _Reader:
             if operation not in (ast.Eq, ast.NotEq):
                 self._refuse(node, f"{name} holds labels, which have no order: use ==, != or in")
             return self._one_of(node, name, column, [constant], outside=operation is ast.NotEq)
-        self._require_number(node, name, constant)
-        return _with_constant(operation, column.values, constant)
+        return _with_constant(operation, column.values, self._comparable(node, name, column, constant))
 
     def _constant(self, node: ast.expr) -> Any:
         try:
@@ -196,16 +197,24 @@ class _Reader:
             self._refuse(node, "the number is larger than any that a column can hold")
         return constant
 
-    def _require_number(self, node: ast.AST, name: str, constant: Any) -> None:
-        if isinstance(constant, str):
-            self._refuse(node, f"{name} holds numbers, and {constant!r} is a string")
+    def _comparable(self, node: ast.AST, name: str, column: ObsColumn, constant: Any) -> Any:
+        """A constant as it is compared with the numbers or dates of a column."""
+        dtype = column.values.dtype
+        if not is_time(dtype):
+            if isinstance(constant, str):
+                self._refuse(node, f"{name} holds numbers, and {constant!r} is a string")
+            return constant
+        moment = _moment(dtype, constant)
+        if moment is None:
+            example = "text such as '2024-03-31'" if dtype.kind == "M" else "a whole number"
+            self._refuse(node, f"{name} holds {dtype}: compare it with {example}, no more precise than that")
+        return moment
 
     def _one_of(self, node: ast.AST, name: str, column: ObsColumn, constants: list[Any], *, outside: bool) -> Test:
         """A test whether a value is among the constants. With `outside`: is present but not among them."""
         values = column.values
         if column.categories is None:
-            for constant in constants:
-                self._require_number(node, name, constant)
+            constants = [self._comparable(node, name, column, constant) for constant in constants]
             operation = ast.NotEq if outside else ast.Eq
             tests = [_with_constant(operation, values, constant) for constant in constants]
             if not tests:
@@ -225,23 +234,39 @@ class _Reader:
         if column.categories is not None or other.categories is not None:
             self._refuse(node, "two columns can be compared only if both hold numbers")
         left, right, compare = column.values, other.values, _ORDERS[operation]
+        if left.dtype != right.dtype and (is_time(left.dtype) or is_time(right.dtype)):
+            self._refuse(node, f"{left.dtype} and {right.dtype} cannot be compared")
         return lambda window: (
             compare(left[window], right[window]) & _is_present(left[window]) & _is_present(right[window])
         )
 
 
-def _with_constant(operation: type[ast.cmpop], values: NDArray[Any], constant: float) -> Test:
+def _moment(dtype: np.dtype[Any], constant: Any) -> Any:
+    """A constant as a date or duration of a column's dtype; None if it is none, out of range, or more precise."""
+    try:
+        if dtype.kind == "m":
+            return np.timedelta64(constant).astype(dtype) if type(constant) is int else None
+        if not isinstance(constant, str) or not _DATE.fullmatch(constant):
+            return None
+        moment = np.datetime64(constant)
+    except (ValueError, OverflowError):
+        return None
+    converted = moment.astype(dtype)
+    return converted if converted.astype(moment.dtype) == moment else None
+
+
+def _with_constant(operation: type[ast.cmpop], values: NDArray[Any], constant: Any) -> Test:
     compare = _ORDERS[operation]
     if values.dtype.kind == "f" and abs(constant) > float(np.finfo(values.dtype).max):
         constant = np.float64(constant)  # in the dtype of the column it would overflow to infinity
-    if operation is ast.NotEq and values.dtype.kind == "f":  # NaN != constant would be True
+    if operation is ast.NotEq and values.dtype.kind in "fmM":  # NaN != constant would be True
         return lambda window: compare(values[window], constant) & _is_present(values[window])
     return lambda window: compare(values[window], constant)
 
 
 def _is_present(values: NDArray[Any]) -> Mask:
-    """Which numbers are not missing (NaN)."""
-    return ~np.isnan(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
+    """Which numbers and dates are not missing (NaN, NaT)."""
+    return ~np.isnan(values) if values.dtype.kind in "fmM" else np.ones(len(values), bool)
 
 
 def _joined(join: np.ufunc, tests: list[Test]) -> Test:

@@ -9,9 +9,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch.utils.data
 
-from zloader.common.checks import names_of, one_or_more, require_count, require_one_of
+from zloader.common.checks import names_of, one_or_more, require_count, require_flag, require_one_of
 from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.malloc import keep_freed_memory
@@ -80,6 +81,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             matrices of the same rows: `minibatch.x` is then a dict by name.
         obs: names of the obs columns to load.
         obsm: names of the obsm arrays to load.
+        obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
             They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"scipy"` (CSR matrix)
@@ -114,6 +116,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     x: str | Sequence[str] | None = "X"
     obs: Sequence[str] = ()
     obsm: Sequence[str] = ()
+    obs_names: bool = False
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
     layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
     dtype: str | torch.dtype | np.dtype[Any] | type = "float32"
@@ -132,6 +135,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         require_one_of(LAYOUTS, layout=self.layout)
+        require_flag(obs_names=self.obs_names)
         self.dtype = usable_dtype(self.dtype, self.layout)
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
         if self.x is None and (self.layout == "anndata" or self.genes is not None):
@@ -158,6 +162,15 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
+
+    @property
+    def labels(self) -> dict[str, pd.Index | np.dtype[Any]]:
+        """The meaning of the numbers in `minibatch.obs`, for each column.
+
+        For categories and strings, the labels in the order of their codes: `labels["cell_type"][codes]`. For numbers
+        and dates, the dtype of their values: `column.numpy().view(labels["date"])` are the dates. Reads the columns.
+        """
+        return {name: self.dataset.whole.obs_column(name).labels for name in self.obs}
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`; later iterations count up from there."""
@@ -324,7 +337,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=str(self.dtype),
-            names=whole.names_of if self.layout == "anndata" else None,
+            names=whole.names_of if self.obs_names or self.layout == "anndata" else None,
             sweeping=sweeping,
         )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from abc import ABCMeta
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from zloader.common.checks import require_one_of
-from zloader.common.errors import OptionError
+from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.nearest import listed, suggestion
 from zloader.common.records import CsrArrays, MinibatchArrays, X
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy
@@ -27,8 +30,15 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 
-@dataclass(frozen=True, kw_only=True)
-class Minibatch:
+class _FromParts(ABCMeta):
+    """Makes `Minibatch({...})` the same as `Minibatch(**{...})`, because libraries rebuild a Mapping in this way."""
+
+    def __call__(cls, *parts: Mapping[str, Any], **named: Any) -> Any:
+        return super().__call__(**dict(*parts, **named))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     """The rows of one training step. All fields have the same row order, and `len()` is the number of rows.
 
     >>> import zloader as zl
@@ -45,16 +55,62 @@ class Minibatch:
     row: the position of each row in the dataset or view that the loader was given, int64. For predictions of a view:
         `out = np.empty(view.n_obs)`, then `out[minibatch.row] = ...` for each minibatch.
     index: the row numbers in the whole dataset, int64. They equal `row` unless the loader was given a view.
+    obs_names: the names of the rows, a NumPy array of strings (dtype object), if the loader was given `obs_names=True`
+        or layout anndata; else None.
+
+    A Minibatch is also a read-only Mapping of its fields, as the libraries of Hugging Face need it: `minibatch["x"]`,
+    `model(**minibatch)`. Fields that are None are left out. obs columns are no keys of their own:
+    `minibatch["obs"]["cell_type"]`. `len()` counts rows even so, and `len(minibatch.keys())` counts the fields. A
+    minibatch is equal to itself only, like a tensor that is used as a key.
+
+    >>> list(minibatch)
+    ['row', 'index', 'x', 'obs', 'obsm']
     """
 
-    x: Any
+    x: Any = None
     obs: dict[str, torch.Tensor]
     obsm: dict[str, torch.Tensor]
     row: torch.Tensor
     index: torch.Tensor
+    obs_names: NDArray[np.object_] | None = None
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """The Mapping. Row numbers come first, because accelerate takes the batch size from the first value."""
+        names = ["row", "index", *(field.name for field in dataclasses.fields(self))]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def __getitem__(self, name: str) -> Any:
+        parts = self._parts
+        if name in parts:
+            return parts[name]
+        for group in ("obs", "obsm"):
+            if name in parts[group]:
+                raise MissingColumnError(f"{name!r} is a column of {group}: write minibatch.{group}[{name!r}]")
+        raise MissingColumnError(f"the minibatch has no {name!r}; it has: {listed(parts)}{suggestion(name, parts)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    # Those of Mapping would have as many entries as the minibatch has rows.
+
+    def keys(self) -> KeysView[str]:
+        """The names of the fields that are not None."""
+        return self._parts.keys()
+
+    def values(self) -> ValuesView[Any]:
+        """The fields that are not None."""
+        return self._parts.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        """The fields that are not None, with their names."""
+        return self._parts.items()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Minibatch:
         """A copy on the device. x must be a tensor or None."""
@@ -66,7 +122,8 @@ class Minibatch:
 
     def _each(self, function: Any) -> Minibatch:
         index = function(self.index)
-        return Minibatch(
+        return dataclasses.replace(
+            self,
             x=self._each_x(function),
             obs={name: function(column) for name, column in self.obs.items()},
             obsm={name: function(array) for name, array in self.obsm.items()},
@@ -115,6 +172,7 @@ def as_minibatch(
         obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
         row=index if row is arrays.index else torch.from_numpy(row),
         index=index,
+        obs_names=arrays.names,
     )
 
 

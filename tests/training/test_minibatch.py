@@ -1,0 +1,170 @@
+"""A Minibatch is a Mapping of its fields, as libraries read and rebuild it, and an object with a number of rows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import counts, write_store
+from torch.utils.data import DataLoader, default_convert
+
+import zloader as zl
+from zloader.common.errors import MissingColumnError
+
+ADATA = counts(40, 12)
+ADATA.obsm["X_pca"] = np.arange(80, dtype=np.float32).reshape(40, 2)
+FIELDS = ["row", "index", "x", "obs", "obsm"]
+# What the loader is asked for, and the names that its minibatches have.
+KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "csr": ({}, FIELDS),
+    "dense": ({"layout": "dense"}, FIELDS),
+    "scipy": ({"layout": "scipy"}, FIELDS),
+    "anndata": ({"layout": "anndata"}, [*FIELDS, "obs_names"]),
+    "no x": ({"x": None}, ["row", "index", "obs", "obsm"]),
+    "two x": ({"x": ["X", "raw/X"], "layout": "dense"}, FIELDS),
+    "obs names": ({"obs_names": True}, [*FIELDS, "obs_names"]),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
+    folder = tmp_path_factory.mktemp("minibatch")
+    ADATA.raw = ADATA
+    write_store(ADATA, folder / "counts.zarr", folder)
+    return zl.open_dataset(folder / "counts.zarr")
+
+
+def load(dataset: zl.Dataset, **options: Any) -> zl.Minibatch:
+    return next(iter(zl.Loader(dataset, batch_size=8, obs=["cell_type", "lane"], obsm=["X_pca"], **options)))
+
+
+@pytest.fixture(params=KINDS)
+def minibatch(request: pytest.FixtureRequest, dataset: zl.Dataset) -> zl.Minibatch:
+    return load(dataset, **KINDS[request.param][0])
+
+
+def by_hand(minibatch: zl.Minibatch) -> Any:
+    """As accelerate's `recursively_apply` and the Trainer of transformers do."""
+    return type(minibatch)({name: value for name, value in minibatch.items()})  # noqa: C416
+
+
+REBUILT: dict[str, Callable[[zl.Minibatch], Any]] = {
+    "as a Mapping": by_hand,
+    "by torch": default_convert,
+    "replaced": dataclasses.replace,
+    "copied": copy.copy,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_minibatch_is_a_mapping_of_its_fields(dataset: zl.Dataset, name: str) -> None:
+    options, names = KINDS[name]
+    minibatch = load(dataset, **options)
+    assert isinstance(minibatch, Mapping)
+    assert list(minibatch) == list(minibatch.keys()) == list(dict(minibatch)) == list({**minibatch}) == names
+    assert len(minibatch.keys()) == len(minibatch.items()) == len(minibatch.values()) == len(names)
+    assert minibatch.keys() == set(names)
+    for key, value in minibatch.items():
+        assert minibatch[key] is minibatch.get(key) is value is getattr(minibatch, key)
+        assert key in minibatch
+    assert "obs_names" in names or minibatch.get("obs_names") is None is minibatch.obs_names
+    assert len(minibatch) == 8
+    assert len(next(iter(minibatch.values()))) == 8  # accelerate takes the size of the batch from the first value
+
+
+@pytest.mark.parametrize("how", REBUILT)
+def test_a_minibatch_can_be_built_of_its_parts(minibatch: zl.Minibatch, how: str) -> None:
+    again = REBUILT[how](minibatch)
+    assert type(again) is zl.Minibatch
+    assert again.keys() == minibatch.keys()
+    assert again.row is minibatch.row
+    assert all(again.obs[name] is minibatch.obs[name] for name in ("cell_type", "lane"))
+    assert again.obs_names is minibatch.obs_names
+
+
+def test_a_minibatch_keeps_its_parts_when_pickled(minibatch: zl.Minibatch) -> None:
+    again = pickle.loads(pickle.dumps(minibatch))
+    assert again.keys() == minibatch.keys()
+    assert torch.equal(again.index, minibatch.index)
+    assert again.obs["lane"].tolist() == minibatch.obs["lane"].tolist()
+
+
+@pytest.mark.parametrize("how", ["to", "pin_memory"])
+def test_a_moved_minibatch_keeps_its_parts(dataset: zl.Dataset, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # there may be no GPU
+    minibatch = load(dataset, obs_names=True)
+    moved = minibatch.to("cpu") if how == "to" else minibatch.pin_memory()
+    assert list(moved) == list(minibatch)
+    assert moved.obs_names is minibatch.obs_names
+    assert moved.row is moved.index
+
+
+def test_dataloader_passes_minibatches_on(dataset: zl.Dataset) -> None:
+    loader = zl.Loader(dataset, batch_size=8, obs_names=True)
+    minibatches = list(DataLoader(loader, batch_size=None))
+    assert [type(minibatch) for minibatch in minibatches] == [zl.Minibatch] * 5
+    names = [name for minibatch in minibatches for name in minibatch.obs_names]
+    assert sorted(names) == sorted(ADATA.obs_names)
+
+
+def test_names_and_values_cannot_be_changed(dataset: zl.Dataset) -> None:
+    minibatch = load(dataset)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        minibatch["x"] = None  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        minibatch.x = None  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        zl.Minibatch({**minibatch, "y": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lane", r"'lane' is a column of obs: write minibatch\.obs\['lane'\]"),
+        ("X_pca", r"'X_pca' is a column of obsm: write minibatch\.obsm\['X_pca'\]"),
+        ("indx", r"has no 'indx'; it has: row, index, x, obs, obsm\. Did you mean 'index'\?"),
+        (0, "has no 0; it has: row, index, x, obs, obsm"),
+        ("obs_names", "has no 'obs_names'; it has: row, index, x, obs, obsm"),
+    ],
+    ids=str,
+)
+def test_other_names_are_refused(dataset: zl.Dataset, name: Any, message: str) -> None:
+    minibatch = load(dataset)
+    with pytest.raises(MissingColumnError, match=message):
+        minibatch[name]
+    assert name not in minibatch
+    assert minibatch.get(name, "nothing") == "nothing"
+
+
+def test_a_minibatch_is_equal_to_itself_only(dataset: zl.Dataset) -> None:
+    one, other = load(dataset), load(dataset)
+    assert one == one
+    assert one != other
+    assert one != dict(one)
+    assert len({one, other, one}) == 2
+
+
+def test_lightning_finds_the_number_of_rows(dataset: zl.Dataset) -> None:
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+    for options in ({}, {"layout": "dense"}, {"x": None}):
+        minibatch = move_data_to_device(load(dataset, **options), torch.device("cpu"))
+        assert extract_batch_size(minibatch) == 8
+        assert type(minibatch) is zl.Minibatch
+
+
+def test_a_model_takes_a_minibatch_as_keywords(dataset: zl.Dataset) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, obs: dict[str, torch.Tensor], **rest: Any) -> float:
+            assert set(rest) == {"row", "index", "obsm"}
+            return float(x.sum() + obs["lane"].sum())
+
+    minibatch = load(dataset, layout="dense")
+    assert Model()(**minibatch) == float(minibatch.x.sum() + minibatch.obs["lane"].sum())

@@ -1,0 +1,65 @@
+"""Reads one obs column of one store: as anndata reads it, or as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import zarr
+
+from zloader.common.errors import FormatError
+from zloader.dataset.store import OpenedStore
+from zloader.selecting.columns import ObsColumn, as_numbers, kind_of, of_strings
+from zloader.selecting.strings import StringCoder
+
+_WINDOW_ROWS = 1 << 19  # about 40 MB of Python strings while they are coded
+
+
+def kinds_in(stores: Sequence[OpenedStore], name: str) -> list[str]:
+    """The kind of values of a column in each store, as `kind_of` names it, from metadata."""
+    return [kind_of(store.node(_path(name))) for store in stores]
+
+
+def read_column(store: OpenedStore, name: str) -> Any:
+    """A column as anndata reads it. Raises FormatError if it has not one value per row."""
+    column = store.element(_path(name))
+    _require_shape(store, name, getattr(column, "shape", None))
+    return column
+
+
+def read_numbers(store: OpenedStore, name: str) -> ObsColumn:
+    """A column as numbers. Strings are coded in windows, so that a window of them is in memory at a time."""
+    node = store.node(_path(name))
+    if kind_of(node) == "strings":
+        return _coded(store, name, node)
+    return as_numbers(name, read_column(store, name))
+
+
+def _coded(store: OpenedStore, name: str, node: Any) -> ObsColumn:
+    path = _path(name)
+    if isinstance(node, zarr.Array):
+        values, mask = path, None
+    else:
+        values, mask = f"{path}/values", f"{path}/mask"
+        _require_shape(store, name, store.node(mask).shape)
+    array = store.node(values)
+    _require_shape(store, name, array.shape)
+    stored = max(1, (array.shards or array.chunks)[0])
+    step = max(1, _WINDOW_ROWS // stored) * stored
+    strings = StringCoder(store.n_obs)
+    for start in range(0, store.n_obs, step):
+        missing = None if mask is None else store.window(mask, start, start + step)
+        strings.add(store.window(values, start, start + step), missing)
+    return of_strings(strings)
+
+
+def _path(name: str) -> str:
+    return f"obs/{name}"
+
+
+def _require_shape(store: OpenedStore, name: str, shape: tuple[int, ...] | None) -> None:
+    if shape != (store.n_obs,):
+        raise FormatError(
+            f"obs column {name!r} of {store.location.url} has shape {shape}, but the store has {store.n_obs} rows: "
+            "the store is damaged"
+        )
