@@ -316,7 +316,7 @@ def with_element(tmp_path: Path, element: Any) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zarr and anndata warn about formats
         del root["obs/lane"]
-        ad.io.write_elem(root, "obs/lane", element)
+        ad.io.write_elem(root["obs"], "lane", element)
         zarr.consolidate_metadata(tmp_path / "a.zarr")
     return tmp_path / "a.zarr"
 

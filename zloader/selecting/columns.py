@@ -164,9 +164,17 @@ def _changed(array: NDArray[Any], common: np.dtype[Any]) -> Any:
         return _beyond_float64(array)
     if not is_time(common) or array.dtype == common:
         return None
-    own = native(array)
-    wrong = own.astype(common).astype(own.dtype).view(np.int64) != own.view(np.int64)
-    return own[wrong][0] if wrong.any() else None
+    bounds = (np.fmin.reduce(array), np.fmax.reduce(array)) if array.size else ()
+    return next((time for time in bounds if not np.isnat(time) and as_time(time, common) is None), None)
+
+
+def as_time(time: Any, dtype: np.dtype[Any]) -> Any:
+    """A date or duration in another unit; None if it is out of range or more precise than the unit."""
+    try:
+        converted = time.astype(dtype)
+    except OverflowError:  # earlier versions of NumPy wrap around
+        return None
+    return converted if converted.astype(time.dtype) == time else None
 
 
 def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:

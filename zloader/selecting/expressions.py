@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
 from zloader.common.nearest import suggestion
-from zloader.selecting.columns import Column, ObsColumn, is_time
+from zloader.selecting.columns import Column, ObsColumn, as_time, is_time
 
 Mask = NDArray[np.bool_]
 Test = Callable[[slice], Mask]
@@ -245,14 +245,12 @@ def _moment(dtype: np.dtype[Any], constant: Any) -> Any:
     """A constant as a date or duration of a column's dtype; None if it is none, out of range, or more precise."""
     try:
         if dtype.kind == "m":
-            return np.timedelta64(constant).astype(dtype) if type(constant) is int else None
+            return np.timedelta64(constant, np.datetime_data(dtype)) if type(constant) is int else None
         if not isinstance(constant, str) or not _DATE.fullmatch(constant):
             return None
-        moment = np.datetime64(constant)
+        return as_time(np.datetime64(constant), dtype)
     except (ValueError, OverflowError):
         return None
-    converted = moment.astype(dtype)
-    return converted if converted.astype(moment.dtype) == moment else None
 
 
 def _with_constant(operation: type[ast.cmpop], values: NDArray[Any], constant: Any) -> Test:
