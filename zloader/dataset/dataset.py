@@ -242,9 +242,9 @@ class Dataset(BaseDataset):
         {'B': 50, 'T': 50}
 
         - `parts`: either fractions of the rows or numbers of rows, one per view. They need not add up to all rows.
-        - `by`: an obs column of labels, whole numbers or booleans, such as the donor. All rows with the same label go
-          to the same view. Rows without a label count as one more label. No view that should have rows is empty. Moving
-          one label or exchanging two between views would not bring their sizes closer to `parts`.
+        - `by`: an obs column of labels, whole numbers, booleans or dates, such as the donor. All rows with the same
+          label go to the same view. Rows without a label count as one more label. No view that should have rows is
+          empty. Moving one label or exchanging two between views would not bring their sizes closer to `parts`.
         - `stratify`: an obs column of the same kinds. Every view gets its share of the rows of each label, to within
           one row.
         - `seed`: the same seed gives the same views on every machine.

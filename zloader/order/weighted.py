@@ -143,9 +143,9 @@ class ClassBalancedSampling(_Weighted):
     """Draws every class equally often, and every row of a class equally often.
 
     It is BlockWeightedSampling with the weight 1 / (rows in the class), and takes the same `block_size`, `total_size`,
-    `replace` and `indices`. `labels` is the name of an obs column (of labels, whole numbers or booleans), or one label
-    per row of the dataset. Rows without a label (code -1, None) are never drawn. With `indices`, classes are counted
-    among these rows only. Raises OptionError for a column of fractions, and for invalid options.
+    `replace` and `indices`. `labels` is the name of an obs column (of labels, whole numbers, booleans or dates), or one
+    label per row of the dataset. Rows without a label (code -1, None, NaN, NaT) are never drawn. With `indices`,
+    classes are counted among these rows only. Raises OptionError for a column of fractions, and for invalid options.
 
     >>> sampling = zl.ClassBalancedSampling(["T", "T", "T", "NK"], block_size=1, total_size=10)
     >>> sampling.rows(0, 10, dataset_rows=4, seed=0, epoch=0).tolist()

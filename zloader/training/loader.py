@@ -79,7 +79,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             the default order.
         x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix. A list of names loads several
             matrices of the same rows: `minibatch.x` is then a dict by name.
-        obs: names of the obs columns to load.
+        obs: names of the obs columns to load. `labels` says what their numbers mean.
         obsm: names of the obsm arrays to load.
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.

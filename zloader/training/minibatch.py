@@ -49,8 +49,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor, a
         SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x. If the loader has a
         list of matrices, a dict with one such x for each name.
-    obs: a tensor of one value per row for each column. Categories are int64 codes, -1 where a value is missing;
-        numbers have their stored dtype.
+    obs: a tensor of one value per row for each column. Categories and strings are int64 codes, -1 where a value is
+        missing; numbers have their stored dtype; dates are int64. `loader.labels` says what they mean.
     obsm: a tensor of rows x dims for each name, in its stored dtype.
     row: the position of each row in the dataset or view that the loader was given, int64. For predictions of a view:
         `out = np.empty(view.n_obs)`, then `out[minibatch.row] = ...` for each minibatch.
