@@ -85,14 +85,16 @@ def write(adata: ad.AnnData, dest: Any, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store, with several chunks of strings per column."""
+    """The store, with several chunks of strings in one shard per column."""
     path = tmp_path_factory.mktemp("columns") / "a.zarr"
     write(ADATA, path)
     root = zarr.open_group(path, mode="r+", use_consolidated=False)
     with warnings.catch_warnings(), ad.settings.override(allow_write_nullable_strings=True):
         warnings.simplefilter("ignore")  # zarr and anndata warn about formats
         for name, words in (("word", np.array(WORDS, object)), ("maybe word", ADATA.obs["maybe word"].array)):
-            ad.io.write_elem(root["obs"], name, words, dataset_kwargs={"chunks": (CHUNK_ROWS,), "shards": None})
+            ad.io.write_elem(
+                root["obs"], name, words, dataset_kwargs={"chunks": (CHUNK_ROWS,), "shards": (8 * CHUNK_ROWS,)}
+            )
         zarr.consolidate_metadata(path)
     return path
 

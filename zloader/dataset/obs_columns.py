@@ -12,7 +12,7 @@ from zloader.dataset.store import OpenedStore
 from zloader.selecting.columns import ObsColumn, as_numbers, kind_of, of_strings
 from zloader.selecting.strings import StringCoder
 
-_WINDOW_ROWS = 1 << 19  # about 40 MB of Python strings while they are coded
+_WINDOW_ROWS = 1 << 18  # about 150 MB while they are coded
 
 
 def kinds_in(stores: Sequence[OpenedStore], name: str) -> list[str]:
@@ -44,8 +44,8 @@ def _coded(store: OpenedStore, name: str, node: Any) -> ObsColumn:
         _require_shape(store, name, store.node(mask).shape)
     array = store.node(values)
     _require_shape(store, name, array.shape)
-    stored = max(1, (array.shards or array.chunks)[0])
-    step = max(1, _WINDOW_ROWS // stored) * stored
+    chunk = max(1, array.chunks[0])  # a shard may hold the whole column
+    step = max(1, _WINDOW_ROWS // chunk) * chunk
     strings = StringCoder(store.n_obs)
     for start in range(0, store.n_obs, step):
         missing = None if mask is None else store.window(mask, start, start + step)
