@@ -90,8 +90,9 @@ class Observations:
 
         Raises the errors of `require_usable`, and FormatError for a damaged column.
         """
-        self.require_usable([name])
+        self.require_columns([name])
         if name not in self._columns:
+            self.require_usable([name])
             column = None if self._directory is None else load_obs(self._directory, name, self.n_rows)
             if column is None:
                 column = joined(name, concurrently(lambda store: read_numbers(store, name), self._stores))

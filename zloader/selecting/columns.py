@@ -52,7 +52,9 @@ class ObsColumn:
         numbers = self.values.view(np.int64) if is_time(self.values.dtype) else self.values
         # Integers and booleans with missing values arrive as floats with NaN; factorize gives NaN the code -1.
         if numbers.dtype.kind not in "biu" and not (np.isnan(numbers) | (np.trunc(numbers) == numbers)).all():
-            raise OptionError(f"{name} holds {numbers.dtype}: choose a column of labels, whole numbers or booleans")
+            raise OptionError(
+                f"{name} holds {numbers.dtype}: choose a column of labels, whole numbers, booleans or dates"
+            )
         codes, distinct = pd.factorize(numbers, sort=True)
         if is_time(self.values.dtype) and len(distinct) and np.isnat(distinct[:1].view(self.values.dtype))[0]:
             return codes - 1, len(distinct) - 1  # NaT is the lowest number
@@ -65,11 +67,13 @@ _KINDS = {
     **dict.fromkeys(STRINGS, "strings"),
     "M": "dates",
     "m": "durations",
+    "c": "complex numbers",
     "categorical": "categories",
     "nullable-integer": "numbers",
     "nullable-boolean": "numbers",
     "nullable-string-array": "strings",
 }  # by the kind of dtype, or the encoding of a group
+_USABLE = {*_KINDS.values()} - {"complex numbers"}
 Column = Callable[[str], ObsColumn]  # looks up an obs column by name, like `Dataset.obs_column`
 
 
@@ -94,7 +98,7 @@ def as_numbers(name: str, column: Any) -> ObsColumn:
         strings = StringCoder(len(values))
         strings.add(values)
         return of_strings(strings)
-    raise _unfit(name, str(values.dtype))
+    raise _unfit(name, _KINDS.get(values.dtype.kind, str(values.dtype)))
 
 
 def of_strings(strings: StringCoder) -> ObsColumn:
@@ -104,7 +108,9 @@ def of_strings(strings: StringCoder) -> ObsColumn:
 
 
 def _unfit(name: str, kind: str) -> OptionError:
-    return OptionError(f"obs column {name!r} holds {kind}: only numbers, categories, strings and dates become tensors")
+    return OptionError(
+        f"obs column {name!r} holds {kind}: only numbers, categories, strings and dates become tensors. Leave it out"
+    )
 
 
 def as_names(index: Any) -> pd.Index:
@@ -247,7 +253,7 @@ def unalike(name: str, kinds: Sequence[str], urls: Sequence[str]) -> FormatError
 def unfit_obs(name: str, kinds: Sequence[str], urls: Sequence[str]) -> ZloaderError | None:
     """The error if a column does not become a tensor, given its kind in each store; else None."""
     for kind in kinds:
-        if kind not in _KINDS.values():
+        if kind not in _USABLE:
             return _unfit(name, kind)
     return unalike(name, kinds, urls)
 

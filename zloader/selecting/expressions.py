@@ -245,7 +245,7 @@ def _moment(dtype: np.dtype[Any], constant: Any) -> Any:
     """A constant as a date or duration of a column's dtype; None if it is none, out of range, or more precise."""
     try:
         if dtype.kind == "m":
-            return np.timedelta64(constant, np.datetime_data(dtype)) if type(constant) is int else None
+            return np.array([constant], np.int64).view(dtype)[0] if type(constant) is int else None
         if not isinstance(constant, str) or not _DATE.fullmatch(constant):
             return None
         return as_time(np.datetime64(constant), dtype)

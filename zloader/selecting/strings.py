@@ -27,7 +27,7 @@ class StringCoder:
         """Codes the next values. Those that are None, NaN or `missing` get the code -1."""
         strings = pd.array(values, dtype="string")
         if missing is not None:
-            strings[missing] = pd.NA
+            strings[np.asarray(missing, bool)] = pd.NA
         codes, distinct = pd.factorize(strings)
         numbers = [self._code_of.setdefault(string, len(self._code_of)) for string in distinct.tolist()]
         dtype = np.min_scalar_type(-max(1, len(self._code_of)))
