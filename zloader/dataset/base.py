@@ -25,6 +25,7 @@ from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.storage.layout import MatrixLayout
+from zloader.transforms.transform import Columns
 
 
 class BaseDataset:
@@ -80,6 +81,14 @@ class BaseDataset:
     def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
         """The var frame of the matrix `x`: one row per column of the matrix, or per chosen gene."""
         return self._matrices.var_of(x, genes)
+
+    def columns_of(self, x: str, genes: ChosenGenes | None = None) -> Columns:
+        """The genes that are the columns of the matrix `x`, or those chosen, as transforms take them."""
+        return Columns(
+            n_genes=self.n_genes(x) if genes is None else len(genes),
+            find_names=lambda: self._matrices.gene_names(x, genes),
+            where=f"{x} of {self.url}",
+        )
 
     def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
         """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.

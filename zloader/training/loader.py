@@ -27,9 +27,13 @@ from zloader.order.resume import Position, as_state, described, position_of, res
 from zloader.order.sampling import Sampling, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
+from zloader.reading.transformed import Transforming, computing_dtype
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
+from zloader.training.own_transforms import OwnTransforms, Transformed
+from zloader.transforms.listed_transforms import Transforms, bound as bound_transforms, look_at_whole_rows, transforms_of
+from zloader.transforms.transform import Transform
 
 __all__ = ["Loader", "Minibatch"]
 
@@ -88,7 +92,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             dtype of torch or NumPy. float16 and bfloat16 need layout csr or dense. Values are rounded to the nearest
             float. A value that `dtype` cannot hold raises OptionError: a fraction, NaN or a number out of range as an
             integer, or 1e300 as float32, which would become infinite.
-        seed: decides every order. A whole number of at least 0.
+        transforms: objects of zl.transforms, such as `[zl.transforms.LogNormalize(1e4)]`, that change x while it is
+            gathered, in this order. A list is for every matrix; a dict has a list for each matrix by name.
+        fetch_transform: a function of your own that gets some minibatches at once, as one Minibatch, and returns a
+            Minibatch with the same rows in the same order.
+        batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. Both run
+            after `transforms`, in several threads at once.
+        seed: decides every order and the draws of transforms. A whole number of at least 0.
         drop_last: whether to drop minibatches smaller than `batch_size`. This drops fewer than
             `world_size * batch_size` rows per epoch.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
@@ -101,8 +111,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         local_world_size: ranks per machine, for `locality="machine"`. Default: LOCAL_WORLD_SIZE, else 1.
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
-    Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError, and
-    OptionError for a value that `dtype` cannot hold.
+    Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError,
+    OptionError for a value that `dtype` cannot hold or a transform cannot take, and the errors of your own functions.
     """
 
     dataset: Dataset
@@ -117,6 +127,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
     layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
     dtype: str | torch.dtype | np.dtype[Any] | type = "float32"
+    transforms: Transforms = field(default=(), repr=False)
+    fetch_transform: Callable[[Minibatch], Minibatch] | None = None
+    batch_transform: Callable[[Minibatch], Any] | None = None
     seed: int = 0
     drop_last: bool = False
     rank: int | None = None
@@ -148,6 +161,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._genes: dict[str, ChosenGenes] = {}
         if self.genes is not None:
             self._genes = self.dataset.choose_genes(self.genes, self._matrices)
+        self._transforms = self._bound_transforms()
+        self._own_transforms = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = sized(bound(self._wanted_sampling, self.dataset.obs_column), fetch_rows)
@@ -158,6 +173,15 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
+
+    def _bound_transforms(self) -> dict[str, tuple[Transform, ...]]:
+        """The transforms of each matrix that has any. Raises OptionError if they cannot be combined."""
+        dense, dtype = self.layout == "dense", computing_dtype(str(self.dtype))
+        found = transforms_of(self.transforms, self._matrices)
+        for name, transforms in found.items():
+            columns, chosen = self.dataset.columns_of(name, self._genes.get(name)), name in self._genes
+            found[name] = bound_transforms(transforms, columns, dense=dense, dtype=dtype, chosen=chosen)
+        return found
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`; later iterations count up from there."""
@@ -298,9 +322,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = self._current = record
         fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
-        recipe = self._recipe(sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
         framed = self._matrices if self.layout == "anndata" else []
         var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
+        convert = functools.partial(as_minibatch, self.dataset, self.x, self.layout, var)
+        recipe = self._recipe(plan.epoch, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
+        if self._own_transforms:
+            recipe = replace(recipe, cut=functools.partial(self._own_transforms.cut, convert))
+            convert = Transformed.yielded
         silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
@@ -312,20 +340,36 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return RunningEpoch(
             bridge=scheduler.start(fetches, name="zloader-fetch"),
             record=record,
-            convert=functools.partial(as_minibatch, self.dataset, self.x, self.layout, var),
+            convert=convert,
             uncount=uncount,
         )
 
-    def _recipe(self, *, sweeping: bool) -> Recipe:
+    def _recipe(self, epoch: int, *, sweeping: bool) -> Recipe:
         whole = self.dataset.whole
+        transforms = {name: self._transforming(name, epoch) for name in self._transforms}
+        # Genes that a transform chooses after it has seen whole rows are not chosen when they are gathered.
+        later = {name for name, transforming in transforms.items() if transforming.genes is not None}
+        genes = {name: genes for name, genes in self._genes.items() if name not in later}
         return Recipe(
-            x={name: self.dataset.parts(name, self.options, self._genes.get(name)) for name in self._matrices},
+            x={name: self.dataset.parts(name, self.options, genes.get(name)) for name in self._matrices},
             columns=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=str(self.dtype),
             names=whole.names_of if self.layout == "anndata" else None,
             sweeping=sweeping,
+            transforms=transforms,
+        )
+
+    def _transforming(self, name: str, epoch: int) -> Transforming:
+        transforms = self._transforms[name]
+        return Transforming(
+            transforms=transforms,
+            seed=int(self.seed),
+            epoch=epoch,
+            dense=self.layout == "dense",
+            dtype=str(self.dtype),
+            genes=self._genes.get(name) if look_at_whole_rows(transforms) else None,
         )
 
 
