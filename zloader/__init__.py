@@ -31,7 +31,7 @@ if sys.platform == "win32":
 from zloader.common.errors import ZloaderError
 
 if TYPE_CHECKING:
-    from zloader import transforms
+    from zloader import transforms as transforms
     from zloader.common.options import Cache, FetchOptions
     from zloader.common.records import CacheStatistics, Statistics
     from zloader.conversion.append import AppendReport, append

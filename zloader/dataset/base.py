@@ -22,10 +22,12 @@ from zloader.dataset.observations import Observations
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.transformed import Transforming, computing_dtype
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.storage.layout import MatrixLayout
-from zloader.transforms.transform import Columns
+from zloader.transforms.listed_transforms import bound_transforms
+from zloader.transforms.transform import Columns, Transform
 
 
 class BaseDataset:
@@ -89,6 +91,24 @@ class BaseDataset:
             find_names=lambda: self._matrices.gene_names(x, genes),
             where=f"{x} of {self.url}",
         )
+
+    def transforming(
+        self,
+        x: str,
+        transforms: Sequence[Transform],
+        genes: ChosenGenes | None = None,
+        *,
+        dense: bool,
+        dtype: str,
+    ) -> Transforming:
+        """How a Recipe makes x with transforms, with seed 0 and in epoch 0. Raises OptionError if they cannot be combined.
+
+        If it has `genes`, the Recipe takes the parts of x with all genes.
+        """
+        columns, computing = self.columns_of(x, genes), computing_dtype(dtype)
+        bound = bound_transforms(transforms, columns, dense=dense, dtype=computing, chosen=genes is not None)
+        later = genes if any(transform.whole_rows for transform in bound) else None
+        return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
 
     def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
         """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.

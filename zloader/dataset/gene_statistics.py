@@ -24,9 +24,8 @@ from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
-from zloader.reading.transformed import Transforming
 from zloader.transforms.gene_statistics import GeneStatistics, Moments
-from zloader.transforms.listed_transforms import bound, transforms_of
+from zloader.transforms.listed_transforms import transforms_of
 from zloader.transforms.transform import Transform
 
 _VERSION = 1  # of the numbers in the cache
@@ -65,31 +64,28 @@ class StatisticsPass:
         parts = self.dataset.parts(x, self.options)
         exact = all(np.can_cast(part.matrix.values.dtype, np.float32, "safe") for part in parts)
         dtype = "float32" if exact else "float64"
-        columns = self.dataset.columns_of(x)
         listed = transforms_of(transforms, [x]).get(x, ())
-        made = bound(listed, columns, dense=False, dtype=dtype, chosen=False)
-        name = f"gene_statistics/{_key(self.dataset.fingerprint, x, made, columns.names)}"
-        cached = self._load(name, columns.names)
+        transforming = self.dataset.transforming(x, listed, dense=False, dtype=dtype)
+        genes = self.dataset.columns_of(x).names
+        name = f"gene_statistics/{_key(self.dataset.fingerprint, x, transforming.transforms, genes)}"
+        cached = self._load(name, genes)
         if cached is not None:
             return cached
-        transforming = Transforming(transforms=made, seed=0, epoch=0, dense=False, dtype=dtype)
         recipe = Recipe(
             x={x: parts},
             columns=dict,
             dense=False,
             dtype=dtype,
             sweeping=self.dataset.n_obs == self.dataset_rows,
-            transforms={x: transforming} if made else {},
+            transforms={x: transforming} if listed else {},
             cut=_summed,
         )
-        found = self._pass(recipe, parts[0].n_columns).statistics(columns.names)
+        found = self._pass(recipe, parts[0].n_columns).statistics(genes)
         self._save(name, found)
         return found
 
     def _pass(self, recipe: Recipe, n_genes: int) -> Moments:
-        plan = Plan(
-            dataset_rows=self.dataset_rows, sampling=self.sampling, batch_size=_PART_ROWS, fetch_factor=_PARTS
-        )
+        plan = Plan(dataset_rows=self.dataset_rows, sampling=self.sampling, batch_size=_PART_ROWS, fetch_factor=_PARTS)
         scheduler, moments = FetchScheduler(recipe, self.options, BufferPool()), Moments(n_genes)
         with progress_bars(shown=self.progress, unit="rows") as bars:
             advance = bars.add("statistics of genes", self.dataset.n_obs)

@@ -27,6 +27,15 @@ def computing_dtype(dtype: str) -> str:
     return "float32" if dtype in HALVES else dtype
 
 
+def _floats(x: X) -> X:
+    """x as floats, if it holds whole numbers of a dtype that cannot hold fractions."""
+    values = x.values if isinstance(x, CsrArrays) else x
+    if values.dtype.kind == "f":
+        return x
+    values = values.astype(np.result_type(values.dtype, np.float32))
+    return replace(x, values=values) if isinstance(x, CsrArrays) else values
+
+
 @compiled
 def _drop_zeros(indptr: NDArray[Any], indices: NDArray[Any], values: NDArray[Any]) -> None:
     to, first = 0, 0
@@ -113,18 +122,19 @@ class Transforming:
         numbered = list(enumerate(self.transforms))
         if self.genes is not None:
             first = 1 + max(number for number, transform in numbered if transform.whole_rows)
-            self._apply(numbered[:first], x, rows)
-            x, numbered = self._chosen(x, self.genes), numbered[first:]
-        self._apply(numbered, x, rows)
+            x = self._chosen(self._applied(numbered[:first], x, rows), self.genes)
+            numbered = numbered[first:]
+        x = self._applied(numbered, x, rows)
         if isinstance(x, CsrArrays):
             x = without_zeros(x) if any(transform.makes_zeros for transform in self.transforms) else x
             return replace(x, values=self._narrowed(x.values, x.indptr))
         return self._narrowed(x, np.arange(len(x) + 1) * x.shape[1])
 
-    def _apply(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> None:
-        values = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch)
+    def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
         for number, transform in numbered:
-            transform.apply(values, number)
+            x = _floats(x) if transform.makes_fractions else x
+            transform.apply(RowValues.of(x, rows, seed=self.seed, epoch=self.epoch), number)
+        return x
 
     def _chosen(self, x: X, genes: ChosenGenes) -> X:
         assert isinstance(x, CsrArrays)
@@ -137,7 +147,7 @@ class Transforming:
         n_genes, dtype = len(genes), self.gathering_dtype
         return gathered([gather.choose(rows, genes)], len(starts), n_genes=n_genes, dtype=dtype)
 
-    def _narrowed(self, values: NDArray[Any], starts: Rows) -> NDArray[Any]:
+    def _narrowed(self, values: NDArray[Any], starts: NDArray[np.integer]) -> NDArray[Any]:
         """The values in the dtype of x. Raises RefusedValue for one that it cannot hold."""
         if self.dtype not in HALVES:
             return values

@@ -27,13 +27,11 @@ from zloader.order.resume import Position, as_state, described, position_of, res
 from zloader.order.sampling import Sampling, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
-from zloader.reading.transformed import Transforming, computing_dtype
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import OwnTransforms, Transformed
-from zloader.transforms.listed_transforms import Transforms, bound as bound_transforms, look_at_whole_rows, transforms_of
-from zloader.transforms.transform import Transform
+from zloader.transforms.listed_transforms import Transforms, transforms_of
 
 __all__ = ["Loader", "Minibatch"]
 
@@ -161,7 +159,11 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._genes: dict[str, ChosenGenes] = {}
         if self.genes is not None:
             self._genes = self.dataset.choose_genes(self.genes, self._matrices)
-        self._transforms = self._bound_transforms()
+        dense, dtype = self.layout == "dense", str(self.dtype)
+        self._transforming = {
+            name: self.dataset.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
+            for name, each in transforms_of(self.transforms, self._matrices).items()
+        }
         self._own_transforms = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
@@ -173,15 +175,6 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
-
-    def _bound_transforms(self) -> dict[str, tuple[Transform, ...]]:
-        """The transforms of each matrix that has any. Raises OptionError if they cannot be combined."""
-        dense, dtype = self.layout == "dense", computing_dtype(str(self.dtype))
-        found = transforms_of(self.transforms, self._matrices)
-        for name, transforms in found.items():
-            columns, chosen = self.dataset.columns_of(name, self._genes.get(name)), name in self._genes
-            found[name] = bound_transforms(transforms, columns, dense=dense, dtype=dtype, chosen=chosen)
-        return found
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`; later iterations count up from there."""
@@ -324,7 +317,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
         framed = self._matrices if self.layout == "anndata" else []
         var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
-        convert = functools.partial(as_minibatch, self.dataset, self.x, self.layout, var)
+        convert: Callable[[Any], Any] = functools.partial(as_minibatch, self.dataset, self.x, self.layout, var)
         recipe = self._recipe(plan.epoch, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
         if self._own_transforms:
             recipe = replace(recipe, cut=functools.partial(self._own_transforms.cut, convert))
@@ -346,9 +339,11 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def _recipe(self, epoch: int, *, sweeping: bool) -> Recipe:
         whole = self.dataset.whole
-        transforms = {name: self._transforming(name, epoch) for name in self._transforms}
-        # Genes that a transform chooses after it has seen whole rows are not chosen when they are gathered.
-        later = {name for name, transforming in transforms.items() if transforming.genes is not None}
+        transforms = {
+            name: replace(each, seed=int(self.seed), epoch=epoch) for name, each in self._transforming.items()
+        }
+        # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
+        later = {name for name, each in transforms.items() if each.genes is not None}
         genes = {name: genes for name, genes in self._genes.items() if name not in later}
         return Recipe(
             x={name: self.dataset.parts(name, self.options, genes.get(name)) for name in self._matrices},
@@ -359,17 +354,6 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             names=whole.names_of if self.layout == "anndata" else None,
             sweeping=sweeping,
             transforms=transforms,
-        )
-
-    def _transforming(self, name: str, epoch: int) -> Transforming:
-        transforms = self._transforms[name]
-        return Transforming(
-            transforms=transforms,
-            seed=int(self.seed),
-            epoch=epoch,
-            dense=self.layout == "dense",
-            dtype=str(self.dtype),
-            genes=self._genes.get(name) if look_at_whole_rows(transforms) else None,
         )
 
 

@@ -27,7 +27,7 @@ def _is_count(value: Any) -> Any:
 @compiled
 def _downsample(values: NDArray[Any], starts: Rows, counts: int, rows: Rows, key: Any) -> int:
     """Downsamples each row. Returns a row that has values other than counts, or too many, or -1."""
-    longest = 0
+    longest = np.int64(0)
     for row in range(len(starts) - 1):
         longest = max(longest, starts[row + 1] - starts[row])
     at, bounds = np.empty(longest, np.int64), np.empty(longest + 1, np.int64)
@@ -42,13 +42,13 @@ def _downsample(values: NDArray[Any], starts: Rows, counts: int, rows: Rows, key
             return row
         if total <= counts:
             continue
-        found, end = 0, 0
+        found, end = 0, np.int64(0)
         for i in range(len(of_row)):  # every value is written, and the next one overwrites it if it is 0
             at[found], bounds[found] = i, end
             end += np.int64(of_row[i])
             found += of_row[i] != 0
         bounds[found] = end
-        word = mix_word(key + mix_word(GOLDEN * _U64(rows[row] + 1)))
+        word = mix_word(key + mix_word(GOLDEN * _U64(rows[row] + 1)))  # type: ignore[arg-type]
         removes = counts > end - counts  # then it is quicker to draw the counts that are removed
         _draw(bounds[: found + 1], end - counts if removes else counts, word, drawn[:found], guide)
         for gene in range(found):
@@ -58,7 +58,7 @@ def _downsample(values: NDArray[Any], starts: Rows, counts: int, rows: Rows, key
 
 
 @compiled
-def _draw(bounds: Rows, n: int, word: Any, drawn: Rows, guide: NDArray[np.int32]) -> None:
+def _draw(bounds: Rows, n: Any, word: Any, drawn: Rows, guide: NDArray[np.int32]) -> None:
     """Draws `n` of the counts, at most half of them, without replacement, and writes how many of each gene.
 
     Count k belongs to the gene with `bounds[gene] <= k < bounds[gene + 1]`. A count that has been drawn is drawn again

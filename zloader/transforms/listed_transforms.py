@@ -58,23 +58,19 @@ def _refusal(given: Any) -> str:
     return refusal + suggestion(name, _NAMES)
 
 
-def look_at_whole_rows(transforms: Sequence[Transform]) -> bool:
-    """Whether a transform needs all genes of a row, also those that are not columns of x."""
-    return any(transform.whole_rows for transform in transforms)
-
-
-def bound(
-    transforms: Sequence[Transform], columns: Columns, *, dense: bool, dtype: str, chosen: bool
+def bound_transforms(
+    transforms: Sequence[Transform], columns: Columns, *, dense: bool, dtype: str | None, chosen: bool
 ) -> tuple[Transform, ...]:
     """The transforms for these columns of x, which may be `chosen` among the genes.
 
-    `dtype` is that in which the transforms compute.
+    `dtype` is that in which the transforms compute; None for the stored one, and for floats if they make fractions.
 
     Raises OptionError if they cannot be combined with each other, the layout, the dtype or the genes.
     """
     for transform in transforms:
-        transform.require_dtype(np.dtype(dtype))
-        if transform.makes_fractions and np.dtype(dtype).kind != "f":
+        if dtype is not None:
+            transform.require_dtype(np.dtype(dtype))
+        if transform.makes_fractions and dtype is not None and np.dtype(dtype).kind != "f":
             raise OptionError(
                 f"{transform} makes fractions, which {dtype} cannot hold: choose a dtype of floats, such as 'float32'"
             )

@@ -83,6 +83,11 @@ class Clip(Transform):
         return -math.inf if self.low is None else float(self.low), math.inf if self.high is None else float(self.high)
 
     @property
+    def makes_fractions(self) -> bool:
+        """Whether whole numbers become fractions."""
+        return any(math.isfinite(limit) and limit != math.floor(limit) for limit in self._limits)
+
+    @property
     def makes_zeros(self) -> bool:
         """Whether another value may become zero."""
         return 0 in self._limits
@@ -96,10 +101,9 @@ class Clip(Transform):
     def require_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raises OptionError if x of this dtype cannot hold a limit."""
         for limit in self._limits:
-            if dtype.kind in "iu" and math.isfinite(limit):
-                of = np.iinfo(dtype)
-                if limit != math.floor(limit) or not of.min <= limit <= of.max:
-                    raise OptionError(f"{self} limits values to {limit!r}, which {dtype} cannot hold: choose another")
+            whole = dtype.kind in "iu" and math.isfinite(limit)
+            if whole and not np.iinfo(dtype).min <= limit <= np.iinfo(dtype).max:
+                raise OptionError(f"{self} limits values to {limit!r}, which {dtype} cannot hold: choose another dtype")
 
     def apply(self, x: RowValues, number: int) -> None:
         """Changes the values in place."""
@@ -146,7 +150,6 @@ class Scale(Transform):
     std: GeneStatistics | NDArray[Any] | None = None
 
     by_gene: ClassVar[bool] = True
-    makes_fractions: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.mean, GeneStatistics) and self.std is None:
@@ -163,6 +166,11 @@ class Scale(Transform):
         return f"Scale({', '.join(parts)})"
 
     @property
+    def makes_fractions(self) -> bool:
+        """Whether whole numbers become fractions."""
+        return True
+
+    @property
     def fills_zeros(self) -> str:
         """How to avoid that zeros become other values, which CSR cannot hold; empty if they stay zero."""
         return "" if self.mean is None else "leave out the mean, as in Scale(std=...)"
@@ -173,6 +181,8 @@ class Scale(Transform):
 
     def apply(self, x: RowValues, number: int) -> None:
         """Changes the values in place."""
+        assert not isinstance(self.mean, GeneStatistics)  # it is bound
+        assert not isinstance(self.std, GeneStatistics)
         _scale(x.values, x.starts, x.columns, self.mean, self.std)
 
 
@@ -196,9 +206,7 @@ def _numbers(name: str, given: Any) -> NDArray[np.float64]:
     return numbers
 
 
-def _of_columns(
-    name: str, given: GeneStatistics | NDArray[Any] | None, columns: Columns
-) -> NDArray[np.float64] | None:
+def _of_columns(name: str, given: GeneStatistics | NDArray[Any] | None, columns: Columns) -> NDArray[np.float64] | None:
     if given is None:
         return None
     if isinstance(given, GeneStatistics):

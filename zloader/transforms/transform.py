@@ -63,14 +63,18 @@ class Columns:
 class Transform:
     """Base class of the transforms. Its flags say which transforms, layouts and dtypes it can be combined with.
 
-    `whole_rows`: it looks at all genes of a row. `by_gene`: it has a value for each gene. `makes_fractions`: whole
-    numbers become fractions. `needs_counts`: it takes whole numbers of at least 0 only.
+    `whole_rows`: it looks at all genes of a row. `by_gene`: it has a value for each gene. `needs_counts`: it takes
+    whole numbers of at least 0 only.
     """
 
     whole_rows: ClassVar[bool] = False
     by_gene: ClassVar[bool] = False
-    makes_fractions: ClassVar[bool] = False
     needs_counts: ClassVar[bool] = False
+
+    @property
+    def makes_fractions(self) -> bool:
+        """Whether whole numbers become fractions."""
+        return False
 
     @property
     def makes_zeros(self) -> bool:
