@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,14 +23,20 @@ _DEPTH = 4  # of containers in which bytes are counted
 
 @dataclass(frozen=True, kw_only=True)
 class Transformed:
-    """What the loader yields for a minibatch of the rows `index`, and about how many bytes it takes."""
+    """The loader's item for a minibatch of the rows `index`, and about how many bytes it takes; or an error instead.
+
+    Errors travel as items, past the event loop, which would handle a KeyboardInterrupt or a StopIteration itself.
+    """
 
     value: Any
     index: Rows
     nbytes: int
+    error: BaseException | None = None
 
     def yielded(self) -> Any:
-        """The value."""
+        """The value. Raises the error."""
+        if self.error is not None:
+            raise self.error
         return self.value
 
 
@@ -57,15 +64,23 @@ class OwnTransforms:
         return self.fetch is not None or self.batch is not None
 
     def cut(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> list[Transformed]:
-        """The transformed minibatches between cuts."""
-        share = together.nbytes // max(1, len(together.index))  # bytes per row
+        """The transformed minibatches between cuts. The last one has the error, if there is one."""
+        made: list[Transformed] = []
+        try:
+            made.extend(self._each(convert, together, cuts))
+        except BaseException as error:  # noqa: BLE001 - raised again by the consumer
+            made.append(Transformed(value=None, index=together.index[:0], nbytes=0, error=error))
+        return made
+
+    def _each(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> Iterator[Transformed]:
+        index, share = together.index, together.nbytes // max(1, len(together.index))  # bytes per row
         if self.fetch is None:
-            parts = [(arrays.index, convert(arrays)) for arrays in gather.cut_apart(together, cuts)]
-        else:
-            index = together.index
-            made = _checked(self.fetch, _called("fetch_transform", self.fetch, convert(together), index), index)
-            parts = [(index[first:last], _rows_of(made, first, last)) for first, last in pairwise(cuts)]
-        return [self._made(minibatch, index, share * len(index)) for index, minibatch in parts]
+            for arrays in gather.cut_apart(together, cuts):
+                yield self._made(convert(arrays), arrays.index, share * len(arrays.index))
+            return
+        of_all = _checked(self.fetch, _called("fetch_transform", self.fetch, convert(together), index), index)
+        for first, last in pairwise(cuts):
+            yield self._made(_rows_of(of_all, first, last), index[first:last], share * (last - first))
 
     def _made(self, made: Any, index: Rows, n_bytes: int) -> Transformed:
         if self.batch is not None:
@@ -74,6 +89,8 @@ class OwnTransforms:
 
 
 def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 

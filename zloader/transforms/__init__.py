@@ -1,6 +1,5 @@
 """Transforms of x that run as compiled code while minibatches are gathered, ahead of the training loop.
 
->>> dataset = zl.open_dataset("cells.zarr")
 >>> loader = zl.Loader(dataset, transforms=[zl.transforms.Downsample(100), zl.transforms.LogNormalize(1e4)])
 >>> next(iter(loader)).x.dtype
 torch.float32

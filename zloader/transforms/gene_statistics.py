@@ -29,8 +29,6 @@ class GeneStatistics:
     >>> statistics = dataset.gene_statistics()
     >>> statistics.n_obs, len(statistics.genes)
     (300, 20)
-    >>> bool((statistics.std**2 == statistics.variance).all())
-    True
     >>> statistics.to_frame().columns.tolist()
     ['mean', 'variance', 'std', 'nonzero']
 
@@ -69,7 +67,7 @@ class GeneStatistics:
                 f"{len(repeated)} genes of {where} have repeated names ({listed(repeated, 3)}), so their statistics "
                 "cannot be matched by name: give arrays, as in Scale(mean=..., std=...)"
             )
-        positions = self.genes.get_indexer(names)
+        positions = self.genes.get_indexer_for(names)
         missing = names[positions < 0]
         if len(missing):
             raise OptionError(

@@ -94,8 +94,8 @@ class Normalize(Transform):
     """Scales each row to a total of `target_sum`, as scanpy's `normalize_total(target_sum=...)`.
 
     >>> loader = zl.Loader(dataset, transforms=[zl.transforms.Normalize(1e4)], layout="dense")
-    >>> bool((next(iter(loader)).x.sum(dim=1) - 1e4).abs().max() < 0.1)
-    True
+    >>> round(float(next(iter(loader)).x[1].sum()))
+    10000
 
     The total is that of all genes of the dataset, also if the loader has `genes`. Rows without counts stay 0. x needs a
     dtype of floats. A negative value raises OptionError in the training loop, because counts have none.
@@ -134,8 +134,8 @@ class LogNormalize(Normalize):
     """log(1 + counts per `target_sum`), as scanpy's `normalize_total(target_sum=...)` followed by `log1p(base=...)`.
 
     >>> loader = zl.Loader(dataset, transforms=[zl.transforms.LogNormalize(1e4)], layout="dense")
-    >>> bool((next(iter(loader)).x.expm1().sum(dim=1) - 1e4).abs().max() < 0.1)
-    True
+    >>> round(float(next(iter(loader)).x[1].expm1().sum()))
+    10000
 
     `base` is the base of the logarithm; None for the natural one. The rest is as in Normalize. `zl.log1p_normalize`
     does the same to a tensor in the training loop, on any device, with the genes that the tensor has.
