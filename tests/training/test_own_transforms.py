@@ -7,7 +7,6 @@ import pickle
 import re
 import threading
 from dataclasses import replace
-
 from typing import Any
 
 import anndata as ad
@@ -161,8 +160,7 @@ def test_an_error_is_raised_in_the_loop_with_the_name_and_the_rows(dataset, opti
         loader = zl.Loader(dataset, sampling="streaming", batch_size=4, fetch_factor=2, **{option: function})
         rows = []
         with pytest.raises(OwnError, match="no") as raised:
-            for minibatch in loader:
-                rows += minibatch.index.tolist()
+            rows.extend(row for minibatch in loader for row in minibatch.index.tolist())
         assert rows == list(range(72 if option == "fetch_transform" else 76))
         (note,) = raised.value.__notes__
         listed = "72, 73, 74, 75, 76, 77, 78, 79" if option == "fetch_transform" else "76, 77, 78, 79"

@@ -20,7 +20,7 @@ from zloader.common.errors import OptionError
 from zloader.reading.transformed import Transforming
 from zloader.testing import assert_resumes_anywhere
 from zloader.transforms import Binarize, Clip, Downsample, LogNormalize, Normalize, Scale
-from zloader.transforms.normalizing import _log_single
+from zloader.transforms.normalizing import _log_normalize, sum_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Some cells have zero counts", "ignore:zero-centering a sparse")
 SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4), "seed": 2}
@@ -288,8 +288,16 @@ def test_the_logarithm_is_exact_to_the_last_digits():
     x = np.concatenate([np.logspace(-38, 30, 200_000), np.linspace(0, 20_000, 200_001), [0.0, 1e-45]])
     x = x.astype(np.float32)
     found = x.copy()
-    _log_single(found, np.float32(1))
+    total = sum_of(x)  # of one row, which is therefore not scaled
+    assert _log_normalize(found, np.array([0, len(x)]), total, None) == -1
     np.testing.assert_allclose(found, np.log1p(x.astype(np.float64)), rtol=1.2e-7)
+
+
+def test_tiny_counts_are_normalised_like_others():
+    """The factor of such a row is beyond float32."""
+    row = np.array([[1e-38, 0, 3e-38]], np.float32)
+    transforming = Transforming(transforms=[LogNormalize(100)], seed=0, epoch=0, dense=True, dtype="float32")
+    np.testing.assert_allclose(np.expm1(transforming.x(row, np.arange(1))), [[25, 0, 75]], rtol=1e-6)
 
 
 def test_loaders_with_transforms_can_be_pickled(dataset):

@@ -101,9 +101,10 @@ class BaseDataset:
         dense: bool,
         dtype: str,
     ) -> Transforming:
-        """How a Recipe makes x with transforms, with seed 0 and in epoch 0. Raises OptionError if they cannot be combined.
+        """How a Recipe makes x with transforms, with seed 0 and in epoch 0.
 
-        If it has `genes`, the Recipe takes the parts of x with all genes.
+        If it has `genes`, the Recipe takes the parts of x with all genes. Raises OptionError for transforms that cannot
+        be combined with each other, or with the other options.
         """
         columns, computing = self.columns_of(x, genes), computing_dtype(dtype)
         bound = bound_transforms(transforms, columns, dense=dense, dtype=computing, chosen=genes is not None)

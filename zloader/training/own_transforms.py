@@ -160,11 +160,11 @@ def _bytes_of(made: Any, depth: int = _DEPTH) -> int:
         return made.nbytes
     if not depth or isinstance(made, str | bytes):
         return 0
+    if is_dataclass(made):
+        return sum(_bytes_of(getattr(made, each.name), depth - 1) for each in fields(made))
     if isinstance(made, Mapping):
         return sum(_bytes_of(each, depth - 1) for each in made.values())
     if isinstance(made, list | tuple):
         return sum(_bytes_of(each, depth - 1) for each in made)
-    if is_dataclass(made):
-        return sum(_bytes_of(getattr(made, each.name), depth - 1) for each in fields(made))
     parts = [getattr(made, name, None) for name in ("data", "indices", "indptr")]  # of a SciPy matrix
     return sum(part.nbytes for part in parts if isinstance(part, np.ndarray))

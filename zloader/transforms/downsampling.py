@@ -12,6 +12,7 @@ from zloader.common.checks import require_count
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 from zloader.order.permutation import GOLDEN, key_of, mix_word
+from zloader.transforms.normalizing import sum_of
 from zloader.transforms.transform import RefusedValue, RowValues, Transform
 
 _U64 = np.uint64
@@ -31,13 +32,13 @@ def _downsample(values: NDArray[Any], starts: Rows, counts: int, rows: Rows, key
     for row in range(len(starts) - 1):
         longest = max(longest, starts[row + 1] - starts[row])
     at, bounds = np.empty(longest, np.int64), np.empty(longest + 1, np.int64)
-    drawn, guide = np.empty(longest, np.int64), np.empty(4 * longest + 1, np.int32)
+    drawn, guide = np.empty(longest, np.int64), np.empty(4 * longest + 2, np.int32)
     for row in range(len(starts) - 1):
         of_row = values[starts[row] : starts[row + 1]]
-        fit, total = True, 0.0
+        fit = True
         for i in range(len(of_row)):
             fit &= _is_count(of_row[i])
-            total += of_row[i]
+        total = sum_of(of_row) if fit else 0.0
         if not fit or total > _MOST:
             return row
         if total <= counts:
@@ -69,11 +70,14 @@ def _draw(bounds: Rows, n: Any, word: Any, drawn: Rows, guide: NDArray[np.int32]
     shift = 0
     while (total >> shift) >= 4 * n_genes:
         shift += 1
-    gene = 0
-    for upper in range((total >> shift) + 1):
-        while bounds[gene + 1] <= upper << shift and gene < n_genes - 1:
-            gene += 1
-        guide[upper] = gene
+    n_upper = (total >> shift) + 1
+    guide[: n_upper + 1] = 0
+    for gene in range(n_genes):  # marked where a gene begins, or at the next upper bits if it begins between two
+        guide[(bounds[gene] + (1 << shift) - 1) >> shift] = gene
+    last = np.int32(0)
+    for upper in range(n_upper):
+        last = max(last, guide[upper])
+        guide[upper] = last
     drawn[:] = 0
     left = n
     while left > 0:

@@ -46,7 +46,7 @@ def _log1p(x: Any) -> Any:
 
 
 @compiled
-def _total(values: NDArray[Any]) -> float:
+def sum_of(values: NDArray[Any]) -> float:
     """The sum in four chains, because one chain of additions would wait for each of them."""
     n = len(values) // 4
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
@@ -61,32 +61,53 @@ def _total(values: NDArray[Any]) -> float:
 
 
 @compiled
+def _factor(values: NDArray[Any], target_sum: float) -> float:
+    """The factor that makes the total of a row `target_sum`, or -1 if there is a negative value."""
+    negative = False
+    for i in range(len(values)):
+        negative |= values[i] < 0
+    if negative:
+        return -1.0
+    total = sum_of(values)
+    return target_sum / total if total != 0 else 0.0
+
+
+@compiled
 def _normalize(values: NDArray[Any], starts: Rows, target_sum: float) -> int:
     """Scales each row to a total of `target_sum`. Returns a row with a negative value, or -1."""
     for row in range(len(starts) - 1):
         of_row = values[starts[row] : starts[row + 1]]
-        negative = False
-        for i in range(len(of_row)):
-            negative |= of_row[i] < 0
-        if negative:
+        factor = _factor(of_row, target_sum)
+        if factor < 0:
             return row
-        total = _total(of_row)
-        factor = target_sum / total if total != 0 else 0.0
         for i in range(len(of_row)):
             of_row[i] = of_row[i] * factor
     return -1
 
 
 @compiled
-def _log_single(values: NDArray[np.float32], factor: np.float32) -> None:
-    for i in range(len(values)):
-        values[i] = _log1p(values[i]) * factor
+def _log_normalize(values: NDArray[np.float32], starts: Rows, target_sum: float, unit: Any) -> int:
+    """As `_normalize`, and then the logarithm times `unit`, or the natural logarithm if that is None."""
+    for row in range(len(starts) - 1):
+        of_row = values[starts[row] : starts[row + 1]]
+        factor = _factor(of_row, target_sum)
+        if factor < 0:
+            return row
+        if factor > _MOST:  # float32 may not hold it
+            for i in range(len(of_row)):
+                of_row[i] = of_row[i] * factor
+            factor = 1.0
+        single = np.float32(factor)
+        for i in range(len(of_row)):
+            logarithm = _log1p(of_row[i] * single)
+            of_row[i] = logarithm if unit is None else logarithm * unit
+    return -1
 
 
 @compiled
-def _log_double(values: NDArray[np.float64], factor: float) -> None:
+def _log(values: NDArray[np.float64], unit: float) -> None:
     for i in range(len(values)):
-        values[i] = math.log1p(values[i]) * factor
+        values[i] = math.log1p(values[i]) * unit
 
 
 @dataclass(frozen=True)
@@ -118,7 +139,10 @@ class Normalize(Transform):
 
     def apply(self, x: RowValues, number: int) -> None:
         """Changes the values in place. Raises RefusedValue for a negative value."""
-        row = _normalize(x.values, x.starts, self.target_sum)
+        self._refuse(x, _normalize(x.values, x.starts, self.target_sum))
+
+    def _refuse(self, x: RowValues, row: int) -> None:
+        """Raises RefusedValue for a row with a negative value; -1 stands for none."""
         if row >= 0:
             of_row = x.values[x.starts[row] : x.starts[row + 1]]
             raise RefusedValue(
@@ -153,9 +177,10 @@ class LogNormalize(Normalize):
 
     def apply(self, x: RowValues, number: int) -> None:
         """Changes the values in place. Raises RefusedValue for a negative value."""
-        super().apply(x, number)
-        factor = 1.0 if self.base is None else 1.0 / math.log(self.base)
+        unit = None if self.base is None else 1.0 / math.log(self.base)
         if x.values.dtype == np.float32:
-            _log_single(x.values, _F32(factor))
+            single = None if unit is None else np.float32(unit)
+            self._refuse(x, _log_normalize(x.values, x.starts, self.target_sum, single))
         else:
-            _log_double(x.values, factor)
+            super().apply(x, number)
+            _log(x.values, unit or 1.0)

@@ -38,7 +38,7 @@ def _scale(
     starts: Rows,
     columns: NDArray[np.integer] | None,
     mean: NDArray[np.float64] | None,
-    std: NDArray[np.float64] | None,
+    inverse: NDArray[np.float64] | None,
 ) -> None:
     for row in range(len(starts) - 1):
         of_row = values[starts[row] : starts[row + 1]]
@@ -47,8 +47,8 @@ def _scale(
             value = np.float64(of_row[i])
             if mean is not None:
                 value -= mean[column]
-            if std is not None:
-                value = np.divide(value, std[column])
+            if inverse is not None:
+                value *= inverse[column]
             of_row[i] = value
 
 
@@ -183,7 +183,8 @@ class Scale(Transform):
         """Changes the values in place."""
         assert not isinstance(self.mean, GeneStatistics)  # it is bound
         assert not isinstance(self.std, GeneStatistics)
-        _scale(x.values, x.starts, x.columns, self.mean, self.std)
+        inverse = None if self.std is None else 1 / self.std
+        _scale(x.values, x.starts, x.columns, self.mean, inverse)
 
 
 def _numbers(name: str, given: Any) -> NDArray[np.float64]:
