@@ -91,6 +91,20 @@ def test_options_with_a_fixed_set_of_words(dataset: zl.Dataset, option: str, val
         load(dataset, **{option: value})
 
 
+@pytest.mark.parametrize("value", odd_except("list", "dict"))
+def test_transforms(dataset: zl.Dataset, value: Any) -> None:
+    for transforms in (value, [value], {"X": value}):
+        with pytest.raises(OptionError, match="transforms must"):
+            load(dataset, transforms=transforms)
+
+
+@pytest.mark.parametrize("option", ["fetch_transform", "batch_transform"])
+@pytest.mark.parametrize("value", odd_except("none"))
+def test_functions(dataset: zl.Dataset, option: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=f"{option} must be a function of a Minibatch"):
+        load(dataset, **{option: value})
+
+
 @pytest.mark.parametrize("value", odd_except("flag"))
 def test_flags(dataset: zl.Dataset, value: Any) -> None:
     for make in (

@@ -14,7 +14,7 @@ from helpers import counts
 
 import zloader as zl
 
-PACKAGES = ("common", "order", "selecting", "storage")
+PACKAGES = ("common", "order", "selecting", "storage", "transforms")
 MODULES = [
     module.name
     for package in PACKAGES
@@ -42,7 +42,7 @@ def dataset(folder: Path) -> zl.Dataset:
     return zl.open_dataset(folder / "stored.zarr", cache=folder / "cache")
 
 
-@pytest.mark.parametrize("name", ["zloader", *MODULES])
+@pytest.mark.parametrize("name", ["zloader", "zloader.transforms", *MODULES])
 def test_examples_run(name, folder, dataset, monkeypatch):
     monkeypatch.chdir(folder)
     found = doctest.testmod(importlib.import_module(name), extraglobs={"zl": zl, "dataset": dataset})

@@ -21,19 +21,23 @@ from rich.text import Text
 
 
 class _RateColumn(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed or 0.0
-        return Text(f"{speed / 1e6:.1f} M values/s")
+        return Text(f"{speed / 1e6:.1f} M {self._unit}/s")
 
 
 @contextlib.contextmanager
-def progress_bars(*, shown: bool) -> Iterator[Bars]:
+def progress_bars(*, shown: bool, unit: str = "values") -> Iterator[Bars]:
     """Draws progress bars inside the context, if `shown` is True and stderr is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} values"),
-        _RateColumn(),
+        TextColumn(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {unit}"),
+        _RateColumn(unit),
         TimeRemainingColumn(),
     )
     with _drawn(*columns, shown=shown) as bars:
@@ -65,7 +69,7 @@ class Bars:
     def __init__(self, bars: RichProgress) -> None:
         self._bars = bars
 
-    def add(self, description: str, n_values: int) -> Callable[[int], None]:
-        """Adds a bar. Call the result with the number of values finished since the previous call."""
-        task = self._bars.add_task(description, total=n_values)
+    def add(self, description: str, total: int) -> Callable[[int], None]:
+        """Adds a bar. Call the result with the number of values, or other units, finished since the previous call."""
+        task = self._bars.add_task(description, total=total)
         return lambda done: self._bars.advance(task, done)

@@ -22,9 +22,12 @@ from zloader.dataset.observations import Observations
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.transformed import Transforming, computing_dtype
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.storage.layout import MatrixLayout
+from zloader.transforms.listed_transforms import bound_transforms
+from zloader.transforms.transform import Columns, Transform
 
 
 class BaseDataset:
@@ -80,6 +83,33 @@ class BaseDataset:
     def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
         """The var frame of the matrix `x`: one row per column of the matrix, or per chosen gene."""
         return self._matrices.var_of(x, genes)
+
+    def columns_of(self, x: str, genes: ChosenGenes | None = None) -> Columns:
+        """The genes that are the columns of the matrix `x`, or those chosen, as transforms take them."""
+        return Columns(
+            n_genes=self.n_genes(x) if genes is None else len(genes),
+            find_names=lambda: self._matrices.gene_names(x, genes),
+            where=f"{x} of {self.url}",
+        )
+
+    def transforming(
+        self,
+        x: str,
+        transforms: Sequence[Transform],
+        genes: ChosenGenes | None = None,
+        *,
+        dense: bool,
+        dtype: str,
+    ) -> Transforming:
+        """How a Recipe makes x with transforms, with seed 0 and in epoch 0.
+
+        If it has `genes`, the Recipe takes the parts of x with all genes. Raises OptionError for transforms that cannot
+        be combined with each other, or with the other options.
+        """
+        columns, computing = self.columns_of(x, genes), computing_dtype(dtype)
+        bound = bound_transforms(transforms, columns, dense=dense, dtype=computing, chosen=genes is not None)
+        later = genes if any(transform.whole_rows for transform in bound) else None
+        return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
 
     def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
         """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.

@@ -25,16 +25,20 @@ from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.base import BaseDataset
 from zloader.dataset.description import described
 from zloader.dataset.elements import load_anndata
+from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Shares, split_rows
 from zloader.dataset.views import Condition, RowSet, Within, mask_of, moved
-from zloader.order.sampling import Sampling, as_rows
+from zloader.order.sampling import Sampling, Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.expressions import Mask
+from zloader.selecting.genes import Genes
 from zloader.selecting.joined_genes import GeneJoin
 from zloader.selecting.rows import RowChoice, positions_of
+from zloader.transforms.gene_statistics import GeneStatistics
+from zloader.transforms.transform import Transform
 
 if TYPE_CHECKING:
     import anndata as ad
@@ -323,6 +327,44 @@ class Dataset(BaseDataset):
             var=self.var.copy(),
             layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
         )
+
+    def gene_statistics(
+        self,
+        x: str = "X",
+        *,
+        genes: Genes | None = None,
+        transforms: Sequence[Transform] = (),
+        options: FetchOptions | None = None,
+        progress: bool = True,
+    ) -> GeneStatistics:
+        """Mean, variance and non-zeros of each gene over all rows, in one pass. For zl.transforms.Scale.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> statistics = dataset.gene_statistics(transforms=[zl.transforms.LogNormalize(1e4)])
+        >>> statistics.n_obs, statistics.mean.shape
+        (1000, (50,))
+
+        - `x`: the matrix, `"X"`, `"layers/NAME"` or `"raw/X"`.
+        - `genes`: the genes to return, as a Loader takes them.
+        - `transforms`: applied before, as by a Loader with seed 0 in epoch 0; those that keep zeros zero. They see all
+          genes.
+        - `options`: the options of a Loader for reading.
+        - `progress`: whether to draw a progress bar if stderr is a terminal.
+
+        Sums are in float64. The cache keeps the result for these rows, this matrix and these transforms. Raises the
+        errors of a Loader with the same arguments.
+        """
+        chosen = None if genes is None else self.choose_genes(genes, [x])[x]
+        found = StatisticsPass(
+            dataset=self,
+            dataset_rows=self.whole.n_obs,
+            sampling=self.sampled(Streaming()),
+            directory=self._opened.mirror_directory,
+            options=options or _DEFAULTS,
+            progress=progress,
+        ).statistics(x, transforms)
+        return found if chosen is None else found.at(chosen.positions)
 
     def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
         """The values of some rows, in the order given: dense if the matrix is dense in every store, else CSR.

@@ -77,6 +77,11 @@ class Matrices:
                 self._vars[frame] = merged_var(self._stores, frame, self.rule, self.axis(frame).names)
         return self._vars[frame] if genes is None else self._vars[frame].iloc[genes.positions]
 
+    def gene_names(self, x: str, genes: ChosenGenes | None = None) -> pd.Index:
+        """The names of the columns of a matrix, or of the chosen genes."""
+        names = self.axis(frame_of(x)).names
+        return names if genes is None else names[genes.positions]
+
     def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
         """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,7 @@ from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, Waits, timed
+from zloader.reading.transformed import Transforming
 from zloader.selecting.columns import ObsColumn
 
 # One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
@@ -45,7 +46,8 @@ class Recipe:
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `columns` and `obsm`
     return the obs columns and obsm arrays of all rows of the dataset; they are called while the first rows are read.
     `dtype` is that of x. `names` looks up the obs names of rows, for minibatches that carry them. `sweeping` says that
-    the fetches make up a whole epoch.
+    the fetches make up a whole epoch. `transforms` are those of each matrix that has any. `cut` makes the items that
+    are put of minibatches gathered as one, and of the rows at which it is cut, from 0 to its last.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
@@ -55,6 +57,8 @@ class Recipe:
     obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
     names: Callable[[Rows], NDArray[np.object_]] | None = None
     sweeping: bool = False
+    transforms: Mapping[str, Transforming] = field(default_factory=dict)
+    cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
 
     @property
     def ends(self) -> Rows:
@@ -106,7 +110,7 @@ class _Loaded:
 class _Job:
     """Minibatches that a thread gathers, and the bytes of their x."""
 
-    minibatches: asyncio.Task[tuple[list[MinibatchArrays], float]]
+    minibatches: asyncio.Task[tuple[Sequence[Any], float]]
     n_bytes: int
 
 
@@ -273,10 +277,18 @@ class FetchScheduler:
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
         """Bytes of x in the minibatches between cuts, or an upper bound."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
-        dense, dtype = self._recipe.dense, self._recipe.dtype
-        return sum(rows.x_bytes(taken, dense=dense, dtype=dtype) for rows in loaded.planned.x)
+        matrices = zip(self._recipe.x, loaded.planned.x, strict=True)
+        return sum(self._bytes_of(name, rows, taken) for name, rows in matrices)
 
-    def _make(self, loaded: _Loaded, row_arrays: _RowArrays, cuts: Rows) -> list[MinibatchArrays]:
+    def _bytes_of(self, name: str, rows: PlannedRows, taken: Rows) -> int:
+        transforming = self._recipe.transforms.get(name)
+        if transforming is None:
+            return rows.x_bytes(taken, dense=self._recipe.dense, dtype=self._recipe.dtype)
+        dense, dtype = transforming.gathers_dense, transforming.gathering_dtype
+        gathered = rows.x_bytes(taken, dense=dense, dtype=dtype)
+        return gathered + transforming.more_bytes(len(taken), gathered)
+
+    def _make(self, loaded: _Loaded, row_arrays: _RowArrays, cuts: Rows) -> Sequence[Any]:
         """Gathers the minibatches between cuts."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         rows = loaded.planned.fetch.rows[taken]
@@ -284,11 +296,16 @@ class FetchScheduler:
         obsm = {name: array[taken] for name, array in row_arrays.obsm.items()}
         names = None if row_arrays.names is None else row_arrays.names[taken]
         together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows, names=names)
-        return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
+        return self._recipe.cut(together, (cuts - cuts[0]).tolist())
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
         if not loaded.x:
             return {}
-        at, dense, dtype = dict(shares(self._ends, rows)), self._recipe.dense, self._recipe.dtype
-        matrices = zip(self._recipe.x, loaded.x, strict=True)
-        return {name: of_matrix.x(taken, rows, at, dense=dense, dtype=dtype) for name, of_matrix in matrices}
+        at, x = dict(shares(self._ends, rows)), {}
+        for name, of_matrix in zip(self._recipe.x, loaded.x, strict=True):
+            transforming = self._recipe.transforms.get(name)
+            if transforming is None:
+                x[name] = of_matrix.x(taken, rows, at, dense=self._recipe.dense, dtype=self._recipe.dtype)
+            else:
+                x[name] = of_matrix.transformed(taken, rows, at, transforming)
+        return x

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,11 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
     except FloatingPointError:  # the sum of a gene that occurs twice
         largest = np.argmax(np.where(np.isfinite(out), np.abs(out), 0))
         raise UnfitValue(int(largest // n_genes), out.reshape(-1)[largest]) from None
+
+
+def cut_apart(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[MinibatchArrays]:
+    """The minibatches between successive cuts. CSR values and dense rows share its memory."""
+    return [cut(minibatch, first, last) for first, last in pairwise(cuts)]
 
 
 def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:

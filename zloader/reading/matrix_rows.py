@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from zloader.reading import gather, half_floats
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.reader import ArrayReader
 from zloader.reading.slots import Elements, Needed
+from zloader.reading.transformed import Transforming
+from zloader.transforms.transform import RefusedValue
 
 Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each with the positions of its rows
 
@@ -118,12 +121,25 @@ class LoadedRows:
         try:
             return gathered(parts, len(taken), n_genes=self.planned.parts[0].n_columns, dtype=dtype)
         except gather.UnfitValue as unfit:
-            number = next(number for number, here in at.items() if unfit.row in np.arange(len(taken))[here])
-            part = self.planned.parts[number]
             raise OptionError(
-                f"{part.matrix.path} of {part.url} holds {unfit.value!s} in row {rows[unfit.row]} of the dataset, "
-                f"which {dtype} cannot hold: choose another dtype, such as 'float64'"
+                f"{self._found(unfit.value, unfit.row, rows, at)}, which {dtype} cannot hold: choose another dtype, "
+                "such as 'float64'"
             ) from None
+
+    def transformed(self, taken: Rows, rows: Rows, at: Shares, transforming: Transforming) -> X:
+        """As `x`, with transforms. Raises OptionError for a value that one of them cannot take."""
+        dense, dtype = transforming.gathers_dense, transforming.gathering_dtype
+        gathered = self.x(taken, rows, at, dense=dense, dtype=dtype)
+        try:
+            return transforming.x(gathered, rows)
+        except RefusedValue as refused:
+            raise OptionError(f"{self._found(refused.value, refused.row, rows, at)}: {refused.why}") from None
+
+    def _found(self, value: Any, row: int, rows: Rows, at: Shares) -> str:
+        """Says in which row and store a value is. `row` counts the rows of a minibatch."""
+        number = next(number for number, here in at.items() if row in np.arange(len(rows))[here])
+        part = self.planned.parts[number]
+        return f"{part.matrix.path} of {part.url} holds {value!s} in row {rows[row]} of the dataset"
 
     def _store_rows(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
         """The rows at positions `taken` of the fetch, all from one store, which go to `at` in the minibatch."""

@@ -106,7 +106,8 @@ class EpochIterator(Iterator[Minibatch]):
         record = epoch.record
         record.requests += 1
         try:
-            minibatch = epoch.convert(next(epoch.bridge))
+            arrays = next(epoch.bridge)
+            minibatch = epoch.convert(arrays)
         except StopIteration:
             record.finished = not self._closed
             log.debug("epoch ends: %r", record.statistics())
@@ -118,7 +119,7 @@ class EpochIterator(Iterator[Minibatch]):
         finally:
             record.wait_s = epoch.bridge.wait_s
             record.elapsed_s = time.perf_counter() - record.started
-        record.rows += len(minibatch)
+        record.rows += len(arrays.index)
         record.minibatches += 1
         return minibatch
 

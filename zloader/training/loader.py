@@ -31,6 +31,8 @@ from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
+from zloader.training.own_transforms import OwnTransforms, Transformed
+from zloader.transforms.listed_transforms import Transforms, transforms_of
 
 __all__ = ["Loader", "Minibatch"]
 
@@ -90,7 +92,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             dtype of torch or NumPy. float16 and bfloat16 need layout csr or dense. Values are rounded to the nearest
             float. A value that `dtype` cannot hold raises OptionError: a fraction, NaN or a number out of range as an
             integer, or 1e300 as float32, which would become infinite.
-        seed: decides every order. A whole number of at least 0.
+        transforms: objects of zl.transforms, such as `[zl.transforms.LogNormalize(1e4)]`, that change x while it is
+            gathered, in this order. A list is for every matrix; a dict has a list for each matrix by name.
+        fetch_transform: a function of your own that gets some minibatches at once, as one Minibatch, and returns a
+            Minibatch with the same rows in the same order.
+        batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. Both run
+            after `transforms`, in several threads at once.
+        seed: decides every order and the draws of transforms. A whole number of at least 0.
         drop_last: whether to drop minibatches smaller than `batch_size`. This drops fewer than
             `world_size * batch_size` rows per epoch.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
@@ -103,8 +111,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         local_world_size: ranks per machine, for `locality="machine"`. Default: LOCAL_WORLD_SIZE, else 1.
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
-    Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError, and
-    OptionError for a value that `dtype` cannot hold.
+    Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError,
+    OptionError for a value that `dtype` cannot hold or a transform cannot take, and the errors of your own functions.
     """
 
     dataset: Dataset
@@ -120,6 +128,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
     layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
     dtype: str | torch.dtype | np.dtype[Any] | type = "float32"
+    transforms: Transforms = field(default=(), repr=False)
+    fetch_transform: Callable[[Minibatch], Minibatch] | None = None
+    batch_transform: Callable[[Minibatch], Any] | None = None
     seed: int = 0
     drop_last: bool = False
     rank: int | None = None
@@ -152,6 +163,12 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._genes: dict[str, ChosenGenes] = {}
         if self.genes is not None:
             self._genes = self.dataset.choose_genes(self.genes, self._matrices)
+        dense, dtype = self.layout == "dense", str(self.dtype)
+        self._transforming = {
+            name: self.dataset.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
+            for name, each in transforms_of(self.transforms, self._matrices).items()
+        }
+        self._own_transforms = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = sized(bound(self._wanted_sampling, self.dataset), fetch_rows)
@@ -311,9 +328,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = self._current = record
         fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
-        recipe = self._recipe(sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
         framed = self._matrices if self.layout == "anndata" else []
         var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
+        convert: Callable[[Any], Any] = functools.partial(as_minibatch, self.dataset, self.x, self.layout, var)
+        recipe = self._recipe(plan.epoch, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
+        if self._own_transforms:
+            recipe = replace(recipe, cut=functools.partial(self._own_transforms.cut, convert))
+            convert = Transformed.yielded
         silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
@@ -325,20 +346,27 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         return RunningEpoch(
             bridge=scheduler.start(fetches, name="zloader-fetch"),
             record=record,
-            convert=functools.partial(as_minibatch, self.dataset, self.x, self.layout, var),
+            convert=convert,
             uncount=uncount,
         )
 
-    def _recipe(self, *, sweeping: bool) -> Recipe:
+    def _recipe(self, epoch: int, *, sweeping: bool) -> Recipe:
         whole = self.dataset.whole
+        transforms = {
+            name: replace(each, seed=int(self.seed), epoch=epoch) for name, each in self._transforming.items()
+        }
+        # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
+        later = {name for name, each in transforms.items() if each.genes is not None}
+        genes = {name: genes for name, genes in self._genes.items() if name not in later}
         return Recipe(
-            x={name: self.dataset.parts(name, self.options, self._genes.get(name)) for name in self._matrices},
+            x={name: self.dataset.parts(name, self.options, genes.get(name)) for name in self._matrices},
             columns=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=str(self.dtype),
             names=whole.names_of if self.obs_names or self.layout == "anndata" else None,
             sweeping=sweeping,
+            transforms=transforms,
         )
 
 

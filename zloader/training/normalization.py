@@ -17,6 +17,8 @@ def log1p_normalize(x: torch.Tensor, target_sum: float = 1e4) -> torch.Tensor:
     >>> x.layout, x.dtype, round(float(torch.expm1(x.to_dense())[0].sum()))
     (torch.sparse_csr, torch.float32, 10000)
 
+    `zl.transforms.LogNormalize` does the same ahead of the training loop, as `zl.Loader(transforms=[...])`.
+
     Without it, cells with many counts and genes with large ones outweigh all others, and a model hardly learns.
     The result equals scanpy's `normalize_total(target_sum=1e4)` followed by `log1p`.
 

@@ -1,0 +1,232 @@
+"""fetch_transform and batch_transform: the user's own functions, in the threads that gather minibatches."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+import threading
+from dataclasses import replace
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+from helpers import assert_threads_end, counts, dense, write_store
+from torch.utils.data import DataLoader
+
+import zloader as zl
+from zloader.common.errors import OptionError
+from zloader.testing import assert_resumes_anywhere
+from zloader.training.own_transforms import _bytes_of
+
+SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4), "seed": 2}
+OPTIONS = {"obs": ["lane"], "obsm": ["place"], **SIZES}
+ADATA = counts(120, 30)
+ADATA.obsm["place"] = np.arange(240.0).reshape(120, 2)
+ADATA.layers["dense"] = ADATA.X.toarray()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> zl.Dataset:
+    folder = tmp_path_factory.mktemp("own")
+    write_store(ADATA, folder / "store.zarr", folder)
+    return zl.open_dataset(folder / "store.zarr")
+
+
+def unchanged(minibatch: zl.Minibatch) -> zl.Minibatch:
+    return minibatch
+
+
+def twice(x: Any) -> Any:
+    if isinstance(x, ad.AnnData):
+        x.X = x.X * 2
+        return x
+    return x * 2
+
+
+def doubled(minibatch: zl.Minibatch) -> zl.Minibatch:
+    x = minibatch.x
+    return replace(minibatch, x={name: twice(x[name]) for name in x} if isinstance(x, dict) else twice(x))
+
+
+def totals(minibatch: zl.Minibatch) -> tuple[torch.Tensor, list[int]]:
+    return minibatch.x.to_dense().sum(dim=1), minibatch.index.tolist()
+
+
+def check(minibatch: zl.Minibatch, factor: int) -> np.ndarray:
+    rows = minibatch.index.numpy()
+    x = minibatch.x if isinstance(minibatch.x, dict) else {"X": minibatch.x}
+    for each in x.values():
+        np.testing.assert_array_equal(dense(each), factor * dense(ADATA.X)[rows])
+    np.testing.assert_array_equal(minibatch.obs["lane"], ADATA.obs["lane"].iloc[rows])
+    np.testing.assert_array_equal(minibatch.obsm["place"], ADATA.obsm["place"][rows])
+    np.testing.assert_array_equal(minibatch.row, rows)
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+@pytest.mark.parametrize("x", ["X", ["X", "layers/dense"]], ids=["one", "several"])
+def test_every_minibatch_is_transformed(dataset, layout, x):
+    plain = zl.Loader(dataset, layout=layout, x=x, **OPTIONS)
+    fetch = zl.Loader(dataset, layout=layout, x=x, fetch_transform=doubled, **OPTIONS)
+    batch = zl.Loader(dataset, layout=layout, x=x, batch_transform=doubled, **OPTIONS)
+    both = zl.Loader(dataset, layout=layout, x=x, fetch_transform=doubled, batch_transform=doubled, **OPTIONS)
+    for _ in range(2):
+        for minibatches in zip(plain, fetch, batch, both, strict=True):
+            rows = [check(minibatch, factor) for minibatch, factor in zip(minibatches, (1, 2, 2, 4), strict=True)]
+            assert all(each.tolist() == rows[0].tolist() for each in rows)
+            assert len({type(minibatch.x) for minibatch in minibatches}) == 1
+    assert fetch.statistics().rows == batch.statistics().rows == 120
+
+
+def test_a_batch_transform_may_return_anything(dataset):
+    loader = zl.Loader(dataset, batch_transform=totals, transforms=[zl.transforms.Binarize()], **SIZES)
+    rows = []
+    for found, index in loader:
+        np.testing.assert_array_equal(found, np.count_nonzero(dense(ADATA.X)[index], axis=1))
+        rows += index
+    assert sorted(rows) == list(range(120))
+    assert (loader.statistics().rows, loader.statistics().minibatches) == (120, len(loader))
+    assert [*zl.Loader(dataset, batch_transform=lambda minibatch: None, **SIZES)] == [None] * len(loader)
+
+
+def test_they_run_on_other_threads_with_several_minibatches(dataset):
+    seen = []
+
+    def note(minibatch: zl.Minibatch) -> zl.Minibatch:
+        seen.append((threading.current_thread().name, len(minibatch)))
+        return minibatch
+
+    assert len([*zl.Loader(dataset, fetch_transform=note, **SIZES)]) == 8
+    assert sum(n_rows for _, n_rows in seen) == 120
+    assert max(n_rows for _, n_rows in seen) > 16
+    assert all(name.startswith("zloader-gather") for name, _ in seen)
+
+
+def test_without_x(dataset):
+    loader = zl.Loader(dataset, x=None, fetch_transform=unchanged, batch_transform=unchanged, **OPTIONS)
+    for minibatch in loader:
+        assert minibatch.x is None
+        np.testing.assert_array_equal(minibatch.obs["lane"], ADATA.obs["lane"].iloc[minibatch.index])
+
+
+def test_a_view_has_its_own_positions(dataset):
+    view = dataset[60:]
+    for minibatch in zl.Loader(view, fetch_transform=unchanged, **SIZES):
+        np.testing.assert_array_equal(minibatch.index, minibatch.row + 60)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_workers_and_resuming(dataset):
+    loader = zl.Loader(dataset, fetch_transform=doubled, batch_transform=totals, **SIZES)
+    rows = [row for _, index in DataLoader(loader, batch_size=None, num_workers=2) for row in index]
+    assert sorted(rows) == list(range(120))
+    assert_resumes_anywhere(
+        lambda: zl.Loader(dataset, fetch_transform=doubled, batch_transform=totals, **SIZES),
+        described=lambda found: (found[0].tolist(), found[1]),
+        every=3,
+    )
+    assert len([*pickle.loads(pickle.dumps(loader))]) == len(loader)
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(zl.Loader(dataset, batch_transform=lambda minibatch: minibatch, **SIZES))
+
+
+# ---- Errors
+
+
+class OwnError(Exception):
+    """An error that zloader does not know."""
+
+
+def fails_on(row: int, error: BaseException, minibatch: zl.Minibatch) -> zl.Minibatch:
+    if row in minibatch.index.tolist():
+        raise error
+    return minibatch
+
+
+class Picky:
+    def __call__(self, minibatch: zl.Minibatch) -> zl.Minibatch:
+        return fails_on(77, OwnError("no"), minibatch)
+
+
+@pytest.mark.parametrize("option", ["fetch_transform", "batch_transform"])
+def test_an_error_is_raised_in_the_loop_with_the_name_and_the_rows(dataset, option):
+    def picky(minibatch: zl.Minibatch) -> zl.Minibatch:
+        return fails_on(77, OwnError("no"), minibatch)
+
+    for function, name in ((picky, r"test_.*picky"), (Picky(), "Picky"), (functools.partial(picky), "picky")):
+        loader = zl.Loader(dataset, sampling="streaming", batch_size=4, fetch_factor=2, **{option: function})
+        rows = []
+        with pytest.raises(OwnError, match="no") as raised:
+            rows.extend(row for minibatch in loader for row in minibatch.index.tolist())
+        assert rows == list(range(72 if option == "fetch_transform" else 76))
+        (note,) = raised.value.__notes__
+        listed = "72, 73, 74, 75, 76, 77, 78, 79" if option == "fetch_transform" else "76, 77, 78, 79"
+        assert note.startswith(f"raised by {option} ")
+        assert note.endswith(f"rows of the dataset: {listed}")
+        assert re.search(name, note)
+        assert raised.traceback[-1].name == "fails_on"
+        assert loader.state_dict()["epoch"] == 0
+    assert_threads_end()
+
+
+@pytest.mark.parametrize("error", [StopIteration(), StopAsyncIteration()], ids=repr)
+def test_a_stop_does_not_end_the_epoch_early(dataset, error):
+    loader = zl.Loader(dataset, batch_transform=functools.partial(fails_on, 77, error), **SIZES)
+    with pytest.raises(RuntimeError, match=r"Stop\w+\(\) raised by batch_transform fails_on for 16 rows"):
+        list(loader)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interrupts_pass(dataset, error):
+    loader = zl.Loader(dataset, batch_transform=functools.partial(fails_on, 77, error()), **SIZES)
+    with pytest.raises(error):
+        list(loader)
+    assert_threads_end()
+
+
+def reversed_rows(minibatch: zl.Minibatch) -> zl.Minibatch:
+    order = torch.arange(len(minibatch) - 1, -1, -1)
+    return replace(minibatch, index=minibatch.index[order], row=minibatch.row[order])
+
+
+CHANGES = {
+    "fewer rows": (lambda made: replace(made, index=made.index[:-1]), "changed the number or the order of the rows"),
+    "another order": (reversed_rows, "changed the number or the order of the rows"),
+    "fewer rows of x": (lambda made: replace(made, x=made.x.to_dense()[1:]), r"returned x of shape \(\d+, 30\) for"),
+    "a number for x": (lambda made: replace(made, x=1.0), "returned x of shape None for"),
+    "fewer rows of obs": (lambda made: replace(made, obs={"lane": made.obs["lane"][1:]}), r"returned lane of shape \("),
+    "a tensor": (lambda made: made.x, "must return a zl.Minibatch, not Tensor"),
+    "nothing": (lambda made: None, "must return a zl.Minibatch, not NoneType"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_fetch_transform_must_keep_the_rows(dataset, name):
+    function, says = CHANGES[name]
+    with pytest.raises(OptionError, match=rf"fetch_transform \S+ {says}.*rows of the dataset: \d+"):
+        list(zl.Loader(dataset, fetch_transform=function, **OPTIONS))
+
+
+@pytest.mark.parametrize("option", ["fetch_transform", "batch_transform"])
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [(zl.transforms.Binarize(), r"go into the list transforms="), ("log1p", "'log1p'"), (dict, "the class dict")],
+    ids=["transform", "name", "class"],
+)
+def test_only_functions_will_do(dataset, option, function, says):
+    with pytest.raises(OptionError, match=rf"{option} must be a function of a Minibatch, not .*{says}"):
+        zl.Loader(dataset, **{option: function})
+
+
+def test_bytes_of_what_is_yielded():
+    array = np.zeros(100)
+    csr = torch.eye(10).to_sparse_csr()
+    assert _bytes_of(array) == _bytes_of(torch.from_numpy(array)) == 800
+    assert _bytes_of({"a": [array, (array, "text", None)]}) == 1600
+    assert _bytes_of(csr) == 11 * 8 + 10 * 8 + 10 * 4
+    assert _bytes_of(ADATA.X) == ADATA.X.data.nbytes + ADATA.X.indices.nbytes + ADATA.X.indptr.nbytes
+    minibatch = zl.Minibatch(x=array, obs={"a": csr}, obsm={}, row=torch.arange(4), index=torch.arange(4))
+    assert _bytes_of(minibatch) == 800 + _bytes_of(csr) + 2 * 4 * 8

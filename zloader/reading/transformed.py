@@ -1,0 +1,187 @@
+"""x with transforms: gathered in the dtype in which they compute, transformed in place, and made canonical. Pure.
+
+Transforms that look at whole rows need all genes. If a loader chooses genes, all genes are therefore gathered as CSR,
+and the chosen columns are gathered from the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.compiled import compiled
+from zloader.common.records import CsrArrays, Rows, X
+from zloader.reading import gather
+from zloader.reading.half_floats import HALVES, narrowed
+from zloader.reading.value_limits import limits_of
+from zloader.selecting.genes import ChosenGenes
+from zloader.transforms.transform import RefusedValue, RowValues, Transform
+
+
+def computing_dtype(dtype: str) -> str:
+    """The dtype in which transforms compute x of a dtype: half floats are rounded afterwards."""
+    return "float32" if dtype in HALVES else dtype
+
+
+def _floats(x: X) -> X:
+    """x as floats, if it holds whole numbers of a dtype that cannot hold fractions."""
+    values = x.values if isinstance(x, CsrArrays) else x
+    if values.dtype.kind == "f":
+        return x
+    values = values.astype(np.result_type(values.dtype, np.float32))
+    return replace(x, values=values) if isinstance(x, CsrArrays) else values
+
+
+@compiled
+def _drop_zeros(indptr: NDArray[Any], indices: NDArray[Any], values: NDArray[Any]) -> None:
+    to, first = 0, 0
+    for row in range(len(indptr) - 1):
+        last = indptr[row + 1]
+        for i in range(first, last):
+            indices[to], values[to] = indices[i], values[i]
+            to += values[i] != 0
+        first = last
+        indptr[row + 1] = to
+
+
+@compiled
+def _count_nonzero(values: NDArray[Any]) -> int:  # NumPy's takes four times as long for floats
+    found = 0
+    for i in range(len(values)):
+        found += values[i] != 0
+    return found
+
+
+@compiled
+def _add_repeats(indptr: NDArray[Any], indices: NDArray[Any], values: NDArray[Any]) -> None:
+    """Adds the values of a gene that occurs twice to the first one, and sets the others to zero."""
+    for row in range(len(indptr) - 1):
+        first = indptr[row]
+        for i in range(indptr[row] + 1, indptr[row + 1]):
+            if indices[i] == indices[first]:
+                values[first] += values[i]
+                values[i] = 0
+            else:
+                first = i
+
+
+@compiled
+def _has_repeats(indptr: NDArray[Any], indices: NDArray[Any]) -> bool:
+    for row in range(len(indptr) - 1):
+        of_row = indices[indptr[row] : indptr[row + 1]]
+        found = False
+        for i in range(1, len(of_row)):
+            found |= of_row[i] == of_row[i - 1]
+        if found:
+            return True
+    return False
+
+
+@compiled
+def _first_unfit(values: NDArray[Any], least: Any, most: Any) -> int:
+    """The first finite value beyond limits, or -1."""
+    for i in range(len(values)):
+        if (values[i] < least or values[i] > most) and values[i] - values[i] == 0:
+            return i
+    return -1
+
+
+def without_zeros(x: CsrArrays) -> CsrArrays:
+    """x without the zeros that it stores, in memory of its own size. Uses up x."""
+    n_left = _count_nonzero(x.values)
+    if n_left == len(x.values):
+        return x
+    _drop_zeros(x.indptr, x.indices, x.values)
+    return replace(x, indices=x.indices[:n_left].copy(), values=x.values[:n_left].copy())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transforming:
+    """How x of one matrix is made of gathered rows. `transforms` are bound to the columns of x.
+
+    `genes` are the columns to choose among all genes, if the rows are gathered with all of them.
+    """
+
+    transforms: Sequence[Transform]
+    seed: int
+    epoch: int
+    dense: bool
+    dtype: str
+    genes: ChosenGenes | None = None
+
+    @property
+    def gathers_dense(self) -> bool:
+        """Whether to gather dense rows."""
+        return self.dense and self.genes is None
+
+    @property
+    def gathering_dtype(self) -> str:
+        """The dtype in which to gather rows."""
+        return computing_dtype(self.dtype)
+
+    def more_bytes(self, n_rows: int, gathered_bytes: int) -> int:
+        """Bytes that making x takes beside the gathered rows, at most."""
+        more = 0
+        if self.genes is not None:
+            n_bytes = n_rows * len(self.genes) * np.dtype(self.gathering_dtype).itemsize
+            more = gathered_bytes + n_bytes * (1 if self.dense else 2)
+        if not self.dense and any(transform.makes_zeros for transform in self.transforms):
+            more = max(more, gathered_bytes)
+        return more + (gathered_bytes // 2 if self.dtype in HALVES else 0)
+
+    def x(self, gathered: X, rows: Rows) -> X:
+        """x of the gathered rows, which are `rows` of the dataset. Uses up their memory. Raises RefusedValue."""
+        x = _summed(gathered) if isinstance(gathered, CsrArrays) else gathered
+        numbered = list(enumerate(self.transforms))
+        if self.genes is not None:
+            first = 1 + max(number for number, transform in numbered if transform.whole_rows)
+            x = self._chosen(self._applied(numbered[:first], x, rows), self.genes)
+            numbered = numbered[first:]
+        x = self._applied(numbered, x, rows)
+        if isinstance(x, CsrArrays):
+            x = without_zeros(x) if any(transform.makes_zeros for transform in self.transforms) else x
+            return replace(x, values=self._narrowed(x.values, x.indptr))
+        return self._narrowed(x, np.arange(len(x) + 1) * x.shape[1])
+
+    def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
+        for number, transform in numbered:
+            x = _floats(x) if transform.makes_fractions else x
+            transform.apply(RowValues.of(x, rows, seed=self.seed, epoch=self.epoch), number)
+        return x
+
+    def _chosen(self, x: X, genes: ChosenGenes) -> X:
+        assert isinstance(x, CsrArrays)
+        starts = x.indptr[:-1].astype(np.int64)
+        lengths = np.diff(x.indptr).astype(np.int64)
+        rows = gather.StoreRows(
+            at=slice(None), genes=x.indices, values=x.values, starts=(starts, starts), lengths=lengths
+        )
+        gathered = gather.dense_rows if self.dense else gather.csr_rows
+        chosen, dtype = gather.choose(rows, genes), x.values.dtype.name
+        return gathered([chosen], len(starts), n_genes=len(genes), dtype=dtype)
+
+    def _narrowed(self, values: NDArray[Any], starts: NDArray[np.integer]) -> NDArray[Any]:
+        """The values in the dtype of x. Raises RefusedValue for one that it cannot hold."""
+        if self.dtype not in HALVES:
+            return values
+        limits = limits_of(values.dtype, self.dtype)
+        assert limits is not None
+        flat = values.reshape(-1)
+        unfit = _first_unfit(flat, limits[0], limits[1])
+        if unfit >= 0:
+            row = int(np.searchsorted(starts, unfit, side="right")) - 1
+            why = f"{self.dtype} cannot hold it: choose another dtype, such as 'float32'"
+            raise RefusedValue(row, flat[unfit], why)
+        return narrowed(values, self.dtype)
+
+
+def _summed(x: CsrArrays) -> CsrArrays:
+    """x with the values of a gene that occurs twice in a row added up, as in dense rows. Uses up x."""
+    if not _has_repeats(x.indptr, x.indices):
+        return x
+    _add_repeats(x.indptr, x.indices, x.values)
+    return without_zeros(x)

@@ -1,0 +1,21 @@
+"""Transforms of x that run as compiled code while minibatches are gathered, ahead of the training loop.
+
+>>> loader = zl.Loader(dataset, transforms=[zl.transforms.Downsample(100), zl.transforms.LogNormalize(1e4)])
+>>> next(iter(loader)).x.dtype
+torch.float32
+
+They apply in the order of the list, to every layout alike, and their result depends on nothing but the values, the
+seed, the epoch and the row.
+
+Normalize, LogNormalize and Downsample look at whole rows. They see all genes of the dataset, and a Loader's `genes`
+chooses the columns of x afterwards, as one normalises with scanpy before one takes a subset of the genes.
+"""
+
+from __future__ import annotations
+
+from zloader.transforms.downsampling import Downsample
+from zloader.transforms.gene_statistics import GeneStatistics
+from zloader.transforms.normalizing import LogNormalize, Normalize
+from zloader.transforms.of_values import Binarize, Clip, Scale
+
+__all__ = ["Binarize", "Clip", "Downsample", "GeneStatistics", "LogNormalize", "Normalize", "Scale"]
