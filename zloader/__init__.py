@@ -31,6 +31,7 @@ if sys.platform == "win32":
 from zloader.common.errors import ZloaderError
 
 if TYPE_CHECKING:
+    from zloader import tokenizers as tokenizers
     from zloader.common.options import Cache, FetchOptions
     from zloader.common.records import CacheStatistics, Statistics
     from zloader.conversion.append import AppendReport, append
@@ -122,9 +123,13 @@ _MODULES = {
     "warm": "zloader.dataset.warm",
 }
 
+_FOLDERS = ("tokenizers",)  # folders that are public as they are
+
 if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pass a type checker
 
     def __getattr__(name: str) -> Any:
+        if name in _FOLDERS:
+            return importlib.import_module(f"zloader.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
@@ -133,4 +138,4 @@ if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pas
 
 def __dir__() -> list[str]:
     """The public names. Without this, modules, folders and imports would be listed too."""
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+    return sorted([*__all__, *_FOLDERS, *(name for name in globals() if name.startswith("__"))])

@@ -30,6 +30,7 @@ from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
+from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 
 __all__ = ["Loader", "Minibatch"]
 
@@ -82,6 +83,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         obsm: names of the obsm arrays to load.
         genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
             They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
+        tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of a matrix of counts
+            and of the genes chosen. With `x=None` minibatches have tokens only.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"scipy"` (CSR matrix)
             or `"anndata"`.
         dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"`, `"float64"`, `"int32"` or `"int64"`, or such a
@@ -115,6 +118,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     obs: Sequence[str] = ()
     obsm: Sequence[str] = ()
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
+    tokens: Tokenizer | None = None
     layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
     dtype: str | torch.dtype | np.dtype[Any] | type = "float32"
     seed: int = 0
@@ -134,20 +138,28 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         require_one_of(LAYOUTS, layout=self.layout)
         self.dtype = usable_dtype(self.dtype, self.layout)
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
-        if self.x is None and (self.layout == "anndata" or self.genes is not None):
+        self._matrices = [] if self.x is None else one_or_more(x=self.x)
+        self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
+        self._loaded = list(self._matrices)  # and that of the tokens
+        if self.tokens is not None:
+            require_tokenizer(self.tokens)
+            self._loaded += [self.tokens.x] if self.tokens.x not in self._loaded else []
+        if (self.x is None and self.layout == "anndata") or (self.genes is not None and not self._loaded):
             option = "genes" if self.genes is not None else "layout='anndata'"
             raise OptionError(f"{option} needs an x, but x is None: name a matrix, such as x='X'")
         _import_before_fork(self.layout)
         silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         self.dataset.require_obsm(self.obsm)
-        self._matrices = [] if self.x is None else one_or_more(x=self.x)
-        self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
-        for name in self._matrices:
+        for name in self._loaded:
             self.dataset.matrices(name)
         self._genes: dict[str, ChosenGenes] = {}
         if self.genes is not None:
-            self._genes = self.dataset.choose_genes(self.genes, self._matrices)
+            self._genes = self.dataset.choose_genes(self.genes, self._loaded)
+        self._tokens = None
+        if self.tokens is not None:
+            chosen = self._genes.get(self.tokens.x)
+            self._tokens = bound_tokenizer(self.tokens, self.dataset, chosen, self.layout)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = sized(bound(self._wanted_sampling, self.dataset.obs_column), fetch_rows)
@@ -298,7 +310,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = self._current = record
         fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
-        recipe = self._recipe(sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
+        recipe = self._recipe(plan.epoch, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
         framed = self._matrices if self.layout == "anndata" else []
         var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
         silence_sparse_warnings()
@@ -316,15 +328,17 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             uncount=uncount,
         )
 
-    def _recipe(self, *, sweeping: bool) -> Recipe:
+    def _recipe(self, epoch: int, *, sweeping: bool) -> Recipe:
         whole = self.dataset.whole
         return Recipe(
-            x={name: self.dataset.parts(name, self.options, self._genes.get(name)) for name in self._matrices},
+            x={name: self.dataset.parts(name, self.options, self._genes.get(name)) for name in self._loaded},
             columns=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=str(self.dtype),
             names=whole.names_of if self.layout == "anndata" else None,
+            tokens=None if self._tokens is None else self._tokens.at(self.seed, epoch),
+            wanted=self._matrices,
             sweeping=sweeping,
         )
 

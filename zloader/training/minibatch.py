@@ -20,6 +20,7 @@ from zloader.common.records import CsrArrays, MinibatchArrays, X
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy
 from zloader.reading.half_floats import HALVES
+from zloader.training.tokens import Tokens
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
@@ -45,6 +46,8 @@ class Minibatch:
     row: the position of each row in the dataset or view that the loader was given, int64. For predictions of a view:
         `out = np.empty(view.n_obs)`, then `out[minibatch.row] = ...` for each minibatch.
     index: the row numbers in the whole dataset, int64. They equal `row` unless the loader was given a view.
+    tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`, `lengths`
+        and `labels`; otherwise None.
     """
 
     x: Any
@@ -52,6 +55,7 @@ class Minibatch:
     obsm: dict[str, torch.Tensor]
     row: torch.Tensor
     index: torch.Tensor
+    tokens: Tokens | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -72,6 +76,7 @@ class Minibatch:
             obsm={name: function(array) for name, array in self.obsm.items()},
             row=index if self.row is self.index else function(self.row),
             index=index,
+            tokens=None if self.tokens is None else self.tokens.each(function),
         )
 
     def _each_x(self, function: Any) -> Any:
@@ -115,6 +120,7 @@ def as_minibatch(
         obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
         row=index if row is arrays.index else torch.from_numpy(row),
         index=index,
+        tokens=None if arrays.tokens is None else Tokens.of(arrays.tokens),
     )
 
 
