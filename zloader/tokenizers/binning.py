@@ -54,7 +54,10 @@ def bin_rows(
         kept, _ = known_genes(indices[first:last], counts[first:last], slot_of, slots, amounts)
         if kept < 0:
             return row
-        scale = amounts[:kept].sum() / target if target > 0 else 1.0
+        total = 0.0
+        for k in range(kept):
+            total += amounts[k]
+        scale = total / target if target > 0 else 1.0
         if len(quantiles):
             n_distinct = _distinct(amounts[:kept], which, (distinct, upto), (words, order), table)
             for j in range(n_distinct):
@@ -112,7 +115,7 @@ def _distinct(
     n, most = 0, 0
     for i in range(len(amounts)):
         whole = amounts[i] < _TABLE and amounts[i] == np.floor(amounts[i])
-        most = max(most, np.int64(amounts[i])) if whole and most >= 0 else -1
+        most = max(most, int(amounts[i])) if whole and most >= 0 else -1
     if most >= 0:
         for i in range(len(amounts)):
             table[np.int64(amounts[i])] += 1
@@ -137,7 +140,9 @@ def _distinct(
 
 
 @compiled
-def _edges(distinct: NDArray[np.float64], upto: Rows, quantiles: NDArray[np.float64], edges: NDArray[np.float64]) -> None:
+def _edges(
+    distinct: NDArray[np.float64], upto: Rows, quantiles: NDArray[np.float64], edges: NDArray[np.float64]
+) -> None:
     """np.quantile of the amounts, with its interpolation to the last bit."""
     if len(distinct) == 0:
         return

@@ -22,7 +22,7 @@ _LONG = 64  # places that insertion may move a value; it takes quadratic time
 @compiled
 def word_at(key: Any, counter: Any) -> Any:
     """`words_at` of zloader.order.permutation for a single counter."""
-    return mix_word(_U64(key) + GOLDEN * _U64(counter))
+    return mix_word(_U64(key) + GOLDEN * _U64(counter))  # type: ignore[arg-type]
 
 
 @compiled

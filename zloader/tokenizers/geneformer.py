@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_count, require_one_of
+from zloader.common.checks import require_one_of
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.nearest import listed
 from zloader.common.records import CsrArrays, Rows
 from zloader.tokenizers.counts import known_genes, sort_down
-from zloader.tokenizers.masking import mask_genes
+from zloader.tokenizers.masking import Masked, mask_genes
 from zloader.tokenizers.options import TokenOptions
 from zloader.tokenizers.rows import BoundTokenizer, Padding, RaggedTokens
 from zloader.tokenizers.vocabulary import (
@@ -83,23 +83,21 @@ class Geneformer(TokenOptions):
 
     def __post_init__(self) -> None:
         require_one_of(tuple(_LENGTHS), version=self.version)
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        put("token_dictionary", dictionary("token_dictionary", self.token_dictionary, token_id))
-        put("gene_medians", dictionary("gene_medians", self.gene_medians, median))
+        self._put(token_dictionary=dictionary("token_dictionary", self.token_dictionary, token_id))
+        self._put(gene_medians=dictionary("gene_medians", self.gene_medians, median))
         if self.gene_mapping is not None:
-            put("gene_mapping", dictionary("gene_mapping", self.gene_mapping, name_of))
-        put("max_length", _LENGTHS[self.version] if self.max_length is None else self.max_length)
-        for name in ("cls", "eos"):
-            if getattr(self, name) == _OF_VERSION:
-                put(name, f"<{name}>" if self.version == "v2" else None)
-        require_count(max_length=self._longest)
+            self._put(gene_mapping=dictionary("gene_mapping", self.gene_mapping, name_of))
         if self.n_counts is not None and not isinstance(self.n_counts, str):
             raise OptionError(f"n_counts must be the name of an obs column, not {self.n_counts!r:.100}")
+        if self.max_length is None:
+            self._put(max_length=_LENGTHS[self.version])
+        for name in ("cls", "eos"):
+            if getattr(self, name) == _OF_VERSION:
+                self._put(**{name: f"<{name}>" if self.version == "v2" else None})
         special = [self._special(name) for name in ("cls", "eos")]
-        if self._longest <= sum(token is not None for token in special):
-            raise OptionError(f"max_length={self.max_length} leaves no room for a gene beside the special tokens")
-        self._special("pad")
-        self._check(self._longest)
+        if self._special("pad") is None or (self.masked is not None and self._special("mask") is None):
+            raise OptionError("pad and mask must be the name or the id of a token, not None")
+        self._check(self._longest, sum(token is not None for token in special))
 
     def __repr__(self) -> str:
         masked = "" if self.masked is None else f", masked={self.masked!r}"
@@ -107,56 +105,55 @@ class Geneformer(TokenOptions):
 
     @property
     def _tokens(self) -> dict[str, int]:
-        assert isinstance(self.token_dictionary, dict)
-        return self.token_dictionary
+        return cast("dict[str, int]", self.token_dictionary)
 
     @property
     def _longest(self) -> int:
-        assert self.max_length is not None
-        return self.max_length
+        return cast("int", self.max_length)
 
     def _special(self, name: str) -> int | None:
         return special_id(name, getattr(self, name), self._tokens, "token_dictionary")
 
     def _spelled(self, name: str) -> str:
         """The name in the token dictionary of a gene name. The reference looks up names in capitals."""
-        names = self._tokens if self.gene_mapping is None else self.gene_mapping
-        assert isinstance(names, dict)
+        mapping = cast("dict[str, str] | None", self.gene_mapping)
+        names = self._tokens if mapping is None else mapping
         found = name if name in names else name.upper()
-        return found if self.gene_mapping is None else str(names.get(found, ""))
+        return found if mapping is None else mapping.get(found, "")
 
     def bind(self, genes: GeneNames) -> BoundTokenizer:
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them, or lacks a median."""
-        found = gene_tokens(genes, self._tokens, option="token_dictionary", spelled=self._spelled, summed=True)
-        pad, cls, eos = (self._special(name) for name in ("pad", "cls", "eos"))
-        assert pad is not None
-        special = {pad, cls, eos}
-        masked = self.masked
-        mask = self._special("mask") if masked is not None else None
-        gene_ids = {token for name, token in self._tokens.items() if not name.startswith("<")} - special - {mask}
+        special = {name: self._special(name) for name in ("pad", "cls", "eos", "mask") if name != "mask" or self.masked}
+        pad, cls, eos, mask = (special.get(name) for name in ("pad", "cls", "eos", "mask"))
+        found = gene_tokens(genes, self._tokens, special, option="token_dictionary", spelled=self._spelled, summed=True)
+        ids = {token for name, token in self._tokens.items() if not name.startswith("<")} - {*special.values()}
         return _Ranking(
             name="Geneformer",
             x=self.x,
             where=genes.where,
             genes=self._with_medians(genes, found),
             padding=Padding(
-                ids=self.dtype, pad_id=pad, pad_value=0, pad_to=self.pad_to, labels=None if masked is None else "int64"
+                ids=self.dtype,
+                pad_id=cast("int", pad),
+                pad_value=0,
+                pad_to=self.pad_to,
+                labels=None if self.masked is None else "int64",
             ),
             max_length=self._longest,
-            n_special=(cls is not None) + (eos is not None),
             cls=-1 if cls is None else cls,
             eos=-1 if eos is None else eos,
-            options=self,
-            mask_ids=None if mask is None else (mask, np.array(sorted(gene_ids), np.int32)),
+            masked=self.masked,
+            mask_ids=(-1 if mask is None else mask, np.array(sorted(ids), np.int32)),
+            n_counts=self.n_counts,
         )
 
     def _with_medians(self, genes: GeneNames, found: GeneTokens) -> GeneTokens:
         medians = np.ones(len(genes.names))
-        missing = []
-        for column in np.flatnonzero(found.slot_of >= 0):
+        known, missing = cast("dict[str, float]", self.gene_medians), []
+        for column in np.flatnonzero(found.slot_of >= 0).tolist():
             name = self._spelled(str(genes.names[column]))
-            if name in self.gene_medians:
-                medians[column] = self.gene_medians[name]
+            if name in known:
+                medians[column] = known[name]
             else:
                 missing.append(name)
         if missing:
@@ -171,25 +168,23 @@ class Geneformer(TokenOptions):
 class _Ranking(BoundTokenizer):
     """Geneformer for the genes of a matrix."""
 
-    options: Geneformer
-    cls: int
-    eos: int
-    mask_ids: tuple[int, NDArray[np.int32]] | None
+    masked: Masked | None
+    mask_ids: tuple[int, NDArray[np.int32]]
+    n_counts: str | None
 
     def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
         if totals is not None:
             self._require_totals(np.diff(x.indptr), index, totals)
         made = super().rows(x, index, totals)
-        if self.options.masked is None or self.mask_ids is None:
+        if self.masked is None:
             return made
-        special = (int(self.cls >= 0), int(self.eos >= 0))
-        return mask_genes(self.options.masked, made, special, index, self.epoch, self.mask_ids)
+        return mask_genes(self.masked, made, self.n_special, index, self.epoch, self.mask_ids)
 
     def _require_totals(self, lengths: Rows, index: Rows, totals: NDArray[Any]) -> None:
         bad = np.flatnonzero((lengths > 0) & ~((totals > 0) & np.isfinite(totals)))
         if len(bad):
             raise OptionError(
-                f"obs column {self.options.n_counts!r} holds {totals[bad[0]]} in row {index[bad[0]]} of the dataset, "
+                f"obs column {self.n_counts!r} holds {totals[bad[0]]} in row {index[bad[0]]} of the dataset, "
                 "which has counts: give another column of totals, or n_counts=None to add up the row"
             )
 

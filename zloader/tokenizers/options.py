@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zloader.common.checks import require_count, require_one_of
 from zloader.common.errors import OptionError
@@ -20,8 +20,16 @@ class TokenOptions:
     pad_to: int | None = None
     masked: Masked | None = None
 
-    def _check(self, max_length: int) -> None:
-        """Raises OptionError for unusable options. Rows have at most `max_length` tokens."""
+    def _put(self, **values: Any) -> None:
+        """Replaces fields, which only `__post_init__` may do."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check(self, max_length: int, n_special: int) -> None:
+        """Raises OptionError for unusable options. Rows have at most `max_length` tokens, `n_special` at least."""
+        require_count(max_length=max_length)
+        if max_length <= n_special:
+            raise OptionError(f"max_length={max_length} leaves no room for a gene beside {n_special} special tokens")
         for name, value in (("x", self.x), ("genes_by", self.genes_by)):
             if not isinstance(value, str) and not (value is None and name == "genes_by"):
                 raise OptionError(f"{name} must be a name (a string), not {value!r:.100}")

@@ -92,8 +92,9 @@ class RaggedTokens:
 class BoundTokenizer(ABC):
     """A tokenizer for the genes of one matrix, and for one epoch. It implements RowTokenizer.
 
-    `genes` has the tokens of the columns of the matrix `x`. Messages name the class `name`, and the matrix as `where`. `totals` returns the
-    counts per row of the dataset, if they come from an obs column.
+    `genes` has the tokens of the columns of the matrix `x`. Messages name the class `name`, and the matrix as `where`.
+    `cls` and `eos` are the first and last token, or -1. `totals` returns the counts of each row of the dataset, if they
+    come from an obs column.
     """
 
     name: str
@@ -102,7 +103,8 @@ class BoundTokenizer(ABC):
     genes: GeneTokens
     padding: Padding
     max_length: int
-    n_special: int
+    cls: int
+    eos: int
     seed: int = 0
     epoch: int = 0
     totals: Callable[[], NDArray[Any]] | None = None
@@ -110,6 +112,11 @@ class BoundTokenizer(ABC):
     def at(self, seed: int, epoch: int) -> Self:
         """The tokenizer for an epoch of a loader with this seed."""
         return replace(self, seed=seed, epoch=epoch)
+
+    @property
+    def n_special(self) -> tuple[int, int]:
+        """The special tokens at the start and at the end of a row."""
+        return int(self.cls >= 0), int(self.eos >= 0)
 
     def n_bytes(self, lengths: Rows) -> int:
         """An upper bound for the bytes of the tokens of rows with so many values, before and after padding."""
@@ -119,7 +126,7 @@ class BoundTokenizer(ABC):
         return len(lengths) * (width * self.padding.place_bytes + 8) + int(most.sum()) * (8 + labels)
 
     def _most(self, lengths: Rows) -> Rows:
-        return np.minimum(lengths + self.n_special, self.max_length)
+        return np.minimum(lengths + sum(self.n_special), self.max_length)
 
     def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
         """The tokens of some rows of the dataset. `totals` has the counts of these rows. Raises OptionError."""
@@ -131,7 +138,7 @@ class BoundTokenizer(ABC):
             wrong = values[~((values >= 0) & np.isfinite(values))][0]
             raise OptionError(
                 f"{self.where} holds {wrong} in row {index[bad]} of the dataset, but tokens are made of counts, which "
-                f"are finite and never negative: name the matrix of counts, as in zl.tokenizers.{self.name}(..., x='raw/X')"
+                f"are finite and never negative: name the matrix of counts, as in {self.name}(..., x='raw/X')"
             )
         return out
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_count, require_flag, require_one_of, require_whole
+from zloader.common.checks import require_flag, require_one_of, require_whole
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows
 from zloader.order.permutation import key_of
@@ -73,8 +73,7 @@ class ScGPT(TokenOptions):
     mask_value: float = field(default=-1, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "vocabulary", dictionary("vocabulary", self.vocabulary, token_id))
-        require_count(max_length=self.max_length)
+        self._put(vocabulary=dictionary("vocabulary", self.vocabulary, token_id))
         if self.n_bins is not None:
             require_whole(2, n_bins=self.n_bins)
         require_flag(log1p=self.log1p, sample=self.sample)
@@ -86,10 +85,9 @@ class ScGPT(TokenOptions):
                 raise OptionError(f"{name} must be a finite number, not {value!r:.100}")
         if self.normalize is not None and self.normalize <= 0:
             raise OptionError(f"normalize must be a number above 0 or None, not {self.normalize!r}")
-        if self.max_length <= sum(self._special(name) is not None for name in ("cls", "eos")):
-            raise OptionError(f"max_length={self.max_length} leaves no room for a gene beside the special tokens")
-        self._special("pad")
-        self._check(self.max_length)
+        if self._special("pad") is None:
+            raise OptionError("pad must be the name or the id of a token, not None")
+        self._check(self.max_length, sum(self._special(name) is not None for name in ("cls", "eos")))
 
     def __repr__(self) -> str:
         masked = "" if self.masked is None else f", masked={self.masked!r}"
@@ -97,30 +95,28 @@ class ScGPT(TokenOptions):
 
     @property
     def _tokens(self) -> dict[str, int]:
-        assert isinstance(self.vocabulary, dict)
-        return self.vocabulary
+        return cast("dict[str, int]", self.vocabulary)
 
     def _special(self, name: str) -> int | None:
         return special_id(name, getattr(self, name), self._tokens, "vocabulary")
 
     def bind(self, genes: GeneNames) -> BoundTokenizer:
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them."""
-        pad, cls, eos = (self._special(name) for name in ("pad", "cls", "eos"))
-        assert pad is not None
+        special = {name: self._special(name) for name in ("pad", "cls", "eos")}
+        pad, cls, eos = special.values()
         return _Binning(
             name="ScGPT",
             x=self.x,
             where=genes.where,
-            genes=gene_tokens(genes, self._tokens, option="vocabulary", spelled=str, summed=False),
+            genes=gene_tokens(genes, self._tokens, special, option="vocabulary"),
             padding=Padding(
                 ids=self.dtype,
-                pad_id=pad,
+                pad_id=cast("int", pad),
                 pad_value=self.pad_value,
                 pad_to=self.pad_to,
                 labels=None if self.masked is None else "float32",
             ),
             max_length=self.max_length,
-            n_special=(cls is not None) + (eos is not None),
             cls=-1 if cls is None else cls,
             eos=-1 if eos is None else eos,
             options=self,
@@ -133,8 +129,6 @@ class _Binning(BoundTokenizer):
     """ScGPT for the genes of a matrix."""
 
     options: ScGPT
-    cls: int
-    eos: int
     quantiles: NDArray[np.float64]
 
     def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
@@ -142,8 +136,7 @@ class _Binning(BoundTokenizer):
         masked = self.options.masked
         if masked is None:
             return made
-        special = (int(self.cls >= 0), int(self.eos >= 0))
-        return mask_values(masked, made, special, index, self.epoch, self.options.mask_value)
+        return mask_values(masked, made, self.n_special, index, self.epoch, self.options.mask_value)
 
     def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
         options = self.options

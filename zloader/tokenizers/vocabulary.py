@@ -126,11 +126,18 @@ class GeneTokens:
 
 
 def gene_tokens(
-    genes: GeneNames, tokens: Mapping[str, int], *, option: str, spelled: Callable[[str], str], summed: bool
+    genes: GeneNames,
+    tokens: Mapping[str, int],
+    special: Mapping[str, int | None],
+    *,
+    option: str,
+    spelled: Callable[[str], str] = str,
+    summed: bool = False,
 ) -> GeneTokens:
     """Looks up the tokens of genes. `spelled` gives the name in the vocabulary of a name in the dataset.
 
-    `summed` says that genes of the same token are summed. Raises OptionError if no gene has a token.
+    `summed` says that genes of the same token are summed. Raises OptionError if no gene has a token, or if one has that
+    of a special token.
     """
     token_of = np.full(len(genes.names), -1, np.int32)
     for column, name in enumerate(genes.names):
@@ -138,6 +145,13 @@ def gene_tokens(
             token_of[column] = tokens.get(spelled(name), -1)
     if not (token_of >= 0).any():
         raise OptionError(_unknown(genes, tokens, option, spelled))
+    for name, token in special.items():
+        taken = np.flatnonzero(token_of == token) if token is not None else ()
+        if len(taken):
+            raise OptionError(
+                f"{name} has the id {token}, and so has the gene {genes.names[int(taken[0])]!r} in {option}: give "
+                f"{name} an id of its own"
+            )
     slot_of = np.where(token_of >= 0, np.arange(len(token_of)), -1).astype(np.int32)
     if summed:
         known = np.flatnonzero(token_of >= 0)

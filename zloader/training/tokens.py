@@ -49,12 +49,16 @@ class Tokens:
     def of(cls, arrays: TokenArrays) -> Tokens:
         """The tensors of these arrays, which share their memory."""
         made = {each.name: getattr(arrays, each.name) for each in fields(cls)}
-        return cls(**{name: None if array is None else torch.from_numpy(array) for name, array in made.items()})
+        tensors: dict[str, Any] = {
+            name: None if array is None else torch.from_numpy(array) for name, array in made.items()
+        }
+        return cls(**tensors)
 
     def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
         """The results of a function for all tensors."""
         made = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Tokens(**{name: None if tensor is None else function(tensor) for name, tensor in made.items()})
+        results: dict[str, Any] = {name: None if tensor is None else function(tensor) for name, tensor in made.items()}
+        return Tokens(**results)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Tokens:
         """A copy on the device."""
@@ -88,8 +92,9 @@ def bound_tokenizer(tokens: Any, dataset: Dataset, genes: ChosenGenes | None, la
         )
     )
     if isinstance(tokens, Geneformer) and tokens.n_counts is not None:
-        bound = replace(bound, totals=functools.partial(_totals, dataset, tokens.n_counts))
         dataset.require_obs([tokens.n_counts])
+        _totals(dataset, tokens.n_counts)
+        bound = replace(bound, totals=functools.partial(_totals, dataset, tokens.n_counts))
     message = "tokens: %d of the %d genes of %s are in the vocabulary"
     log.info(message, bound.genes.n_known, len(names), bound.where)
     return bound
