@@ -25,7 +25,7 @@ def run(script, *arguments):
 
 
 def test_public_names_are_importable_and_listed():
-    assert {name for name in dir(zl) if not name.startswith("__")} == {*zl.__all__}
+    assert {name for name in dir(zl) if not name.startswith("__")} == {*zl.__all__, *zl._FOLDERS}
     assert "__version__" in dir(zl)
     for name in zl.__all__:
         found = getattr(zl, name)
@@ -45,8 +45,16 @@ def test_type_checkers_see_the_public_names():
     tree = ast.parse(Path(zl.__file__).read_text())
     (typing_only,) = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
     seen = {alias.name: statement.module for statement in typing_only.body for alias in statement.names}
-    assert seen == zl._MODULES
-    assert sorted(zl.__all__) == sorted([*seen, "ZloaderError"])
+    assert seen == zl._MODULES | dict.fromkeys(zl._FOLDERS, "zloader")
+    assert sorted([*zl.__all__, *zl._FOLDERS]) == sorted([*seen, "ZloaderError"])
+
+
+@pytest.mark.parametrize("folder", zl._FOLDERS)
+def test_the_names_of_a_folder_are_public(folder):
+    found = getattr(zl, folder)
+    for name in found.__all__:
+        assert ">>> " in getattr(found, name).__doc__
+        assert pickle.loads(pickle.dumps(getattr(found, name))) is getattr(found, name)
 
 
 def test_an_unknown_name_is_an_attribute_error():

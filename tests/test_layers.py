@@ -24,6 +24,7 @@ FLOORS = {
     "dataset": 6,
     "reading": 5,
     "caching": 4,
+    "tokenizers": 4,
     "access": 3,
     "order": 3,
     "storage": 2,
@@ -42,6 +43,7 @@ MAY_IMPORT = {
         "zloader.training.epoch",
         "zloader.training.loader",
         "zloader.training.normalization",
+        "zloader.training.tokens",
         "zloader.commands.demo",
     },
     "anndata": {

@@ -123,7 +123,7 @@ _MODULES = {
     "warm": "zloader.dataset.warm",
 }
 
-_FOLDERS = ("tokenizers",)  # folders that are public as they are
+_FOLDERS = ("tokenizers",)  # whose names are public too, as in zl.tokenizers.ScGPT
 
 if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pass a type checker
 

@@ -27,7 +27,7 @@ def tokens_of(rows, names=NAMES, *, totals=None, **options):
     """The tokens of rows, padded."""
     made = zl.tokenizers.Geneformer(TOKENS, MEDIANS, **options).bind(gene_names(names))
     rows = np.asarray(rows, np.float32) if not isinstance(rows, np.ndarray) else rows
-    return made.rows(csr(rows), np.arange(len(rows)), totals).padded(0, len(rows))
+    return made.rows(csr(rows), np.arange(len(rows)), totals).cut(0, len(rows))
 
 
 def unpadded(tokens, row):
@@ -78,7 +78,7 @@ def test_lengths_are_those_of_the_models():
         made = zl.tokenizers.Geneformer(
             SPECIAL | {name: 4 + k for k, name in enumerate(names)}, dict.fromkeys(names, 1.0), version=version
         )
-        ids = made.bind(gene_names(names)).rows(csr(rows), np.arange(1), None).padded(0, 1).input_ids
+        ids = made.bind(gene_names(names)).rows(csr(rows), np.arange(1), None).cut(0, 1).input_ids
         assert ids.shape == (1, length)
         assert ids.dtype == np.int64
 
@@ -151,7 +151,7 @@ def test_long_rows_are_sorted_by_all_bits(spread):
     tokens = SPECIAL | {name: 4 + number for number, name in enumerate(names)}
     counts = np.ones((1, 3000), np.float32)
     made = zl.tokenizers.Geneformer(tokens, medians, version="v1", max_length=3000).bind(gene_names(names))
-    ids = made.rows(csr(counts), np.arange(1), None).padded(0, 1).input_ids[0].tolist()
+    ids = made.rows(csr(counts), np.arange(1), None).cut(0, 1).input_ids[0].tolist()
     assert ids == geneformer_cell(counts[0], names, tokens, medians, max_length=3000, special=False)[0]
 
 

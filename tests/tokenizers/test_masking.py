@@ -28,7 +28,7 @@ def made(kind, *, epoch=0, rows=None, **masked):
             "scgpt": lambda mask: zl.tokenizers.ScGPT(TOKENS, masked=mask),
         }[kind](mask)
         bound = tokenizer.bind(gene_names(NAMES)).at(0, epoch)
-        found.append(bound.rows(csr(ROWS[rows]), rows, None).padded(0, len(rows)))
+        found.append(bound.rows(csr(ROWS[rows]), rows, None).cut(0, len(rows)))
     return found
 
 

@@ -23,7 +23,7 @@ def tokens_of(rows, *, seed=0, epoch=0, numbers=None, names=NAMES, **options):
     made = zl.tokenizers.ScGPT(VOCABULARY, **options).bind(gene_names(names)).at(seed, epoch)
     rows = np.asarray(rows)
     numbers = np.arange(len(rows)) if numbers is None else np.asarray(numbers)
-    return made.rows(csr(rows), numbers, None).padded(0, len(rows))
+    return made.rows(csr(rows), numbers, None).cut(0, len(rows))
 
 
 def unpadded(tokens, row):
@@ -112,7 +112,7 @@ def test_bins_of_long_rows(kind):
         drawn = rng.geometric(0.5, n) if kind == "counts" else rng.gamma(2.0, size=n)
         rows[number, rng.choice(3000, n, replace=False)] = drawn
     made = zl.tokenizers.ScGPT(vocabulary, max_length=3001).bind(gene_names(names))
-    tokens = made.rows(csr(rows), np.arange(20), None).padded(0, 20)
+    tokens = made.rows(csr(rows), np.arange(20), None).cut(0, 20)
     for number in range(20):
         ids, values = scgpt_cell(rows[number], names, vocabulary, max_length=3001, row=number)
         assert unpadded(tokens, number) == (ids, values)
@@ -158,10 +158,10 @@ def test_special_tokens_and_padding_are_as_asked():
 def test_a_gene_that_a_row_has_twice_is_summed_and_one_of_two_columns_is_not():
     made = zl.tokenizers.ScGPT(VOCABULARY, n_bins=None, normalize=None).bind(gene_names(["gene 3", "gene 1", "gene 3"]))
     x = csr([[1, 2, 4]])
-    tokens = made.rows(x, np.arange(1), None).padded(0, 1)
+    tokens = made.rows(x, np.arange(1), None).cut(0, 1)
     assert (tokens.input_ids.tolist(), tokens.values.tolist()) == ([[1, 8, 6, 8]], [[0, 1, 2, 4]])
     x.indices[:] = [1, 0, 1]
-    tokens = made.rows(x, np.arange(1), None).padded(0, 1)
+    tokens = made.rows(x, np.arange(1), None).cut(0, 1)
     assert (tokens.input_ids.tolist(), tokens.values.tolist()) == ([[1, 8, 6]], [[0, 2, 5]])
 
 

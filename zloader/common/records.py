@@ -136,11 +136,26 @@ class TokenArrays:
         arrays = (self.input_ids, self.values, self.attention_mask, self.lengths, self.labels)
         return sum(array.nbytes for array in arrays if array is not None)
 
+    def cut(self, first: int, last: int) -> TokenArrays:
+        """The tokens of the rows `[first, last)`, with the same padding."""
+        return TokenArrays(
+            input_ids=self.input_ids[first:last],
+            values=self.values[first:last],
+            attention_mask=self.attention_mask[first:last],
+            lengths=self.lengths[first:last],
+            labels=None if self.labels is None else self.labels[first:last],
+        )
+
 
 class TokenRows(Protocol):
-    """The tokens of the rows of several minibatches."""
+    """The tokens of some rows: TokenArrays, or those of several minibatches before they are padded."""
 
-    def padded(self, first: int, last: int) -> TokenArrays:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        ...
+
+    def cut(self, first: int, last: int) -> TokenArrays:
         """The tokens of the rows `[first, last)`, a minibatch."""
         ...
 
@@ -181,7 +196,7 @@ class MinibatchArrays:
     obsm: Mapping[str, NDArray[np.generic]]
     index: Rows
     names: NDArray[np.object_] | None = None
-    tokens: TokenArrays | None = None
+    tokens: TokenRows | None = None
 
     @property
     def nbytes(self) -> int:

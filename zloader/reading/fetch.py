@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -301,12 +301,8 @@ class FetchScheduler:
         names = None if row_arrays.names is None else row_arrays.names[taken]
         x = self._x(loaded, taken, rows)
         tokens = self._tokens(loaded, taken, rows, x)
-        together = MinibatchArrays(x=x, obs=obs, obsm=obsm, index=rows, names=names)
-        bounds = list(pairwise((cuts - cuts[0]).tolist()))
-        minibatches = [gather.cut(together, first, last) for first, last in bounds]
-        if tokens is None:
-            return minibatches
-        return [replace(of, tokens=tokens.padded(*bound)) for of, bound in zip(minibatches, bounds, strict=True)]
+        together = MinibatchArrays(x=x, obs=obs, obsm=obsm, index=rows, names=names, tokens=tokens)
+        return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 
     def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows, made: Mapping[str, X]) -> TokenRows | None:
         """The tokens of some rows, made of x as it is stored, which may be among the matrices that are made already."""

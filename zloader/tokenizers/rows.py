@@ -66,7 +66,13 @@ class RaggedTokens:
         ids, values = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.float32)
         return cls(ids=ids, values=values, starts=starts[:-1], lengths=np.zeros(len(most), np.int64), padding=padding)
 
-    def padded(self, first: int, last: int) -> TokenArrays:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.ids, self.values, self.starts, self.lengths, self.labels)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def cut(self, first: int, last: int) -> TokenArrays:
         """The rows `[first, last)`, padded to the longest of them or to `pad_to`."""
         padding, lengths = self.padding, self.lengths[first:last]
         width = int(lengths.max(initial=0)) if padding.pad_to is None else padding.pad_to

@@ -146,11 +146,10 @@ def gene_tokens(
     if not (token_of >= 0).any():
         raise OptionError(_unknown(genes, tokens, option, spelled))
     for name, token in special.items():
-        taken = np.flatnonzero(token_of == token) if token is not None else ()
-        if len(taken):
+        if token is not None and (token_of == token).any():
+            gene = genes.names[int(np.argmax(token_of == token))]
             raise OptionError(
-                f"{name} has the id {token}, and so has the gene {genes.names[int(taken[0])]!r} in {option}: give "
-                f"{name} an id of its own"
+                f"{name} has the id {token}, and so has the gene {gene!r} in {option}: give {name} an id of its own"
             )
     slot_of = np.where(token_of >= 0, np.arange(len(token_of)), -1).astype(np.int32)
     if summed:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import require_one_of
 from zloader.common.errors import OptionError
-from zloader.common.records import CsrArrays, MinibatchArrays, X
+from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy
 from zloader.reading.half_floats import HALVES
@@ -120,7 +120,7 @@ def as_minibatch(
         obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
         row=index if row is arrays.index else torch.from_numpy(row),
         index=index,
-        tokens=None if arrays.tokens is None else Tokens.of(arrays.tokens),
+        tokens=Tokens.of(arrays.tokens) if isinstance(arrays.tokens, TokenArrays) else None,
     )
 
 
