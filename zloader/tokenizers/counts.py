@@ -64,10 +64,17 @@ def known_genes(
 @compiled
 def _merge(slots: NDArray[np.int32], amounts: NDArray[np.float64]) -> int:
     """Sorts the slots of a row, and sums the amounts of those that occur twice. Returns how many are left."""
-    n, last = len(slots), 0
-    order, words = np.empty(n, np.int64), np.empty((2, n), np.uint64)
-    sort_down(np.float64(slots.max() + 1) - slots, words, order)
-    slots[:], amounts[:] = slots[order], amounts[order]
+    n, last, most = len(slots), 0, np.int32(0)  # with loops alone, which numba compiles in a third of the time
+    order, words, keys = np.empty(n, np.int64), np.empty((2, n), np.uint64), np.empty(n, np.float64)
+    from_slots, from_amounts = np.empty(n, np.int32), np.empty(n, np.float64)
+    for i in range(n):
+        most = max(most, slots[i])
+        from_slots[i], from_amounts[i] = slots[i], amounts[i]
+    for i in range(n):
+        keys[i] = most + 1 - slots[i]
+    sort_down(keys, words, order)
+    for i in range(n):
+        slots[i], amounts[i] = from_slots[order[i]], from_amounts[order[i]]
     for i in range(1, n):
         if slots[i] == slots[last]:
             amounts[last] += amounts[i]

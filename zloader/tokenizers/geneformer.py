@@ -223,7 +223,9 @@ def _rank(
         if len(totals):
             total = totals[row]
         for k in range(kept):
-            amounts[k] = amounts[k] / total * _TARGET / median_of[slots[k]]
+            slot = slots[k]
+            amounts[k] = amounts[k] / total * _TARGET / median_of[slot]
+            slots[k] = token_of[slot]  # looked up here, because memory is read in order
         sort_down(amounts[:kept], words, order[:kept])
         to = starts[row]
         if cls >= 0:
@@ -232,7 +234,7 @@ def _rank(
         n = min(kept, most)
         for k in range(n):
             position = order[k]
-            ids[to + k] = token_of[slots[position]]
+            ids[to + k] = slots[position]
             values[to + k] = amounts[position]
         to += n
         if eos >= 0:
