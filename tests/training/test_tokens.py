@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse
 import torch
@@ -79,13 +81,17 @@ def by_row(minibatches: Any) -> dict[int, list[Any]]:
     """The tokens of each row, without padding."""
     found: dict[int, list[Any]] = {}
     for minibatch in minibatches:
-        tokens = minibatch.tokens
-        for at, row in enumerate(minibatch.index.tolist()):
+        for row, tokens in by_row_of(minibatch):
             assert row not in found
-            n = int(tokens.lengths[at])
-            arrays = (tokens.input_ids, tokens.values) + (() if tokens.labels is None else (tokens.labels,))
-            found[row] = [array[at, :n].tolist() for array in arrays]
+            found[row] = tokens
     return found
+
+
+def by_row_of(minibatch: zl.Minibatch) -> Iterator[tuple[int, list[Any]]]:
+    tokens = minibatch.tokens
+    arrays = (tokens.input_ids, tokens.values) + (() if tokens.labels is None else (tokens.labels,))
+    for at, (row, n) in enumerate(zip(minibatch.index.tolist(), tokens.lengths.tolist(), strict=True)):
+        yield row, [array[at, :n].tolist() for array in arrays]
 
 
 @pytest.mark.every(2)
@@ -193,6 +199,28 @@ def test_tokens_do_not_depend_on_order_batch_size_workers_ranks_and_memory(datas
     assert by_row(in_workers) == wanted
     loader.set_epoch(1)
     assert by_row(loader) != wanted
+
+
+def test_a_row_that_comes_twice_has_the_same_tokens_both_times(dataset):
+    weights = np.where(np.arange(N_ROWS) < 40, 1.0, 0.0)
+    sampling = zl.BlockWeightedSampling(4, weights=weights, total_size=200, replace=True)
+    loader = zl.Loader(dataset, x=None, tokens=scgpt(masked=MASKED), **SIZES | {"sampling": sampling})
+    seen: dict[int, list[Any]] = {}
+    for minibatch in loader:
+        for row, tokens in by_row_of(minibatch):
+            assert seen.setdefault(row, tokens) == tokens
+    assert len(seen) <= 40
+
+
+def test_genes_without_an_id_have_no_token(tmp_path):
+    adata = source()
+    ids = pd.Series(IDS, index=adata.var_names, dtype=object)
+    ids.iloc[[10, 20]] = None
+    adata.var["id"] = ids.astype("category")
+    zl.convert(adata, tmp_path / "a.zarr", progress=False)
+    names = [None if gene in (10, 20) else name for gene, name in enumerate(IDS)]
+    for minibatch in zl.Loader(zl.open_dataset(tmp_path / "a.zarr"), tokens=geneformer(genes_by="id"), **SIZES):
+        check_geneformer(minibatch, names=names)
 
 
 def test_it_resumes_anywhere(dataset):

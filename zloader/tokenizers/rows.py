@@ -94,7 +94,7 @@ class RaggedTokens:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BoundTokenizer(ABC):
     """A tokenizer for the genes of one matrix, and for one epoch. It implements RowTokenizer.
 
