@@ -203,7 +203,7 @@ def test_tokens_do_not_depend_on_order_batch_size_workers_ranks_and_memory(datas
 
 def test_a_row_that_comes_twice_has_the_same_tokens_both_times(dataset):
     weights = np.where(np.arange(N_ROWS) < 40, 1.0, 0.0)
-    sampling = zl.BlockWeightedSampling(4, weights=weights, total_size=200, replace=True)
+    sampling = zl.BlockWeightedSampling(weights=weights, block_size=4, total_size=200)
     loader = zl.Loader(dataset, x=None, tokens=scgpt(masked=MASKED), **SIZES | {"sampling": sampling})
     seen: dict[int, list[Any]] = {}
     for minibatch in loader:
