@@ -32,7 +32,7 @@ def made(kind, *, epoch=0, rows=None, **masked):
     return found
 
 
-@pytest.mark.parametrize("share", [0.15, 0.5])
+@pytest.mark.parametrize("share", [0.15, np.float16(0.5)])
 def test_genes_are_masked_as_transformers_does(share):
     masked, plain = made("geneformer", share=share)
     genes = plain.attention_mask & ~np.isin(plain.input_ids, [0, 2, 3])

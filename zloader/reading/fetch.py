@@ -299,21 +299,18 @@ class FetchScheduler:
         obs = {name: values[taken] for name, values in row_arrays.obs.items()}
         obsm = {name: array[taken] for name, array in row_arrays.obsm.items()}
         names = None if row_arrays.names is None else row_arrays.names[taken]
-        x = self._x(loaded, taken, rows)
-        tokens = self._tokens(loaded, taken, rows, x)
+        x, tokens = self._x(loaded, taken, rows), self._tokens(loaded, taken, rows)
         together = MinibatchArrays(x=x, obs=obs, obsm=obsm, index=rows, names=names, tokens=tokens)
         return [gather.cut(together, first, last) for first, last in pairwise((cuts - cuts[0]).tolist())]
 
-    def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows, made: Mapping[str, X]) -> TokenRows | None:
-        """The tokens of some rows, made of x as it is stored, which may be among the matrices that are made already."""
+    def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows) -> TokenRows | None:
+        """The tokens of some rows. They are made of the counts as stored, in whatever form minibatches have x."""
         tokens = self._recipe.tokens
         if tokens is None:
             return None
         of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.x]
-        dtype = of_matrix.planned.exact_dtype
-        x = made.get(tokens.x)
-        if not isinstance(x, CsrArrays) or x.values.dtype != dtype:
-            x = of_matrix.x(taken, rows, dict(shares(self._ends, rows)), dense=False, dtype=dtype)
+        at, dtype = dict(shares(self._ends, rows)), of_matrix.planned.exact_dtype
+        x = of_matrix.x(taken, rows, at, dense=False, dtype=dtype)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 

@@ -62,7 +62,7 @@ class Masked:
     @property
     def limit(self) -> np.uint64:
         """Random words below it choose a token."""
-        return _U64(math.floor(self.share * 2.0**64))
+        return _U64(math.floor(float(self.share) * 2.0**64))
 
 
 def mask_genes(
