@@ -156,10 +156,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._genes: dict[str, ChosenGenes] = {}
         if self.genes is not None:
             self._genes = self.dataset.choose_genes(self.genes, self._loaded)
-        self._tokens = None
-        if self.tokens is not None:
-            chosen = self._genes.get(self.tokens.x)
-            self._tokens = bound_tokenizer(self.tokens, self.dataset, chosen, self.layout)
+        self._tokens = bound_tokenizer(self.tokens, self.dataset, self._genes, self.layout)
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = sized(bound(self._wanted_sampling, self.dataset.obs_column), fetch_rows)

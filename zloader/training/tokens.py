@@ -69,14 +69,18 @@ class Tokens:
         return self.each(lambda tensor: tensor.pin_memory())
 
 
-def bound_tokenizer(tokens: Any, dataset: Dataset, genes: ChosenGenes | None, layout: str) -> BoundTokenizer:
-    """The tokenizer `tokens` for the genes of a dataset, or those chosen of it.
+def bound_tokenizer(
+    tokens: Tokenizer | None, dataset: Dataset, chosen: Mapping[str, ChosenGenes], layout: str
+) -> BoundTokenizer | None:
+    """The tokenizer `tokens`, if there is one, for the genes of a dataset or those chosen of its matrices.
 
     Raises OptionError or MissingColumnError if they do not fit together.
     """
+    if tokens is None:
+        return None
     if layout == "anndata":
         raise OptionError("layout='anndata' has no place for tokens: take tokens= with another layout, or x=None")
-    var, by = dataset.var_of(tokens.x, genes), tokens.genes_by
+    var, by = dataset.var_of(tokens.x, chosen.get(tokens.x)), tokens.genes_by
     if by is not None and by not in var.columns:
         raise MissingColumnError(
             f"var of {dataset.url} has no column {by!r} to name genes by; it has: "
