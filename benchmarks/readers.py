@@ -16,7 +16,8 @@ epoch: its answer has the CPU seconds and page faults since the process started.
 Minibatches have 64 rows, or `batch_size`, with X as CSR and one obs column. Each side returns its cheapest form.
 annbatch returns scipy matrices with int32 indices (torch tensors if its environment has torch) and a DataFrame.
 zloader returns its default: torch CSR with int32 indices, and row numbers. zloader also accepts a `mirror` for the
-loader that it keeps between epochs, another `layout`, and `genes` to select.
+loader that it keeps between epochs, another `layout`, `genes` to select, and `tokens`: the tokenizer whose tokens it
+returns instead of X, by name. Its vocabulary has all genes.
 
 annbatch is set up as its README recommends, with the fastest settings that were found: a custom load function that
 reads one obs column; on disk the zarrs pipeline with its default number of threads; on S3 obstore with zarr's own
@@ -63,6 +64,7 @@ def zloader(options: Request) -> Epoch:
             sampling=zl.BlockShuffling(options["chunk_size"]),
             obs=[options["obs"]] if "obs" in options else [],
             **{name: options[name] for name in ("layout", "genes") if name in options},
+            **({"x": None, "tokens": tokenizer(options["tokens"], dataset)} if "tokens" in options else {}),
         )
 
     kept = opened(options.get("mirror"))
@@ -81,6 +83,22 @@ def zloader(options: Request) -> Epoch:
         return map(len, loader), statistics
 
     return epoch
+
+
+def tokenizer(name: str, dataset: Any) -> Any:
+    """A tokenizer of 2 048 tokens per row that knows every gene."""
+    import numpy as np
+
+    import zloader as zl
+
+    special = {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3}
+    names = dataset.var_names.tolist()
+    vocabulary = special | {gene: len(special) + number for number, gene in enumerate(names)}
+    if name.startswith("scGPT"):
+        return zl.tokenizers.ScGPT(vocabulary, max_length=2048)
+    medians = dict(zip(names, np.random.default_rng(0).lognormal(0, 1, len(names)).tolist(), strict=True))
+    masked = zl.tokenizers.Masked(0.15) if "masked" in name else None
+    return zl.tokenizers.Geneformer(vocabulary, medians, max_length=2048, masked=masked)
 
 
 def annbatch(options: Request) -> Epoch:

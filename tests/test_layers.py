@@ -25,6 +25,7 @@ FLOORS = {
     "reading": 5,
     "caching": 4,
     "transforms": 4,
+    "tokenizers": 4,
     "access": 3,
     "order": 3,
     "storage": 2,
@@ -44,6 +45,7 @@ MAY_IMPORT = {
         "zloader.training.loader",
         "zloader.training.normalization",
         "zloader.training.own_transforms",
+        "zloader.training.tokens",
         "zloader.commands.demo",
     },
     "anndata": {

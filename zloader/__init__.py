@@ -31,6 +31,7 @@ if sys.platform == "win32":
 from zloader.common.errors import ZloaderError
 
 if TYPE_CHECKING:
+    from zloader import tokenizers as tokenizers
     from zloader import transforms as transforms
     from zloader.common.options import Cache, FetchOptions
     from zloader.common.records import CacheStatistics, Statistics
@@ -126,7 +127,7 @@ _MODULES = {
     "warm": "zloader.dataset.warm",
 }
 
-_FOLDERS = ("transforms",)  # whose names are public too, as in zl.transforms.Clip
+_FOLDERS = ("tokenizers", "transforms")  # whose names are public too, as in zl.transforms.Clip
 
 if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pass a type checker
 

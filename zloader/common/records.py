@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -119,12 +119,77 @@ X: TypeAlias = CsrArrays | NDArray[np.generic]
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenArrays:
+    """The tokens of a minibatch, rows x places: `input_ids`, `values`, `attention_mask` and, if wanted, `labels`.
+
+    Row i has `lengths[i]` tokens; its other places are padding.
+    """
+
+    input_ids: NDArray[np.integer]
+    values: NDArray[np.float32]
+    attention_mask: NDArray[np.bool_]
+    lengths: Rows
+    labels: NDArray[np.generic] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.input_ids, self.values, self.attention_mask, self.lengths, self.labels)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def cut(self, first: int, last: int) -> TokenArrays:
+        """The tokens of the rows `[first, last)`, with the same padding."""
+        return TokenArrays(
+            input_ids=self.input_ids[first:last],
+            values=self.values[first:last],
+            attention_mask=self.attention_mask[first:last],
+            lengths=self.lengths[first:last],
+            labels=None if self.labels is None else self.labels[first:last],
+        )
+
+
+class TokenRows(Protocol):
+    """The tokens of some rows: TokenArrays, or those of several minibatches before they are padded."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        ...
+
+    def cut(self, first: int, last: int) -> TokenArrays:
+        """The tokens of the rows `[first, last)`, a minibatch."""
+        ...
+
+
+class RowTokenizer(Protocol):
+    """Makes the tokens of rows, from any thread."""
+
+    @property
+    def x(self) -> str:
+        """The matrix that tokens are made of."""
+        ...
+
+    @property
+    def totals(self) -> Callable[[], NDArray[np.generic]] | None:
+        """Returns the total counts of all rows of the dataset. Called while the first rows are read."""
+        ...
+
+    def n_bytes(self, lengths: Rows) -> int:
+        """An upper bound for the bytes of the tokens of rows with so many values each."""
+        ...
+
+    def rows(self, x: CsrArrays, index: Rows, totals: NDArray[np.generic] | None) -> TokenRows:
+        """The tokens of the rows `index` of the dataset, of which `totals` are the total counts. Raises OptionError."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class MinibatchArrays:
     """One minibatch as NumPy arrays, before it becomes tensors. All arrays have the same row order.
 
     `x` maps each matrix to CsrArrays or to a dense array of rows x genes; bfloat16 as bits (uint16). `obs` maps each
     column to one value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the
-    dataset (int64). `names` are the obs names as Python strings, or None if they are not wanted.
+    dataset (int64). `names` are the obs names as Python strings, or None if they are not wanted; so are `tokens`.
     """
 
     x: Mapping[str, X]
@@ -132,6 +197,7 @@ class MinibatchArrays:
     obsm: Mapping[str, NDArray[np.generic]]
     index: Rows
     names: NDArray[np.object_] | None = None
+    tokens: TokenRows | None = None
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +205,8 @@ class MinibatchArrays:
         annotations = sum(rows.nbytes for group in (self.obs, self.obsm) for rows in group.values())
         x = sum(matrix.nbytes for matrix in self.x.values())
         names = 0 if self.names is None else self.names.nbytes + _NAME_BYTES * len(self.names)
-        return self.index.nbytes + annotations + names + x
+        tokens = 0 if self.tokens is None else self.tokens.nbytes
+        return self.index.nbytes + annotations + names + x + tokens
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.compiled import load_compiler
 from zloader.common.options import FetchOptions
-from zloader.common.records import MinibatchArrays, Rows, X
+from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenizer, TokenRows, X
 from zloader.order.plan import Fetch
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
@@ -45,9 +45,10 @@ class Recipe:
 
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `columns` and `obsm`
     return the obs columns and obsm arrays of all rows of the dataset; they are called while the first rows are read.
-    `dtype` is that of x. `names` looks up the obs names of rows, for minibatches that carry them. `sweeping` says that
-    the fetches make up a whole epoch. `transforms` are those of each matrix that has any. `cut` makes the items that
-    are put of minibatches gathered as one, and of the rows at which it is cut, from 0 to its last.
+    `dtype` is that of x. `names` looks up the obs names of rows, for minibatches that carry them. `tokens` makes tokens
+    of a matrix, which may be left out of `wanted`, the matrices that minibatches carry. `sweeping` says that the
+    fetches make up a whole epoch. `transforms` are those of each matrix that has any. `cut` makes the items that are
+    put of minibatches gathered as one, and of the rows at which it is cut, from 0 to its last.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
@@ -56,6 +57,8 @@ class Recipe:
     dtype: str
     obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
     names: Callable[[Rows], NDArray[np.object_]] | None = None
+    tokens: RowTokenizer | None = None
+    wanted: Collection[str] | None = None
     sweeping: bool = False
     transforms: Mapping[str, Transforming] = field(default_factory=dict)
     cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
@@ -143,6 +146,7 @@ class FetchScheduler:
         self._waits = Waits(options.threads)
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any]] = {}
+        self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
@@ -171,6 +175,8 @@ class FetchScheduler:
                     group.create_task(self._put_in_order(jobs, put))
                     self._columns = await aside(self._recipe.columns)
                     self._obsm = await aside(self._recipe.obsm)
+                    if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
+                        self._totals = await aside(self._recipe.tokens.totals)
                     while (load := await loads.get()) is not None:
                         loaded = await self._loaded(load)
                         rows, names = loaded.planned.fetch.rows, None
@@ -275,10 +281,20 @@ class FetchScheduler:
         return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
-        """Bytes of x in the minibatches between cuts, or an upper bound."""
+        """Bytes of x and of the tokens in the minibatches between cuts, or an upper bound."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
-        matrices = zip(self._recipe.x, loaded.planned.x, strict=True)
-        return sum(self._bytes_of(name, rows, taken) for name, rows in matrices)
+        tokens = self._recipe.tokens
+        n_bytes = 0
+        for name, rows in zip(self._recipe.x, loaded.planned.x, strict=True):
+            if self._is_wanted(name):
+                n_bytes += self._bytes_of(name, rows, taken)
+            if tokens is not None and tokens.x == name:
+                n_bytes += rows.x_bytes(taken, dense=False, dtype=rows.exact_dtype)
+                n_bytes += tokens.n_bytes(rows.lengths[taken])
+        return n_bytes
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._recipe.wanted is None or name in self._recipe.wanted
 
     def _bytes_of(self, name: str, rows: PlannedRows, taken: Rows) -> int:
         transforming = self._recipe.transforms.get(name)
@@ -295,8 +311,20 @@ class FetchScheduler:
         obs = {name: values[taken] for name, values in row_arrays.obs.items()}
         obsm = {name: array[taken] for name, array in row_arrays.obsm.items()}
         names = None if row_arrays.names is None else row_arrays.names[taken]
-        together = MinibatchArrays(x=self._x(loaded, taken, rows), obs=obs, obsm=obsm, index=rows, names=names)
+        x, tokens = self._x(loaded, taken, rows), self._tokens(loaded, taken, rows)
+        together = MinibatchArrays(x=x, obs=obs, obsm=obsm, index=rows, names=names, tokens=tokens)
         return self._recipe.cut(together, (cuts - cuts[0]).tolist())
+
+    def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows) -> TokenRows | None:
+        """The tokens of some rows. They are made of the counts as stored, in whatever form minibatches have x."""
+        tokens = self._recipe.tokens
+        if tokens is None:
+            return None
+        of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.x]
+        at, dtype = dict(shares(self._ends, rows)), of_matrix.planned.exact_dtype
+        x = of_matrix.x(taken, rows, at, dense=False, dtype=dtype)
+        assert isinstance(x, CsrArrays)
+        return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
         if not loaded.x:
@@ -304,6 +332,8 @@ class FetchScheduler:
         at, x = dict(shares(self._ends, rows)), {}
         for name, of_matrix in zip(self._recipe.x, loaded.x, strict=True):
             transforming = self._recipe.transforms.get(name)
+            if not self._is_wanted(name):
+                continue
             if transforming is None:
                 x[name] = of_matrix.x(taken, rows, at, dense=self._recipe.dense, dtype=self._recipe.dtype)
             else:

@@ -260,7 +260,8 @@ def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     x = {name: _cut_x(matrix, first, last) for name, matrix in minibatch.x.items()}
     obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
     names = None if minibatch.names is None else minibatch.names[first:last]
-    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=minibatch.index[first:last], names=names)
+    tokens = None if minibatch.tokens is None else minibatch.tokens.cut(first, last)
+    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=minibatch.index[first:last], names=names, tokens=tokens)
 
 
 def _cut_x(x: X, first: int, last: int) -> X:

@@ -63,6 +63,11 @@ class PlannedRows:
         """
         return sum(array.ahead_bytes for arrays in self.wanted.values() for array in arrays)
 
+    @property
+    def exact_dtype(self) -> str:
+        """float32 if it holds every stored value, else float64."""
+        return np.result_type(np.float32, *(part.matrix.values.dtype for part in self.parts)).name
+
     def x_bytes(self, taken: Rows, *, dense: bool, dtype: str) -> int:
         """Bytes of x for the rows at positions `taken`; an upper bound for CSR from dense stores."""
         n_columns = self.parts[0].n_columns

@@ -32,6 +32,7 @@ from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import OwnTransforms, Transformed
+from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.listed_transforms import Transforms, transforms_of
 
 __all__ = ["Loader", "Minibatch"]
@@ -86,6 +87,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
             They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
+        tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of a matrix of counts
+            and of the genes chosen. With `x=None` minibatches have tokens only.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"scipy"` (CSR matrix)
             or `"anndata"`.
         dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"`, `"float64"`, `"int32"` or `"int64"`, or such a
@@ -126,6 +129,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     obsm: Sequence[str] = ()
     obs_names: bool = False
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
+    tokens: Tokenizer | None = None
     layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
     dtype: str | torch.dtype | np.dtype[Any] | type = "float32"
     transforms: Transforms = field(default=(), repr=False)
@@ -149,26 +153,32 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         require_flag(obs_names=self.obs_names)
         self.dtype = usable_dtype(self.dtype, self.layout)
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
-        if self.x is None and (self.layout == "anndata" or self.genes is not None):
+        self._matrices = [] if self.x is None else one_or_more(x=self.x)
+        self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
+        self._loaded = list(self._matrices)  # and that of the tokens
+        if self.tokens is not None:
+            require_tokenizer(self.tokens)
+            self._loaded += [self.tokens.x] if self.tokens.x not in self._loaded else []
+        if (self.x is None and self.layout == "anndata") or (self.genes is not None and not self._loaded):
             option = "genes" if self.genes is not None else "layout='anndata'"
             raise OptionError(f"{option} needs an x, but x is None: name a matrix, such as x='X'")
         _import_before_fork(self.layout)
         silence_sparse_warnings()
         self.dataset.require_obs(self.obs)
         self.dataset.require_obsm(self.obsm)
-        self._matrices = [] if self.x is None else one_or_more(x=self.x)
-        self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
-        for name in self._matrices:
+        for name in self._loaded:
             self.dataset.matrices(name)
         self._genes: dict[str, ChosenGenes] = {}
         if self.genes is not None:
-            self._genes = self.dataset.choose_genes(self.genes, self._matrices)
+            self._genes = self.dataset.choose_genes(self.genes, self._loaded)
+        self._tokens = bound_tokenizer(self.tokens, self.dataset, self._genes, self.layout)
         dense, dtype = self.layout == "dense", str(self.dtype)
         self._transforming = {
             name: self.dataset.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
             for name, each in transforms_of(self.transforms, self._matrices).items()
         }
         self._own_transforms = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
+        self._require_tokens_apart()
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = sized(bound(self._wanted_sampling, self.dataset), fetch_rows)
@@ -179,6 +189,19 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
+
+    def _require_tokens_apart(self) -> None:
+        """Raises OptionError if tokens would be lost, or made of genes that were not chosen."""
+        if self.tokens is None:
+            return
+        if self.fetch_transform is not None:
+            raise OptionError("fetch_transform gets no tokens: use batch_transform with tokens=")
+        transforming = self._transforming.get(self.tokens.x)
+        if transforming is not None and transforming.genes is not None:
+            raise OptionError(
+                f"transforms of {self.tokens.x!r} need all genes, and tokens of it only those of genes=: leave out "
+                "genes, or make the tokens in a loader with x=None"
+            )
 
     @property
     def labels(self) -> dict[str, pd.Index | np.dtype[Any]]:
@@ -359,12 +382,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         later = {name for name, each in transforms.items() if each.genes is not None}
         genes = {name: genes for name, genes in self._genes.items() if name not in later}
         return Recipe(
-            x={name: self.dataset.parts(name, self.options, genes.get(name)) for name in self._matrices},
+            x={name: self.dataset.parts(name, self.options, genes.get(name)) for name in self._loaded},
             columns=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=str(self.dtype),
             names=whole.names_of if self.obs_names or self.layout == "anndata" else None,
+            tokens=None if self._tokens is None else self._tokens.at(self.seed, epoch),
+            wanted=self._matrices,
             sweeping=sweeping,
             transforms=transforms,
         )

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from zloader.common.checks import require_one_of
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.common.nearest import listed, suggestion
-from zloader.common.records import CsrArrays, MinibatchArrays, X
+from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy
 from zloader.reading.half_floats import HALVES
+from zloader.training.tokens import Tokens
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 
@@ -57,6 +58,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     index: the row numbers in the whole dataset, int64. They equal `row` unless the loader was given a view.
     obs_names: the names of the rows, a NumPy array of strings (dtype object), if the loader was given `obs_names=True`
         or layout anndata; else None.
+    tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`, `lengths`
+        and `labels`; else None.
 
     A Minibatch is also a read-only Mapping of its fields, as the libraries of Hugging Face need it: `minibatch["x"]`,
     `model(**minibatch)`. Fields that are None are left out. obs columns are no keys of their own:
@@ -73,6 +76,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     row: torch.Tensor
     index: torch.Tensor
     obs_names: NDArray[np.object_] | None = None
+    tokens: Tokens | None = None
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -129,6 +133,7 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
             obsm={name: function(array) for name, array in self.obsm.items()},
             row=index if self.row is self.index else function(self.row),
             index=index,
+            tokens=None if self.tokens is None else self.tokens.each(function),
         )
 
     def _each_x(self, function: Any) -> Any:
@@ -173,6 +178,7 @@ def as_minibatch(
         row=index if row is arrays.index else torch.from_numpy(row),
         index=index,
         obs_names=arrays.names,
+        tokens=Tokens.of(arrays.tokens) if isinstance(arrays.tokens, TokenArrays) else None,
     )
 
 

@@ -1,0 +1,244 @@
+"""Geneformer's tokens: the genes of a cell in the order of their normalised counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.checks import require_one_of
+from zloader.common.compiled import compiled
+from zloader.common.errors import OptionError
+from zloader.common.nearest import listed
+from zloader.common.records import CsrArrays, Rows
+from zloader.tokenizers.counts import known_genes, sort_down
+from zloader.tokenizers.masking import Masked, mask_genes
+from zloader.tokenizers.options import TokenOptions
+from zloader.tokenizers.rows import BoundTokenizer, Padding, RaggedTokens
+from zloader.tokenizers.vocabulary import (
+    GeneNames,
+    GeneTokens,
+    Given,
+    dictionary,
+    gene_tokens,
+    median,
+    name_of,
+    special_id,
+    token_id,
+)
+
+_TARGET = 10_000.0
+_LENGTHS = {"v1": 2048, "v2": 4096}
+_OF_VERSION = "of the version"
+
+
+@dataclass(frozen=True, eq=False)
+class Geneformer(TokenOptions):
+    """Tokens as Geneformer's TranscriptomeTokenizer makes them, for `zl.Loader(dataset, tokens=...)`.
+
+    >>> tokens = {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3, "ENSG1": 4, "ENSG2": 5}
+    >>> zl.tokenizers.Geneformer(tokens, {"ENSG1": 1.5, "ENSG2": 0.5})
+    Geneformer(version='v2', max_length=4096, 6 tokens)
+
+    The value of a gene is `count / n_counts * 10 000 / median`, in float64. Genes come by descending value, genes of
+    equal values in the order of the matrix. Genes that are not in the token dictionary and zeros are left out. The
+    counts of several genes with the same token are summed first. A row is cut to `max_length`, special tokens included.
+
+    `minibatch.tokens.values` are these values (float32), 0 for special tokens and padding.
+
+    Args:
+        token_dictionary: token ids by gene name (Ensembl id), as a dict or the path of a JSON file.
+        gene_medians: the median of each gene that is in both the dataset and the token dictionary, likewise.
+        version: `"v1"`: 2 048 tokens and no special tokens. `"v2"`: 4 096 tokens, `<cls>` first and `<eos>` last.
+        max_length: the most tokens per row. Default: that of the version.
+        gene_mapping: token dictionary's names by gene name, to translate names, likewise. Default: names as they are.
+            A name that is unknown is also looked up in capitals.
+        n_counts: the obs column with the total counts of each row. Default: the sum of the row's values in `x`.
+            It changes `values` only, not the order of the genes.
+        pad, mask: the padding and mask tokens, by name or id.
+        cls, eos: the first and last token, by name or id; None for none. Default: those of the version.
+        x: the matrix of counts, as in zl.Loader.
+        genes_by: the var column with the names of genes that the token dictionary has. Default: the gene names of the
+            dataset.
+        dtype: that of `input_ids`, `"int64"` or `"int32"`.
+        pad_to: pads all rows to this length. Default: to the longest row of the minibatch.
+        masked: a zl.tokenizers.Masked, to mask genes.
+
+    Raises OptionError for unusable options, and when a Loader is made for a dataset without any gene of the token
+    dictionary.
+    """
+
+    token_dictionary: Given = field(repr=False)
+    gene_medians: Given = field(repr=False)
+    version: Literal["v1", "v2"] = "v2"
+    max_length: int | None = None
+    gene_mapping: Given | None = field(default=None, kw_only=True)
+    n_counts: str | None = field(default=None, kw_only=True)
+    pad: str | int = field(default="<pad>", kw_only=True)
+    mask: str | int = field(default="<mask>", kw_only=True)
+    cls: str | int | None = field(default=_OF_VERSION, kw_only=True)
+    eos: str | int | None = field(default=_OF_VERSION, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_one_of(tuple(_LENGTHS), version=self.version)
+        self._put(token_dictionary=dictionary("token_dictionary", self.token_dictionary, token_id))
+        self._put(gene_medians=dictionary("gene_medians", self.gene_medians, median))
+        if self.gene_mapping is not None:
+            self._put(gene_mapping=dictionary("gene_mapping", self.gene_mapping, name_of))
+        if self.n_counts is not None and not isinstance(self.n_counts, str):
+            raise OptionError(f"n_counts must be the name of an obs column, not {self.n_counts!r:.100}")
+        if self.max_length is None:
+            self._put(max_length=_LENGTHS[self.version])
+        for name in ("cls", "eos"):
+            if getattr(self, name) == _OF_VERSION:
+                self._put(**{name: f"<{name}>" if self.version == "v2" else None})
+        special = [self._special(name) for name in ("cls", "eos")]
+        if self._special("pad") is None or (self.masked is not None and self._special("mask") is None):
+            raise OptionError("pad and mask must be the name or the id of a token, not None")
+        self._check(self._longest, sum(token is not None for token in special))
+
+    def __repr__(self) -> str:
+        masked = "" if self.masked is None else f", masked={self.masked!r}"
+        return f"Geneformer(version={self.version!r}, max_length={self.max_length}, {len(self._tokens)} tokens{masked})"
+
+    @property
+    def _tokens(self) -> dict[str, int]:
+        return cast("dict[str, int]", self.token_dictionary)
+
+    @property
+    def _longest(self) -> int:
+        return cast("int", self.max_length)
+
+    def _special(self, name: str) -> int | None:
+        return special_id(name, getattr(self, name), self._tokens, "token_dictionary")
+
+    def _spelled(self, name: str) -> str:
+        """The name in the token dictionary of a gene name. The reference looks up names in capitals."""
+        mapping = cast("dict[str, str] | None", self.gene_mapping)
+        names = self._tokens if mapping is None else mapping
+        found = name if name in names else name.upper()
+        return found if mapping is None else mapping.get(found, "")
+
+    def bind(self, genes: GeneNames) -> BoundTokenizer:
+        """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them, or lacks a median."""
+        special = {name: self._special(name) for name in ("pad", "cls", "eos", "mask") if name != "mask" or self.masked}
+        pad, cls, eos, mask = (special.get(name) for name in ("pad", "cls", "eos", "mask"))
+        found = gene_tokens(genes, self._tokens, special, option="token_dictionary", spelled=self._spelled, summed=True)
+        ids = {token for name, token in self._tokens.items() if not name.startswith("<")} - {*special.values()}
+        return _Ranking(
+            name="Geneformer",
+            x=self.x,
+            where=genes.where,
+            genes=self._with_medians(genes, found),
+            padding=Padding(
+                ids=self.dtype,
+                pad_id=cast("int", pad),
+                pad_value=0,
+                pad_to=self.pad_to,
+                labels=None if self.masked is None else "int64",
+            ),
+            max_length=self._longest,
+            cls=-1 if cls is None else cls,
+            eos=-1 if eos is None else eos,
+            masked=self.masked,
+            mask_ids=(-1 if mask is None else mask, np.array(sorted(ids), np.int32)),
+            n_counts=self.n_counts,
+        )
+
+    def _with_medians(self, genes: GeneNames, found: GeneTokens) -> GeneTokens:
+        medians = np.ones(len(genes.names))
+        known, missing = cast("dict[str, float]", self.gene_medians), []
+        for column in np.flatnonzero(found.slot_of >= 0).tolist():
+            name = self._spelled(str(genes.names[column]))
+            if name in known:
+                medians[column] = known[name]
+            else:
+                missing.append(name)
+        if missing:
+            raise OptionError(
+                f"gene_medians lacks {len(missing)} of the {found.n_known} genes that {genes.where} and the token "
+                f"dictionary have: {listed(missing, 3)}. Take the medians that belong to the token dictionary"
+            )
+        return replace(found, median_of=medians)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ranking(BoundTokenizer):
+    """Geneformer for the genes of a matrix."""
+
+    masked: Masked | None
+    mask_ids: tuple[int, NDArray[np.int32]]
+    n_counts: str | None
+
+    def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
+        if totals is not None:
+            self._require_totals(np.diff(x.indptr), index, totals)
+        made = super().rows(x, index, totals)
+        if self.masked is None:
+            return made
+        return mask_genes(self.masked, made, self.n_special, index, self.epoch, self.mask_ids)
+
+    def _require_totals(self, lengths: Rows, index: Rows, totals: NDArray[Any]) -> None:
+        bad = np.flatnonzero((lengths > 0) & ~((totals > 0) & np.isfinite(totals)))
+        if len(bad):
+            raise OptionError(
+                f"obs column {self.n_counts!r} holds {totals[bad[0]]} in row {index[bad[0]]} of the dataset, "
+                "which has counts: give another column of totals, or n_counts=None to add up the row"
+            )
+
+    def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
+        totals = np.empty(0) if totals is None else totals.astype(np.float64)
+        axis = (self.genes.slot_of, self.genes.token_of, self.genes.median_of)
+        special = (self.cls, self.eos, self.max_length)
+        into = (out.ids, out.values, out.starts, out.lengths)
+        return int(_rank((x.indptr, x.indices, x.values), totals, axis, special, into))
+
+
+@compiled
+def _rank(
+    x: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+    totals: NDArray[np.float64],
+    axis: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]],
+    special: tuple[int, int, int],
+    out: tuple[NDArray[np.int32], NDArray[np.float32], Rows, Rows],
+) -> int:
+    """Writes the tokens of rows. Returns the first row with a value that is no count, or -1."""
+    indptr, indices, counts = x
+    slot_of, token_of, median_of = axis
+    cls, eos, max_length = special
+    ids, values, starts, lengths = out
+    longest = 1
+    for row in range(len(lengths)):
+        longest = max(longest, indptr[row + 1] - indptr[row])
+    slots, amounts, order = np.empty(longest, np.int32), np.empty(longest, np.float64), np.empty(longest, np.int64)
+    words = np.empty((2, longest), np.uint64)
+    most = max_length - (cls >= 0) - (eos >= 0)
+    for row in range(len(lengths)):
+        first, last = indptr[row], indptr[row + 1]
+        kept, total = known_genes(indices[first:last], counts[first:last], slot_of, slots, amounts)
+        if kept < 0:
+            return row
+        if len(totals):
+            total = totals[row]
+        for k in range(kept):
+            slot = slots[k]
+            amounts[k] = amounts[k] / total * _TARGET / median_of[slot]
+            slots[k] = token_of[slot]  # looked up here, because memory is read in order
+        sort_down(amounts[:kept], words, order[:kept])
+        to = starts[row]
+        if cls >= 0:
+            ids[to], values[to] = cls, 0
+            to += 1
+        n = min(kept, most)
+        for k in range(n):
+            position = order[k]
+            ids[to + k] = slots[position]
+            values[to + k] = amounts[position]
+        to += n
+        if eos >= 0:
+            ids[to], values[to] = eos, 0
+            to += 1
+        lengths[row] = to - starts[row]
+    return -1

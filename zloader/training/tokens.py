@@ -1,0 +1,128 @@
+"""Tokens as torch tensors, and the tokenizer of a Loader bound to the genes of its dataset."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+
+from zloader.common.errors import MissingColumnError, OptionError
+from zloader.common.nearest import listed, suggestion
+from zloader.common.records import TokenArrays
+from zloader.dataset.dataset import Dataset
+from zloader.selecting.genes import ChosenGenes
+from zloader.tokenizers.geneformer import Geneformer
+from zloader.tokenizers.rows import BoundTokenizer
+from zloader.tokenizers.scgpt import ScGPT
+from zloader.tokenizers.vocabulary import GeneNames
+
+Tokenizer: TypeAlias = Geneformer | ScGPT
+
+log = logging.getLogger("zloader")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens of a minibatch, as `minibatch.tokens`. All tensors but `lengths` are rows x places.
+
+    input_ids: token ids, int64 or int32, padded with the tokenizer's pad id.
+    values: the values of the tokens, float32.
+    attention_mask: True where there is a token, False at padding.
+    lengths: the number of tokens of each row, int64.
+    labels: for masked training: what was masked, -100 elsewhere; None without `masked=`.
+    """
+
+    input_ids: torch.Tensor
+    values: torch.Tensor
+    attention_mask: torch.Tensor
+    lengths: torch.Tensor
+    labels: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, arrays: TokenArrays) -> Tokens:
+        """The tensors of these arrays, which share their memory."""
+        made = {each.name: getattr(arrays, each.name) for each in fields(cls)}
+        tensors: dict[str, Any] = {
+            name: None if array is None else torch.from_numpy(array) for name, array in made.items()
+        }
+        return cls(**tensors)
+
+    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+        """The results of a function for all tensors."""
+        made = {each.name: getattr(self, each.name) for each in fields(self)}
+        results: dict[str, Any] = {name: None if tensor is None else function(tensor) for name, tensor in made.items()}
+        return Tokens(**results)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Tokens:
+        """A copy on the device."""
+        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Tokens:
+        """A copy in page-locked memory, as DataLoader needs it."""
+        return self.each(lambda tensor: tensor.pin_memory())
+
+
+def bound_tokenizer(
+    tokens: Tokenizer | None, dataset: Dataset, chosen: Mapping[str, ChosenGenes], layout: str
+) -> BoundTokenizer | None:
+    """The tokenizer `tokens`, if there is one, for the genes of a dataset or those chosen of its matrices.
+
+    Raises OptionError or MissingColumnError if they do not fit together.
+    """
+    if tokens is None:
+        return None
+    if layout == "anndata":
+        raise OptionError("layout='anndata' has no place for tokens: take tokens= with another layout, or x=None")
+    var, by = dataset.var_of(tokens.x, chosen.get(tokens.x)), tokens.genes_by
+    if by is not None and by not in var.columns:
+        raise MissingColumnError(
+            f"var of {dataset.url} has no column {by!r} to name genes by; it has: "
+            f"{listed(var.columns)}{suggestion(by, map(str, var.columns))}"
+        )
+    names = pd.Series(var.index if by is None else var[by])
+    bound: BoundTokenizer = tokens.bind(
+        GeneNames(
+            names=[None if missing else str(name) for name, missing in zip(names, names.isna(), strict=True)],
+            where=f"{tokens.x} of {dataset.url}",
+            named_by="var_names" if by is None else f"var[{by!r}]",
+            other_names=lambda: _text_columns(var),
+        )
+    )
+    if isinstance(tokens, Geneformer) and tokens.n_counts is not None:
+        dataset.require_obs([tokens.n_counts])
+        _totals(dataset, tokens.n_counts)
+        bound = replace(bound, totals=functools.partial(_totals, dataset, tokens.n_counts))
+    message = "tokens: %d of the %d genes of %s are in the vocabulary"
+    log.info(message, bound.genes.n_known, len(names), bound.where)
+    return bound
+
+
+def require_tokenizer(tokens: Any) -> None:
+    """Raises OptionError unless `tokens` is a tokenizer."""
+    if not isinstance(tokens, Geneformer | ScGPT):
+        raise OptionError(f"tokens must be a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, not {tokens!r:.100}")
+
+
+def _totals(dataset: Dataset, column: str) -> NDArray[Any]:
+    """The total counts of all rows of the whole dataset."""
+    found = dataset.whole.obs_column(column)
+    if found.categories is not None or found.values.dtype == bool:
+        raise OptionError(f"n_counts={column!r} must be an obs column of numbers: this one holds labels")
+    return np.asarray(found.values)
+
+
+def _text_columns(var: pd.DataFrame) -> Mapping[str, Iterable[Any]]:
+    """The var names, and the var columns that may hold names."""
+    texts = {
+        str(name): var[name]
+        for name in var.columns
+        if isinstance(var[name].dtype, pd.CategoricalDtype) or not pd.api.types.is_numeric_dtype(var[name])
+    }
+    return {"var_names": var.index, **texts}
