@@ -73,11 +73,12 @@ class OwnTransforms:
         return made
 
     def _each(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> Iterator[Transformed]:
-        index, share = together.index, together.nbytes // max(1, len(together.index))  # bytes per row
+        share = together.nbytes // max(1, len(together.index))  # bytes per row
         if self.fetch is None:
             for arrays in gather.cut_apart(together, cuts):
                 yield self._made(convert(arrays), arrays.index, share * len(arrays.index))
             return
+        index = together.index.copy()  # the function may write to the minibatch, which shares the memory
         of_all = _checked(self.fetch, _called("fetch_transform", self.fetch, convert(together), index), index)
         for first, last in pairwise(cuts):
             yield self._made(_rows_of(of_all, first, last), index[first:last], share * (last - first))
@@ -112,7 +113,7 @@ def _checked(function: Callable[[Minibatch], Any], made: Any, index: Rows) -> Mi
     rows = f"{len(index)} rows of the dataset: {listed(index)}"
     if not isinstance(made, Minibatch):
         raise OptionError(f"{what} must return a zl.Minibatch, not {type(made).__name__}, for {rows}")
-    if not np.array_equal(np.asarray(made.index), index):
+    if not np.array_equal(torch.as_tensor(made.index).cpu(), index):
         raise OptionError(
             f"{what} changed the number or the order of the rows, which fetch_transform must not do, for {rows}. "
             "Change them in batch_transform, whose result the loader yields as it is"
