@@ -204,6 +204,7 @@ CHANGES = {
     "fewer rows of x": (lambda made: replace(made, x=made.x.to_dense()[1:]), r"returned x of shape \(\d+, 30\) for"),
     "a number for x": (lambda made: replace(made, x=1.0), "returned x of shape None for"),
     "fewer rows of obs": (lambda made: replace(made, obs={"lane": made.obs["lane"][1:]}), r"returned lane of shape \("),
+    "one name": (lambda made: replace(made, obs_names=np.array(["a"])), r"returned obs_names of shape \(1,\) for"),
     "a tensor": (lambda made: made.x, "must return a zl.Minibatch, not Tensor"),
     "nothing": (lambda made: None, "must return a zl.Minibatch, not NoneType"),
 }

@@ -118,7 +118,8 @@ def _checked(function: Callable[[Minibatch], Any], made: Any, index: Rows) -> Mi
             f"{what} changed the number or the order of the rows, which fetch_transform must not do, for {rows}. "
             "Change them in batch_transform, whose result the loader yields as it is"
         )
-    arrays = {"row": made.row, **made.obs, **made.obsm, **(made.x if isinstance(made.x, dict) else {"x": made.x})}
+    arrays = {"row": made.row, "obs_names": made.obs_names, **made.obs, **made.obsm}
+    arrays |= made.x if isinstance(made.x, dict) else {"x": made.x}
     for name, array in arrays.items():
         shape = getattr(array, "shape", None)
         if array is not None and (not shape or shape[0] != len(index)):
