@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ def dense(x: Any) -> np.ndarray:
     """The x of a minibatch, in any layout, as a dense array."""
     if isinstance(x, torch.Tensor):
         return x.to_dense().numpy()
+    if isinstance(x, zl.PackedRows):
+        return x.dense().numpy()
     if isinstance(x, ad.AnnData):
         x = x.X
     return x.toarray() if scipy.sparse.issparse(x) else np.asarray(x)
@@ -100,6 +102,36 @@ def assert_threads_end(prefix: str = "zloader") -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     assert [thread.name for thread in threads if thread.is_alive()] == []
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Compares tensors, in all bits, and PackedRows and dicts of them."""
+    assert type(found) is type(wanted)
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for name, value in wanted.items():
+            assert_same(found[name], value)
+    elif isinstance(wanted, zl.PackedRows):
+        assert found.shape == wanted.shape
+        for part in ("indptr", "genes", "values"):
+            assert_same(getattr(found, part), getattr(wanted, part))
+    elif wanted.layout == torch.sparse_csr:
+        assert found.layout == torch.sparse_csr
+        assert found.shape == wanted.shape
+        for part in (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values):
+            assert_same(part(found), part(wanted))
+    else:
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        assert found.cpu().view(-1).view(torch.uint8).equal(wanted.cpu().contiguous().view(-1).view(torch.uint8))
+
+
+def assert_same_minibatches(found: Iterable[zl.Minibatch], wanted: Iterable[zl.Minibatch]) -> None:
+    """Compares the minibatches of two epochs, in all bits. They may be on different devices."""
+    for one, other in zip(found, wanted, strict=True):
+        for part in ("obs", "obsm", "row", "index"):
+            assert_same(getattr(one, part), getattr(other, part))
+        if other.x is not None:
+            assert_same(one.x, other.x)
 
 
 class InTurn(torch.utils.data.IterableDataset):

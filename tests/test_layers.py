@@ -40,7 +40,9 @@ MAY_IMPORT = {
     "torch": {
         "zloader.order.epochs",
         "zloader.order.ranks",
+        "zloader.training.devices",
         "zloader.training.minibatch",
+        "zloader.training.packed",
         "zloader.training.epoch",
         "zloader.training.loader",
         "zloader.training.normalization",

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
     from zloader.training.normalization import log1p_normalize
+    from zloader.training.packed import PackedRows
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "Minibatch",
     "Mixture",
     "MixtureOfScanners",
+    "PackedRows",
     "Quality",
     "Sampling",
     "Selection",
@@ -107,6 +109,7 @@ _MODULES = {
     "Minibatch": "zloader.training.minibatch",
     "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.scanners",
+    "PackedRows": "zloader.training.packed",
     "Quality": "zloader.dataset.quality",
     "Sampling": "zloader.order.sampling",
     "Selection": "zloader.conversion.joining.selection",

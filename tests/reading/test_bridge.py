@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import signal
@@ -634,3 +635,50 @@ def test_a_forked_child_that_goes_on_is_told_so():
         os._exit(7 if "fork" in str(error) else 8)
     os._exit(9)"""
     assert _run(_FORKED.format(child=child)) == ["True", "7"]
+
+
+def test_a_source_is_closed_with_its_bridge(name):
+    """Also while the producer waits for the source, which puts nothing."""
+    for produce, taken in ((_endless, 2), (_silent, 0)):
+        source = Bridge(produce, ready_bytes=1, name=name)
+
+        async def doubled(put, source=source):
+            for number in source:
+                await put([2 * number], 1)
+
+        bridge = Bridge(doubled, ready_bytes=1, name=name, source=source)
+        assert list(itertools.islice(bridge, taken)) == [0, 2][:taken]
+        bridge.close()
+        assert list(bridge) == []
+        assert not source.close.alive
+        assert_threads_end(name)
+
+
+def test_the_end_and_errors_of_a_source_reach_its_bridge(name):
+    for error in (None, ReadError("broken")):
+        source = Bridge(_groups([[1, 2], [3]], then=error), ready_bytes=1, name=name)
+
+        async def doubled(put, source=source):
+            for number in source:
+                await put([2 * number], 1)
+
+        found = []
+        bridge = Bridge(doubled, ready_bytes=1, name=name, source=source)
+        with contextlib.nullcontext() if error is None else pytest.raises(ReadError, match="broken"):
+            found.extend(bridge)
+        assert list(bridge) == []
+        assert_threads_end(name)
+
+
+def test_items_that_were_taken_are_not_kept(name):
+    class Item:
+        pass
+
+    async def produce(put):
+        await put([Item(), Item()], 1)
+
+    bridge = Bridge(produce, ready_bytes=1, name=name)
+    first = weakref.ref(next(bridge))
+    gc.collect()
+    assert first() is None
+    bridge.close()

@@ -349,7 +349,7 @@ def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
         ({"batch_size": 2.5}, OptionError, "not 2.5"),
         ({"fetch_factor": -1}, OptionError, "fetch_factor"),
         ({"batch_size": 2, "fetch_factor": 2, "sampling": zl.BlockShuffling(5)}, OptionError, "raise fetch_factor or"),
-        ({"layout": "coo"}, OptionError, "'csr', 'dense', 'scipy', 'anndata', not 'coo'"),
+        ({"layout": "coo"}, OptionError, "'csr', 'dense', 'packed', 'scipy', 'anndata', not 'coo'"),
         ({"dtype": "float8"}, OptionError, "float8"),
         ({"obs": "cell_type"}, OptionError, r"obs=\['cell_type'\]"),
         ({"obs": ["cell type"]}, MissingColumnError, "'cell_type', 'donor'"),

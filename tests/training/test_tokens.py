@@ -123,8 +123,18 @@ def test_tokens_alone(dataset):
 
 @pytest.mark.parametrize(
     "options",
-    [{"layout": "dense"}, {"dtype": "bfloat16"}, {"x": "layers/halves", "dtype": "float64"}, {"x": ["X"]}],
-    ids=["dense", "bfloat16", "another matrix", "several matrices"],
+    [
+        {"layout": "dense"},
+        {"layout": "packed"},
+        {"dtype": "bfloat16"},
+        {"x": "layers/halves", "dtype": "float64"},
+        {"x": ["X"]},
+        {
+            "transforms": [zl.transforms.Clip(0, 1), zl.transforms.LogNormalize(1e4)],
+            "batch_transform": lambda each: each,
+        },
+    ],
+    ids=["dense", "packed", "bfloat16", "another matrix", "several matrices", "transforms"],
 )
 def test_tokens_are_made_of_counts_as_stored_whatever_x_is(dataset, options):
     for minibatch in zl.Loader(dataset, tokens=geneformer(), **SIZES, **options):
@@ -278,6 +288,14 @@ REFUSED = {
         "ensembl_id has 55 names that vocabulary knows: give genes_by='ensembl_id'",
     ),
     "no chosen gene": ({"tokens": scgpt(), "genes": [0, 1]}, "none of the 2 genes of X of"),
+    "fetch_transform": (
+        {"tokens": scgpt(), "fetch_transform": lambda minibatch: minibatch},
+        "fetch_transform gets no tokens: use batch_transform",
+    ),
+    "chosen genes, and transforms that need all": (
+        {"tokens": scgpt(), "genes": [6, 7], "transforms": [zl.transforms.Normalize(1e4)]},
+        "transforms of 'X' need all genes, and tokens of it only those of genes=",
+    ),
     "totals": ({"tokens": geneformer(n_counts="donor")}, "n_counts='donor' must be an obs column of numbers"),
 }
 

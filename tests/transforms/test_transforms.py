@@ -81,7 +81,7 @@ LIKE_SCANPY = {
 }
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
 @pytest.mark.parametrize("name", LIKE_SCANPY)
 def test_it_equals_scanpy(dataset, name, layout):
     transforms, steps = LIKE_SCANPY[name]

@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -151,9 +152,20 @@ def _thread_main(channel: _Channel[Item], produce: Producer[Item]) -> None:
         channel.taken.put(None)
 
 
-def _close(channel: _Channel[Item], thread: threading.Thread, owner: threading.Thread, pid: int) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _close(
+    channel: _Channel[Item],
+    thread: threading.Thread,
+    owner: threading.Thread,
+    pid: int,
+    close_source: Callable[[], object],
+) -> None:
     if os.getpid() != pid:
         return  # a forked child has a copy of these objects, but not the thread
+    close_source()  # first, because the producer may be waiting for it
     channel.cancel()
     # Garbage may be collected on any thread, even on one that the loop is waiting for, so joining could deadlock. Only
     # the owner and the main thread join, and with a timeout. A thread that has not started yet ends when it starts.
@@ -167,16 +179,23 @@ class Bridge(Generic[Item], Iterator[Item]):
     Any thread may call `next`, but only one at a time. `close` may be called meanwhile, and ends a waiting `next`.
     Any exception in `next`, including KeyboardInterrupt, ends the iteration, as in a generator.
     Raises ForkError in a forked child, because the producer's thread exists only in the parent.
+
+    A producer may iterate over another bridge, its `source`, which is closed with this one.
     """
 
-    def __init__(self, produce: Producer[Item], *, ready_bytes: int, name: str) -> None:
+    def __init__(
+        self, produce: Producer[Item], *, ready_bytes: int, name: str, source: Bridge[Any] | None = None
+    ) -> None:
         self.wait_s = 0.0
         self._channel: _Channel[Item] = _Channel(ready_bytes)
-        self._ready: Iterator[Item] = iter(())
+        self._ready: deque[Item] = deque()  # it drops each item, which may be large, as it is taken
         self._pid = os.getpid()
         thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
         # Registered before the thread starts, because an interrupt may arrive during the start.
-        self.close = weakref.finalize(self, _close, self._channel, thread, threading.current_thread(), self._pid)
+        close_source = _nothing if source is None else source.close
+        self.close: weakref.finalize[Any, Bridge[Any]] = weakref.finalize(
+            self, _close, self._channel, thread, threading.current_thread(), self._pid, close_source
+        )
         try:
             thread.start()
         except BaseException:
@@ -185,8 +204,8 @@ class Bridge(Generic[Item], Iterator[Item]):
 
     def __next__(self) -> Item:
         while True:
-            for item in self._ready:
-                return item
+            if self._ready:
+                return self._ready.popleft()
             if not self.close.alive:
                 raise StopIteration
             try:
@@ -208,7 +227,7 @@ class Bridge(Generic[Item], Iterator[Item]):
         if isinstance(group, tuple):
             items, n_bytes = group
             self._channel.give_back(n_bytes)
-            self._ready = iter(items)
+            self._ready.extend(items)
             return
         self.close()
         if group is not None:

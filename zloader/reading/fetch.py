@@ -26,6 +26,7 @@ from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenize
 from zloader.order.plan import Fetch
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
+from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
@@ -45,16 +46,19 @@ class Recipe:
 
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `columns` and `obsm`
     return the obs columns and obsm arrays of all rows of the dataset; they are called while the first rows are read.
-    `dtype` is that of x. `names` looks up the obs names of rows, for minibatches that carry them. `tokens` makes tokens
-    of a matrix, which may be left out of `wanted`, the matrices that minibatches carry. `sweeping` says that the
-    fetches make up a whole epoch. `transforms` are those of each matrix that has any. `cut` makes the items that are
-    put of minibatches gathered as one, and of the rows at which it is cut, from 0 to its last.
+    `dense`, `dtype`, `narrow` and `empty` are the form of x. `names` looks up the obs names of rows, for minibatches
+    that carry them. `tokens` makes tokens of a matrix, which may be left out of `wanted`, the matrices that minibatches
+    carry. `sweeping` says that the fetches make up a whole epoch. `transforms` are those of each matrix that has any.
+    `cut` makes the items that are put of minibatches gathered as one, and of the rows at which it is cut, from 0 to its
+    last.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
     columns: Callable[[], Mapping[str, ObsColumn]]
     dense: bool
-    dtype: str
+    dtype: str | None
+    narrow: bool = False
+    empty: gather.Empty = np.empty
     obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
     names: Callable[[Rows], NDArray[np.object_]] | None = None
     tokens: RowTokenizer | None = None
@@ -62,6 +66,11 @@ class Recipe:
     sweeping: bool = False
     transforms: Mapping[str, Transforming] = field(default_factory=dict)
     cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
+
+    @property
+    def form(self) -> Form:
+        """The form in which x is gathered."""
+        return Form(dense=self.dense, dtype=self.dtype, narrow=self.narrow, empty=self.empty)
 
     @property
     def ends(self) -> Rows:
@@ -289,7 +298,7 @@ class FetchScheduler:
             if self._is_wanted(name):
                 n_bytes += self._bytes_of(name, rows, taken)
             if tokens is not None and tokens.x == name:
-                n_bytes += rows.x_bytes(taken, dense=False, dtype=rows.exact_dtype)
+                n_bytes += rows.x_bytes(taken, rows.exact)
                 n_bytes += tokens.n_bytes(rows.lengths[taken])
         return n_bytes
 
@@ -299,9 +308,9 @@ class FetchScheduler:
     def _bytes_of(self, name: str, rows: PlannedRows, taken: Rows) -> int:
         transforming = self._recipe.transforms.get(name)
         if transforming is None:
-            return rows.x_bytes(taken, dense=self._recipe.dense, dtype=self._recipe.dtype)
-        dense, dtype = transforming.gathers_dense, transforming.gathering_dtype
-        gathered = rows.x_bytes(taken, dense=dense, dtype=dtype)
+            return rows.x_bytes(taken, self._recipe.form)
+        form = Form(dense=transforming.gathers_dense, dtype=transforming.gathering_dtype)
+        gathered = rows.x_bytes(taken, form)
         return gathered + transforming.more_bytes(len(taken), gathered)
 
     def _make(self, loaded: _Loaded, row_arrays: _RowArrays, cuts: Rows) -> Sequence[Any]:
@@ -321,21 +330,20 @@ class FetchScheduler:
         if tokens is None:
             return None
         of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.x]
-        at, dtype = dict(shares(self._ends, rows)), of_matrix.planned.exact_dtype
-        x = of_matrix.x(taken, rows, at, dense=False, dtype=dtype)
+        x = of_matrix.x(taken, rows, dict(shares(self._ends, rows)), of_matrix.planned.exact)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
         if not loaded.x:
             return {}
-        at, x = dict(shares(self._ends, rows)), {}
+        at, form, x = dict(shares(self._ends, rows)), self._recipe.form, {}
         for name, of_matrix in zip(self._recipe.x, loaded.x, strict=True):
             transforming = self._recipe.transforms.get(name)
             if not self._is_wanted(name):
                 continue
             if transforming is None:
-                x[name] = of_matrix.x(taken, rows, at, dense=self._recipe.dense, dtype=self._recipe.dtype)
+                x[name] = of_matrix.x(taken, rows, at, form)
             else:
                 x[name] = of_matrix.transformed(taken, rows, at, transforming)
         return x

@@ -11,7 +11,7 @@ gathered like all other rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.reading.gene_loops import column_in, map_rows, select_columns, select_values, sort_rows
-from zloader.reading.half_floats import gathering_dtype, narrowed
+from zloader.reading.half_floats import HALVES, gathering_dtype, narrowed
 from zloader.reading.value_limits import Limits, all_fit, fits, limits_of
 from zloader.selecting.genes import ChosenGenes
 
+Empty = Callable[[int, np.dtype[Any]], NDArray[Any]]  # makes an array of a length and a dtype, with any contents
 _MOST_INT32 = np.iinfo(np.int32).max
 
 
@@ -193,11 +194,19 @@ def _require_fit(part: StoreRows, limits: Limits | None, beyond: int, n_rows: in
         raise UnfitValue(int(np.arange(n_rows)[part.at][beyond]), value)
 
 
-def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: str) -> CsrArrays:
+def csr_rows(
+    parts: Sequence[StoreRows],
+    n_rows: int,
+    *,
+    n_genes: int,
+    dtype: str,
+    genes: np.dtype[Any] | None = None,
+    empty: Empty = np.empty,
+) -> CsrArrays:
     """A minibatch of `n_rows` rows in CSR form. `parts` together hold all its rows.
 
-    indptr and indices are int32, as in SciPy and torch's own kernels, or int64 from 2**31 values on.
-    Raises UnfitValue.
+    indptr and indices are int32, as in SciPy and torch's own kernels, or int64 from 2**31 values on. `genes` is another
+    dtype for the indices. `empty` makes the indices and the values. Raises UnfitValue.
     """
     parts = [widened(part) for part in parts]
     lengths = np.empty(n_rows, np.int64)
@@ -206,7 +215,8 @@ def csr_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: st
     indptr = indptr_of(lengths)
     index_dtype = np.int32 if indptr[-1] <= _MOST_INT32 else np.int64
     gathering = gathering_dtype(dtype, [part.values.dtype for part in parts])
-    indices, values = np.empty(indptr[-1], index_dtype), np.empty(indptr[-1], gathering)
+    indices = empty(int(indptr[-1]), genes or np.dtype(index_dtype))
+    values = (np.empty if dtype in HALVES else empty)(int(indptr[-1]), gathering)  # half floats are narrowed later
     for part in parts:
         to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, dtype)
         if part.genes is None:
@@ -248,6 +258,16 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
     except FloatingPointError:  # the sum of a gene that occurs twice
         largest = np.argmax(np.where(np.isfinite(out), np.abs(out), 0))
         raise UnfitValue(int(largest // n_genes), out.reshape(-1)[largest]) from None
+
+
+def compressed(dense: NDArray[Any], *, genes: np.dtype[Any] | None = None) -> CsrArrays:
+    """Dense rows in CSR form, in the same dtype. `genes` is the dtype of the indices, as in `csr_rows`."""
+    n_rows, n_genes = dense.shape
+    bits, starts = _bits(dense), np.arange(n_rows) * n_genes
+    lengths = np.full(n_rows, n_genes)
+    rows = StoreRows(at=slice(None), genes=None, values=bits.reshape(-1), starts=(starts, starts), lengths=lengths)
+    found = csr_rows([rows], n_rows, n_genes=n_genes, dtype=bits.dtype.name, genes=genes)
+    return replace(found, values=found.values.view(dense.dtype))
 
 
 def cut_apart(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[MinibatchArrays]:

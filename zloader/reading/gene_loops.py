@@ -128,3 +128,14 @@ def select_columns(source: NDArray[Any], starts: Rows, positions: Rows, out: NDA
         given = out[row]
         for i in range(len(positions)):
             given[i] = taken[positions[i]] if positions[i] >= 0 else given.dtype.type(0)
+
+
+@compiled
+def ascend_strictly(indptr: NDArray[Any], columns: NDArray[Any]) -> bool:
+    """Whether the columns of each row ascend without repeats."""
+    ascend = True
+    for row in range(len(indptr) - 1):
+        of_row = columns[indptr[row] : indptr[row + 1]]
+        for i in range(len(of_row) - 1):
+            ascend &= of_row[i] < of_row[i + 1]
+    return ascend

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
-from zloader.reading import gather, half_floats
+from zloader.reading import gather
+from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.reader import ArrayReader
 from zloader.reading.slots import Elements, Needed
@@ -64,20 +65,25 @@ class PlannedRows:
         return sum(array.ahead_bytes for arrays in self.wanted.values() for array in arrays)
 
     @property
-    def exact_dtype(self) -> str:
-        """float32 if it holds every stored value, else float64."""
-        return np.result_type(np.float32, *(part.matrix.values.dtype for part in self.parts)).name
+    def exact(self) -> Form:
+        """CSR form in float32 if it holds every stored value, else in float64."""
+        return Form(dense=False, dtype=np.result_type(np.float32, *self.stored).name)
 
-    def x_bytes(self, taken: Rows, *, dense: bool, dtype: str) -> int:
+    @property
+    def stored(self) -> list[np.dtype[Any]]:
+        """The dtypes of the values in the stores."""
+        return [part.matrix.values.dtype for part in self.parts]
+
+    def x_bytes(self, taken: Rows, form: Form) -> int:
         """Bytes of x for the rows at positions `taken`; an upper bound for CSR from dense stores."""
         n_columns = self.parts[0].n_columns
-        value_bytes = half_floats.value_bytes(dtype, [part.matrix.values.dtype for part in self.parts])
-        if dense:
+        value_bytes = form.value_bytes(self.stored)
+        if form.dense and not form.narrow:
             return len(taken) * n_columns * value_bytes
         lengths = self.lengths[taken]
         if any(part.genes is not None and not part.genes.takes_all for part in self.parts):
             lengths = np.minimum(lengths, n_columns)
-        return int(lengths.sum()) * (4 + value_bytes)
+        return int(lengths.sum()) * (form.gene_bytes(n_columns) + value_bytes)
 
 
 def plan_rows(
@@ -116,25 +122,25 @@ class LoadedRows:
     elements: dict[int, list[Elements]]
     starts: tuple[Rows, Rows]
 
-    def x(self, taken: Rows, rows: Rows, at: Shares, *, dense: bool, dtype: str) -> X:
+    def x(self, taken: Rows, rows: Rows, at: Shares, form: Form) -> X:
         """x for the positions `taken` of the fetch, which are `rows` of the dataset and lie in the stores as in `at`.
 
-        Raises OptionError for a value that `dtype` cannot hold.
+        Raises OptionError for a value that the dtype of `form` cannot hold.
         """
         parts = [self._store_rows(number, taken[here], here) for number, here in at.items()]
-        gathered = gather.dense_rows if dense else gather.csr_rows
+        n_genes, stored = self.planned.parts[0].n_columns, self.planned.stored
         try:
-            return gathered(parts, len(taken), n_genes=self.planned.parts[0].n_columns, dtype=dtype)
+            return form.gathered(parts, len(taken), n_genes=n_genes, stored=stored)
         except gather.UnfitValue as unfit:
             raise OptionError(
-                f"{self._found(unfit.value, unfit.row, rows, at)}, which {dtype} cannot hold: choose another dtype, "
-                "such as 'float64'"
+                f"{self._found(unfit.value, unfit.row, rows, at)}, which {form.dtype} cannot hold: choose another "
+                "dtype, such as 'float64'"
             ) from None
 
     def transformed(self, taken: Rows, rows: Rows, at: Shares, transforming: Transforming) -> X:
         """As `x`, with transforms. Raises OptionError for a value that one of them cannot take."""
-        dense, dtype = transforming.gathers_dense, transforming.gathering_dtype
-        gathered = self.x(taken, rows, at, dense=dense, dtype=dtype)
+        form = Form(dense=transforming.gathers_dense, dtype=transforming.gathering_dtype)
+        gathered = self.x(taken, rows, at, form)
         try:
             return transforming.x(gathered, rows)
         except RefusedValue as refused:

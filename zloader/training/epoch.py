@@ -8,12 +8,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError
-from zloader.common.records import MinibatchArrays, Statistics
+from zloader.common.records import Statistics
 from zloader.order.resume import Position
 from zloader.reading.bridge import Bridge
 from zloader.reading.resources import Counters
@@ -61,11 +61,14 @@ class EpochRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningEpoch:
-    """An epoch whose threads run. `uncount` takes it off the loader's count of epochs."""
+    """An epoch whose threads run.
 
-    bridge: Bridge[MinibatchArrays]
+    `convert` makes a minibatch of an item of `bridge`. `uncount` takes the epoch off the loader's count of epochs.
+    """
+
+    bridge: Bridge[Any]
     record: EpochRecord
-    convert: Callable[[MinibatchArrays], Minibatch]
+    convert: Callable[[Any], Minibatch]
     uncount: Callable[[], None]
 
 
@@ -85,6 +88,7 @@ class EpochIterator(Iterator[Minibatch]):
     def __init__(self, begin: Callable[[], RunningEpoch]) -> None:
         self._begin: Callable[[], RunningEpoch] | None = begin
         self._epoch: RunningEpoch | None = None
+        self._record: EpochRecord | None = None
         self._closed = False
         self._in_use = threading.Lock()
 
@@ -130,21 +134,23 @@ class EpochIterator(Iterator[Minibatch]):
             self._begin = None  # it refers to the loader
             self._dropped = weakref.finalize(self, _give_back, epoch.record, epoch.uncount)
             self._dropped.atexit = False
-            self._epoch = epoch
+            self._epoch, self._record = epoch, epoch.record
             if self._closed:  # by another thread, meanwhile
                 self.close()
+            return epoch
         return self._epoch
 
     def close(self) -> None:
         """Ends the epoch and its threads now, as dropping the iterator does."""
         self._closed = True
-        if self._epoch is not None:
-            self._epoch.bridge.close()
+        epoch, self._epoch = self._epoch, None  # minibatches that were made ahead are freed with it
+        if epoch is not None:
+            epoch.bridge.close()
             self._dropped()
 
     def state_dict(self) -> dict[str, bool]:
         """The part of the state that torchdata's StatefulDataLoader keeps per iterator."""
-        return {"finished": self._epoch is not None and self._epoch.record.finished}
+        return {"finished": self._record is not None and self._record.finished}
 
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
         """Restores `state_dict`. StatefulDataLoader calls this on a new iterator.

@@ -29,6 +29,7 @@ from zloader.order.sampling import Sampling, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
+from zloader.training.devices import Delivered, Delivery, Device, LentMemory, deliver, opened, usable_device
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import OwnTransforms, Transformed
@@ -38,7 +39,7 @@ from zloader.transforms.listed_transforms import Transforms, transforms_of
 __all__ = ["Loader", "Minibatch"]
 
 log = logging.getLogger("zloader")
-LAYOUTS = ("csr", "dense", "scipy", "anndata")
+LAYOUTS = ("csr", "dense", "packed", "scipy", "anndata")
 
 
 @dataclass(eq=False)
@@ -89,18 +90,22 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
         tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of a matrix of counts
             and of the genes chosen. With `x=None` minibatches have tokens only.
-        layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"scipy"` (CSR matrix)
-            or `"anndata"`.
-        dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"`, `"float64"`, `"int32"` or `"int64"`, or such a
-            dtype of torch or NumPy. float16 and bfloat16 need layout csr or dense. Values are rounded to the nearest
-            float. A value that `dtype` cannot hold raises OptionError: a fraction, NaN or a number out of range as an
-            integer, or 1e300 as float32, which would become infinite.
+        layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
+            in the stored dtypes), `"scipy"` (CSR matrix) or `"anndata"`.
+        dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"` (the default), `"float64"`, `"int32"` or
+            `"int64"`, or such a dtype of torch or NumPy. Layout packed takes none: it has the stored dtypes, or float32
+            with transforms. float16 and bfloat16 need layout csr or dense. Values are rounded to the nearest float. A
+            value that `dtype` cannot hold raises OptionError: a fraction, NaN or a number out of range as an integer,
+            or 1e300 as float32, which would become infinite.
         transforms: objects of zl.transforms, such as `[zl.transforms.LogNormalize(1e4)]`, that change x while it is
             gathered, in this order. A list is for every matrix; a dict has a list for each matrix by name.
         fetch_transform: a function of your own that gets some minibatches at once, as one Minibatch, and returns a
             Minibatch with the same rows in the same order.
         batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. Both run
             after `transforms`, in several threads at once.
+        device: where minibatches arrive: `"cuda"`, `"cuda:1"`, `"xpu"`, `"mps"`, or a torch.device. The next ones are
+            on the device before they are asked for: at most 8, and more than two only within `options.ready_bytes`.
+            Needs layout csr, dense or packed. Default: the memory of the host, as with `"cpu"`.
         seed: decides every order and the draws of transforms. A whole number of at least 0.
         drop_last: whether to drop minibatches smaller than `batch_size`. This drops fewer than
             `world_size * batch_size` rows per epoch.
@@ -130,11 +135,12 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     obs_names: bool = False
     genes: Genes | None = field(default=None, repr=False)  # there may be thousands
     tokens: Tokenizer | None = None
-    layout: Literal["csr", "dense", "scipy", "anndata"] = "csr"
-    dtype: str | torch.dtype | np.dtype[Any] | type = "float32"
+    layout: Literal["csr", "dense", "packed", "scipy", "anndata"] = "csr"
+    dtype: str | torch.dtype | np.dtype[Any] | type | None = None
     transforms: Transforms = field(default=(), repr=False)
     fetch_transform: Callable[[Minibatch], Minibatch] | None = None
     batch_transform: Callable[[Minibatch], Any] | None = None
+    device: str | torch.device | Device | None = None
     seed: int = 0
     drop_last: bool = False
     rank: int | None = None
@@ -151,7 +157,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
         require_one_of(LAYOUTS, layout=self.layout)
         require_flag(obs_names=self.obs_names)
-        self.dtype = usable_dtype(self.dtype, self.layout)
+        self.dtype = self._dtype = usable_dtype(self.dtype, self.layout)
+        self.device = usable_device(self.device, self.layout)
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
         self._matrices = [] if self.x is None else one_or_more(x=self.x)
         self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
@@ -172,12 +179,17 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if self.genes is not None:
             self._genes = self.dataset.choose_genes(self.genes, self._loaded)
         self._tokens = bound_tokenizer(self.tokens, self.dataset, self._genes, self.layout)
-        dense, dtype = self.layout == "dense", str(self.dtype)
+        dense, dtype = self.layout == "dense", self._dtype or "float32"
         self._transforming = {
             name: self.dataset.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
             for name, each in transforms_of(self.transforms, self._matrices).items()
         }
         self._own_transforms = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
+        if self.device is not None and self._own_transforms:
+            raise OptionError(
+                "fetch_transform and batch_transform run on the host: leave device out, or change minibatches on the "
+                "device in the training loop"
+            )
         self._require_tokens_apart()
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
@@ -340,6 +352,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def _run(self, position: Position, worker: Any, uncount: Callable[[], None]) -> RunningEpoch:
         """Wires plan -> fetch -> minibatch -> tensors."""
+        device = None if self.device is None else opened(self.device)
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         whole = self.plan(position.epoch)
         plan, done = resumed(whole, position.stretches)
@@ -353,8 +366,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
         framed = self._matrices if self.layout == "anndata" else []
         var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
-        convert: Callable[[Any], Any] = functools.partial(as_minibatch, self.dataset, self.x, self.layout, var)
-        recipe = self._recipe(plan.epoch, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
+        layout = self.layout if device is None else "packed"
+        convert: Callable[[Any], Any] = functools.partial(as_minibatch, self.dataset, self.x, layout, var)
+        lent = None if device is None else LentMemory(device)
+        recipe = self._recipe(plan.epoch, lent, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
         if self._own_transforms:
             recipe = replace(recipe, cut=functools.partial(self._own_transforms.cut, convert))
             convert = Transformed.yielded
@@ -366,14 +381,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
-        return RunningEpoch(
-            bridge=scheduler.start(fetches, name="zloader-fetch"),
-            record=record,
-            convert=convert,
-            uncount=uncount,
-        )
+        bridge = scheduler.start(fetches, name="zloader-fetch")
+        if device is None or lent is None:
+            return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
+        delivery = Delivery(layout=self.layout, dtype=self._dtype)
+        delivered = deliver(bridge, lent, delivery, convert, self.options.ready_bytes)
+        return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
 
-    def _recipe(self, epoch: int, *, sweeping: bool) -> Recipe:
+    def _recipe(self, epoch: int, lent: LentMemory | None, *, sweeping: bool) -> Recipe:
         whole = self.dataset.whole
         transforms = {
             name: replace(each, seed=int(self.seed), epoch=epoch) for name, each in self._transforming.items()
@@ -386,7 +401,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             columns=lambda: {name: whole.obs_column(name) for name in self.obs},
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
-            dtype=str(self.dtype),
+            dtype=self._dtype,
+            narrow=self.layout == "packed" or lent is not None,
+            empty=np.empty if lent is None else lent.empty,
             names=whole.names_of if self.obs_names or self.layout == "anndata" else None,
             tokens=None if self._tokens is None else self._tokens.at(self.seed, epoch),
             wanted=self._matrices,

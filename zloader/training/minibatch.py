@@ -23,6 +23,7 @@ from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy
 from zloader.reading.half_floats import HALVES
+from zloader.training.packed import PackedRows
 from zloader.training.tokens import Tokens
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
@@ -48,8 +49,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     (8, 8, torch.int64)
 
     x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor, a
-        SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x. If the loader has a
-        list of matrices, a dict with one such x for each name.
+        PackedRows, a SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x. If
+        the loader has a list of matrices, a dict with one such x for each name.
     obs: a tensor of one value per row for each column. Categories and strings are int64 codes, -1 where a value is
         missing; numbers have their stored dtype; dates are int64. `loader.labels` says what they mean.
     obsm: a tensor of rows x dims for each name, in its stored dtype.
@@ -117,14 +118,15 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
         return self._parts.items()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Minibatch:
-        """A copy on the device. x must be a tensor or None."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """A copy on the device. x must be a tensor, a PackedRows or None."""
+        return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Minibatch:
-        """A copy in page-locked memory, as DataLoader needs it. x must be a tensor or None."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        """A copy in page-locked memory, as DataLoader needs it. x must be a tensor, a PackedRows or None."""
+        return self.each(_pinned)
 
-    def _each(self, function: Any) -> Minibatch:
+    def each(self, function: Any) -> Minibatch:
+        """The minibatch with a function applied to each tensor, and to x as a whole, which may be a PackedRows."""
         index = function(self.index)
         return dataclasses.replace(
             self,
@@ -182,8 +184,20 @@ def as_minibatch(
     )
 
 
-def usable_dtype(dtype: Any, layout: str) -> str:
-    """The name of a dtype, given by name or as an object of torch or NumPy. Raises OptionError if x cannot have it."""
+def usable_dtype(dtype: Any, layout: str) -> str | None:
+    """The name of a dtype, given by name or as an object of torch or NumPy; None for the stored dtypes of "packed".
+
+    Raises OptionError if x cannot have it.
+    """
+    if layout == "packed":
+        if dtype is not None:
+            raise OptionError(
+                f"layout='packed' has the stored dtypes: leave dtype={dtype!r:.100} out, and give it to "
+                "minibatch.x.csr, dense or padded"
+            )
+        return None
+    if dtype is None:
+        return "float32"
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     elif isinstance(dtype, type | np.dtype):
@@ -204,7 +218,25 @@ def _tensor(values: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
-def _as_layout(layout: str, x: X) -> torch.Tensor | scipy.sparse.csr_matrix:
+def _pinned(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_csr:
+        return tensor.pin_memory()
+    return torch.sparse_csr_tensor(  # of parts, because torch before 2.5 does not pin them as one
+        tensor.crow_indices().pin_memory(),
+        tensor.col_indices().pin_memory(),
+        tensor.values().pin_memory(),
+        size=tensor.shape,
+        check_invariants=False,
+    )
+
+
+def _as_layout(layout: str, x: X) -> torch.Tensor | PackedRows | scipy.sparse.csr_matrix:
+    if layout == "packed":
+        if not isinstance(x, CsrArrays):
+            return torch.from_numpy(x)
+        return PackedRows(
+            torch.from_numpy(x.indptr), torch.from_numpy(x.indices), torch.from_numpy(x.values), x.n_genes
+        )
     if not isinstance(x, CsrArrays):
         return _tensor(x)
     if layout == "scipy":
