@@ -207,8 +207,8 @@ def test_the_loop_is_the_loaders(store):
         ("x", zl.Loader.x),
     ):
         assert flags[name].show_default == str(default)
-    for name in ("layout", "dtype"):
-        assert flags[name].default == getattr(zl.Loader, name)
+    assert flags["layout"].default == zl.Loader.layout
+    assert flags["dtype"].default == zl.Loader(zl.open_dataset(store)).dtype
     assert not {"key", "secret", "token", "password"} & flags.keys()
 
 
