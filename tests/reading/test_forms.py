@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from zloader.reading.forms import Form
 from zloader.reading.gather import StoreRows, UnfitValue, compressed
 
+pytestmark = pytest.mark.any_version
+
 N_GENES = 300
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int32", "int64"]
 STORED = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"]
@@ -52,6 +54,7 @@ def test_values_are_carried_in_the_narrowest_dtype_that_is_exact(stored, wanted,
     assert Form(dense=False, dtype=None, narrow=True).value_dtype(dtypes) == stored
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("wanted", DTYPES)
 def test_every_value_of_a_carried_dtype_fits_exactly(stored, wanted):
@@ -65,6 +68,7 @@ def test_every_value_of_a_carried_dtype_fits_exactly(stored, wanted):
     assert carried == stored
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "int16", "int32", "float32"])
 @pytest.mark.parametrize("wanted", ["float32", "float64", "int64"])
 @pytest.mark.parametrize("dense", [False, True], ids=["csr", "dense"])

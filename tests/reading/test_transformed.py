@@ -13,6 +13,8 @@ from zloader.reading.transformed import Transforming
 from zloader.selecting.genes import ChosenGenes
 from zloader.transforms import Binarize, Clip, Downsample, LogNormalize, Scale
 
+pytestmark = pytest.mark.any_version
+
 N_ROWS, N_GENES = 300, 2000
 COUNTS = sp.random(N_ROWS, N_GENES, 0.2, "csr", np.float32, random_state=np.random.default_rng(0))
 COUNTS.data[:] = np.random.default_rng(1).integers(1, 5, COUNTS.nnz)

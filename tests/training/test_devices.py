@@ -21,6 +21,8 @@ from zloader.common.errors import OptionError, ReadError
 from zloader.testing import assert_resumes_anywhere
 from zloader.training.devices import Device, Finish, LentMemory, PlainDevice, Sent
 
+pytestmark = pytest.mark.any_version
+
 SIZES: dict[str, Any] = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}
 ADATA = counts(203, 300)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).random((203, 5), np.float32)
@@ -80,6 +82,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
 # ---- the same values
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("device", [LateDevice, CopyingDevice])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("x", ["X", "layers/dense", ["X", "layers/dense"], None], ids=str)
@@ -90,6 +93,7 @@ def test_minibatches_equal_those_of_the_host(dataset, device, layout, x):
         assert_same_minibatches(there, here)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 @pytest.mark.parametrize("genes", [None, [7, 2, 250]], ids=["all genes", "three genes"])
@@ -98,6 +102,7 @@ def test_dtypes_equal_those_of_the_host(dataset, dtype, layout, genes):
     assert_same_minibatches(zl.Loader(dataset, device=LateDevice(), **options), zl.Loader(dataset, **options))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("stored", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_stored_dtypes_are_rounded_once(tmp_path, stored, dtype):

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.testing import assert_resumes_anywhere
 
+pytestmark = pytest.mark.any_version
+
 SIZES: dict[str, Any] = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
 
@@ -54,6 +56,7 @@ NO_ROWS = packed([0], torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=to
 # ---- the values of a loader
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("x", ["X", "layers/small", "layers/halves", "layers/dense"])
 @pytest.mark.parametrize("genes", [None, [7, 2, 250, 299]], ids=["all genes", "some genes"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["", "mirror"])
@@ -79,6 +82,7 @@ def test_it_is_a_third_of_the_bytes(store):
     assert narrow.nbytes == 9 * 4 + 4 * len(narrow.values)  # uint16 genes and counts
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("first", "second", "united"),
     [

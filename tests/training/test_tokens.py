@@ -19,6 +19,8 @@ import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.testing import assert_resumes_anywhere
 
+pytestmark = pytest.mark.any_version
+
 N_ROWS, N_GENES = 150, 60
 IDS = [f"ENSG{number:05}" for number in range(N_GENES)]
 TOKENS = SPECIAL | {name: 4 + number for number, name in enumerate(IDS[5:])}

@@ -81,6 +81,7 @@ LIKE_SCANPY = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
 @pytest.mark.parametrize("name", LIKE_SCANPY)
 def test_it_equals_scanpy(dataset, name, layout):
