@@ -24,6 +24,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
+import torch
 from helpers import dense
 from sources import FailingDestination, disk_full
 
@@ -156,12 +157,14 @@ class Round:
             "obs": ["label", "text", "number", "maybe"],
             "obsm": ["X_pca"],
             "genes": genes,
-            "layout": str(rng.choice(["csr", "dense", "scipy", "anndata"])),
+            "layout": str(rng.choice(["csr", "dense", "packed", "scipy", "anndata"])),
             "dtype": str(rng.choice(["float32", "float64"])),
             "seed": int(rng.integers(99)),
             "rank": 0,
             "world_size": 1,
         }
+        if options["layout"] == "packed":
+            options["dtype"] = None  # the stored ones
         self.note(**options, rows=dataset.n_obs)
         fetching = {"threads": int(rng.integers(1, 4)), "prefetch": int(rng.integers(1, 4))}
         options["options"] = zl.FetchOptions(memory="16MiB", **fetching)
@@ -184,8 +187,8 @@ class Round:
         wanted = self.oracle[names]
         x = wanted.X if options["x"] == "X" else wanted.layers["twice"]
         x = dense(x) if options["genes"] is None else dense(x)[:, options["genes"]]
-        x = x.astype(options["dtype"])
-        np.testing.assert_array_equal(dense(minibatch.x), x)
+        found = minibatch.x.dense(torch.float64).numpy() if options["layout"] == "packed" else dense(minibatch.x)
+        np.testing.assert_array_equal(found, x.astype(options["dtype"] or "float64"))
         np.testing.assert_array_equal(np.asarray(minibatch.obsm["X_pca"]), wanted.obsm["X_pca"])
         np.testing.assert_array_equal(np.asarray(minibatch.obs["number"]), wanted.obs["number"])
         np.testing.assert_array_equal(

@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "torch": {
         "zloader.order.epochs",
         "zloader.order.ranks",
+        "zloader.training.delivery",
         "zloader.training.devices",
         "zloader.training.minibatch",
         "zloader.training.packed",

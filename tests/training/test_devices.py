@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 import zloader as zl
 from zloader.common.errors import OptionError, ReadError
 from zloader.testing import assert_resumes_anywhere
-from zloader.training.devices import Device, Finish, LentMemory, PlainDevice, Sent
+from zloader.training.delivery import LentMemory
+from zloader.training.devices import Device, Finish, PlainDevice, Sent
 
 pytestmark = pytest.mark.any_version
 

@@ -29,7 +29,8 @@ from zloader.order.sampling import Sampling, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
-from zloader.training.devices import Delivered, Delivery, Device, LentMemory, deliver, opened, usable_device
+from zloader.training.delivery import Delivered, Delivery, LentMemory, deliver
+from zloader.training.devices import Device, opened, usable_device
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import OwnTransforms, Transformed
