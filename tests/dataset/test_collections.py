@@ -393,8 +393,8 @@ def test_strings_in_one_store_and_categories_in_another_are_labels_alike(tmp_pat
 def test_numbers_in_one_store_and_labels_in_another_are_an_error(tmp_path, first, second, kind, swapped):
     frames = [{"odd": second}, {"odd": first}] if swapped else [{"odd": first}, {"odd": second}]
     dataset = with_obs(tmp_path, *frames)
-    numbers, labels = (1, 0) if swapped else (0, 1)
-    says = rf"'odd' holds numbers in \S+{numbers}\.zarr and {kind} in \S+{labels}\.zarr"
+    kinds = (kind, "numbers") if swapped else ("numbers", kind)
+    says = rf"'odd' holds {kinds[0]} in \S+0\.zarr and {kinds[1]} in \S+1\.zarr"
     for use in (dataset.obs, lambda: dataset.obs_column("odd"), lambda: list(zl.Loader(dataset, obs=["odd"]))):
         with pytest.raises(FormatError, match=says):
             use()

@@ -107,9 +107,10 @@ def of_strings(strings: StringCoder) -> ObsColumn:
     return ObsColumn(values=codes, categories=labels, from_strings=True)
 
 
-def _unfit(name: str, kind: str) -> OptionError:
+def _unfit(name: str, kind: str, where: str = "") -> OptionError:
     return OptionError(
-        f"obs column {name!r} holds {kind}: only numbers, categories, strings and dates become tensors. Leave it out"
+        f"obs column {name!r} holds {kind}{where}: only numbers, categories, strings and dates become tensors. Leave "
+        "it out"
     )
 
 
@@ -252,9 +253,9 @@ def unalike(name: str, kinds: Sequence[str], urls: Sequence[str]) -> FormatError
 
 def unfit_obs(name: str, kinds: Sequence[str], urls: Sequence[str]) -> ZloaderError | None:
     """The error if a column does not become a tensor, given its kind in each store; else None."""
-    for kind in kinds:
+    for kind, url in zip(kinds, urls, strict=True):
         if kind not in _USABLE:
-            return _unfit(name, kind)
+            return _unfit(name, kind, f" in {url}")
     return unalike(name, kinds, urls)
 
 
