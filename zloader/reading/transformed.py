@@ -17,7 +17,7 @@ from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
 from zloader.reading.half_floats import HALVES, narrowed
-from zloader.reading.value_limits import limits_of
+from zloader.reading.value_limits import Limits, fits, limits_of
 from zloader.selecting.genes import ChosenGenes
 from zloader.transforms.transform import RefusedValue, RowValues, Transform
 
@@ -82,10 +82,10 @@ def _has_repeats(indptr: NDArray[Any], indices: NDArray[Any]) -> bool:
 
 
 @compiled
-def _first_unfit(values: NDArray[Any], least: Any, most: Any) -> int:
-    """The first finite value beyond limits, or -1."""
+def _first_unfit(values: NDArray[Any], limits: Limits | None) -> int:
+    """The first value beyond limits, or -1."""
     for i in range(len(values)):
-        if (values[i] < least or values[i] > most) and values[i] - values[i] == 0:
+        if not fits(values[i], limits):
             return i
     return -1
 
@@ -168,10 +168,8 @@ class Transforming:
         """The values in the dtype of x. Raises RefusedValue for one that it cannot hold."""
         if self.dtype not in HALVES:
             return values
-        limits = limits_of(values.dtype, self.dtype)
-        assert limits is not None
         flat = values.reshape(-1)
-        unfit = _first_unfit(flat, limits[0], limits[1])
+        unfit = _first_unfit(flat, limits_of(values.dtype, self.dtype))
         if unfit >= 0:
             row = int(np.searchsorted(starts, unfit, side="right")) - 1
             why = f"{self.dtype} cannot hold it: choose another dtype, such as 'float32'"
