@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
+from zloader.reading.matrix_rows import LoadedRows, PlannedRows, by_value, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, Waits, timed
 from zloader.reading.transformed import Transforming
@@ -79,16 +78,12 @@ class Recipe:
         return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
 
 
-def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
+def shares(ends: Rows, rows: Rows) -> Sequence[tuple[int, Rows | slice]]:
     """The stores that contain `rows`, each with the positions of its rows; store k ends before row `ends[k]`."""
     if len(ends) == 1:
         return [(0, slice(None))]
     # In the smallest dtype, because NumPy sorts one or two bytes by radix, in linear time.
-    of = np.searchsorted(ends, rows, side="right").astype(np.min_scalar_type(len(ends)))
-    order = np.argsort(of, kind="stable")
-    of = of[order]
-    cuts = [0, *(np.flatnonzero(of[1:] != of[:-1]) + 1).tolist(), len(of)] if len(of) else []
-    return [(int(of[a]), order[a:b]) for a, b in pairwise(cuts)]
+    return by_value(np.searchsorted(ends, rows, side="right").astype(np.min_scalar_type(len(ends))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,20 +325,18 @@ class FetchScheduler:
         if tokens is None:
             return None
         of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.x]
-        x = of_matrix.x(taken, rows, dict(shares(self._ends, rows)), of_matrix.planned.exact)
+        x = of_matrix.x(taken, rows, of_matrix.planned.exact)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
-        if not loaded.x:
-            return {}
-        at, form, x = dict(shares(self._ends, rows)), self._recipe.form, {}
+        x: dict[str, X] = {}
         for name, of_matrix in zip(self._recipe.x, loaded.x, strict=True):
             transforming = self._recipe.transforms.get(name)
             if not self._is_wanted(name):
                 continue
             if transforming is None:
-                x[name] = of_matrix.x(taken, rows, at, form)
+                x[name] = of_matrix.x(taken, rows, self._recipe.form)
             else:
-                x[name] = of_matrix.transformed(taken, rows, at, transforming)
+                x[name] = of_matrix.transformed(taken, rows, transforming)
         return x
