@@ -44,7 +44,7 @@ PAUSES = 5
 STEP_S = 0.05  # while the consumer pauses
 QUIET_STEPS = 4  # without work of the loader, after which the consumer goes on
 QUIET_S = 0.004  # processor time per step: that of the thread that samples the memory
-ROW_BYTES = 3 * VALUES_PER_ROW  # of one matrix, decoded: genes of two bytes, values of one
+ROW_BYTES = 3 * VALUES_PER_ROW + 60  # of one matrix, decoded: genes of two bytes, values of one; with a margin
 LOG = zl.transforms.LogNormalize(1e4)
 
 
@@ -91,8 +91,8 @@ CASES = {
     "dense": Case(options=given(layout="dense")),
     "packed": Case(options=given(layout="packed")),
     "csr, bfloat16": Case(options=given(dtype="bfloat16")),
-    "csr, minibatches of 4 096": Case(options=given(batch_size=4096)),
-    "packed, minibatches of 4 096": Case(options=given(layout="packed", batch_size=4096)),
+    "csr, minibatches of 256": Case(options=given(batch_size=256)),
+    "packed, minibatches of 512": Case(options=given(layout="packed", batch_size=512)),
     "2 000 genes, dense": Case(options=some_genes(2000)),
     "20 genes, dense, minibatches of 1 024": Case(options=some_genes(20, batch_size=1024)),
     "LogNormalize": Case(options=given(transforms=[LOG])),
@@ -150,14 +150,16 @@ def loader_of(case: Case, folder: Path, mirror: Path, memory: str) -> tuple[zl.L
     wanted = {"batch_size": BATCH_SIZE} | case.options(dataset)
     budget = zl.FetchOptions(memory=memory)
     matrices = {"X", *wanted["x"]} if isinstance(wanted.get("x"), list) else {"X"}
-    fetch_rows = budget.buffer_bytes // (2 * ROW_BYTES * len(matrices)) * 24 // 25
-    wanted |= {"fetch_factor": max(1, fetch_rows // wanted["batch_size"]), "options": budget}
+    fetch_factor = max(1, budget.buffer_bytes // (2 * ROW_BYTES * len(matrices) * wanted["batch_size"]))
+    wanted |= {"fetch_factor": fetch_factor, "options": budget}
+    fetch_rows = fetch_factor * wanted["batch_size"]
+    n_rows = max(1, dataset.n_obs // fetch_rows) * fetch_rows  # the fetches of an epoch are equally long
     few = zl.Loader(dataset[: min(dataset.n_obs, 512)], **wanted)
     if case.warm:
         zl.warm(dataset, x=sorted(matrices))
     if case.form is not None:
         dataset = zl.open_dataset(paths, join=case.join, cache=zl.Cache(mirror, form=case.form))
-    return few, zl.Loader(dataset, **wanted)
+    return few, zl.Loader(dataset[: min(dataset.n_obs, n_rows)], **wanted)
 
 
 def anonymous_bytes() -> int:

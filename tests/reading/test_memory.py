@@ -56,7 +56,7 @@ def store(tmp_path_factory):
 
 def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False):
     """The bytes held per fetch, the sizes of its buffers, and the bytes of each group gathered together."""
-    options, pool, groups = zl.FetchOptions(), CountedPool(), []
+    options, pool, groups = zl.FetchOptions(memory="2GiB"), CountedPool(), []
     matrices = {name: dataset.parts(name, options) for name in names}
     scheduler = FetchScheduler(Recipe(x=matrices, columns=dict, dense=dense, dtype="float64"), options, pool)
     budget = scheduler._room = CountedBudget(options.buffer_bytes)

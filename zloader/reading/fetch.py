@@ -34,9 +34,11 @@ from zloader.reading.transformed import Transforming
 from zloader.selecting.columns import ObsColumn
 
 # One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
-# between threads and the calls per store cheap, and small enough to keep all threads busy.
+# between threads and the calls per source cheap, and small enough to keep all threads busy. One minibatch may exceed
+# these bytes.
 _GROUP = 8
-_GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time; one minibatch may exceed this
+_GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time
+_READY_GROUPS = 16  # that fit into `ready_bytes`: freed memory is reused by groups of all sizes, and fits them badly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,7 @@ class FetchScheduler:
         # threads can gather at once.
         self._ready_bytes = options.ready_bytes // 4
         self._making = ByteBudget(options.ready_bytes - self._ready_bytes)
+        self._group_bytes = min(_GROUP_BYTES, options.ready_bytes // _READY_GROUPS)
         self._free_jobs = asyncio.Semaphore(options.threads + 1)
         # Memory that is used for the first time is slow, so an epoch starts with as little of it as it can.
         self._ahead = asyncio.Semaphore(2)
@@ -281,7 +284,7 @@ class FetchScheduler:
         """For each group of minibatches that are gathered together, their cuts."""
         cuts = loaded.planned.fetch.cuts
         least = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # bytes per minibatch, on average
-        size = max(1, min(_GROUP, _GROUP_BYTES // least))
+        size = max(1, min(_GROUP, self._group_bytes // least))
         return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:

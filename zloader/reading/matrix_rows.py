@@ -85,15 +85,28 @@ class PlannedRows:
         return [part.matrix.values.dtype for part in self.parts]
 
     def x_bytes(self, taken: Rows, form: Form) -> int:
-        """Bytes of x for the rows at positions `taken`; an upper bound for CSR from dense stores."""
+        """Bytes of x for the rows at positions `taken`, with copies; an upper bound for CSR from dense stores."""
         n_columns = self.parts[0].n_columns
         value_bytes = form.value_bytes(self.stored)
-        if form.dense and not form.narrow:
-            return len(taken) * n_columns * value_bytes
         lengths = self.lengths[taken]
+        copied = self._copied_bytes(int(lengths.sum()), len(taken))
+        if form.dense and not form.narrow:
+            return copied + len(taken) * n_columns * value_bytes
         if any(part.genes is not None and not part.genes.takes_all for part in self.parts):
             lengths = np.minimum(lengths, n_columns)
-        return int(lengths.sum()) * (form.gene_bytes(n_columns) + value_bytes)
+        return copied + int(lengths.sum()) * (form.gene_bytes(n_columns) + value_bytes)
+
+    def _copied_bytes(self, n_elements: int, n_rows: int) -> int:
+        """Bytes of the copies that `gather.choose` and `gather.widened` make, at most."""
+        per_element = per_row = 0
+        for part in (self.parts[number] for number in self.wanted):
+            itemsize = part.matrix.values.dtype.itemsize
+            if part.genes is not None and part.indptr is None:
+                per_row = max(per_row, itemsize * part.n_columns)
+            elif part.genes is not None and not part.genes.takes_all:
+                per_element = max(per_element, itemsize + part.genes.column_of.itemsize)
+        widened = 6 if any(dtype == np.float16 for dtype in self.stored) else 0  # a copy, and float32
+        return n_rows * per_row + n_elements * (per_element + widened)
 
 
 def plan_rows(
