@@ -1,6 +1,6 @@
 """The memory that a loader takes at most, against FetchOptions(memory=...), for each kind of minibatch.
 
-    python benchmarks/memory.py DIRECTORY [--memory 64MiB] [--rows 40000] [--names csr "join, not sorted"]
+    python benchmarks/memory.py DIRECTORY [--memory 256MiB] [--rows 40000] [--names csr "join, not sorted"]
 
 Stores of `rows` rows with about 1 800 values each (those of joined.py, with a layer) are written to DIRECTORY and
 deleted afterwards. Each case runs one epoch in a process of its own, and is strained on purpose: two fetches fill the
@@ -9,8 +9,9 @@ for a while. By then everything that it may make ahead is in memory.
 
 The figure is the peak of anonymous memory (RssAnon in /proc, so Linux only) beyond that before the epoch, when the same
 loader has run over a few rows and freed memory was given back to the system. Mapped files of a mirror are no part of
-it, because the kernel can drop their pages. The last line is one JSON document. The exit status is 1 if a case took
-more than its budget.
+it, because the kernel can drop their pages. `rows` should be enough for two fetches: 5.5 KB per row are then more than
+three quarters of the budget. A budget of less than 256 MiB is too small for the larger minibatches. The last line is
+one JSON document. The exit status is 1 if a case took more than its budget.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def given(**options: Any) -> Callable[[zl.Dataset], dict[str, Any]]:
 
 def some_genes(n_genes: int, **options: Any) -> Callable[[zl.Dataset], dict[str, Any]]:
     """Options with genes from all over the matrix, as a dense x."""
-    return lambda dataset: {"genes": np.linspace(0, dataset.n_vars - 1, n_genes).astype(int), "layout": "dense"} | options
+    return lambda dataset: (
+        {"genes": np.linspace(0, dataset.n_vars - 1, n_genes).astype(int), "layout": "dense"} | options
+    )
 
 
 def tokens(name: str, x: str | None = None) -> Callable[[zl.Dataset], dict[str, Any]]:
@@ -75,7 +78,7 @@ def changed(minibatch: zl.Minibatch) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A loader: its options, the stores that it reads, its join, and a cache `form`, if `warm` full before the epoch."""
+    """A loader: its options, the stores that it reads, its join, and the form of its cache, which is full if `warm`."""
 
     options: Callable[[zl.Dataset], dict[str, Any]] = field(default=nothing)
     stores: Sequence[str] = ("one",)
@@ -238,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, and prints the report. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--memory", default="64MiB")
+    parser.add_argument("--memory", default="256MiB")
     parser.add_argument("--rows", type=int, default=40_000)
     parser.add_argument("--names", nargs="+", choices=CASES, default=list(CASES), help="cases (default: all)")
     parser.add_argument("--peak", help=argparse.SUPPRESS)

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
-from zloader.reading.gene_loops import Columns, column_in, columns_in, map_rows, select_columns, select_values, sort_rows
+from zloader.reading.gene_loops import (
+    Columns,
+    column_in,
+    columns_in,
+    map_rows,
+    select_columns,
+    select_values,
+    sort_rows,
+)
 from zloader.reading.half_floats import HALVES, gathering_dtype, narrowed
 from zloader.reading.value_limits import Limits, all_fit, fits, limits_of
 from zloader.selecting.genes import ChosenGenes

@@ -12,7 +12,6 @@ from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 from zloader.reading.value_limits import Limits, all_fit
 
-
 # The columns that genes have in x: gene g of row i has column `tables[starts[i] + g]`. Rows may have different tables,
 # because they may come from stores with different genes.
 Columns: TypeAlias = tuple[NDArray[Any], Rows]
@@ -36,9 +35,7 @@ def column_in(column_of: NDArray[Any] | None, gene: Any) -> Any:
 
 
 @compiled
-def map_rows(
-    genes: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, columns: Columns, out: NDArray[Any]
-) -> None:
+def map_rows(genes: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, columns: Columns, out: NDArray[Any]) -> None:
     """Copies rows of genes as the columns that they have in x."""
     for row in range(len(starts)):
         n, column_of = lengths[row], columns_in(columns, row)
