@@ -304,7 +304,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 _PROCESSES = """
 import json, os, sys, traceback
-import torch, torch.distributed as dist
+import torch, torch._dynamo, torch.distributed as dist  # dynamo is imported by optimizers, slowly
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
@@ -362,6 +362,10 @@ def process(number, folder, url):
     told["wrapped"] = refused(prepare, accelerator, DataLoader(early, batch_size=None))
     dispatch = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     told["dispatch"] = [minibatch.index.tolist() for minibatch in prepare(dispatch, zl.Loader(dataset, **sizes))]
+    plain = DataLoader(zl.Loader(dataset, **sizes), batch_size=None)
+    told["lost"] = [minibatch.index.tolist() for minibatch in Accelerator(cpu=True).prepare(plain)]
+    apart = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    told["sharded twice"] = refused(lambda: next(iter(apart.prepare(plain))))
     dist.destroy_process_group()
     return told
 
@@ -399,4 +403,7 @@ def test_two_processes(dataset: zl.Dataset, interpreter: Any, tmp_path: Any) -> 
         assert "'pad'" in each["uneven"]
         assert "per process" in each["split"]
         assert "not DataLoader" in each["wrapped"]
+        assert "TypeError" in each["sharded twice"]
     assert told[0]["weights"] == told[1]["weights"]
+    lost = [row for each in told for minibatch in each["lost"] for row in minibatch]  # as the page says
+    assert {*lost} == {row for minibatch in told[0]["rows"] for row in minibatch}
