@@ -281,11 +281,13 @@ def test_wrong_uses_are_refused(dataset: zl.Dataset, accelerator: Accelerator, n
 def test_split_batches_is_refused_for_several_processes(dataset: zl.Dataset) -> None:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
     accelerator.state.num_processes = 2
-    with pytest.raises(OptionError, match=r"batch_size=64 is per process"):
+    with pytest.raises(OptionError, match="batch_size=64 of a Loader is per process"):
         prepare(accelerator, zl.Loader(dataset, rank=0, world_size=2))
 
 
-@pytest.mark.parametrize("options", [{"remainder": "pad"}, {"drop_last": True}, {"batch_size": 1, "fetch_factor": 8}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"remainder": "pad"}, {"drop_last": True}, {"batch_size": 1, "fetch_factor": 8}, {}], ids=str
+)
 def test_uneven_rows_are_fine_otherwise(dataset: zl.Dataset, accelerator: Accelerator, options: Any) -> None:
     accelerator.state.num_processes = 4
     accelerator.even_batches = bool(options)

@@ -22,9 +22,7 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import send_to_device
 except ImportError as error:
-    raise ImportError(
-        'zloader.integrations.accelerate needs accelerate: pip install "zloader[huggingface]"'
-    ) from error
+    raise ImportError('zloader.integrations.accelerate needs accelerate: pip install "zloader[huggingface]"') from error
 
 __all__ = ["PreparedLoader", "prepare"]
 
@@ -37,8 +35,8 @@ def prepare(accelerator: Accelerator, loader: Loader) -> PreparedLoader:
 
     `batch_size` is the number of rows per process. `dispatch_batches` of the accelerator has no effect.
 
-    Raises OptionError if the loader and the accelerator do not fit together: their ranks or devices differ, or the last
-    minibatches of the processes would differ in size although the accelerator has `even_batches`.
+    Raises OptionError if the ranks or devices of loader and accelerator differ, or if the last minibatches of the
+    processes would differ in size although the accelerator has `even_batches`.
     """
     if isinstance(loader, PreparedLoader):
         loader = loader.loader
@@ -167,8 +165,8 @@ def _require_same_ranks(accelerator: Accelerator, loader: Loader) -> None:
         )
     if accelerator.split_batches and processes > 1:
         raise OptionError(
-            f"split_batches=True divides minibatches among the processes, but a Loader's batch_size={loader.batch_size} "
-            f"is per process: give zl.Loader(batch_size=...) a {processes}th of the total, and leave split_batches out"
+            f"split_batches=True divides minibatches, but batch_size={loader.batch_size} of a Loader is per process: "
+            "give zl.Loader(batch_size=...) the rows of one process, and leave split_batches out"
         )
 
 
