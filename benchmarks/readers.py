@@ -26,6 +26,8 @@ requests is half as fast, and 256 are no faster.)
 
 "plain" reads exactly the bytes that zloader's epochs read from a mirror, with as many threads: the bytes of each block
 in the given `way` (see ranges.py), or all files from start to end if the way is "sequential". Linux only.
+
+rival_readers.py has the code of "cell-load" and "slafdb".
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from rival_readers import cell_load, slaf
 
 Request = dict[str, Any]
 Epoch = Callable[[Request], tuple[Iterator[int], Callable[[], Request]]]
@@ -282,8 +286,9 @@ def main() -> None:
     side, options = sys.argv[1], json.loads(sys.argv[2])
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # output of libraries goes to stderr
-        epoch = {"zloader": zloader, "annbatch": annbatch, "plain": plain}[side](options)
-        first_fetch = _fetch_rows(options) // _batch_size(options)
+        sides = {"zloader": zloader, "annbatch": annbatch, "plain": plain, "cell-load": cell_load, "slafdb": slaf}
+        epoch = sides[side](options)
+        first_fetch = max(1, _fetch_rows(options) // _batch_size(options))
         for line in sys.stdin:
             request = json.loads(line)
             answer = started() if request.get("started") else measured(epoch, request, first_fetch=first_fetch)
