@@ -48,6 +48,7 @@ MAY_IMPORT = {
         "zloader.training.loader",
         "zloader.training.normalization",
         "zloader.training.own_transforms",
+        "zloader.training.sets",
         "zloader.training.tokens",
         "zloader.commands.demo",
     },

@@ -45,9 +45,11 @@ if TYPE_CHECKING:
     from zloader.dataset.quality import Quality, quality
     from zloader.dataset.suggest import Suggestion, suggest
     from zloader.dataset.warm import Warmed, warm
+    from zloader.order.controls import MatchedControls
     from zloader.order.mixture import Mixture
     from zloader.order.sampling import BlockShuffling, Sampling, Streaming
     from zloader.order.scanners import MixtureOfScanners
+    from zloader.order.sets import CellSets
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
@@ -62,12 +64,14 @@ __all__ = [
     "BlockWeightedSampling",
     "Cache",
     "CacheStatistics",
+    "CellSets",
     "ClassBalancedSampling",
     "ConversionReport",
     "ConvertOptions",
     "Dataset",
     "FetchOptions",
     "Loader",
+    "MatchedControls",
     "Minibatch",
     "Mixture",
     "MixtureOfScanners",
@@ -100,12 +104,14 @@ _MODULES = {
     "BlockWeightedSampling": "zloader.order.weighted",
     "Cache": "zloader.common.options",
     "CacheStatistics": "zloader.common.records",
+    "CellSets": "zloader.order.sets",
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",
     "ConvertOptions": "zloader.conversion.writing.encode",
     "Dataset": "zloader.dataset.dataset",
     "FetchOptions": "zloader.common.options",
     "Loader": "zloader.training.loader",
+    "MatchedControls": "zloader.order.controls",
     "Minibatch": "zloader.training.minibatch",
     "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.scanners",

@@ -190,6 +190,7 @@ class MinibatchArrays:
     `x` maps each matrix to CsrArrays or to a dense array of rows x genes; bfloat16 as bits (uint16). `obs` maps each
     column to one value per row. `obsm` maps each name to an array of rows x dims. `index` holds the row numbers in the
     dataset (int64). `names` are the obs names as Python strings, or None if they are not wanted; so are `tokens`.
+    `sets` has the number of the set of each row, ascending by one, if the sampling has sets.
     """
 
     x: Mapping[str, X]
@@ -198,6 +199,7 @@ class MinibatchArrays:
     index: Rows
     names: NDArray[np.object_] | None = None
     tokens: TokenRows | None = None
+    sets: Rows | None = None
 
     @property
     def nbytes(self) -> int:
@@ -215,7 +217,8 @@ class Statistics:
 
     Attributes:
         epoch: The epoch counted.
-        rows, minibatches: Rows and minibatches received by the consumer.
+        rows, minibatches: Rows, with their controls, and minibatches received by the consumer.
+        fallback_controls: Control rows received that agree with their rows in the columns of a fallback only.
         gets: Ranged reads, including reads of shard indexes and retries.
         spans: Coalesced byte ranges of chunks.
         retries: Reads that were repeated after a failure.
@@ -240,6 +243,7 @@ class Statistics:
     epoch: int
     rows: int
     minibatches: int
+    fallback_controls: int
     gets: int
     spans: int
     retries: int

@@ -267,14 +267,21 @@ class Dataset(BaseDataset):
         """Which rows of `whole` these are."""
         return np.ones(self.n_obs, bool)
 
+    def in_whole(self, group: Dataset | Condition | None = None) -> Mask:
+        """Which rows of `whole` these are, or those of a group, which may have others: see `rows_of`."""
+        if isinstance(group, Dataset):
+            return moved(group._mask(), group.whole.stores, self.whole.stores)
+        rows = self._mask()
+        if group is not None:
+            rows[rows] = mask_of(group, self.obs_column, self.n_obs, self.obs_columns)
+        return rows
+
     def rows_of(self, group: Dataset | Condition) -> RowSet:
         """The rows in a group: a dataset of some of its stores, a view of it or of them, or a condition as in `where`.
 
         Raises OptionError for rows that this dataset does not have, and for an unusable condition.
         """
-        if not isinstance(group, Dataset):
-            return RowSet.of(mask_of(group, self.obs_column, self.n_obs, self.obs_columns))
-        wanted, own = moved(group._mask(), group.whole.stores, self.whole.stores), self._mask()
+        wanted, own = self.in_whole(group), self._mask()
         outside = np.flatnonzero(wanted & ~own)
         if len(outside):
             raise OptionError(
@@ -288,7 +295,7 @@ class Dataset(BaseDataset):
         return sampling
 
     def positions(self, numbers: Rows) -> Rows:
-        """The positions in this dataset of some of its rows, given as rows of `whole`."""
+        """The positions in this dataset of some rows of `whole`; -1 for rows that it does not have."""
         return numbers
 
     @property
@@ -484,5 +491,5 @@ class View(Dataset):
         return Within(sampling, self._chosen)
 
     def positions(self, numbers: Rows) -> Rows:
-        """The positions in the view of some of its rows, given as rows of `whole`."""
+        """The positions in the view of some rows of `whole`; -1 for rows that it does not have."""
         return self._chosen.positions(numbers)

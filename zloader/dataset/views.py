@@ -50,14 +50,14 @@ def _select(bits: NDArray[np.uint8], before: Rows, bits_set: NDArray[np.uint8], 
 
 @compiled
 def _rank(bits: NDArray[np.uint8], before: Rows, bits_set: NDArray[np.uint8], numbers: Rows, out: Rows) -> None:
-    """The number of set bits before each of some indices: the inverse of `_select`."""
+    """The number of set bits before each of some indices: the inverse of `_select`. -1 if its own bit is not set."""
     for i in range(len(numbers)):
         last, bit = numbers[i] // 8, numbers[i] % 8
         stride = last // _STRIDE
         count = before[stride]
         for byte in range(stride * _STRIDE, last):
             count += bits_set[bits[byte]]
-        out[i] = count + bits_set[bits[last] & ((1 << bit) - 1)]
+        out[i] = count + bits_set[bits[last] & ((1 << bit) - 1)] if (bits[last] >> bit) & 1 else -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class RowSet(SharesArrays):
         return out
 
     def positions(self, numbers: Rows) -> Rows:
-        """The positions of some rows of the set, in an array of any shape: the inverse of `numbers`."""
+        """The positions of some rows in the set, in an array of any shape, -1 for others: the inverse of `numbers`."""
         out = np.empty(numbers.size, np.int64)
         _rank(self.bits, self.before, _BITS_SET, np.ascontiguousarray(numbers, np.int64).reshape(-1), out)
         return out.reshape(numbers.shape)
@@ -128,6 +128,21 @@ class Within:
         return getattr(self.sampling, "repeats", False)
 
     @property
+    def set_size(self) -> int:
+        """Rows per set, if the sampling has sets, else 1."""
+        return getattr(self.sampling, "set_size", 1)
+
+    @property
+    def unit(self) -> int:
+        """The rows that no minibatch divides."""
+        return getattr(self.sampling, "unit", 1)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether row -1 stands for no row."""
+        return getattr(self.sampling, "has_gaps", False)
+
+    @property
     def indices(self) -> Rows:
         """The rows of the whole dataset that the sampling draws from."""
         positions = getattr(self.sampling, "indices", None)
@@ -144,7 +159,9 @@ class Within:
         n_rows = len(self.chosen)
         positions = self.sampling.rows(start, stop, dataset_rows=n_rows, seed=seed, epoch=epoch)
         require_rows(positions, self.sampling, start, stop, n_rows)
-        return self.chosen.numbers(positions)
+        if not self.has_gaps:
+            return self.chosen.numbers(positions)
+        return np.where(positions < 0, -1, self.chosen.numbers(np.maximum(positions, 0)))
 
 
 def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:

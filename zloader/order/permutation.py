@@ -88,6 +88,19 @@ def permute(index: Rows, n: int, key: int, *, which: Rows = _FIRST, sizes: Rows 
     return out
 
 
+def permute_each(index: Rows, sizes: Rows, which: Rows, key: int) -> Rows:
+    """The images of `index` under permutations of `range(size)`, one for each number in `which`, as `permute` has them.
+
+    Sizes may differ a lot: elements of similar sizes are permuted together, in networks that are not much larger.
+    """
+    halves = np.maximum(1, (np.frexp(sizes - 1)[1] + 1) // 2)  # the exponent of a whole number is its bit length
+    out = np.empty(len(index), np.int64)
+    for half in np.unique(halves).tolist():
+        at = np.flatnonzero(halves == half)
+        out[at] = permute(index[at], 4**half, key, which=which[at], sizes=sizes[at])
+    return out
+
+
 def shuffled(n: int, key: int) -> Rows:
     """A keyed permutation of `range(n)` as an array, for the rows of one buffer. Sorts raw words of Philox."""
     words = np.random.Philox(key=key).random_raw(n)

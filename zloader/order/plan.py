@@ -15,6 +15,8 @@ yields the same number of minibatches:
 A resumed run skips the minibatches that each rank has received (`Plan.fetches`). If the number of ranks has changed,
 the rows not yet received form an order of their own (`Unseen`), which is dealt to the new ranks like any other order.
 
+A sampling of sets has units of several rows that no minibatch divides. Then all of this holds with units for rows.
+
 Planning a fetch costs time and memory in proportion to its rows, however many rows the dataset has.
 """
 
@@ -23,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,20 +34,22 @@ from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.permutation import key_of, shuffled
-from zloader.order.sampling import Sampling, require_rows, require_sampling, sized
+from zloader.order.sampling import Sampling, batched, require_rows, require_sampling, sized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
     """The rows loaded into one buffer, and how they are cut into minibatches.
 
-    `rows` are in read order, block by block. Minibatch k holds `rows[order[cuts[k] : cuts[k + 1]]]`.
+    `rows` are in read order, block by block. Minibatch k holds `rows[order[cuts[k] : cuts[k + 1]]]`. `sets` has the
+    number of the set of each row, if the sampling has sets.
     """
 
     number: int
     rows: Rows
     order: Rows
     cuts: NDArray[np.int64]
+    sets: Rows | None = None
 
     def after(self, n_minibatches: int) -> Fetch:
         """The fetch without its first `n_minibatches` minibatches, and without the rows that only they use."""
@@ -54,7 +58,29 @@ class Fetch:
         cuts = self.cuts[n_minibatches:]
         order = self.order[cuts[0] :]
         used = np.sort(order)
-        return Fetch(number=self.number, rows=self.rows[used], order=np.searchsorted(used, order), cuts=cuts - cuts[0])
+        return Fetch(
+            number=self.number,
+            rows=self.rows[used],
+            order=np.searchsorted(used, order),
+            cuts=cuts - cuts[0],
+            sets=None if self.sets is None else self.sets[used],
+        )
+
+    def without(self, gaps: NDArray[np.bool_]) -> Fetch:
+        """The fetch without some of its rows, whose minibatches become shorter."""
+        held = ~gaps[self.order]
+        order = (np.cumsum(~gaps) - 1)[self.order[held]]
+        sets = None if self.sets is None else self.sets[~gaps]
+        cuts = np.append(0, np.cumsum(held))[self.cuts]
+        return replace(self, rows=self.rows[~gaps], order=order, cuts=cuts, sets=sets)
+
+
+class AddsControls(Protocol):
+    """Adds control rows to the minibatches of a fetch."""
+
+    def added(self, fetch: Fetch, *, seed: int, epoch: int) -> Fetch:
+        """The fetch with the controls of each minibatch after its rows."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +104,21 @@ class Unseen:
         """Block size of the underlying sampling. The rows `first` may begin and end within a block."""
         return int(getattr(self.sampling, "block_size", 1))
 
+    @property
+    def set_size(self) -> int:
+        """Rows per set of the underlying sampling."""
+        return int(getattr(self.sampling, "set_size", 1))
+
+    @property
+    def unit(self) -> int:
+        """The rows of the underlying sampling that no minibatch divides."""
+        return int(getattr(self.sampling, "unit", 1))
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether row -1 of the underlying sampling stands for no row."""
+        return bool(getattr(self.sampling, "has_gaps", False))
+
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows left in the epoch."""
         return len(self.first) + self.sampling.n_rows(dataset_rows) - self.begin
@@ -94,7 +135,10 @@ class Unseen:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One epoch of one rank: maps the options below to an ordered list of fetches. Raises OptionError."""
+    """One epoch of one rank: maps the options below to an ordered list of fetches. Raises OptionError.
+
+    With `controls`, each minibatch is followed by its control rows.
+    """
 
     dataset_rows: int
     sampling: Sampling
@@ -106,6 +150,7 @@ class Plan:
     world_size: int = 1
     drop_last: bool = False
     remainder: Literal["drop", "pad"] = "drop"
+    controls: AddsControls | None = None
 
     def __post_init__(self) -> None:
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor, world_size=self.world_size)
@@ -117,7 +162,7 @@ class Plan:
         for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
         require_sampling(self.sampling)
-        object.__setattr__(self, "sampling", sized(self.sampling, self.fetch_rows))
+        object.__setattr__(self, "sampling", batched(sized(self.sampling, self.fetch_rows), self.batch_size))
         if self.rank >= self.world_size:
             raise OptionError(
                 f"rank {self.rank} does not exist in a world of {self.world_size}: ranks are numbered from 0"
@@ -137,11 +182,12 @@ class Plan:
                 "set one of them"
             )
         rest = isinstance(self.sampling, Unseen)  # may have fewer rows than ranks, which are then left out
-        if self.n_rows < (1 if self.pads else self.world_size) and not rest:
+        if self._n_units < (1 if self.pads else self.world_size) and not rest:
             if not self.n_rows:
                 raise OptionError("there are 0 rows to load: the dataset, view or sampling is empty")
+            units = f"{self.n_rows} rows" if self._unit == 1 else f"{self._n_units} units of {self._unit} rows"
             raise OptionError(
-                f"{self.n_rows} rows cannot be divided among {self.world_size} ranks: use fewer ranks or "
+                f"{units} cannot be divided among {self.world_size} ranks: use fewer ranks or "
                 "remainder='pad'"
             )
 
@@ -167,30 +213,45 @@ class Plan:
         return self.sampling.n_rows(self.dataset_rows)
 
     @property
-    def _all_full(self) -> bool:
-        """Whether every minibatch has `batch_size` rows."""
-        return self.pads or self.drop_last or self.batch_size == 1
+    def _unit(self) -> int:
+        """The rows that no minibatch divides: a set, or all rows of a minibatch; otherwise one."""
+        return int(getattr(self.sampling, "unit", 1))
 
     @property
-    def _round_rows(self) -> int:
-        """Rows in one full minibatch of every rank."""
-        return self.world_size * self.batch_size
+    def _n_units(self) -> int:
+        """Units per epoch over all ranks."""
+        return self.n_rows // self._unit
+
+    @property
+    def _minibatch_units(self) -> int:
+        """Units in a full minibatch."""
+        return self.batch_size // self._unit
+
+    @property
+    def _all_full(self) -> bool:
+        """Whether every minibatch has `batch_size` rows."""
+        return self.pads or self.drop_last or self._minibatch_units == 1
+
+    @property
+    def _round_units(self) -> int:
+        """Units in one full minibatch of every rank."""
+        return self.world_size * self._minibatch_units
 
     @property
     def n_minibatches(self) -> int:
         """Minibatches of this rank, which is the same number on every rank."""
-        full, left = divmod(self.n_rows, self._round_rows)
-        dropped = not self.pads and (self._all_full or self.n_rows < self.world_size)
+        full, left = divmod(self._n_units, self._round_units)
+        dropped = not self.pads and (self._all_full or self._n_units < self.world_size)
         return full + (left > 0 and not dropped)
 
     @property
     def _n_spread(self) -> int:
         """The minibatches of this rank that are spread over the fetches.
 
-        If fewer rows are left for the last minibatches than there are ranks, the last fetch gets them in addition.
+        If fewer units are left for the last minibatches than there are ranks, the last fetch gets them in addition.
         """
-        left = self.n_rows % self._round_rows
-        return self.n_minibatches - (not self._all_full and 0 < left < self.world_size < self.n_rows)
+        left = self._n_units % self._round_units
+        return self.n_minibatches - (not self._all_full and 0 < left < self.world_size < self._n_units)
 
     @property
     def _step(self) -> int:
@@ -225,20 +286,20 @@ class Plan:
 
     def _span(self, number: int) -> tuple[int, int]:
         """Positions `[start, stop)` of a fetch. With padding, those from `n_rows` on stand for the first rows again."""
-        start = self._first_minibatch(number) * self._round_rows
-        share, extra = self._size(number) * self.batch_size, 0
+        start = self._first_minibatch(number) * self._round_units
+        share, extra = self._size(number) * self._minibatch_units, 0
         if number == self.n_fetches - 1 and not self._all_full:
-            share, extra = divmod(self.n_rows - start, self.world_size)
+            share, extra = divmod(self._n_units - start, self.world_size)
         start += self.rank * share + min(self.rank, extra)
-        return start, start + share + (self.rank < extra)
+        return start * self._unit, (start + share + (self.rank < extra)) * self._unit
 
     def _cuts(self, number: int) -> NDArray[np.int64]:
         """The cuts of a fetch into minibatches. Every rank gets the same number of minibatches."""
         start, stop = self._span(number)
         cuts = np.arange(0, stop - start, self.batch_size, dtype=np.int64)
-        # If a share is one row smaller and therefore one minibatch short, its last minibatch is cut in two.
+        # If a share is one unit smaller and therefore one minibatch short, its last minibatch is cut in two.
         if len(cuts) < self._size(number):
-            cuts = np.append(cuts, stop - start - 1)
+            cuts = np.append(cuts, stop - start - self._unit)
         return np.append(cuts, stop - start)
 
     def _order(self, number: int, n_rows: int) -> Rows:
@@ -265,7 +326,17 @@ class Plan:
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` of this rank, counted from 0."""
         rows = self._rows(*self._span(number))
-        return Fetch(number=number, rows=rows, order=self._order(number, len(rows)), cuts=self._cuts(number))
+        set_size = int(getattr(self.sampling, "set_size", 1))
+        fetch = Fetch(
+            number=number,
+            rows=rows,
+            order=self._order(number, len(rows)),
+            cuts=self._cuts(number),
+            sets=None if set_size == 1 else np.arange(len(rows)) // set_size,
+        )
+        if getattr(self.sampling, "has_gaps", False):
+            fetch = fetch.without(rows < 0)
+        return fetch if self.controls is None else self.controls.added(fetch, seed=self.seed, epoch=self.epoch)
 
     def fetch_numbers(self, *, worker: int = 0, n_workers: int = 1) -> range:
         """The fetches of one of the rank's workers, in order."""

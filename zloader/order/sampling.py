@@ -79,14 +79,15 @@ class Sampling(Protocol):
     >>> [plan.fetch(number).rows.tolist() for number in range(plan.n_fetches)]
     [[1, 3], [5, 7, 9, 11]]
 
-    Four members are optional:
+    Five members are optional:
     - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError.
     - `repeats`: True if a row may occur more than once per epoch.
     - `bound(dataset)`: returns the sampling to use once the dataset is known, such as with the values of
       `dataset.obs_column(name)`.
     - `sized(fetch_rows)`: returns the sampling to use once the number of rows per fetch is known.
+    - `batched(batch_size)`: returns the sampling to use once the number of rows per minibatch is known.
 
-    The last two may be called again on their own result and must then return it unchanged.
+    The last three may be called again on their own result and must then return it unchanged.
 
     A loader refuses the saved state of another loader if the samplings differ in class or in a public attribute.
     """
@@ -121,8 +122,9 @@ def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: i
         raise OptionError(f"{expected} as a 1-d array of integers, not {rows!r:.100}")
     if len(rows) != stop - start:
         raise OptionError(f"{expected}, not {len(rows)}")
-    if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
-        bad = rows.min() if rows.min() < 0 else rows.max()
+    least = -1 if getattr(sampling, "has_gaps", False) else 0
+    if len(rows) and not least <= rows.min() <= rows.max() < n_rows:
+        bad = rows.min() if rows.min() < least else rows.max()
         raise OptionError(f"{expected} from 0 to {n_rows - 1}, but gave {bad}")
 
 
@@ -136,6 +138,12 @@ def sized(sampling: Sampling, fetch_rows: int) -> Sampling:
     """The sampling adapted to fetches of `fetch_rows` rows."""
     size: Callable[[int], Sampling] | None = getattr(sampling, "sized", None)
     return sampling if size is None else size(fetch_rows)
+
+
+def batched(sampling: Sampling, batch_size: int) -> Sampling:
+    """The sampling adapted to minibatches of `batch_size` rows."""
+    batch: Callable[[int], Sampling] | None = getattr(sampling, "batched", None)
+    return sampling if batch is None else batch(batch_size)
 
 
 def as_array(indices: Any) -> NDArray[Any]:

@@ -320,8 +320,9 @@ class FetchScheduler:
         obs = {name: values[taken] for name, values in row_arrays.obs.items()}
         obsm = {name: array[taken] for name, array in row_arrays.obsm.items()}
         names = None if row_arrays.names is None else row_arrays.names[taken]
+        sets = None if loaded.planned.fetch.sets is None else loaded.planned.fetch.sets[taken]
         x, tokens = self._x(loaded, taken, rows), self._tokens(loaded, taken, rows)
-        together = MinibatchArrays(x=x, obs=obs, obsm=obsm, index=rows, names=names, tokens=tokens)
+        together = MinibatchArrays(x=x, obs=obs, obsm=obsm, index=rows, names=names, tokens=tokens, sets=sets)
         return self._recipe.cut(together, (cuts - cuts[0]).tolist())
 
     def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows) -> TokenRows | None:

@@ -281,7 +281,9 @@ def cut(minibatch: MinibatchArrays, first: int, last: int) -> MinibatchArrays:
     obs, obsm = ({name: rows[first:last] for name, rows in of.items()} for of in (minibatch.obs, minibatch.obsm))
     names = None if minibatch.names is None else minibatch.names[first:last]
     tokens = None if minibatch.tokens is None else minibatch.tokens.cut(first, last)
-    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=minibatch.index[first:last], names=names, tokens=tokens)
+    sets = None if minibatch.sets is None else minibatch.sets[first:last]
+    index = minibatch.index[first:last]
+    return MinibatchArrays(x=x, obs=obs, obsm=obsm, index=index, names=names, tokens=tokens, sets=sets)
 
 
 def _cut_x(x: X, first: int, last: int) -> X:

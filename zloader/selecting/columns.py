@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,19 @@ class ObsColumn:
     def taken(self, rows: Rows) -> NDArray[Any]:
         """The values of the given rows in the dtype of minibatches. NaT is the lowest int64."""
         return self.values[rows].astype(self.minibatch_dtype, copy=False)
+
+    def labels_of(self, rows: Rows) -> NDArray[Any]:
+        """The labels of the given rows (dtype object; NaN where one is missing), or their numbers or dates."""
+        values = self.values[rows]
+        if self.categories is None:
+            return values
+        return np.asarray(self._labels[values])
+
+    @cached_property
+    def _labels(self) -> NDArray[np.object_]:
+        """The label of each code, and at the end that of -1."""
+        assert self.categories is not None
+        return np.append(self.categories.to_numpy(object), np.nan)
 
     def classes(self, name: str) -> tuple[NDArray[np.integer], int]:
         """The number of the class of each row, -1 for a missing value, and the number of classes.

@@ -154,7 +154,7 @@ def deliver(
         with contextlib.closing(_Sending(lent, delivery)) as sending:
             for arrays in host:
                 minibatch = minibatch_of(arrays)
-                n_bytes = max(delivery.n_bytes(minibatch.x), ahead_bytes // (_MOST_AHEAD - 1))
+                n_bytes = max(sum(map(delivery.n_bytes, _x_of(minibatch))), ahead_bytes // (_MOST_AHEAD - 1))
                 # One is made, and waits until it fits, beside those that were put.
                 await put([Delivered(arrays.index, sending.send(minibatch, arrays))], n_bytes)
 
@@ -216,6 +216,11 @@ class _Sending:
             self._in_use.popleft().copied()
 
 
+def _x_of(minibatch: Minibatch) -> list[Any]:
+    """The x of a minibatch, and of its controls."""
+    return [minibatch.x] if minibatch.control is None else [minibatch.x, minibatch.control.x]
+
+
 def _tensors_of(minibatch: Minibatch) -> list[torch.Tensor]:
     """The tensors of a minibatch, each once."""
     found: dict[int, torch.Tensor] = {}
@@ -254,7 +259,7 @@ def _unpacked(
             return copies[copy][first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return copies[copy]
 
-    x_parts = {id(each) for each in (minibatch.x.values() if isinstance(minibatch.x, dict) else [minibatch.x])}
+    x_parts = {id(part) for x in _x_of(minibatch) for part in (x.values() if isinstance(x, dict) else [x])}
 
     def moved(tensor: Any) -> Any:
         if id(tensor) not in x_parts:

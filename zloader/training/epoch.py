@@ -8,18 +8,31 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError
-from zloader.common.records import Statistics
+from zloader.common.records import Rows, Statistics
 from zloader.order.resume import Position
 from zloader.reading.bridge import Bridge
 from zloader.reading.resources import Counters
 from zloader.training.minibatch import Minibatch
 
 log = logging.getLogger("zloader")
+
+
+class ControlCounts(Protocol):
+    """Knows how many controls rows have."""
+
+    @property
+    def n(self) -> int:
+        """Controls per row."""
+        ...
+
+    def n_from_fallback(self, rows: Rows) -> int:
+        """How many controls of some rows agree with them in the columns of a fallback only."""
+        ...
 
 
 @dataclass
@@ -38,9 +51,18 @@ class EpochRecord:
     requests: int = 0  # for a minibatch
     rows: int = 0
     minibatches: int = 0
+    controlled: ControlCounts | None = None
+    fallback_controls: int = 0
     wait_s: float = 0.0
     elapsed_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
+
+    def received(self, index: Rows) -> None:
+        """Counts a minibatch of the rows `index`, which are followed by their controls, if there are any."""
+        self.rows += len(index)
+        self.minibatches += 1
+        if self.controlled is not None:
+            self.fallback_controls += self.controlled.n_from_fallback(index[: len(index) // (1 + self.controlled.n)])
 
     @property
     def position(self) -> Position:
@@ -53,6 +75,7 @@ class EpochRecord:
             epoch=self.epoch,
             rows=self.rows,
             minibatches=self.minibatches,
+            fallback_controls=self.fallback_controls,
             wait_s=self.wait_s,
             elapsed_s=self.elapsed_s,
             **vars(self.counters),
@@ -123,8 +146,7 @@ class EpochIterator(Iterator[Minibatch]):
         finally:
             record.wait_s = epoch.bridge.wait_s
             record.elapsed_s = time.perf_counter() - record.started
-        record.rows += len(arrays.index)
-        record.minibatches += 1
+        record.received(arrays.index)
         return minibatch
 
     def _running(self) -> RunningEpoch:

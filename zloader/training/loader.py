@@ -20,12 +20,13 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.elements import load_anndata
+from zloader.order.controls import MatchedControls
 from zloader.order.epochs import EpochCount
 from zloader.order.named import sampling_of
 from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
-from zloader.order.sampling import Sampling, bound, sized
+from zloader.order.sampling import Sampling, batched, bound, sized
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
@@ -34,6 +35,7 @@ from zloader.training.devices import Device, opened, usable_device
 from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import OwnTransforms, Transformed
+from zloader.training.sets import WithSets, bound_controls, group_columns
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.listed_transforms import Transforms, transforms_of
 
@@ -80,6 +82,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         sampling: the order of the rows, as an object or by name. Default: `"block_shuffling"`, that is BlockShuffling
             with 64 strata and blocks of 64 rows, or of a fetch if that has fewer. Other names are `"streaming"` (rows
             in order), `"mixture_of_scanners"`, and `"random"` (BlockShuffling with blocks of one row).
+            zl.CellSets yields sets of rows that agree in obs columns.
+        controls: zl.MatchedControls, for control rows that agree with each row: `minibatch.control`. They are read
+            together with the rows, so a fetch has them in addition to its `batch_size * fetch_factor` rows.
         shuffle: False yields the rows in order, for validation and prediction; it is `sampling="streaming"`. True is
             the default order.
         x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix. A list of names loads several
@@ -129,6 +134,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     batch_size: int = 64
     fetch_factor: int = 256
     sampling: Sampling | str | None = None
+    controls: MatchedControls | None = None
     shuffle: bool | None = None
     x: str | Sequence[str] | None = "X"
     obs: Sequence[str] = ()
@@ -194,7 +200,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._require_tokens_apart()
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
-        self._sampling = sized(bound(self._wanted_sampling, self.dataset), fetch_rows)
+        self._sampling = batched(sized(bound(self._wanted_sampling, self.dataset), fetch_rows), self.batch_size)
+        self._controls = bound_controls(self.controls, self.dataset, self._sampling, self._own_transforms)
         self._epochs = EpochCount()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
@@ -244,6 +251,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             world_size=place.world_size,
             drop_last=self.drop_last,
             remainder=self.remainder,
+            controls=self._controls,
         )
 
     def _placement(self) -> RankPlacement:
@@ -309,7 +317,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             "fingerprint": self.dataset.fingerprint,
             "rows": int(self.dataset.n_obs),
             "seed": int(self.seed),
-            "sampling": described(self._wanted_sampling),
+            "sampling": described(self._wanted_sampling)
+            + ("" if self.controls is None else f" with {described(self.controls)}"),
             "batch_size": int(self.batch_size),
             "fetch_factor": int(self.fetch_factor),
             "drop_last": bool(self.drop_last),
@@ -361,7 +370,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if n_workers > 1:
             position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
         # Set before the slow steps below, because another thread may ask for the state during them.
-        record = EpochRecord(epoch=plan.epoch, begun_at=position, world_size=plan.world_size)
+        record = EpochRecord(epoch=plan.epoch, begun_at=position, world_size=plan.world_size, controlled=self._controls)
         self._record = self._current = record
         fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
@@ -369,6 +378,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
         layout = self.layout if device is None else "packed"
         convert: Callable[[Any], Any] = functools.partial(as_minibatch, self.dataset, self.x, layout, var)
+        group, n_controls = group_columns(self._sampling), 0 if self._controls is None else self._controls.n
+        if group or n_controls:
+            convert = WithSets(convert=convert, dataset=self.dataset, n_controls=n_controls, group=group)
         lent = None if device is None else LentMemory(device)
         recipe = self._recipe(plan.epoch, lent, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
         if self._own_transforms:

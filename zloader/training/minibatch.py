@@ -61,6 +61,9 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
         or layout anndata; else None.
     tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`, `lengths`
         and `labels`; else None.
+    control: the control rows, a Minibatch of its own, if the loader has `controls`; else None.
+    set_of_row: the number of each row's set in the minibatch, int64, if the sampling is CellSets; else None.
+    group: the labels of each set for each column that sets agree in, NumPy arrays, if the sampling is CellSets.
 
     A Minibatch is also a read-only Mapping of its fields, as the libraries of Hugging Face need it: `minibatch["x"]`,
     `model(**minibatch)`. Fields that are None are left out. obs columns are no keys of their own:
@@ -78,6 +81,9 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     index: torch.Tensor
     obs_names: NDArray[np.object_] | None = None
     tokens: Tokens | None = None
+    control: Minibatch | None = None
+    set_of_row: torch.Tensor | None = None
+    group: dict[str, NDArray[Any]] | None = None
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -136,6 +142,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
             row=index if self.row is self.index else function(self.row),
             index=index,
             tokens=None if self.tokens is None else self.tokens.each(function),
+            control=None if self.control is None else self.control.each(function),
+            set_of_row=None if self.set_of_row is None else function(self.set_of_row),
         )
 
     def _each_x(self, function: Any) -> Any:

@@ -1,0 +1,120 @@
+"""Groups of rows that agree in some obs columns. Pure.
+
+Rows are handled in windows. The groups take four bytes per row, and a bit for each combination of labels that could
+occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.compiled import compiled
+from zloader.common.errors import OptionError
+from zloader.common.records import Rows
+from zloader.common.sharing import SharesArrays
+from zloader.selecting.columns import Column
+
+_WINDOW = 1 << 20  # rows handled at a time
+_MOST_COMBINATIONS = 1 << 28
+_SHOWN = 3
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Groups(SharesArrays):
+    """The groups of some rows by the labels in `columns`, in the order of the labels.
+
+    Row i is in the group `codes[i]`. A group has `sizes` rows, and `first` is one of them. A missing label counts as a
+    label of its own, and `complete` says which groups have none.
+    """
+
+    columns: Sequence[str]
+    codes: NDArray[np.int32] = field(repr=False)
+    sizes: Rows = field(repr=False)
+    first: Rows = field(repr=False)
+    complete: NDArray[np.bool_] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def named(self, group: int, column: Column) -> str:
+        """A group as its columns and labels, for messages."""
+        row = self.first[group : group + 1]
+        labels = {name: column(name).labels_of(row)[0] for name in self.columns}
+        return "/".join(f"{name}={label!s}" for name, label in labels.items()) or "all rows"
+
+    def listed(self, groups: Rows, column: Column) -> str:
+        """Some groups with their numbers of rows, for messages: the largest of them, and how many more there are."""
+        largest = groups[np.argsort(-self.sizes[groups], kind="stable")][:_SHOWN]
+        shown = ", ".join(f"{self.named(group, column)} ({self.sizes[group]} rows)" for group in largest.tolist())
+        return shown + (f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else "")
+
+
+def groups_of(columns: Sequence[str], column: Column, n_rows: int) -> Groups:
+    """The groups of `n_rows` rows by their labels in `columns`; without columns, a single group.
+
+    Raises OptionError for columns that hold fractions or that have too many labels, and any error of `column`.
+    """
+    codes, n_groups, complete = np.zeros(n_rows, np.int32), 1, np.ones(1, bool)
+    for name in columns:
+        classes, n_classes = column(name).classes(f"obs column {name!r}")
+        n_classes += 1  # the last is for missing labels
+        if n_groups * n_classes > _MOST_COMBINATIONS:
+            raise OptionError(
+                f"the columns {', '.join(columns)} have too many labels to group rows by: {n_groups} groups x "
+                f"{n_classes} labels of {name!r}. Leave out a column with a label for almost every row"
+            )
+        there = np.zeros(n_groups * n_classes, bool)
+        for window in _windows(n_rows):
+            there[_combined(codes[window], classes[window], n_classes)] = True
+        found = np.flatnonzero(there)
+        numbers = np.zeros(len(there), np.int32)
+        numbers[found] = np.arange(len(found))
+        for window in _windows(n_rows):
+            codes[window] = numbers[_combined(codes[window], classes[window], n_classes)]
+        complete = complete[found // n_classes] & (found % n_classes < n_classes - 1)
+        n_groups = len(found)
+    sizes, first = np.zeros(n_groups, np.int64), np.zeros(n_groups, np.int64)
+    _count(codes, sizes, first)
+    return Groups(columns=tuple(columns), codes=codes, sizes=sizes, first=first, complete=complete)
+
+
+def _windows(n_rows: int) -> list[slice]:
+    return [slice(start, start + _WINDOW) for start in range(0, n_rows, _WINDOW)]
+
+
+def _combined(codes: NDArray[np.int32], classes: NDArray[np.integer], n_classes: int) -> Rows:
+    """One number for each pair of a group and a class, which is -1 for a missing label."""
+    return codes.astype(np.int64) * n_classes + classes.astype(np.int64) % n_classes
+
+
+@compiled
+def _count(codes: NDArray[np.int32], sizes: Rows, first: Rows) -> None:
+    for row in range(len(codes)):
+        if not sizes[codes[row]]:
+            first[codes[row]] = row
+        sizes[codes[row]] += 1
+
+
+@compiled
+def _sort(codes: NDArray[np.int32], into: Rows, ends: Rows, out: NDArray[Any]) -> None:
+    for row in range(len(codes)):
+        group = into[codes[row]]
+        if group >= 0:
+            out[ends[group]] = row
+            ends[group] += 1
+
+
+def sorted_rows(groups: Groups, chosen: Rows) -> tuple[NDArray[Any], Rows]:
+    """The rows of some groups, group by group and ascending in each, and the place where each group begins."""
+    sizes = groups.sizes[chosen]
+    into = np.full(len(groups), -1, np.int64)
+    into[chosen] = np.arange(len(chosen))
+    begins = np.cumsum(sizes) - sizes
+    rows = np.empty(int(sizes.sum()), np.uint32 if len(groups.codes) <= 1 << 32 else np.int64)
+    _sort(groups.codes, into, begins.copy(), rows)
+    return rows, begins
