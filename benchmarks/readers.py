@@ -17,7 +17,7 @@ Minibatches have 64 rows, or `batch_size`, with X as CSR and one obs column. Eac
 annbatch returns scipy matrices with int32 indices (torch tensors if its environment has torch) and a DataFrame.
 zloader returns its default: torch CSR with int32 indices, and row numbers. zloader also accepts a `mirror` for the
 loader that it keeps between epochs, another `layout`, `genes` to select, and `tokens`: the tokenizer whose tokens it
-returns instead of X, by name. Its vocabulary has all genes.
+returns instead of X, by name. Its vocabulary has all genes. With `set_size` it yields sets with controls.
 
 annbatch is set up as its README recommends, with the fastest settings that were found: a custom load function that
 reads one obs column; on disk the zarrs pipeline with its default number of threads; on S3 obstore with zarr's own
@@ -61,11 +61,11 @@ def zloader(options: Request) -> Epoch:
 
     def opened(mirror: str | None) -> zl.Loader:
         dataset = zl.open_dataset(options["store"], cache=mirror, storage_options=options.get("storage_options"))
+        rows = _sets(dataset, options["set_size"]) if "set_size" in options else {"dataset": dataset}
         return zl.Loader(
-            dataset,
             batch_size=_batch_size(options),
             fetch_factor=_fetch_rows(options) // _batch_size(options),
-            sampling=zl.BlockShuffling(options["chunk_size"]),
+            **{"sampling": zl.BlockShuffling(options["chunk_size"]), **rows},
             obs=[options["obs"]] if "obs" in options else [],
             **{name: options[name] for name in ("layout", "genes") if name in options},
             **({"x": None, "tokens": tokenizer(options["tokens"], dataset)} if "tokens" in options else {}),
@@ -87,6 +87,17 @@ def zloader(options: Request) -> Epoch:
         return map(len, loader), statistics
 
     return epoch
+
+
+def _sets(dataset: Any, set_size: int) -> Request:
+    """The treated rows of a screen (see screens.py) in sets of one cell line and drug, each row with a control."""
+    import zloader as zl
+
+    return {
+        "dataset": dataset.where("drug != 'DMSO'"),
+        "sampling": zl.CellSets(["cell_line", "drug"], set_size=set_size),
+        "controls": zl.MatchedControls(dataset.where("drug == 'DMSO'"), match="cell_line"),
+    }
 
 
 def tokenizer(name: str, dataset: Any) -> Any:

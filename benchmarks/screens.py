@@ -1,6 +1,6 @@
 """A synthetic drug screen in which there is something to learn: counts of cell lines x drugs, as an .h5ad file.
 
-    python benchmarks/screens.py OUT.h5ad [--rows-per-group 256] [--obsm]
+    python benchmarks/screens.py OUT.h5ad [--rows-per-group 128] [--obsm]
 
 Rows are sorted by cell line and drug, `rows_per_group` rows each; the last drug of each cell line is the control, DMSO.
 obs has cell_line, drug and plate. Each cell line has its own mean counts, from 6 programmes of genes. Each drug shifts
@@ -36,7 +36,7 @@ class Screen:
     cell_lines: int = 12
     drugs: int = 17
     genes: int = 2000
-    rows_per_group: int = 256
+    rows_per_group: int = 128
 
     @property
     def rows(self) -> int:
@@ -51,7 +51,7 @@ def mean_counts(screen: Screen, rng: np.random.Generator) -> NDArray[np.float64]
     shift = np.zeros((screen.drugs, PROGRAMMES))
     decides = rng.integers(0, PROGRAMMES, screen.drugs)
     for of_drug in shift[:-1]:
-        of_drug[rng.choice(PROGRAMMES, 2, replace=False)] = rng.choice([-1, 1], 2) * rng.uniform(0.5, 1, 2)
+        of_drug[rng.choice(PROGRAMMES, 2, replace=False)] = rng.choice([-1, 1], 2) * rng.uniform(1.5, 2.5, 2)
     strength = 1 / (1 + np.exp(-3 * activity[:, decides]))
     moved = 0.5 * activity[:, None] + strength[..., None] * shift
     return np.exp(base + moved @ programmes)
@@ -65,9 +65,10 @@ def screen_of(screen: Screen, *, seed: int = 0, obsm: bool = False) -> ad.AnnDat
     groups = [rng.poisson(mean * total) for mean, total in zip(means, totals, strict=True)]
     x = scipy.sparse.vstack([scipy.sparse.csr_matrix(group, dtype=np.float32) for group in groups], format="csr")
     group = np.arange(screen.rows) // screen.rows_per_group
+    lines = [f"line {line:02d}" for line in range(screen.cell_lines)]
     drugs = [*(f"drug {drug:02d}" for drug in range(screen.drugs - 1)), CONTROL]
     obs = {
-        "cell_line": pd.Categorical.from_codes(group // screen.drugs, [f"line {k:02d}" for k in range(screen.cell_lines)]),
+        "cell_line": pd.Categorical.from_codes(group // screen.drugs, lines),
         "drug": pd.Categorical.from_codes(group % screen.drugs, drugs),
         "plate": pd.Categorical.from_codes(rng.integers(0, 4, screen.rows), [f"plate {k}" for k in range(4)]),
     }
@@ -77,13 +78,18 @@ def screen_of(screen: Screen, *, seed: int = 0, obsm: bool = False) -> ad.AnnDat
     return ad.AnnData(X=x, obs=pd.DataFrame(obs, index=names), var=var, obsm=dense)
 
 
+def write(path: Path, screen: Screen, *, seed: int = 0, obsm: bool = False) -> None:
+    """Writes the screen to an .h5ad file."""
+    screen_of(screen, seed=seed, obsm=obsm).write_h5ad(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
     parser.add_argument("--rows-per-group", type=int, default=Screen.rows_per_group)
     parser.add_argument("--obsm", action="store_true")
     options = parser.parse_args()
-    screen_of(Screen(rows_per_group=options.rows_per_group), obsm=options.obsm).write_h5ad(options.path)
+    write(options.path, Screen(rows_per_group=options.rows_per_group), obsm=options.obsm)
 
 
 if __name__ == "__main__":
