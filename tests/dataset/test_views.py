@@ -262,7 +262,7 @@ def test_the_windows_of_a_split_do_not_show(monkeypatch):
         ([2**70, 1], {}, f"{2**70} .* more than the 100"),
         (0.5, {}, r"as a list such as \[0.9, 0.1\], or a dict by name, not 0.5"),
         (np.array(0.5), {}, "as a list such as"),
-        ([0.5], {"by": ["donor"]}, r"by must be the name of one obs column, such as 'donor', not \['donor'\]"),
+        ([0.5], {"by": ["donor", 3]}, r"by must be a list of names \(strings\), but it holds 3"),
         ([0.5], {"stratify": 3}, "stratify must be the name"),
         ([0.5], {"seed": 1.5}, "seed must be a whole number of at least 0, not 1.5"),
         ([0.5], {"seed": "7"}, "seed must be"),

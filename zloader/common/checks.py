@@ -40,7 +40,7 @@ def require_count(**values: int) -> None:
     require_whole(1, **values)
 
 
-def require_whole(least: int, **values: int) -> None:
+def require_whole(least: int, /, **values: int) -> None:
     """Raises OptionError unless every value is a whole number of at least `least` and below 2**62."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:

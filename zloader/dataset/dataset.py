@@ -29,7 +29,7 @@ from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy
 from zloader.dataset.observations import Observations
 from zloader.dataset.opening import open_all
-from zloader.dataset.splits import Shares, split_rows
+from zloader.dataset.splits import Names, Shares, SplitRule, condition_of
 from zloader.dataset.views import Condition, RowSet, Within, mask_of, moved
 from zloader.order.sampling import Sampling, Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
@@ -225,16 +225,37 @@ class Dataset(BaseDataset):
 
     @overload
     def split(
-        self, parts: Mapping[str, float], *, by: str | None = None, stratify: str | None = None, seed: int = 0
+        self,
+        parts: Mapping[str, float] | None = None,
+        *,
+        by: Names | None = None,
+        stratify: Names | None = None,
+        hold_out: Mapping[str, Any] | None = None,
+        controls: Condition | None = None,
+        seed: int = 0,
     ) -> dict[str, View]: ...
 
     @overload
     def split(
-        self, parts: Sequence[float], *, by: str | None = None, stratify: str | None = None, seed: int = 0
+        self,
+        parts: Sequence[float],
+        *,
+        by: Names | None = None,
+        stratify: Names | None = None,
+        hold_out: Mapping[str, Any] | None = None,
+        controls: Condition | None = None,
+        seed: int = 0,
     ) -> list[View]: ...
 
     def split(
-        self, parts: Shares, *, by: str | None = None, stratify: str | None = None, seed: int = 0
+        self,
+        parts: Shares | None = None,
+        *,
+        by: Names | None = None,
+        stratify: Names | None = None,
+        hold_out: Mapping[str, Any] | None = None,
+        controls: Condition | None = None,
+        seed: int = 0,
     ) -> list[View] | dict[str, View]:
         """Random, disjoint views: a list of them, or a dict if `parts` is a dict.
 
@@ -246,17 +267,33 @@ class Dataset(BaseDataset):
         {'B': 50, 'T': 50}
 
         - `parts`: either fractions of the rows or numbers of rows, one per view. They need not add up to all rows.
-        - `by`: an obs column of labels, whole numbers, booleans or dates, such as the donor. All rows with the same
-          label go to the same view. Rows without a label count as one more label. No view that should have rows is
-          empty. Moving one label or exchanging two between views would not bring their sizes closer to `parts`.
-        - `stratify`: an obs column of the same kinds. Every view gets its share of the rows of each label, to within
-          one row.
+        - `by`: an obs column of labels, whole numbers, booleans or dates, such as the donor, or a list of columns. All
+          rows with the same label go to the same view. Rows without a label count as one more label. No view that
+          should have rows is empty. Moving one label or exchanging two between views would not bring their sizes closer
+          to `parts`.
+        - `stratify`: an obs column of the same kinds, or a list of them. Every view gets its share of the rows of each
+          label, to within one row.
+        - `hold_out`: labels of obs columns, such as `{"cell_line": ["K562"]}`. Only rows that have one of the labels in
+          every column are split; all others belong to the first view. Default of `parts`: `{"train": 0.0, "test":
+          1.0}`, so that the first view has none of the rows held out (zero-shot). With `{"train": 0.3, "test": 0.7}`
+          and `by="drug"` it has three tenths of the drugs for this cell line (few-shot).
+        - `controls`: a condition as in `where`, such as `"drug == 'DMSO'"`. These rows are split at random, with the
+          same shares for every label of `by` and `hold_out`. So every view has controls, and no control is in two.
         - `seed`: the same seed gives the same views on every machine.
+
+        >>> dataset.split(hold_out={"donor": ["d1"]})["test"].obs()["donor"].unique().tolist()
+        ['d1']
 
         Raises OptionError for unusable parts, for fewer labels than views, or if both `by` and `stratify` are given;
         MissingColumnError for an unknown obs column.
         """
-        part_of_row = split_rows(parts, self.obs_column, self.n_obs, by=by, stratify=stratify, seed=seed)
+        if parts is None:
+            if hold_out is None:
+                raise OptionError("give the parts as a list such as [0.9, 0.1], or a dict by name")
+            parts = {"train": 0.0, "test": 1.0}
+        masks = [None if each is None else self.rows_of(each).mask() for each in (condition_of(hold_out), controls)]
+        rule = SplitRule(by=by, stratify=stratify, held_by=list(hold_out or ()), seed=seed)
+        part_of_row = rule.parts(parts, self.obs_column, self.n_obs, held=masks[0], controls=masks[1])
         views = [self._view(part_of_row == number) for number in range(len(parts))]
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 

@@ -1,5 +1,8 @@
 """Splitting rows into parts: by fractions or sizes, by whole labels, or stratified by label. Pure.
 
+Rows may be held out, such as those of a cell line: then only these are split, and all others belong to the first part.
+Controls are split apart from the other rows and stratified, so that every part has some of its own.
+
 A keyed permutation takes the place of random numbers, so a seed gives the same split on every machine. The cost per row
 is constant. Splitting by whole labels takes one pass over the labels, largest first, and then at most 20,000 attempts
 to improve the sizes.
@@ -7,18 +10,24 @@ to improve the sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import one_or_more
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.expressions import Mask
+from zloader.selecting.groups import groups_of
 
+Names = str | Sequence[str]
 Shares = Sequence[float] | Mapping[str, float]
 _WINDOW = 1 << 20  # rows handled at a time
 _ROUNDING = 1e-6  # tolerance for fractions that should add up to 1, such as float32 values
@@ -26,7 +35,7 @@ _TRIES = 20_000  # attempts at an exchange between two parts; takes well below a
 
 
 def split_rows(
-    shares: Shares, column: Column, n_rows: int, *, by: str | None, stratify: str | None, seed: int
+    shares: Shares, column: Column, n_rows: int, *, by: Names | None, stratify: Names | None, seed: int
 ) -> NDArray[np.integer]:
     """The number of the part of each of `n_rows` rows. Rows left over get the number after the last part.
 
@@ -34,27 +43,29 @@ def split_rows(
     """
     if by is not None and stratify is not None:
         raise OptionError("give either by or stratify, not both: whole groups cannot keep the proportions of labels")
-    for option, name in (("by", by), ("stratify", stratify)):
-        if not isinstance(name, str | None):
-            raise OptionError(f"{option} must be the name of one obs column, such as 'donor', not {name!r}")
+    by_columns, strata = _names(by=by), _names(stratify=stratify)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
-    try:
-        sizes = _sizes(list(shares.values() if isinstance(shares, Mapping) else shares), n_rows)
-    except TypeError as error:
-        raise OptionError(f"give the parts as a list such as [0.9, 0.1], or a dict by name, not {shares!r}") from error
-    if by is not None:
-        groups, counts = _classes(by, column(by))
+    sizes = _sizes(_listed(shares), n_rows)
+    if by_columns:
+        groups, counts = _classes(by_columns, column, n_rows)
         needed, there = np.count_nonzero(sizes[:-1]), np.count_nonzero(counts)
         if needed > there:
             raise OptionError(
-                f"{needed} parts need as many labels, but obs column {by!r} has {there}: give fewer parts"
+                f"{needed} parts need as many labels, but {_named(by_columns)} has {there}: give fewer parts"
             )
         parts = _parts_of_groups(counts, sizes, key_of(seed))
         return np.asarray(parts[groups])  # the code -1 of rows without a label selects the last group
-    if stratify is not None:
-        return _spread(*_classes(stratify, column(stratify)), sizes, seed)
+    if strata:
+        return _spread(*_classes(strata, column, n_rows), sizes, seed)
     return _spread(None, np.array([n_rows]), sizes, seed)
+
+
+def _listed(shares: Shares) -> list[float]:
+    try:
+        return list(shares.values() if isinstance(shares, Mapping) else shares)
+    except TypeError as error:
+        raise OptionError(f"give the parts as a list such as [0.9, 0.1], or a dict by name, not {shares!r}") from error
 
 
 def _sizes(shares: Sequence[float], n_rows: int) -> Rows:
@@ -80,9 +91,94 @@ def _sizes(shares: Sequence[float], n_rows: int) -> Rows:
     return np.diff(rows, prepend=0, append=n_rows)
 
 
-def _classes(name: str, column: ObsColumn) -> tuple[NDArray[np.integer], Rows]:
-    """The label code of each row (-1 for none), and the number of rows per code, with that of -1 at the end."""
-    codes, n_labels = column.classes(f"obs column {name!r}")
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """How rows are split: as by `split_rows`. `held_by` are the columns by which rows are held out."""
+
+    by: Names | None
+    stratify: Names | None
+    held_by: Sequence[str]
+    seed: int
+
+    def parts(
+        self, shares: Shares, column: Column, n_rows: int, *, held: Mask | None, controls: Mask | None
+    ) -> NDArray[np.integer]:
+        """The number of the part of each row. Without a mask of rows held out, all rows are split.
+
+        All other rows get the first part. Controls among the rows held out are split apart, stratified by the columns
+        of `by` and `held_by`.
+        """
+        if held is None and controls is None:
+            return split_rows(shares, column, n_rows, by=self.by, stratify=self.stratify, seed=self.seed)
+        held = np.ones(n_rows, bool) if held is None else held
+        controls = np.zeros(n_rows, bool) if controls is None else controls & held
+        if not held.any():
+            raise OptionError("no row has all of the labels in hold_out, so there is nothing to hold out")
+        sizes = _listed(shares)
+        if controls.any() and sizes and all(isinstance(size, int | np.integer) for size in sizes):
+            raise OptionError(f"give fractions of the rows when there are controls to be split too, not {sizes!r}")
+        strata = list(dict.fromkeys([*_names(by=self.by), *self.held_by])) or self.stratify
+        parts = np.zeros(n_rows, np.min_scalar_type(len(sizes)))
+        for chosen, by, within in ((held & ~controls, self.by, self.stratify), (controls, None, strata)):
+            if chosen.any():
+                among, n_chosen = functools.partial(_among, column, chosen), int(np.count_nonzero(chosen))
+                parts[chosen] = split_rows(shares, among, n_chosen, by=by, stratify=within, seed=self.seed)
+        return parts
+
+
+def condition_of(hold_out: Mapping[str, Any] | None) -> str | None:
+    """The rows that have one of the labels in every column, as an expression. Raises OptionError."""
+    if hold_out is None:
+        return None
+    if not isinstance(hold_out, Mapping) or not hold_out:
+        raise OptionError(f'hold_out must be labels by obs column, such as {{"cell_line": ["K562"]}}, not {hold_out!r}')
+    lists = {
+        name: [labels] if isinstance(labels, str) or not isinstance(labels, Iterable) else list(labels)
+        for name, labels in hold_out.items()
+    }
+    for name, labels in lists.items():
+        if not labels:
+            raise OptionError(f"hold_out lists no label of {name!r}")
+    plain = {
+        name: [label.item() if isinstance(label, np.generic) else label for label in labels]
+        for name, labels in lists.items()
+    }
+    return " and ".join(f"`{name}` in {labels!r}" for name, labels in plain.items())
+
+
+def _names(**given: Names | None) -> list[str]:
+    """The names that an option gives, one or a list. Raises OptionError for anything else."""
+    ((option, names),) = given.items()
+    if names is None:
+        return []
+    found = one_or_more(**{option: names})
+    for name in found:
+        if not isinstance(name, str):
+            raise OptionError(f"{option} must be the name of an obs column, such as 'donor', or a list, not {name!r}")
+    return found
+
+
+def _among(column: Column, chosen: Mask, name: str) -> ObsColumn:
+    """A column of the chosen rows only."""
+    of_all = column(name)
+    return of_all if chosen.all() else replace(of_all, values=of_all.values[chosen])
+
+
+def _named(names: Sequence[str]) -> str:
+    return f"obs column {names[0]!r}" if len(names) == 1 else f"{len(names)} obs columns together ({', '.join(names)})"
+
+
+def _classes(names: Sequence[str], column: Column, n_rows: int) -> tuple[NDArray[np.integer], Rows]:
+    """The label code of each row (-1 for none), and the number of rows per code, with that of -1 at the end.
+
+    With several columns, a label is one of each, and a row that lacks one of them has none.
+    """
+    if len(names) > 1:
+        groups = groups_of(names, column, n_rows)
+        numbers = np.where(groups.complete, np.cumsum(groups.complete) - 1, -1)
+        counts = np.append(groups.sizes[groups.complete], groups.sizes[~groups.complete].sum())
+        return numbers[groups.codes], counts
+    codes, n_labels = column(names[0]).classes(f"obs column {names[0]!r}")
     counts = np.zeros(n_labels + 1, np.int64)
     for start in range(0, len(codes), _WINDOW):
         counts += np.bincount(codes[start : start + _WINDOW].astype(np.int64) % (n_labels + 1), minlength=n_labels + 1)

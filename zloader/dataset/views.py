@@ -128,9 +128,9 @@ class Within:
         return getattr(self.sampling, "repeats", False)
 
     @property
-    def set_size(self) -> int:
-        """Rows per set, if the sampling has sets, else 1."""
-        return getattr(self.sampling, "set_size", 1)
+    def set_size(self) -> int | None:
+        """Rows per set, if the sampling has sets."""
+        return getattr(self.sampling, "set_size", None)
 
     @property
     def unit(self) -> int:

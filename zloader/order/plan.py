@@ -105,9 +105,9 @@ class Unseen:
         return int(getattr(self.sampling, "block_size", 1))
 
     @property
-    def set_size(self) -> int:
-        """Rows per set of the underlying sampling."""
-        return int(getattr(self.sampling, "set_size", 1))
+    def set_size(self) -> int | None:
+        """Rows per set of the underlying sampling, if it has sets."""
+        return getattr(self.sampling, "set_size", None)
 
     @property
     def unit(self) -> int:
@@ -187,8 +187,7 @@ class Plan:
                 raise OptionError("there are 0 rows to load: the dataset, view or sampling is empty")
             units = f"{self.n_rows} rows" if self._unit == 1 else f"{self._n_units} units of {self._unit} rows"
             raise OptionError(
-                f"{units} cannot be divided among {self.world_size} ranks: use fewer ranks or "
-                "remainder='pad'"
+                f"{units} cannot be divided among {self.world_size} ranks: use fewer ranks or remainder='pad'"
             )
 
     @property
@@ -326,13 +325,13 @@ class Plan:
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` of this rank, counted from 0."""
         rows = self._rows(*self._span(number))
-        set_size = int(getattr(self.sampling, "set_size", 1))
+        set_size: int | None = getattr(self.sampling, "set_size", None)
         fetch = Fetch(
             number=number,
             rows=rows,
             order=self._order(number, len(rows)),
             cuts=self._cuts(number),
-            sets=None if set_size == 1 else np.arange(len(rows)) // set_size,
+            sets=None if set_size is None else np.arange(len(rows)) // set_size,
         )
         if getattr(self.sampling, "has_gaps", False):
             fetch = fetch.without(rows < 0)

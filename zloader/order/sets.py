@@ -153,7 +153,9 @@ class BoundCellSets(SharesArrays):
         self._sizes = groups.sizes[chosen]
         self._rows, self._begins = sorted_rows(groups, chosen)
         self._per_pass = self._sizes // self.set_size if options.rest == "drop" else -(-self._sizes // self.set_size)
-        self._n_sets = int(self._counts(0).sum()) if weights is None else int(options.epoch_sets or self._per_pass.sum())
+        self._n_sets = (
+            int(self._counts(0).sum()) if weights is None else int(options.epoch_sets or self._per_pass.sum())
+        )
         self._named = [groups.named(group, dataset.obs_column) for group in _heaviest(chosen, weights)]
         self._sets_per_minibatch = 1
         self._ordered: tuple[int, Rows, Rows] | None = None  # the key of an epoch, and its sets
