@@ -213,7 +213,7 @@ def test_sets_are_dealt_so_that_groups_repeat_as_little_as_possible(counts, size
     assert sorted(zip(groups, numbers, strict=True)) == [
         (group, n) for group, count in enumerate(counts) for n in range(count)
     ]
-    n_full, left = divmod(sum(counts), size)
+    n_full = sum(counts) // size
     for begin in range(0, len(groups), size):
         here = Counter(groups[begin : begin + size].tolist())
         for group, times in here.items():

@@ -176,7 +176,7 @@ def test_a_state_of_other_sets_or_controls_is_refused(url):
         {"sampling": zl.CellSets(["line", "drug"], 4)},
         {"controls": zl.MatchedControls("drug == 'x'", "line")},
     ):
-        with pytest.raises(OptionError, match="the state is of another run: sampling was .CellSets"):
+        with pytest.raises(OptionError, match=r"the state is of another run: sampling was .CellSets"):
             loader_of(url, **options).load_state_dict(state)
 
 
