@@ -243,9 +243,11 @@ class BoundCellSets(SharesArrays):
 
     def _sets(self, key: int) -> tuple[NDArray[np.int32], Rows]:
         """The sets of an epoch in order: the group of each, and its number among the sets of its group."""
-        if self._ordered is None or self._ordered[0] != key:
-            self._ordered = key, *dealt(self._counts(key_of(key, 1)), self._sets_per_minibatch, key_of(key, 2))
-        return self._ordered[1], self._ordered[2]
+        ordered = self._ordered  # read once, because several epochs may be planned at the same time
+        if ordered is None or ordered[0] != key:
+            groups, numbers = dealt(self._counts(key_of(key, 1)), self._sets_per_minibatch, key_of(key, 2))
+            ordered = self._ordered = key, groups, numbers
+        return ordered[1], ordered[2]
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch, if all sets are full."""
@@ -263,7 +265,7 @@ class BoundCellSets(SharesArrays):
         sizes = np.repeat(self._sizes[groups], size)
         passes = np.repeat(turns * len(self._sizes) + groups, size)
         found = permute_each(places % sizes, sizes, passes, key_of(key, 3))
-        rows = self._rows[np.repeat(self._begins[groups], size) + found].astype(np.int64)
+        rows: Rows = self._rows[np.repeat(self._begins[groups], size) + found].astype(np.int64)
         if self.has_gaps:
             rows[places >= sizes] = -1
         return rows[start - first * size : stop - first * size]
