@@ -19,6 +19,7 @@ PACKAGE = Path(zloader.__file__).parent
 # Every folder is a stage of the pipeline. It may import from itself and from folders on lower floors.
 FLOORS = {
     "commands": 8,
+    "integrations": 8,
     "conversion": 7,
     "training": 7,
     "dataset": 6,
@@ -38,6 +39,7 @@ WINGS = ["sources", "joining", "writing", "checking"]
 MAY_IMPORT = {
     "tensorstore": {"zloader.reading.object_source"},
     "torch": {
+        "zloader.integrations.cell_load",
         "zloader.order.epochs",
         "zloader.order.ranks",
         "zloader.training.delivery",

@@ -154,6 +154,23 @@ def test_info_foretells_what_an_epoch_costs(tmp_path):
     assert shown["epoch"] | flags == shown["epoch"]
 
 
+def test_info_foretells_the_cost_of_sets_and_controls(tmp_path):
+    write_store(counts(700, 300), tmp_path / "cells.zarr", tmp_path)
+    flags = ("--group", "donor", "--group", "lane", "--set-size", 8, "--controls", "passed", "--match", "donor")
+    shown = json.loads(zloader("info", tmp_path / "cells.zarr", "--json", "--fetch-factor", 5, *flags).stdout)["epoch"]
+    dataset = zl.open_dataset(tmp_path / "cells.zarr")
+    sampling, controls = zl.CellSets(["donor", "lane"], 8), zl.MatchedControls("passed", match="donor")
+    loader = zl.Loader(dataset, batch_size=8, fetch_factor=5, sampling=sampling, controls=controls)
+    for _ in loader:
+        pass
+    assert shown["unmirrored"]["gets"] == loader.statistics().gets
+    assert shown["unmirrored"]["bytes_read"] == loader.statistics().bytes_read
+    assert (shown["group"], shown["set_size"], shown["controls"]) == (["donor", "lane"], 8, "passed")
+    text = zloader("info", tmp_path / "cells.zarr", *flags).stdout
+    assert "sets of 8, a control for each row" in text
+    assert "--match goes with --controls" in zloader("info", tmp_path / "cells.zarr", *flags[-2:], status=1).stderr
+
+
 def test_blocks_of_info_shrink_with_a_fetch(tmp_path):
     write_store(counts(300, 60), tmp_path / "cells.zarr", tmp_path)
     flags = ("--batch-size", 4, "--fetch-factor", 4)

@@ -15,7 +15,9 @@ from zloader.dataset.views import RowSet
 from zloader.order.mixture import Mixture
 from zloader.order.sampling import BlockShuffling, Streaming, bound
 from zloader.order.scanners import MixtureOfScanners
+from zloader.order.sets import CellSets
 from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
+from zloader.selecting.columns import as_numbers
 
 pytestmark = pytest.mark.any_version
 
@@ -27,6 +29,8 @@ LABELS = ["b" if row % 11 else "a" for row in range(N_ROWS)]
 
 # The rows of group n are those whose remainder by 3 is n.
 THIRDS = SimpleNamespace(n_obs=N_ROWS, rows_of=lambda number: RowSet.of(np.arange(N_ROWS) % 3 == number))
+
+TABLE = SimpleNamespace(n_obs=N_ROWS, obs_column=lambda name: as_numbers(name, LABELS))
 
 SAMPLINGS = {
     "streaming": Streaming(),
@@ -44,6 +48,8 @@ SAMPLINGS = {
     "once by weight": BlockWeightedSampling(WEIGHTS, block_size=6, total_size=300, replace=False),
     "classes": ClassBalancedSampling(LABELS, block_size=8),
     "mixture": bound(Mixture({"a": (0, 0.7), "b": (1, 0.2), "c": (2, 0.1)}, block_size=12), THIRDS),
+    "sets": bound(CellSets("label", 7), TABLE),
+    "balanced sets": bound(CellSets("label", 7, weights="balanced"), TABLE),
     "classes once": ClassBalancedSampling(LABELS, block_size=8, total_size=200, replace=False),
 }
 # Per sampling, seed and epoch: the first 16 rows, and the crc32 of all rows as little-endian int64.
@@ -145,6 +151,16 @@ GOLDEN = {
     ("mixture", 7, 3): (
         [498, 501, 504, 507, 510, 513, 516, 519, 522, 525, 528, 531, 865, 868, 871, 874],
         4030768430,
+    ),
+    ("sets", 0, 0): ([430, 118, 959, 709, 982, 588, 617, 643, 360, 123, 229, 965, 17, 500, 831, 931], 4155558853),
+    ("sets", 7, 3): ([59, 414, 38, 18, 544, 303, 819, 897, 47, 984, 475, 4, 54, 655, 690, 450], 2056701975),
+    ("balanced sets", 0, 0): (
+        [430, 118, 959, 709, 982, 588, 617, 643, 360, 123, 229, 965, 17, 500, 831, 931],
+        1149960061,
+    ),
+    ("balanced sets", 7, 3): (
+        [968, 572, 121, 594, 264, 198, 858, 166, 675, 799, 15, 48, 189, 34, 759, 649],
+        3144167035,
     ),
 }
 

@@ -213,7 +213,7 @@ def test_sets_are_dealt_so_that_groups_repeat_as_little_as_possible(counts, size
     assert sorted(zip(groups, numbers, strict=True)) == [
         (group, n) for group, count in enumerate(counts) for n in range(count)
     ]
-    n_full, left = divmod(sum(counts), size)
+    n_full = sum(counts) // size
     for begin in range(0, len(groups), size):
         here = Counter(groups[begin : begin + size].tolist())
         for group, times in here.items():
@@ -285,6 +285,23 @@ def test_the_order_is_that_of_the_seed_and_the_epoch_in_any_slices():
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     assert not np.array_equal(sampling.rows(0, n_rows, epoch=3, **options), whole)
     assert not np.array_equal(sampling.rows(0, n_rows, epoch=2, dataset_rows=550, seed=8), whole)
+
+
+def test_epochs_that_are_planned_at_the_same_time_do_not_mix():
+    """A thread that plans another epoch whenever this one has computed its order."""
+    table = table_of([300, 200, 50])
+    sampling = bound(CellSets("group", 8), table)
+    options = {"dataset_rows": 550, "seed": 7}
+    wanted = sampling.rows(0, 80, epoch=2, **options)
+
+    class Meddled(type(sampling)):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_ordered":
+                super().__setattr__(name, (1, *bound(CellSets("group", 8), table)._sets(1)))
+
+    sampling.__class__ = Meddled
+    np.testing.assert_array_equal(sampling.rows(0, 80, epoch=2, **options), wanted)
 
 
 def test_padding_repeats_whole_sets():

@@ -121,6 +121,18 @@ def test_stored_dtypes_are_rounded_once(tmp_path, stored, dtype):
         assert_same_minibatches(zl.Loader(dataset, device=LateDevice(), **made), zl.Loader(dataset, **made))
 
 
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed"])
+def test_sets_and_controls_equal_those_of_the_host(dataset, layout):
+    sets, controls = zl.CellSets("lane", 4), zl.MatchedControls("passed", match="lane", n=2)
+    options = {"batch_size": 12, "fetch_factor": 3, "layout": layout, "sampling": sets, "controls": controls}
+    for found, wanted in zip(
+        zl.Loader(dataset, device=LateDevice(), **options), zl.Loader(dataset, **options), strict=True
+    ):
+        assert_same_minibatches([found, found.control], [wanted, wanted.control])
+        assert found.set_of_row.equal(wanted.set_of_row)
+        assert found.group["lane"].tolist() == wanted.group["lane"].tolist()
+
+
 def test_views_row_numbers_and_kept_labels(dataset):
     view = dataset.where("n_counts > 0")
     loader = zl.Loader(view, obs=["lane"], layout="dense", device=LateDevice(), **SIZES)

@@ -176,7 +176,7 @@ def test_a_state_of_other_sets_or_controls_is_refused(url):
         {"sampling": zl.CellSets(["line", "drug"], 4)},
         {"controls": zl.MatchedControls("drug == 'x'", "line")},
     ):
-        with pytest.raises(OptionError, match="the state is of another run: sampling was .CellSets"):
+        with pytest.raises(OptionError, match=r"the state is of another run: sampling was .CellSets"):
             loader_of(url, **options).load_state_dict(state)
 
 
@@ -235,6 +235,16 @@ def test_controls_of_a_view_are_taken_as_they_are(url):
         assert (OBS["drug"].iloc[minibatch.control.index.numpy()] == "DMSO").all()
         assert {*minibatch.group["drug"]} <= {"x", "y", "z"}
         assert {*minibatch.control.row.tolist()} == {-1}
+
+
+def test_groups_and_rows_that_are_left_out_are_counted(url):
+    found = loader_of(url, sampling=zl.CellSets(["line", "drug"], 8, least=30)).set_counts
+    sizes = OBS.groupby(["line", "drug"], observed=True).size()
+    assert found.unlabelled_rows == OBS["line"].isna().sum()
+    assert (found.small_groups, found.small_rows) == ((sizes < 30).sum(), sizes[sizes < 30].sum())
+    assert (found.groups, found.rows) == ((sizes >= 30).sum(), sizes[sizes >= 30].sum())
+    assert found.small_groups > 0
+    assert loader_of(zl.open_dataset(url), sampling=None, controls=None).set_counts is None
 
 
 def test_the_need_of_a_fallback_is_said_once(url, caplog):

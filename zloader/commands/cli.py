@@ -64,6 +64,18 @@ def info(  # noqa: PLR0913 - one parameter a flag
     block_size: Annotated[
         int | None, typer.Option(help="Rows per shuffled block, at most one fetch.", show_default="64")
     ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="Sets of rows that agree in this obs column; give it again for several."),
+    ] = None,
+    set_size: Annotated[int, typer.Option(help="Rows per set, with --group.")] = 64,
+    controls: Annotated[
+        str | None, typer.Option(metavar="EXPRESSION", help="A control for each row, such as \"drug == 'DMSO'\".")
+    ] = None,
+    match: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="The obs column in which controls agree with their rows."),
+    ] = None,
     endpoint_url: Endpoint = None,
     region: Region = None,
     profile: Profile = None,
@@ -75,15 +87,22 @@ def info(  # noqa: PLR0913 - one parameter a flag
     from zloader.dataset.dataset import open_dataset
     from zloader.dataset.summary import summarize
 
+    if group and batch_size is None:
+        batch_size = set_size
     sizes, wanted = loader_sizes(batch_size, fetch_factor, block_size), x_of(x)
+    order = _order(group, set_size, controls, match, sizes["block_size"])
     dataset = open_dataset(url, storage_options=storage_options(endpoint_url, region, profile, anon))
     summary = summarize(dataset)
     try:
-        costs, problem = _costs(dataset, wanted, **sizes), None
+        costs, problem = _costs(dataset, wanted, sizes, order), None
     except FormatError as error:
         costs, problem = None, str(error)
     if as_json:
-        epoch = {"x": wanted, **sizes, "problem": problem} | ({} if costs is None else dataclasses.asdict(costs))
+        named = {"group": group, "set_size": set_size} if group else {}
+        named |= {"controls": controls, "match": match} if controls else {}
+        epoch = {"x": wanted, **sizes, **named, "problem": problem} | (
+            {} if costs is None else dataclasses.asdict(costs)
+        )
         print_json(dataclasses.asdict(summary) | {"epoch": epoch})
     else:
         console = terminal.console()
@@ -91,24 +110,41 @@ def info(  # noqa: PLR0913 - one parameter a flag
         if costs is None:
             console.print(f"cannot estimate an epoch: {problem}", soft_wrap=True, markup=False)
         else:
-            terminal.show_costs(console, costs, ", ".join(x or ["X"]), sizes)
+            blocks = f"sets of {set_size:,}" if group else f"blocks of {sizes['block_size']:,}"
+            order_of_rows = f"{blocks}, a control for each row" if controls else blocks
+            terminal.show_costs(console, costs, ", ".join(x or ["X"]), sizes, order_of_rows)
     if costs is None and wanted != "X":  # the user named this matrix
         raise typer.Exit(1)
 
 
-def _costs(dataset: Dataset, x: str | list[str], *, batch_size: int, fetch_factor: int, block_size: int) -> EpochCosts:
-    from zloader.dataset.cost import epoch_costs
+def _order(
+    group: list[str] | None, set_size: int, controls: str | None, match: list[str] | None, block_size: int
+) -> dict[str, Any]:
+    """The sampling and the controls of a Loader."""
+    from zloader.order.controls import MatchedControls
     from zloader.order.sampling import stratified
+    from zloader.order.sets import CellSets
+
+    if match and controls is None:
+        raise OptionError("--match goes with --controls")
+    return {
+        "sampling": CellSets(group, set_size) if group else stratified(block_size),
+        "controls": None if controls is None else MatchedControls(controls, match=match or []),
+    }
+
+
+def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: dict[str, Any]) -> EpochCosts:
+    from zloader.dataset.cost import epoch_costs
     from zloader.training.loader import Loader
 
     loader = Loader(
         dataset,
-        batch_size=batch_size,
-        fetch_factor=fetch_factor,
-        sampling=stratified(block_size),
+        batch_size=sizes["batch_size"],
+        fetch_factor=sizes["fetch_factor"],
         x=x,
         rank=0,
         world_size=1,
+        **order,
     )
     return epoch_costs(dataset, loader.plan(0), x=x, options=loader.options)
 

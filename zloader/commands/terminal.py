@@ -123,11 +123,10 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
     console.print(table)
 
 
-def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int]) -> None:
+def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
     fetch_rows = sizes["batch_size"] * sizes["fetch_factor"]
     console.print(
-        f"\nEpoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, "
-        f"blocks of {sizes['block_size']:,}",
+        f"\nEpoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, {order}",
         style="bold",
     )
     table = _table("", ">GETs", ">bytes")

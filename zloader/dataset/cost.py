@@ -86,7 +86,7 @@ def epoch_costs(
                 count.add_indexes(array, with_index)
     if exact:
         return EpochCosts(unmirrored=every.cost(), first_mirrored=first.cost())
-    counted = sum(len(rows) for fetches in taken for rows in fetches)
+    counted = sum(map(plan.n_positions, numbers))
     unmirrored = every.cost(scale=plan.n_rows / plan.world_size / counted)
     return EpochCosts(unmirrored=unmirrored, first_mirrored=_at_most(stores, unmirrored))
 

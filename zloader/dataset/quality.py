@@ -20,7 +20,7 @@ spaced stretches of about 256 minibatches are examined.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,7 @@ def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, p
     ignore the weights of a sampling, so a class-balanced plan can have more entropy than they have.
     Raises OptionError for floats as labels, for the wrong number of labels, and for a plan without a full minibatch.
     """
+    plan = replace(plan, controls=None)
     codes = _codes(labels, plan)
     chosen = _chosen_rows(plan)
     stretches = [_stretch(plan, numbers) for numbers in _examined(plan)]

@@ -178,13 +178,16 @@ class BoundControls(SharesArrays):
         """The controls of some rows, `n` for each, one row after another."""
         groups = self._groups[rows]
         sizes = self._sizes[groups]
+        if not sizes.all():
+            raise OptionError(
+                f"row {rows[np.argmin(sizes)]} has no control, and its sampling does not list it in indices"
+            )
         words = words_at(key_of(seed, epoch, _DRAWS), rows.astype(np.uint64))
         starts = (words % sizes.astype(np.uint64)).astype(np.int64)
-        if self.n == 1:
-            return self._pool[self._begins[groups] + starts]
         steps = np.arange(self.n) * np.maximum(1, sizes // self.n)[:, None]
         places = (starts[:, None] + steps) % sizes[:, None]
-        return self._pool[self._begins[groups][:, None] + places].reshape(-1)
+        drawn: Rows = self._pool[self._begins[groups][:, None] + places].reshape(-1)
+        return drawn
 
     def n_from_fallback(self, rows: Rows) -> int:
         """How many controls of some rows agree with them in the columns of a fallback only."""

@@ -7,6 +7,7 @@ the minibatches in random order. So a group that has no more sets than there are
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zloader.common.records import Rows
 from zloader.order.permutation import key_of, shuffled
@@ -25,7 +26,7 @@ def shared_out(weights: Rows, total: int, key: int) -> Rows:
     return counts
 
 
-def dealt(counts: Rows, per_minibatch: int, key: int) -> tuple[Rows, Rows]:
+def dealt(counts: Rows, per_minibatch: int, key: int) -> tuple[NDArray[np.int32], Rows]:
     """The order of the sets of groups that have `counts` sets: the group of each set, and its number in the group."""
     total = int(counts.sum())
     order = shuffled(len(counts), key_of(key, 1))

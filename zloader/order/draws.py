@@ -228,14 +228,15 @@ class Draws(SharesArrays):
 
     def _choose(self, key: int) -> Rows:
         """The rows of an epoch without replacement, in ascending order."""
-        if self._chosen is None or self._chosen[0] != key:
+        found = self._chosen  # read once, because several epochs may be planned at the same time
+        if found is None or found[0] != key:
             waits = np.empty(self._n)
             _waits(self._table, self._codes, _U64(key), waits)
             longest = np.partition(waits, self._total_size - 1)[self._total_size - 1]
             chosen = np.flatnonzero(waits <= longest)
             ties = np.flatnonzero(waits[chosen] == longest)[::-1][: len(chosen) - self._total_size]
-            self._chosen = key, np.delete(chosen, ties)
-        return self._chosen[1]
+            found = self._chosen = key, np.delete(chosen, ties)
+        return found[1]
 
 
 def _require_weights(table: NDArray[Any]) -> None:

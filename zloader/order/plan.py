@@ -322,6 +322,11 @@ class Plan:
             start += size
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def n_positions(self, number: int) -> int:
+        """The positions of a fetch in the order of the epoch: its rows without controls, and with any gaps."""
+        start, stop = self._span(number)
+        return stop - start
+
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` of this rank, counted from 0."""
         rows = self._rows(*self._span(number))

@@ -16,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zloader.common.checks import one_or_more, require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
@@ -158,7 +159,7 @@ class BoundCellSets(SharesArrays):
         )
         self._named = [groups.named(group, dataset.obs_column) for group in _heaviest(chosen, weights)]
         self._sets_per_minibatch = 1
-        self._ordered: tuple[int, Rows, Rows] | None = None  # the key of an epoch, and its sets
+        self._ordered: tuple[int, NDArray[np.int32], Rows] | None = None  # the key of an epoch, and its sets
         small = np.flatnonzero(groups.complete & (groups.sizes < _least(options)))
         self.counts = SetCounts(
             groups=len(chosen),
@@ -240,11 +241,13 @@ class BoundCellSets(SharesArrays):
             return np.full(len(self._sizes), self.options.per_group, np.int64)
         return np.minimum(self._per_pass, self.options.per_group)
 
-    def _sets(self, key: int) -> tuple[Rows, Rows]:
+    def _sets(self, key: int) -> tuple[NDArray[np.int32], Rows]:
         """The sets of an epoch in order: the group of each, and its number among the sets of its group."""
-        if self._ordered is None or self._ordered[0] != key:
-            self._ordered = key, *dealt(self._counts(key_of(key, 1)), self._sets_per_minibatch, key_of(key, 2))
-        return self._ordered[1], self._ordered[2]
+        ordered = self._ordered  # read once, because several epochs may be planned at the same time
+        if ordered is None or ordered[0] != key:
+            groups, numbers = dealt(self._counts(key_of(key, 1)), self._sets_per_minibatch, key_of(key, 2))
+            ordered = self._ordered = key, groups, numbers
+        return ordered[1], ordered[2]
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch, if all sets are full."""
@@ -262,7 +265,7 @@ class BoundCellSets(SharesArrays):
         sizes = np.repeat(self._sizes[groups], size)
         passes = np.repeat(turns * len(self._sizes) + groups, size)
         found = permute_each(places % sizes, sizes, passes, key_of(key, 3))
-        rows = self._rows[np.repeat(self._begins[groups], size) + found].astype(np.int64)
+        rows: Rows = self._rows[np.repeat(self._begins[groups], size) + found].astype(np.int64)
         if self.has_gaps:
             rows[places >= sizes] = -1
         return rows[start - first * size : stop - first * size]

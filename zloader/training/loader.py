@@ -27,6 +27,7 @@ from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, batched, bound, sized
+from zloader.order.sets import BoundCellSets, SetCounts
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes
@@ -231,6 +232,11 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         and dates, the dtype of their values: `column.numpy().view(labels["date"])` are the dates. Reads the columns.
         """
         return {name: self.dataset.whole.obs_column(name).labels for name in self.obs}
+
+    @property
+    def set_counts(self) -> SetCounts | None:
+        """How many groups, rows and sets CellSets has, and how many it leaves out; None for another sampling."""
+        return self._sampling.counts if isinstance(self._sampling, BoundCellSets) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`; later iterations count up from there."""

@@ -1,0 +1,121 @@
+"""Parts with labels held out: few-shot, zero-shot, and controls that are in one part only."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import counts, write_store
+
+import zloader as zl
+from zloader.common.errors import MissingColumnError, OptionError
+
+pytestmark = pytest.mark.any_version
+
+RNG = np.random.default_rng(7)
+ADATA = counts(900, 8)
+ADATA.obs["line"] = pd.Categorical.from_codes(RNG.choice([-1, 0, 1, 2], 900, p=[0.1, 0.3, 0.3, 0.3]), [*"ABC"])
+ADATA.obs["drug"] = pd.Categorical(RNG.choice(["DMSO", "x", "y", "z", "w"], 900, p=[0.2, 0.2, 0.2, 0.2, 0.2]))
+LINE, DRUG = ADATA.obs["line"].to_numpy(object), ADATA.obs["drug"].to_numpy(object)
+DMSO = "drug == 'DMSO'"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> zl.Dataset:
+    folder = tmp_path_factory.mktemp("cells")
+    write_store(ADATA, folder / "cells.zarr", folder)
+    return zl.open_dataset(folder / "cells.zarr")
+
+
+def rows_of(parts) -> dict[str, np.ndarray]:
+    """The rows of each part. No row is in two."""
+    rows = {name: view.row_numbers for name, view in parts.items()}
+    for one, other in combinations(rows.values(), 2):
+        assert not {*one.tolist()} & {*other.tolist()}
+    return rows
+
+
+def test_a_line_held_out_is_never_seen_in_training(dataset):
+    rows = rows_of(dataset.split(hold_out={"line": ["B"]}))
+    assert rows["test"].tolist() == np.flatnonzero(LINE == "B").tolist()
+    assert rows["train"].tolist() == np.flatnonzero(LINE != "B").tolist()
+
+
+def test_labels_of_several_columns_hold_out_their_combinations(dataset):
+    rows = rows_of(dataset.split(hold_out={"line": ["A", "B"], "drug": "x"}))
+    held = np.isin(LINE, ["A", "B"]) & (DRUG == "x")
+    assert rows["test"].tolist() == np.flatnonzero(held).tolist()
+    assert len(rows["train"]) == 900 - held.sum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_some_drugs_of_a_line_are_held_out_and_its_controls_are_divided(dataset, seed):
+    parts = {"train": 0.5, "val": 0.25, "test": 0.25}
+    split = dataset.split(parts, hold_out={"line": ["C"]}, by="drug", controls=DMSO, seed=seed)
+    rows = rows_of(split)
+    assert sum(map(len, rows.values())) == 900
+    assert {*np.flatnonzero(LINE != "C").tolist()} <= {*rows["train"].tolist()}
+    drugs = {name: {*DRUG[of_part[LINE[of_part] == "C"]]} - {"DMSO"} for name, of_part in rows.items()}
+    assert sorted(drug for each in drugs.values() for drug in each) == ["w", "x", "y", "z"]
+    n_controls = np.count_nonzero((LINE == "C") & (DRUG == "DMSO"))
+    for name, share in parts.items():
+        own = rows[name][LINE[rows[name]] == "C"]
+        assert abs(np.count_nonzero(DRUG[own] == "DMSO") - share * n_controls) <= 1
+        sampling = zl.CellSets(["line", "drug"], 4)
+        loader = zl.Loader(split[name], sampling=sampling, controls=zl.MatchedControls(DMSO, "line"), batch_size=4)
+        seen = {row for minibatch in loader for row in minibatch.control.index.tolist()}
+        assert seen <= {*rows[name].tolist()}
+
+
+def test_groups_of_several_columns_stay_together_and_every_line_keeps_controls(dataset):
+    rows = rows_of(dataset.split({"train": 0.7, "test": 0.3}, by=["line", "drug"], controls=DMSO))
+    assert sum(map(len, rows.values())) == 900
+    groups = [{*zip(LINE[of_part], DRUG[of_part], strict=True)} for of_part in rows.values()]
+    assert {drug for _, drug in groups[0] & groups[1]} == {"DMSO"}
+    assert {line for line, drug in groups[0] & groups[1] if isinstance(line, str)} == {*"ABC"}
+
+
+def test_strata_of_several_columns(dataset):
+    train, test = dataset.split([0.75, 0.25], stratify=["line", "drug"], seed=3)
+    for line in "ABC":
+        for drug in ("DMSO", "x", "y", "z", "w"):
+            total, own = (
+                np.count_nonzero((LINE[rows] == line) & (DRUG[rows] == drug))
+                for rows in (np.arange(900), train.row_numbers)
+            )
+            assert abs(own - 0.75 * total) <= 1
+    assert len(train) + len(test) == 900
+
+
+def test_a_split_of_a_view(dataset):
+    view = dataset.where("line in ['A', 'B']")
+    rows = rows_of(view.split(hold_out={"line": "B"}, controls=DMSO))
+    assert rows["test"].tolist() == np.flatnonzero(LINE == "B").tolist()
+    assert rows["train"].tolist() == np.flatnonzero(LINE == "A").tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({}, OptionError, "give the parts as a list"),
+        ({"hold_out": {}}, OptionError, "hold_out must be labels by obs column"),
+        ({"hold_out": ["B"]}, OptionError, "hold_out must be labels by obs column"),
+        ({"hold_out": {"line": []}}, OptionError, "hold_out lists no label of 'line'"),
+        ({"hold_out": {"lin": ["B"]}}, MissingColumnError, "Did you mean 'line'"),
+        ({"hold_out": {"drug": ["DSMO"]}}, OptionError, "Did you mean 'DMSO'"),
+        ({"parts": [5, 5], "controls": DMSO}, OptionError, "give fractions of the rows when there are controls"),
+        ({"parts": 0.5, "hold_out": {"line": "B"}}, OptionError, "or a dict by name, not 0.5"),
+        ({"parts": [0.2] * 6, "by": ["line", "cell_type"], "hold_out": {"line": "B"}}, OptionError, "add up to"),
+        (
+            {"parts": [0.1] * 9, "by": ["line", "drug"], "hold_out": {"line": "B"}},
+            OptionError,
+            "2 obs columns together",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_held_out_is_refused(dataset, options, kind, says):
+    with pytest.raises(kind, match=says):
+        dataset.split(**options)
