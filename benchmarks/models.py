@@ -137,7 +137,7 @@ def gene_means(loader: zl.Loader, n_tokens: int) -> torch.Tensor:
     return torch.where(counts > 0, sums / counts.clamp(min=1), overall)
 
 
-def tokens_run(dataset: zl.Dataset, *, epochs: int = 30, n_genes: int = 500, seed: int = 0) -> Figures:
+def tokens_run(dataset: zl.Dataset, *, epochs: int = 12, n_genes: int = 500, seed: int = 0) -> Figures:
     """Trains the transformer, and compares it with the mean of each gene on held-out cells."""
     torch.manual_seed(seed)
     train, test = dataset.split([0.8, 0.2], seed=seed)
