@@ -12,15 +12,16 @@ from the number of the drug. The rows are those of screens.py. Two drugs of each
 log1p of counts scaled to 1 per gene. Baselines predict no shift, and the mean shift of all training sets. The mean
 shift of the drug in the other cell lines is given for comparison, and need not be beaten.
 
-Then cell-load reads the .h5ad file of the screen in turns with zloader on the store that was converted from it: the same
-sets of 64 treated cells, 8 per minibatch, each cell with a random control of its cell line, as dense float32. cell-load
-reads X, or a dense obsm array of the same values, or that with its option for sets of neighbouring rows. Its epochs
-end after --most-s seconds.
+Losses are mean squared errors on the held-out cells or sets, in the same minibatches for model and baselines. rows/s
+and the share of the time that training waited for minibatches are those of the loader in all epochs of training;
+controls are not counted as rows. Peak memory is that of the process. The exit status is 1 if a model does not fall
+below each of its baselines.
 
-Losses are mean squared errors on the held-out cells or sets, in the same minibatches for model and baselines. rows/s and
-the share of the time that training waited for minibatches are those of the loader in all epochs of training; controls
-are not counted as rows. Peak memory is that of the process. The exit status is 1 if a model does not fall below each of
-its baselines. The last line is one JSON document.
+Then cell-load reads the .h5ad file of the screen in turns with zloader on the store that was converted from it: sets of
+64 treated cells, 8 per minibatch, each cell with a random control of its cell line, as dense float32. cell-load reads
+X, or a dense obsm array of the same values, or that with its option for sets of neighbouring rows. Its epochs end after
+--most-s seconds. Its memory is the peak of its process, and the private memory of its workers. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class MeanShift(torch.nn.Module):
 
 
 def sets_of(minibatch: zl.Minibatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The control cells, the drug and the mean shift of each set of a minibatch. All its sets have equally many cells."""
+    """The control cells, the drug and the mean shift of each set of a minibatch. Its sets are equally large."""
     n_sets = int(minibatch.set_of_row[-1]) + 1
     cells, controls = (scaled(each.x).unflatten(0, (n_sets, -1)) for each in (minibatch, minibatch.control))
     drug = minibatch.obs["drug"].unflatten(0, (n_sets, -1))[:, 0]
@@ -321,7 +322,9 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="without cell-load")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of cell-load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="epochs beside cell-load (default: %(default)s)")
-    parser.add_argument("--most-s", type=float, default=20, help="seconds per epoch of cell-load (default: %(default)s)")
+    parser.add_argument(
+        "--most-s", type=float, default=20, help="seconds per epoch of cell-load (default: %(default)s)"
+    )
     rivals.add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
@@ -343,7 +346,11 @@ def main() -> None:
     print(f"peak memory of both trainings: {peak_bytes / 1e6:,.0f} MB")
     if beside:
         print_beside(beside)
-    print(json.dumps({"cores": len(os.sched_getaffinity(0)), "trainings": runs, "peak_bytes": peak_bytes, "beside": beside}))
+    print(
+        json.dumps(
+            {"cores": len(os.sched_getaffinity(0)), "trainings": runs, "peak_bytes": peak_bytes, "beside": beside}
+        )
+    )
     sys.exit(0 if fell else 1)
 
 

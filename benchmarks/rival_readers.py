@@ -1,10 +1,9 @@
 """Epochs of cell-load and SLAF for readers.py. Each function runs in the environment of its tool (see rivals.py).
 
-"cell-load" reads the `path` of an .h5ad file, or a directory of them, as the datasets of one TOML file, all for
-training. Its samples are sets of `set_size` cells of one cell line and drug, `batch_size` cells per minibatch, each with
-one random control of its cell line, as dense float32. `embed_key` is None for X (CSR) or the name of an obsm array.
-`consecutive` is its option for files in which the cells of a set are neighbours. The memory of its `workers` is
-`workers_bytes`: the sum of their private bytes at the end of the epoch.
+"cell-load" reads the .h5ad file `path`, all of it for training. Its samples are sets of `set_size` cells of one cell
+line and drug, `batch_size` cells per minibatch, each with one random control of its cell line, as dense float32.
+`embed_key` is None for X (CSR) or the name of an obsm array. `consecutive` is its option for files in which the cells
+of a set are neighbours. `workers_bytes` is the private memory of its `workers` at the end of the epoch.
 
 "slafdb" reads a SLAF store with its default order, a mixture of scanners, and makes the tokens named by `tokens`. A new
 loader is made for each epoch, as its `n_epochs=1` requires, and stopped afterwards.

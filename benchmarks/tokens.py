@@ -94,7 +94,9 @@ def main() -> None:
         print(f"{name}: {measured:.2f} x annbatch (target {target}): {'met' if measured >= target else 'missed'}")
     for side, name in SLAF_SIDES.items() if options.slaf else ():
         measured = statistics.median(speedups(runs[name], runs[side]))
-        print(f"{name}: {measured:.1f} x {side} (target {SLAF_TARGET}): {'met' if measured >= SLAF_TARGET else 'missed'}")
+        print(
+            f"{name}: {measured:.1f} x {side} (target {SLAF_TARGET}): {'met' if measured >= SLAF_TARGET else 'missed'}"
+        )
     print(json.dumps({"cores": len(os.sched_getaffinity(0)), "rows": rows, "runs": runs}))
 
 

@@ -144,7 +144,7 @@ def test_the_trainings_run_and_compare_with_their_baselines(models, tmp_path, ca
     assert runs["tokens"]["rows"] == 192
     assert runs["sets"]["rows"] == 2 * 6 * 16  # two of the three drugs of each line, two sets of each
     for figures in runs.values():
-        assert 0 < figures["rows_per_s"]
+        assert figures["rows_per_s"] > 0
         assert 0 <= figures["wait_share"] <= 1
         assert all(loss > 0 for loss in figures["losses"].values())
     assert models.print_trainings({"a": {**runs["sets"], "losses": {"model": 1.0, "no shift": 2.0}}})
