@@ -17,7 +17,7 @@ Minibatches have 64 rows, or `batch_size`, with X as CSR and one obs column. Eac
 annbatch returns scipy matrices with int32 indices (torch tensors if its environment has torch) and a DataFrame.
 zloader returns its default: torch CSR with int32 indices, and row numbers. zloader also accepts a `mirror` for the
 loader that it keeps between epochs, another `layout`, `genes` to select, and `tokens`: the tokenizer whose tokens it
-returns instead of X, by name. Its vocabulary has all genes.
+returns instead of X, by name. Its vocabulary has all genes. With `set_size` it yields sets with controls.
 
 annbatch is set up as its README recommends, with the fastest settings that were found: a custom load function that
 reads one obs column; on disk the zarrs pipeline with its default number of threads; on S3 obstore with zarr's own
@@ -26,6 +26,8 @@ requests is half as fast, and 256 are no faster.)
 
 "plain" reads exactly the bytes that zloader's epochs read from a mirror, with as many threads: the bytes of each block
 in the given `way` (see ranges.py), or all files from start to end if the way is "sequential". Linux only.
+
+rival_readers.py has the code of "cell-load" and "slafdb".
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from rival_readers import cell_load, slaf
 
 Request = dict[str, Any]
 Epoch = Callable[[Request], tuple[Iterator[int], Callable[[], Request]]]
@@ -57,11 +61,11 @@ def zloader(options: Request) -> Epoch:
 
     def opened(mirror: str | None) -> zl.Loader:
         dataset = zl.open_dataset(options["store"], cache=mirror, storage_options=options.get("storage_options"))
+        rows = _sets(dataset, options["set_size"]) if "set_size" in options else {"dataset": dataset}
         return zl.Loader(
-            dataset,
             batch_size=_batch_size(options),
             fetch_factor=_fetch_rows(options) // _batch_size(options),
-            sampling=zl.BlockShuffling(options["chunk_size"]),
+            **{"sampling": zl.BlockShuffling(options["chunk_size"]), **rows},
             obs=[options["obs"]] if "obs" in options else [],
             **{name: options[name] for name in ("layout", "genes") if name in options},
             **({"x": None, "tokens": tokenizer(options["tokens"], dataset)} if "tokens" in options else {}),
@@ -83,6 +87,17 @@ def zloader(options: Request) -> Epoch:
         return map(len, loader), statistics
 
     return epoch
+
+
+def _sets(dataset: Any, set_size: int) -> Request:
+    """The treated rows of a screen (see screens.py) in sets of one cell line and drug, each row with a control."""
+    import zloader as zl
+
+    return {
+        "dataset": dataset.where("drug != 'DMSO'"),
+        "sampling": zl.CellSets(["cell_line", "drug"], set_size=set_size),
+        "controls": zl.MatchedControls(dataset.where("drug == 'DMSO'"), match="cell_line"),
+    }
 
 
 def tokenizer(name: str, dataset: Any) -> Any:
@@ -282,8 +297,9 @@ def main() -> None:
     side, options = sys.argv[1], json.loads(sys.argv[2])
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # output of libraries goes to stderr
-        epoch = {"zloader": zloader, "annbatch": annbatch, "plain": plain}[side](options)
-        first_fetch = _fetch_rows(options) // _batch_size(options)
+        sides = {"zloader": zloader, "annbatch": annbatch, "plain": plain, "cell-load": cell_load, "slafdb": slaf}
+        epoch = sides[side](options)
+        first_fetch = max(1, _fetch_rows(options) // _batch_size(options))
         for line in sys.stdin:
             request = json.loads(line)
             answer = started() if request.get("started") else measured(epoch, request, first_fetch=first_fetch)

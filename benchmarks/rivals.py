@@ -2,11 +2,12 @@
 
     python benchmarks/rivals.py make annbatch [--python python3.12] [--environments DIR]
     python benchmarks/rivals.py write annbatch-shuffled-zarrs FILE.h5ad STORE.zarr
+    python benchmarks/rivals.py write slafdb FILE.h5ad STORE.slaf
 
 `make` prints the path of the environment's Python. pip installs the newest version of the rival and of its dependencies
 there, as its users would. No constraints apply: neither this repository's constraints.txt nor PIP_CONSTRAINT. annbatch
-needs Python 3.12, and does not need torch to write. An environment is rebuilt when the requirements change, and after a
-month, to get newer versions.
+needs Python 3.12, and does not need torch to write; cell-load does not run on Python 3.13, nor slafdb on 3.14. An
+environment is rebuilt when the requirements change, and after a month, to get newer versions.
 
 `write` runs a rival's conversion in the current Python. It prints one line of JSON: the seconds of the call, without
 starting Python and importing, and the versions. Each rival uses the defaults of its documentation. Until then this file
@@ -43,13 +44,18 @@ COLUMNS = ("cells/s", "(range)", "wall s", "call s", "user s", "system s", "peak
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """The requirements of a rival, and the oldest Python that supports them."""
+    """The requirements of a rival, the oldest Python that supports them, and the first one that does not."""
 
     requirements: tuple[str, ...]
     least_python: tuple[int, int]
+    below_python: tuple[int, int] = (3, _NEWEST_MINOR + 1)
 
 
-RIVALS = {"annbatch": Rival(requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"), least_python=(3, 12))}
+RIVALS = {
+    "annbatch": Rival(requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"), least_python=(3, 12)),
+    "cell-load": Rival(requirements=("cell-load",), least_python=(3, 10), below_python=(3, 13)),
+    "slafdb": Rival(requirements=("slafdb", "torch"), least_python=(3, 10), below_python=(3, 14)),
+}
 
 
 # ---- environments
@@ -85,13 +91,13 @@ def environment(name: str, *, python: str | None = None, directory: Path | None 
 
 
 def _interpreter(rival: Rival, wanted: str | None) -> str:
-    """An interpreter that is new enough and really runs (a version manager's stub on PATH may not)."""
+    """An interpreter of a version that suits and that really runs (a version manager's stub on PATH may not)."""
     for candidate in [wanted] if wanted else _candidates(rival):
-        if _version(candidate) >= rival.least_python:
+        if rival.least_python <= _version(candidate) < rival.below_python:
             return candidate
-    least = ".".join(map(str, rival.least_python))
+    least, below = (".".join(map(str, version)) for version in (rival.least_python, rival.below_python))
     problem = f"{wanted} is not a working" if wanted else "there is no working"
-    sys.exit(f"{problem} Python {least} or newer: give one with --python")
+    sys.exit(f"{problem} Python from {least} to below {below}: give one with --python")
 
 
 def _candidates(rival: Rival) -> Iterator[str]:
@@ -225,15 +231,24 @@ def write_annbatch(source: str, store: str, *, shuffle: bool, zarrs: bool) -> Ca
     return lambda: annbatch.DatasetCollection(store).add_adatas([source], shuffle=shuffle, rng=rng)
 
 
+def write_slafdb(source: str, store: str) -> Callable[[], Any]:
+    """SLAF's converter with its defaults."""
+    from slaf.data import SLAFConverter
+
+    return lambda: SLAFConverter().convert(source, store)
+
+
 def write(conversion: str, source: str, store: str) -> dict[str, Any]:
-    """Runs one conversion: `anndata`, or `annbatch` with optional suffixes `-shuffled` and `-zarrs`."""
+    """Runs one conversion: `anndata`, `slafdb`, or `annbatch` with optional suffixes `-shuffled` and `-zarrs`."""
     name, *parts = conversion.split("-")
     if name == "anndata" and not parts:
         convert = write_anndata(source, store)
+    elif name == "slafdb" and not parts:
+        convert = write_slafdb(source, store)
     elif name == "annbatch" and set(parts) <= {"shuffled", "zarrs"}:
         convert = write_annbatch(source, store, shuffle="shuffled" in parts, zarrs="zarrs" in parts)
     else:
-        sys.exit(f"unknown conversion {conversion!r}: give anndata, or annbatch with -shuffled and -zarrs")
+        sys.exit(f"unknown conversion {conversion!r}: give anndata, slafdb, or annbatch with -shuffled and -zarrs")
     began = time.perf_counter()
     convert()
     seconds = time.perf_counter() - began

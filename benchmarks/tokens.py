@@ -1,11 +1,15 @@
 """Warm epochs of tokens: Geneformer and scGPT compared with zloader's X and with annbatch's.
 
-    python benchmarks/tokens.py STORE ANNBATCH_STORE [--epochs 5] [--work DIRECTORY]
+    python benchmarks/tokens.py STORE ANNBATCH_STORE [--slaf SLAF_STORE] [--epochs 5] [--work DIRECTORY]
 
 The stores, the turns and the processes are those of warm.py (shape `blocks`: minibatches of 64 rows, blocks of 64 rows
 in fetches of 16 384). Every gene is in the vocabulary, and rows have up to 2 048 tokens, so nearly all values of the
 store become tokens. The loaders of tokens return no X. "masked" also gives labels. annbatch returns counts, which would
 still have to be tokenized: the required share of its speed is 0.5 for Geneformer and 0.4 for scGPT.
+
+--slaf adds SLAF's loader with its own tokenizers, 2 048 genes per row and 51 bins, on the same rows (`rivals.py write
+slafdb` converts them). Its Geneformer ranks raw counts, without medians. The required speed is 10 times SLAF's, and
+--slaf-s ends its epochs early, because they take long. Rows are counted all the same.
 
 Ratios are the medians of the ratios per turn, with their range. CPU seconds are per epoch, of all threads. The last
 line is one JSON document.
@@ -20,17 +24,29 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import rivals
-from rivals import median, table
+from rivals import Figures, median, table
 from sides import Reader, StoreLocation, in_turns, median_and_range, reader, rows_and_column, rows_per_s, speedups
 
 SIZES = {"chunk_size": 64, "preload_nchunks": 256, "batch_size": 64}
+SLAF_SIDES = {"SLAF, Geneformer": "Geneformer", "SLAF, scGPT": "scGPT"}
 SIDES = ("zloader, X", "Geneformer", "Geneformer, masked", "scGPT")
 TARGETS = {"Geneformer": 0.5, "scGPT": 0.4}  # of annbatch's speed
+SLAF_TARGET = 10  # times SLAF's speed
 COLUMNS = ("rows/s", "(range)", "user s", "system s", "peak MB", "x annbatch", "(range)")
+
+
+@contextlib.contextmanager
+def slaf(name: str, work: Path, options: argparse.Namespace) -> Iterator[Callable[[], Figures]]:
+    """Yields the epochs of SLAF's loader with one of its tokenizers."""
+    python = rivals.environment("slafdb", python=options.slaf_python, directory=options.environments)
+    location = StoreLocation(store=options.slaf.absolute(), url=str(options.slaf.absolute()))
+    with reader("slafdb", python, location, {"tokens": SLAF_SIDES[name], **SIZES}, work) as started:
+        yield partial(started.epoch, **({"most_s": options.slaf_s} if options.slaf_s else {}))
 
 
 def main() -> None:
@@ -38,6 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path)
     parser.add_argument("annbatch_store", type=Path)
+    parser.add_argument("--slaf", type=Path, help="a SLAF store of the same rows")
+    parser.add_argument("--slaf-python", help="Python interpreter for SLAF's environment, below 3.14")
+    parser.add_argument("--slaf-s", type=float, help="seconds after which an epoch of SLAF ends (default: all rows)")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--work", type=Path, help="directory for the mirror (default: a temporary directory)")
     rivals.add_options(parser)
@@ -60,7 +79,9 @@ def main() -> None:
         ours = {name: zloader(name) for name in SIDES}
         ours[SIDES[0]].ask()  # fills the mirror
         sides = {"annbatch, X": rival.epoch} | {name: partial(each.epoch) for name, each in ours.items()}
-        runs = in_turns(sides, options.epochs, rows=rows, label="tokens")
+        if options.slaf:
+            sides |= {name: stack.enter_context(slaf(name, work, options)) for name in SLAF_SIDES}
+        runs = in_turns(sides, options.epochs, rows=None if options.slaf_s else rows, label="tokens")
     lines = [["", *COLUMNS]]
     for name, figures in runs.items():
         cells = [name, *median_and_range(list(map(rows_per_s, figures)), "{:,.0f}")]
@@ -71,6 +92,11 @@ def main() -> None:
     for name, target in TARGETS.items():
         measured = statistics.median(speedups(runs[name], runs["annbatch, X"]))
         print(f"{name}: {measured:.2f} x annbatch (target {target}): {'met' if measured >= target else 'missed'}")
+    for side, name in SLAF_SIDES.items() if options.slaf else ():
+        measured = statistics.median(speedups(runs[name], runs[side]))
+        print(
+            f"{name}: {measured:.1f} x {side} (target {SLAF_TARGET}): {'met' if measured >= SLAF_TARGET else 'missed'}"
+        )
     print(json.dumps({"cores": len(os.sched_getaffinity(0)), "rows": rows, "runs": runs}))
 
 

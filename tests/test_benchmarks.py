@@ -1,8 +1,9 @@
-"""The simulated cloud of the benchmarks, which serves the right bytes at the promised rates, and their memory bound."""
+"""The benchmarks: the simulated cloud, the bound of the memory, and the trainings of models.py."""
 
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
 import subprocess
 import sys
@@ -10,11 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import s3fs
 from helpers import PATIENCE_S, fill_bucket
+
+import zloader as zl
 
 pytestmark = pytest.mark.any_version
 
@@ -140,3 +145,42 @@ def test_the_benchmark_of_memory_says_which_case_exceeds_the_bound(tmp_path, mem
     assert (done.returncode, found["above"]) == (status, [case] if status else [])
     assert found["peaks"][case] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """benchmarks/models.py, which imports its neighbours as a script does."""
+    monkeypatch.syspath_prepend(str(CLOUD.parent))
+    yield importlib.import_module("models")
+    for name in ("models", "rivals", "screens", "sides", "cloud"):
+        sys.modules.pop(name, None)
+
+
+def test_the_trainings_run_and_compare_with_their_baselines(models, tmp_path, capsys):
+    screen = models.Screen(cell_lines=3, drugs=4, genes=60, rows_per_group=20)
+    models.screens.write(tmp_path / "screen.h5ad", screen)
+    zl.convert(tmp_path / "screen.h5ad", tmp_path / "screen.zarr", progress=False)
+    dataset = zl.open_dataset(tmp_path / "screen.zarr")
+    runs = {
+        "tokens": models.tokens_run(dataset, epochs=1, n_genes=30),
+        "sets": models.sets_run(dataset, epochs=2, set_size=8, per_line=1),
+    }
+    assert runs["tokens"]["rows"] == 192
+    assert runs["sets"]["rows"] == 2 * 6 * 16  # two of the three drugs of each line, two sets of each
+    for figures in runs.values():
+        assert figures["rows_per_s"] > 0
+        assert 0 <= figures["wait_share"] <= 1
+        assert all(loss > 0 for loss in figures["losses"].values())
+    assert models.print_trainings({"a": {**runs["sets"], "losses": {"model": 1.0, "no shift": 2.0}}})
+    assert not models.print_trainings({"a": {**runs["sets"], "losses": {"model": 1.0, "no shift": 1.0}}})
+    assert "did not fall below" in capsys.readouterr().out
+
+
+def test_a_screen_has_shifts_that_controls_do_not(models):
+    screen = models.Screen(cell_lines=2, drugs=3, genes=40, rows_per_group=50)
+    adata = models.screens.screen_of(screen, obsm=True)
+    assert adata.shape == (screen.rows, 40) == (300, 40)
+    assert (adata.obsm["X_hvg"] == adata.X.toarray()).all()
+    means = models.screens.mean_counts(screen, np.random.default_rng(0))
+    assert adata.obs["drug"].cat.categories[-1] == models.CONTROL
+    assert (np.abs(np.log(means[:, :-1] / means[:, -1:])).max(axis=(1, 2)) > 0.1).all()
