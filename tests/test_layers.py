@@ -19,6 +19,7 @@ PACKAGE = Path(zloader.__file__).parent
 # Every folder is a stage of the pipeline. It may import from itself and from folders on lower floors.
 FLOORS = {
     "commands": 8,
+    "integrations": 8,
     "conversion": 7,
     "training": 7,
     "dataset": 6,
@@ -50,6 +51,9 @@ MAY_IMPORT = {
         "zloader.training.own_transforms",
         "zloader.training.tokens",
         "zloader.commands.demo",
+        "zloader.integrations.scvi",
+        "zloader.integrations.scvi_batches",
+        "zloader.integrations.scvi_encoding",
     },
     "anndata": {
         "zloader.dataset.elements",

@@ -6,14 +6,11 @@ as codes and are looked up on the device, so no label is encoded per minibatch. 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 try:
     import scvi
@@ -35,7 +32,7 @@ from zloader.integrations.scvi_encoding import (
     labels_of,
     require_finite,
 )
-from zloader.integrations.scvi_registry import Fields
+from zloader.integrations.scvi_registry import Described, Fields, warn_unless_counts
 from zloader.selecting.genes import Genes
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
@@ -44,12 +41,11 @@ __all__ = ["DataModule"]
 
 _TRAINING_ONLY = ("sampling", "drop_last", "remainder")  # options of a Loader for shuffled rows
 _OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "options")
-_SAMPLED = 1024  # values that are looked at to see whether they are counts
 _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 
 
 @dataclass(eq=False)
-class DataModule(LightningDataModule):
+class DataModule(Described, LightningDataModule):
     """A dataset for scvi-tools: `registry` builds the model, and `train(datamodule=...)` takes the module itself.
 
     >>> import zloader as zl
@@ -121,6 +117,7 @@ class DataModule(LightningDataModule):
             raise OptionError(f"x must be the name of one matrix, such as 'X' or 'layers/counts', not {self.x!r:.100}")
         if self._semisupervised and self.label_key is None:
             raise OptionError("SCANVI needs labels: give label_key, the obs column that holds them")
+        self._scvi_version = scvi.__version__
         self._fields = self._read_fields()
         self._encoder = self._encoder_of(self.dataset)
         self.training_rows, self.validation_rows = self._split()
@@ -130,14 +127,9 @@ class DataModule(LightningDataModule):
         self._restored: Mapping[str, Any] | None = None
         self.data_loader_kwargs: dict[str, Any] = {}  # scvi's logger for MLflow reads it
         self._shuffled(self.training_rows, None)  # raises for options that cannot be used
-        _warn_unless_counts(self.dataset, self.x)
+        warn_unless_counts(self.dataset, self.x)
 
     # ---- the model
-
-    @property
-    def registry(self) -> dict[str, Any]:
-        """The registry for `SCVI(registry=...)`: what `setup_anndata` records of an AnnData with the same rows."""
-        return self._fields.registry(self.model_name, scvi.__version__)
 
     def _read_fields(self) -> Fields:
         dataset = self.dataset
@@ -169,31 +161,7 @@ class DataModule(LightningDataModule):
             continuous=fields.continuous,
         )
 
-    @property
-    def _semisupervised(self) -> bool:
-        return self.model_name == "SCANVI"
-
-    n_samples = 0  # of sample_key, which is not supported; scvi saves it
-
-    @property
-    def n_obs(self) -> int:
-        """The number of rows of the dataset, for training, validation or neither."""
-        return self.dataset.n_obs
-
-    @property
-    def n_vars(self) -> int:
-        """The number of genes of the model."""
-        return len(self._fields.var_names)
-
-    @property
-    def n_batch(self) -> int:
-        """The number of batches."""
-        return len(self._fields.batch.labels)
-
-    @property
-    def n_labels(self) -> int:
-        """The number of labels of the model: for SCANVI, those that it can predict."""
-        return self._fields.n_labels if self._semisupervised else len(self._fields.labels.labels)
+    # ---- rows
 
     @property
     def n_train(self) -> int:
@@ -205,27 +173,6 @@ class DataModule(LightningDataModule):
         """The number of rows for validation."""
         return self.validation_rows.n_obs
 
-    @property
-    def batch_labels(self) -> NDArray[Any]:
-        """The batches in the order of their codes."""
-        return self._fields.batch.labels
-
-    @property
-    def label_keys(self) -> NDArray[Any]:
-        """The labels in the order of their codes. scvi-tools 1.4 saves them."""
-        return self._fields.labels.labels
-
-    @property
-    def labels_(self) -> NDArray[np.object_]:
-        """The label of every row, which SCANVI keeps. Made on each call."""
-        labels = self._fields.labels
-        if labels.name is None:
-            return np.zeros(self.n_obs, object)
-        named = np.array([*labels.labels.tolist()[: labels.missing], self.unlabeled_category], object)
-        return np.asarray(named[labels.codes_of_rows(self.dataset)])
-
-    # ---- rows
-
     def _split(self) -> tuple[Dataset, Dataset]:
         dataset = self.dataset
         if self.validation is not None:
@@ -233,9 +180,11 @@ class DataModule(LightningDataModule):
                 raise OptionError("the rows for validation are given: leave out split_by, stratify, validation_size")
             held_out = dataset.rows_of(self.validation).mask()
             return dataset.where(~held_out), dataset.where(held_out)
-        training: Any = self.train_size  # `split` refuses anything but numbers
-        rest = 1 - training if isinstance(training, float) else dataset.n_obs - training
-        sizes = [training, max(rest, 0) if self.validation_size is None else self.validation_size]
+        sizes: list[Any] = [self.train_size, self.validation_size]
+        if isinstance(self.train_size, float):
+            sizes[1] = max(1.0 - self.train_size, 0.0) if self.validation_size is None else self.validation_size
+        elif self.validation_size is None and isinstance(self.train_size, int):
+            sizes[1] = max(dataset.n_obs - self.train_size, 0)
         parts = dataset.split(sizes, by=self.split_by, stratify=self.stratify, seed=self.seed)
         return parts[0], parts[1]
 
@@ -396,22 +345,3 @@ class DataModule(LightningDataModule):
                 f"model.train(train_size={train_size!r}, validation_size={validation_size!r}) cannot split the rows of "
                 "a data module: give the sizes to DataModule(...)"
             )
-
-
-def _warn_unless_counts(dataset: Dataset, x: str) -> None:
-    """Warns if values at the beginning of a store are no counts, as scvi does of an AnnData."""
-    for store, matrix in zip(dataset.stores, dataset.matrices(x), strict=True):
-        if matrix.values.dtype.kind in "bu":
-            continue
-        values = store.window(
-            matrix.values.path, 0, _SAMPLED if matrix.genes is not None else 1 + _SAMPLED // max(1, matrix.n_genes)
-        )
-        if ((values < 0) | (values % 1 != 0)).any():
-            warnings.warn(
-                f"{x} of {store.location.url} holds values that are no counts, such as "
-                f"{values[(values < 0) | (values % 1 != 0)].flat[0]}: the models of scvi-tools expect counts that are "
-                "not normalised. Give the matrix that holds them, such as x='layers/counts'",
-                UserWarning,
-                stacklevel=4,
-            )
-            return
