@@ -239,9 +239,30 @@ def test_no_minibatch_has_a_single_row(dataset):
         DataModule(dataset[:1], train_size=1.0)
 
 
+def trainer_on(device, **place):
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=place, num_devices=1)
+
+
+def test_ranks_are_those_of_the_trainer(dataset, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without a RANK, as in a process that Lightning launches
+    seen = []
+    for rank in range(2):
+        dm = DataModule(dataset, batch_size=16, validation="lane == 1")
+        dm.trainer = trainer_on("cpu", rank=rank, num_replicas=2)
+        seen.append([rows(loader) for loader in (dm.train_dataloader(), dm.val_dataloader())])
+        assert sum(len(tensors["X"]) for tensors in dm.inference_dataloader()) == N_ROWS
+    training, validation = (sorted(seen[0][part] + seen[1][part]) for part in range(2))
+    assert (training, validation) == (rows_in(dm.training_rows), rows_in(dm.validation_rows))
+
+
+def rows_in(view):
+    return view.row_numbers.tolist()
+
+
 def test_x_becomes_dense_after_the_copy(dataset):
     dm = DataModule(dataset)
-    dm.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("hpu")))  # no Loader delivers there
+    dm.trainer = trainer_on("hpu")  # no Loader delivers there
     (minibatch,) = dm.train_dataloader()
     assert isinstance(minibatch.x, zl.PackedRows)
     on_host = DataModule(dataset)

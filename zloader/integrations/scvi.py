@@ -24,7 +24,7 @@ from zloader.common.checks import names_of, require_count, require_one_of
 from zloader.common.errors import OptionError
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
-from zloader.integrations.scvi_batches import InferenceBatches, TrainingBatches, paired
+from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired, rank_of
 from zloader.integrations.scvi_encoding import (
     UNLABELED,
     MinibatchEncoder,
@@ -126,7 +126,7 @@ class DataModule(Described, LightningDataModule):
         self._made_for: tuple[Any, ...] = ()
         self._restored: Mapping[str, Any] | None = None
         self.data_loader_kwargs: dict[str, Any] = {}  # scvi's logger for MLflow reads it
-        self._shuffled(self.training_rows, None)  # raises for options that cannot be used
+        self._shuffled(self.training_rows, None, **ALONE)  # raises for options that cannot be used
         warn_unless_counts(self.dataset, self.x)
 
     # ---- the model
@@ -201,21 +201,23 @@ class DataModule(Described, LightningDataModule):
         return None if known.all() else self.training_rows.where(known)
 
     def _loader(self, rows: Dataset, device: torch.device | None, encoder: MinibatchEncoder, **options: Any) -> Loader:
-        options = {
+        made = {
             "batch_size": self.batch_size,
             "genes": self.genes,
             "layout": "dense" if device is None else "packed",
             "device": device if device is not None and device.type in _DEVICES else None,
-        } | options
+        }
+        options = made | rank_of(self.trainer) | options
         return Loader(rows, x=self.x, obs=encoder.columns, seed=self.seed, **options)
 
     def _in_order(self, rows: Dataset, device: torch.device | None, encoder: MinibatchEncoder, **more: Any) -> Loader:
         options = {name: value for name, value in self.loader_options.items() if name not in _TRAINING_ONLY}
         return self._loader(rows, device, encoder, shuffle=False, **options | more)
 
-    def _shuffled(self, rows: Dataset, device: torch.device | None) -> Loader:
+    def _shuffled(self, rows: Dataset, device: torch.device | None, **place: int) -> Loader:
         """The rows in a new order each epoch, in minibatches of more than one row."""
-        loader = self._loader(rows, device, self._encoder, **self.loader_options)
+        options = {**self.loader_options, **place}
+        loader = self._loader(rows, device, self._encoder, **options)
         ranks = loader.plan(0).world_size
         if loader.drop_last or not 0 < len(rows) % (self.batch_size * ranks) < 2 * ranks:
             return loader
@@ -224,7 +226,7 @@ class DataModule(Described, LightningDataModule):
                 f"batch normalisation trains on 2 rows or more, and there are {len(rows)} for {ranks} ranks: choose "
                 "more rows for training"
             )
-        return self._loader(rows, device, self._encoder, **{**self.loader_options, "drop_last": True})
+        return self._loader(rows, device, self._encoder, **options | {"drop_last": True})
 
     # ---- Lightning
 
@@ -314,8 +316,7 @@ class DataModule(Described, LightningDataModule):
             encoder,
             batch_size=self.batch_size if batch_size is None else batch_size,
             genes=self._genes_in(rows),
-            rank=0,
-            world_size=1,
+            **ALONE,
         )
         return InferenceBatches(loader=loader, encoder=encoder, device=where)
 
