@@ -4,7 +4,7 @@
 
 Needs scvi-tools 1.5 and annbatch[zarrs], so Python 3.12 or newer. The counts are random: 10 % of the genes of a row
 have one, as in a table of chosen genes. zloader reads the converted store through a mirror that is full, annbatch its
-own collection with the zarrs pipeline and the settings that `setup_annbatch` has, scvi-tools the AnnData. All shuffle,
+own collection with the zarrs pipeline and the sizes of `setup_annbatch`, scvi-tools the AnnData. All shuffle,
 and yield minibatches of 128 rows as the dict of tensors that the module takes, on the CPU.
 
 "nothing" drops the minibatches. "SCVI" runs the forward pass, the backward pass and Adam, without the Trainer. The
@@ -15,8 +15,6 @@ is one JSON document.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -90,16 +88,7 @@ def prepared(adata: ad.AnnData, work: Path) -> tuple[dict[str, Side], Any]:
     dataset = zl.open_dataset(work / "cells.zarr", cache=work / "mirror")
     keys = {"batch_key": "batch", "label_key": "type"}
     ours = DataModule(dataset, **keys, train_size=1.0, batch_size=BATCH_SIZE)
-    with contextlib.redirect_stdout(io.StringIO()):
-        theirs = SCVI.setup_annbatch(
-            collection_path=str(work / "annbatch.zarr"),
-            paths=[str(work / "cells.h5ad")],
-            batch_key="batch",
-            labels_key="type",
-            batch_size=BATCH_SIZE,
-            shuffle=True,
-        )
-    theirs.set_split(train_size=1.0, batch_size=BATCH_SIZE)
+    theirs = annbatch_module(work)
     SCVI.setup_anndata(adata, batch_key="batch", labels_key="type")
     model = SCVI(adata)
     loader = AnnDataLoader(model.adata_manager, batch_size=BATCH_SIZE, shuffle=True)
@@ -109,6 +98,30 @@ def prepared(adata: ad.AnnData, work: Path) -> tuple[dict[str, Side], Any]:
         "AnnData in memory": lambda: iter(loader),
     }
     return sides, model
+
+
+def annbatch_module(work: Path) -> Any:
+    """annbatch's module over a shuffled collection. `SCVI.setup_annbatch` of 1.5.1 does not fit annbatch 0.3.1."""
+    import annbatch
+    import zarr
+    import zarrs  # noqa: F401
+    from scvi.dataloaders import AnnbatchDataModule
+
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+    sizes = {"chunk_size": 256, "preload_nchunks": 32}
+    store = str(work / "annbatch.zarr")
+    annbatch.DatasetCollection(store).add_adatas([str(work / "cells.h5ad")], shuffle=True, rng=np.random.default_rng(0))
+
+    def load(group: Any) -> ad.AnnData:
+        return ad.AnnData(X=ad.io.sparse_dataset(group["X"]), obs=ad.io.read_elem(group["obs"])[["batch", "type"]])
+
+    loader = annbatch.Loader(batch_size=BATCH_SIZE, shuffle=True, preload_to_gpu=False, to="torch", **sizes)
+    loader.use_collection(annbatch.DatasetCollection(store), load_adata=load)
+    module = AnnbatchDataModule(
+        loader, batch_key="batch", label_key="type", shuffle=True, batch_size=BATCH_SIZE, preload_to_gpu=False, **sizes
+    )
+    module.set_split(train_size=1.0, batch_size=BATCH_SIZE)
+    return module
 
 
 def hooked(module: Any, minibatches: Iterable[Any]) -> Iterator[dict[str, torch.Tensor]]:
