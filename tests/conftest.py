@@ -66,13 +66,14 @@ class _InTurn(contextlib.ContextDecorator):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks cases of tables as slow, as `every` says."""
+    """Marks cases of tables as slow, as `every` says. The newest versions run every n-th case only."""
     seen: Counter[str] = Counter()
     for item in items:
         for marker in item.iter_markers("every"):
             table = item.nodeid.partition("[")[0]
             if seen[table] % marker.args[0]:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.any_version)
             seen[table] += 1
 
 
