@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
+import importlib.metadata
 import os
 import signal
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anndata._io.specs.methods
 import botocore.loaders
 import hypothesis
 import pytest
@@ -30,15 +34,46 @@ hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("loca
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_configure() -> None:
+    """Lets one pytest-xdist worker at a time compile loops with numba. The others then find them in its cache.
+
+    Otherwise, in a fresh clone, all workers compile the same loops at the same time.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from numba.core.dispatcher import Dispatcher
+
+        Dispatcher.compile = _InTurn(Path(__file__))(Dispatcher.compile)
+
+
+class _InTurn(contextlib.ContextDecorator):
+    """A re-entrant lock between the threads of all processes, on any file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._thread, self._depth = path.open(), threading.RLock(), 0
+
+    def __enter__(self) -> None:
+        self._thread.acquire()
+        if not self._depth:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._thread.release()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks cases of tables as slow, as `every` says."""
+    """Marks cases of tables as slow, as `every` says. The newest versions run every n-th case only."""
     seen: Counter[str] = Counter()
     for item in items:
         for marker in item.iter_markers("every"):
             table = item.nodeid.partition("[")[0]
             if seen[table] % marker.args[0]:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.any_version)
             seen[table] += 1
 
 
@@ -69,6 +104,15 @@ def _cache_botocore_files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         load = functools.cache(botocore.loaders.JSONFileLoader().load_file)
         patch.setattr(botocore.loaders.JSONFileLoader, "load_file", lambda _, path: load(path))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_versions() -> Iterator[None]:
+    """Caches the version of zarr. Otherwise anndata parses zarr's package metadata for every array that it writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        version = functools.cache(importlib.metadata.version)
+        patch.setattr(anndata._io.specs.methods, "version", version, raising=False)
         yield
 
 

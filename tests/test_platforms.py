@@ -74,6 +74,7 @@ def store(tmp_path_factory):
     return folder / "cells.zarr"
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [pytest.param(None, id="unlimited"), pytest.param(400 * 1024, id="limited")])
 def test_a_cached_epoch(store, tmp_path, limit):
@@ -97,6 +98,7 @@ print(json.dumps(zl.verify(sys.argv[2], against=sys.argv[1], progress=False).ok)
 """
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_a_conversion(store, tmp_path):
     command = [sys.executable, "-c", _WITHOUT_LINUX + _CONVERT, store.parent / "source.h5ad", tmp_path / "cells.zarr"]

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import anndata
@@ -98,20 +99,29 @@ def test_predictions_are_written_back(pbmc, where, request, tmp_path):
     assert zl.verify(url, progress=False, **options).ok
 
 
-@pytest.fixture
-def pbmc(tmp_path, monkeypatch):
-    """A directory with the pbmc.h5ad, pbmc.zarr and own.zarr that the pages of docs/ use."""
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A directory with the pbmc.h5ad, pbmc.zarr and own.zarr that the pages of docs/ use, and the AnnData."""
+    folder = tmp_path_factory.mktemp("written")
     adata = counts(150, 40)
     adata.obs["donor"] = [f"donor {row % 10}" for row in range(150)]
     adata.obs["plate"] = [f"plate {row // 30}" for row in range(150)]
     adata.obs["cell_type"] = ["T", "B", "NK"] * 50
     adata.obs["n_counts"] = 10.0 * np.arange(150)
     adata.layers["spliced"] = adata.X
-    adata.write_h5ad(tmp_path / "pbmc.h5ad")
-    zl.convert(adata, tmp_path / "pbmc.zarr", progress=False)
-    zl.convert(adata[:50, 10:], tmp_path / "own.zarr", progress=False)
+    adata.write_h5ad(folder / "pbmc.h5ad")
+    zl.convert(adata, folder / "pbmc.zarr", progress=False)
+    zl.convert(adata[:50, 10:], folder / "own.zarr", progress=False)
+    return folder, adata
+
+
+@pytest.fixture
+def pbmc(written, tmp_path, monkeypatch):
+    """Makes a copy of the directory the current one."""
+    folder, adata = written
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    return adata
+    return adata.copy()
 
 
 @QUIET

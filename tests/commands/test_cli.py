@@ -232,6 +232,7 @@ def test_the_demo_says_what_to_install(monkeypatch):
     assert 'pip install "zloader[demo]"' in zloader("demo", status=1).stderr
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_a_traceback_only_for_those_who_ask(interpreter):
     plain = interpreter.run(CLI, "info", "/nowhere.zarr")

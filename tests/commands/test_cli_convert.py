@@ -69,6 +69,7 @@ app(["wait"])
 """
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # each starts several interpreters
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_comes_in_a_destructor_is_not_lost(interpreter: Interpreter, number: int) -> None:

@@ -253,6 +253,7 @@ def test_commands_to_try_next_are_valid(source):
     assert (["--data", source, "--label", "cell type"] == found[-1][2:6]) == (source != BUNDLED)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # it converts and reads all of the bundled cells
 def test_commands_to_try_next_work_as_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -216,6 +216,7 @@ def test_commands_repeat_the_flags_of_this_one():
     assert f"zl.open_dataset('s3://b/my store.zarr', storage_options={ACCESS!r})" in page.code[0]
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # it runs five commands, and reads the store dozens of times
 def test_what_the_page_says_works_as_it_stands(tmp_path, monkeypatch):
     """With fetches of 8 blocks and rows in the order of their plates, so that the page says to shuffle them too."""

@@ -74,6 +74,7 @@ class Nested:
         return bytes, (pickle.dumps(copy.copy(copy.deepcopy(self.sent))),)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_arrays_come_whole_and_once(method):
@@ -122,6 +123,7 @@ class Both(IterableDataset):
             yield from loader
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_the_weights_of_spawned_workers_are_sent_once(tmp_path):
     rows = 150_000

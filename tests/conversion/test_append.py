@@ -461,6 +461,7 @@ def test_metadata_come_last_and_nothing_is_deleted(start: Path) -> None:
     assert len(files(start)) == n_stored
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_a_failure_at_any_object_leaves_the_old_store(start: Path, tmp_path: Path) -> None:
     old, new, last = cells(0, 60, seed=0), cells(60, 50, seed=1), cells(200, 7, seed=2)

@@ -29,10 +29,17 @@ def source(tmp_path: Path) -> Path:
     return write_h5ad(tmp_path / "a.h5ad", counts())
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    convert(write_h5ad(folder / "a.h5ad", counts()), folder / "a.zarr")
+    return folder / "a.zarr"
+
+
 @pytest.fixture
-def store(tmp_path: Path, source: Path) -> Path:
-    convert(source, tmp_path / "a.zarr")
-    return tmp_path / "a.zarr"
+def store(tmp_path: Path, converted: Path) -> Path:
+    """A copy of `converted` that tests may change."""
+    return Path(shutil.copytree(converted, tmp_path / "a.zarr"))
 
 
 def unfinished(source: Path, dest: Path) -> None:

@@ -215,6 +215,7 @@ def test_same_seed_gives_the_same_bytes_and_another_one_another_order(tmp_path: 
     assert list(orders["other seed"]) != list(orders["1"]) != list(range(60))
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_window_size_does_not_show_in_the_store(tmp_path: Path) -> None:
     for layout, form in LAYOUTS.items():

@@ -94,6 +94,7 @@ def test_ctrl_c_leaves_nothing_that_opens(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dense(ad.read_zarr(dest).X), counts().toarray())
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("survives", [6, 20], ids=["among shards", "among metadata"])
 def test_kill_leaves_nothing_that_opens(interpreter: Interpreter, tmp_path: Path, survives: int) -> None:

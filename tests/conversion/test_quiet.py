@@ -235,6 +235,7 @@ def test_whatever_pipeline_zarr_is_told_to_use(tmp_path: Path, source: Path) -> 
 # ---- Ctrl-C while a write is in progress
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", ["^obs/n/c/0", "^uns/large/c/1", "^X/data/c/1", "^obs/n/zarr.json"])
 def test_ctrl_c_is_raised_when_all_has_ended(tmp_path: Path, source: Path, slow: str) -> None:
@@ -266,6 +267,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", REQUESTS)
 def test_ctrl_c_is_raised_when_a_request_has_ended(s3: Any, sim: Any, slow: str) -> None:

@@ -268,6 +268,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "damage", "what"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_damage_is_named(store: Path, key: str, damage: Callable[[Path], None], what: str) -> None:
@@ -689,6 +690,7 @@ def test_sparse_elements_and_those_of_other_kinds() -> None:
 # ---- S3
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_on_s3(s3: S3, tmp_path: Path) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(), obs=frame(60, "cell").assign(string="x"))

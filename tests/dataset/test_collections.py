@@ -382,6 +382,7 @@ def test_strings_in_one_store_and_categories_in_another_are_labels_alike(tmp_pat
     assert dataset.obs()["donor"].tolist() == ["d2", "d9", "d1", "d2"]
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first", [[1, 2], [True, False], pd.array([1, None], "Int64")], ids=["int", "bool", "nullable"]

@@ -289,6 +289,7 @@ def test_a_mirror_of_what_is_not_consolidated(written, tmp_path):
 REMOTE = ["zarr.json", "X/indptr/c/0", "obs/maybe/mask/c/0", "obsm/e/c/0/0"]
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("scheme", ["s3", "http"])
@@ -326,6 +327,7 @@ def convert(source: Any, dest: Path, **options: Any) -> None:
 GONE = {"nothing": {"status": 200, "body": ""}, "not found": {"status": 404, "code": "NoSuchKey"}}
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", GONE.values(), ids=GONE)
 @pytest.mark.parametrize("scheme", ["s3", "http"])

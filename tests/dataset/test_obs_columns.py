@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import zloader as zl
 from zloader.common.errors import FormatError, OptionError
 from zloader.dataset import obs_columns
 from zloader.dataset.store import OpenedStore
+from zloader.testing import SeaweedFS
 
 N_ROWS = 60
 CHUNK_ROWS = 8
@@ -99,6 +101,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def remote(seaweed: SeaweedFS) -> str:
+    url = f"s3://{seaweed.bucket}/{uuid.uuid4().hex}/a.zarr"
+    return write(ADATA, url, storage_options=seaweed.storage_options)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("halves")
+    parts = [ADATA[:17].copy(), ADATA[17:].copy()]
+    return [write(part, folder / f"{number}.zarr") for number, part in enumerate(parts)]
+
+
 @pytest.fixture(params=["", "mirror", "two stores", "view", "s3, mirror"])
 def dataset(request: pytest.FixtureRequest, store: Path, tmp_path: Path) -> zl.Dataset:
     """The rows from every place; from a mirror after it was filled."""
@@ -106,11 +121,9 @@ def dataset(request: pytest.FixtureRequest, store: Path, tmp_path: Path) -> zl.D
     urls: Any = store
     options = None
     if "s3" in request.param:
-        s3 = request.getfixturevalue("s3")
-        urls, options = write(ADATA, s3.url("a.zarr"), storage_options=s3.storage_options), s3.storage_options
+        urls, options = request.getfixturevalue("remote"), request.getfixturevalue("seaweed").storage_options
     elif request.param == "two stores":
-        halves = [ADATA[:17].copy(), ADATA[17:].copy()]
-        urls = [write(half, tmp_path / f"{number}.zarr") for number, half in enumerate(halves)]
+        urls = request.getfixturevalue("halves")
     if cache is not None:
         zl.open_dataset(urls, cache=cache, storage_options=options).keep_columns()
     opened = zl.open_dataset(urls, cache=cache, storage_options=options)

@@ -318,6 +318,7 @@ def test_conditions_that_make_no_sense_are_refused(condition, message):
         mask_of(condition, column(), 10)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_many_rows_take_little_memory():
     """Only arrays: one byte per row for each mask, and one bit per row for a RowSet."""
@@ -526,6 +527,7 @@ def test_layouts_of_a_view(dataset):
         np.testing.assert_array_equal(np.sort(epoch(loader)), view.row_numbers)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_a_worker_that_is_spawned_yields_the_view(urls, tmp_path):
     view = zl.open_dataset(urls, cache=tmp_path / "cache").where("lane == 3")

@@ -375,6 +375,7 @@ def processes(interpreter, store, tmp_path_factory) -> dict[str, list[dict[str, 
     }
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _RUNS)
 def test_gloo_processes_in_lock_step(processes, name):

@@ -102,6 +102,7 @@ def test_a_matrix_of_any_dtype(tmp_path, dtype, writer):
     assert taken.dtype == ("float32" if native == "float16" else native)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("x", ["X", "layers/dense"])
@@ -159,6 +160,7 @@ def fractions(tmp_path_factory) -> Path:
     return folder / "s.zarr"
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("x", ["X", "layers/dense", "layers/csr", "raw/X"])

@@ -345,12 +345,14 @@ def check_end(ends, place, way):
         assert said == ""
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "way"), [(p, way) for p in ("disk", "stalled S3") for way in _ENDS[p]])
 def test_the_process_ends_in_mid_epoch(ends, place, way):
     check_end(ends, place, way)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_the_process_ends_while_an_object_is_looked_at_again(ends):
     check_end(ends, "slow HEAD", "hold")
@@ -483,6 +485,7 @@ def test_workers_yield_every_row_once_or_say_what_to_do(workers, context, place)
         assert seen[name] == ["ForkError" if refused else "right"] * n_epochs, name
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_a_loader_may_be_used_with_another_number_of_workers(workers):
     assert [found for _, name, found in workers("fork") if name == "first 1, then 2"] == [["right"], ["right"]]
@@ -505,6 +508,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.any_version
 @pytest.mark.slow
 def test_a_fork_leaves_the_connections_of_its_parent_open(server, interpreter):
     """They share one epoll: if a child closed its copy of an idle connection, the parent would wait for ever."""

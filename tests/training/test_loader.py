@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import pickle
 import time
+import uuid
 from pathlib import Path
 
 import anndata as ad
@@ -32,10 +33,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "counts.zarr")
 
 
-@pytest.fixture
-def s3_store(s3, tmp_path):
-    write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
-    return s3.url("counts.zarr"), s3.storage_options
+@pytest.fixture(scope="module")
+def s3_store(seaweed, tmp_path_factory):
+    url = f"s3://{seaweed.bucket}/{uuid.uuid4().hex}/counts.zarr"
+    write_store(ADATA, url, tmp_path_factory.mktemp("s3"), storage_options=seaweed.storage_options)
+    return url, seaweed.storage_options
 
 
 @pytest.fixture(params=["local", "local, mirror", "s3", "s3, mirror"])
