@@ -1,28 +1,21 @@
-"""The cost of each transform: warm epochs with and without it, in turns, and the memory that they take.
+"""The cost of each transform: warm epochs with and without it, in turns. memory.py measures the memory that they take.
 
     python benchmarks/transforms.py STORE [--epochs 5] [--work DIRECTORY] [--names LogNormalize "Downsample 500"]
 
 STORE is a zloader store on a local disk. Epochs read a full mirror, with minibatches of 64 and blocks of 64 rows. The
 loaders take turns, one epoch at a time, in one process, and their first epochs are discarded. A ratio compares the
 rows/s with those of the loader without transforms of the same layout and genes in the same turn, and "CPU" does so with
-user and system seconds, which other work on the machine shakes less.
-
-Memory is measured in a new process for each, which runs one epoch after a small one that compiles the loops: the peak
-of its anonymous memory beyond that before the epoch, against FetchOptions(memory=...). A sampling thread reads it from
-/proc, so it runs on Linux only. The last line is one JSON document.
+user and system seconds, which other work on the machine shakes less. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +27,6 @@ from rivals import table
 
 import zloader as zl
 
-MEMORY = "256MiB"
 N_GENES = 2_000
 T = zl.transforms
 
@@ -94,45 +86,7 @@ def turns(dataset: zl.Dataset, made: Mapping[str, Any], epochs: int) -> dict[str
     return runs
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def peak(store: Path, mirror: Path, name: str) -> None:
-    """Prints the peak of anonymous memory during an epoch, beyond that before it."""
-    torch.set_num_threads(1)
-    dataset = zl.open_dataset(store, cache=mirror)
-    _, options = configurations(dataset)[name]
-    for _ in zl.Loader(dataset[:1000], **options):
-        pass
-    loader = zl.Loader(dataset, options=zl.FetchOptions(memory=MEMORY), **options)
-    before, most, ended = anonymous_bytes(), [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.005):
-            most[0] = max(most[0], anonymous_bytes())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    for _ in loader:
-        pass
-    ended.set()
-    watching.join()
-    print(most[0] - before)
-
-
-def measured_peak(store: Path, mirror: Path, name: str) -> int:
-    """The peak of a new process."""
-    command = [sys.executable, __file__, str(store), "--work", str(mirror), "--peak", name]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def summary(
-    made: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, float]]], peaks: Mapping[str, int]
-) -> list[dict[str, Any]]:
+def summary(made: Mapping[str, Any], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
     """Medians of the ratios with the loader to compare with, turn by turn."""
     found = []
     for name, (other, _) in made.items():
@@ -143,7 +97,6 @@ def summary(
                 "rows_per_s": statistics.median(mine["rows_per_s"] for mine, _ in pairs),
                 "speed_ratio": statistics.median(mine["rows_per_s"] / its["rows_per_s"] for mine, its in pairs),
                 "cpu_ratio": statistics.median(mine["cpu_s"] / its["cpu_s"] for mine, its in pairs),
-                "peak_bytes": peaks[name],
             }
         )
     return found
@@ -156,11 +109,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--work", type=Path, help="directory for the mirror (default: a temporary directory)")
     parser.add_argument("--names", nargs="+", help="lines of the table (default: all)")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.peak:
-        peak(options.store, options.work, options.peak)
-        return
     with tempfile.TemporaryDirectory(dir=options.work) as mirror:
         dataset = zl.open_dataset(options.store, cache=mirror)
         torch.set_num_threads(1)
@@ -170,18 +119,17 @@ def main() -> None:
             made = {name: each for name, each in made.items() if name in asked}
         zl.warm(dataset)
         runs = turns(dataset, made, options.epochs)
-        found = summary(made, runs, {name: measured_peak(options.store, Path(mirror), name) for name in made})
+        found = summary(made, runs)
     lines = [
         [
             each["name"],
             f"{each['rows_per_s']:,.0f}",
             f"{each['speed_ratio']:.2f}",
             f"{each['cpu_ratio']:.2f}",
-            f"{each['peak_bytes'] / 1e6:,.0f}",
         ]
         for each in found
     ]
-    table([["", "rows/s", "speed", "CPU", f"peak MB of {MEMORY}"], *lines])
+    table([["", "rows/s", "speed", "CPU"], *lines])
     print(json.dumps(found))
 
 

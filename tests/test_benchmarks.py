@@ -1,4 +1,4 @@
-"""The simulated cloud of the benchmarks serves the right bytes at its rates, and the trainings of models.py run."""
+"""The benchmarks: the simulated cloud, the bound of the memory, and the trainings of models.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ import zloader as zl
 
 pytestmark = pytest.mark.any_version
 
-CLOUD = Path(__file__).parents[1] / "benchmarks" / "cloud.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+CLOUD = BENCHMARKS / "cloud.py"
 OBJECT = bytes(range(256)) * 20_000  # 5 MB, so that bodies are sent in several pieces; a shift changes every byte
 
 
@@ -121,6 +122,29 @@ def test_rates_and_counters(connected):
     counts = json.loads(ask(control, "/__sim/stats")[1])
     assert (counts["requests"], counts["bytes_out"], counts["active"]) == (8, 8 * len(OBJECT), 0)
     assert 0 < counts["peak_active"] <= 8
+
+
+@pytest.mark.slow  # writes stores, and imports torch in two processes
+@pytest.mark.parametrize(("memory", "status"), [("256MiB", 0), ("16MiB", 1)], ids=["held", "broken"])
+def test_the_benchmark_of_memory_says_which_case_exceeds_the_bound(tmp_path, memory, status):
+    """Two dense matrices of 64 rows take 15 MB, several times over, which 16 MiB cannot hold."""
+    case = "packed, minibatches of 512" if status == 0 else "two matrices, dense"
+    command = [
+        sys.executable,
+        BENCHMARKS / "memory.py",
+        tmp_path,
+        "--rows",
+        "1200",
+        "--memory",
+        memory,
+        "--names",
+        case,
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, found["above"]) == (status, [case] if status else [])
+    assert found["peaks"][case] > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

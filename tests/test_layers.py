@@ -53,6 +53,9 @@ MAY_IMPORT = {
         "zloader.training.sets",
         "zloader.training.tokens",
         "zloader.commands.demo",
+        "zloader.integrations.scvi",
+        "zloader.integrations.scvi_batches",
+        "zloader.integrations.scvi_encoding",
     },
     "anndata": {
         "zloader.dataset.elements",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -9,9 +11,13 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.order.plan import Plan
+from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget
 from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.forms import Form
+from zloader.reading.matrix_rows import PlannedRows
 from zloader.reading.resources import BufferPool
+from zloader.selecting.genes import ChosenGenes
 
 pytestmark = pytest.mark.any_version
 
@@ -54,9 +60,9 @@ def store(tmp_path_factory):
     return folder / "counts.zarr"
 
 
-def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False):
+def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False, memory="2GiB"):
     """The bytes held per fetch, the sizes of its buffers, and the bytes of each group gathered together."""
-    options, pool, groups = zl.FetchOptions(), CountedPool(), []
+    options, pool, groups = zl.FetchOptions(memory=memory), CountedPool(), []
     matrices = {name: dataset.parts(name, options) for name in names}
     scheduler = FetchScheduler(Recipe(x=matrices, columns=dict, dense=dense, dtype="float64"), options, pool)
     budget = scheduler._room = CountedBudget(options.buffer_bytes)
@@ -95,3 +101,28 @@ def test_a_fetch_holds_the_bytes_of_all_its_matrices(store, tmp_path, mirrored):
 def test_minibatches_that_are_gathered_together_are_fewer_the_more_matrices_they_have(store, names, together):
     _, _, groups = epoch_of(zl.open_dataset(store), names, batch_size=8, fetch_factor=8, dense=True)
     assert groups == [(together, together * len(names) * 8 * ROW_BYTES + 8 * 8 * together)] * (8 // together)
+
+
+def test_groups_are_small_beside_the_memory_for_minibatches(store):
+    dataset = zl.open_dataset(store)
+    _, _, groups = epoch_of(dataset, ["X"], batch_size=8, fetch_factor=8, dense=True, memory="256MiB")
+    assert [size for size, _ in groups] == [1] * 8  # 2 MiB each, of 48 MiB
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["csr", "dense"])
+def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
+    """They are far larger than x if most genes are left out."""
+    chosen = ChosenGenes(positions=np.arange(5), n_stored=N_GENES)
+    parts = zl.open_dataset(store).parts("X", zl.FetchOptions(), chosen)
+    lengths, starts = np.full(N_ROWS, 3000), np.zeros(N_ROWS, np.int64)
+    planned = PlannedRows(parts=parts, at={0: slice(None)}, wanted={0: []}, lengths=lengths)
+    genes, values = np.arange(3000, dtype=np.uint16), np.ones(3000, parts[0].matrix.values.dtype)
+    rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
+    form = Form(dense=dense, dtype="float32")
+    for measured in (False, True):  # the first call compiles
+        if measured:
+            tracemalloc.start()
+        form.gathered([gather.choose(rows, chosen)], N_ROWS, n_genes=5, stored=planned.stored)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most <= planned.x_bytes(np.arange(N_ROWS), form) + 64 * N_ROWS + 50_000

@@ -1,7 +1,7 @@
 """The entry point of the `zloader` program, with the commands `info` and `demo`.
 
-The other commands register themselves on import: convert, append and verify in convert.py, bench in bench.py, quality
-in quality.py, warm and cache in cache.py.
+The other commands register themselves on import: convert, append and verify in convert.py, bench in bench.py, bill in
+bill.py, quality in quality.py, warm and cache in cache.py.
 
 Results go to stdout, progress and errors to stderr. With --json, stdout is one JSON document. Each command imports the
 modules that take seconds to import, so that `zloader --help` stays fast.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zloader.commands import bench as cli_bench
+from zloader.commands import bill as cli_bill
 from zloader.commands import cache as cli_cache
 from zloader.commands import convert as cli_convert
 from zloader.commands import quality as cli_quality
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from zloader.dataset.dataset import Dataset
 
 # Importing these modules registers their commands.
-__all__ = ["app", "cli_bench", "cli_cache", "cli_convert", "cli_quality"]
+__all__ = ["app", "cli_bench", "cli_bill", "cli_cache", "cli_convert", "cli_quality"]
 
 # ---- info
 

@@ -304,13 +304,12 @@ class Dataset(BaseDataset):
         """Which rows of `whole` these are."""
         return np.ones(self.n_obs, bool)
 
-    def in_whole(self, group: Dataset | Condition | None = None) -> Mask:
-        """Which rows of `whole` these are, or those of a group, which may have others: see `rows_of`."""
+    def in_whole(self, group: Dataset | Condition) -> Mask:
+        """Which rows of `whole` are in a group as in `rows_of`, which may also have rows that this dataset lacks."""
         if isinstance(group, Dataset):
             return moved(group._mask(), group.whole.stores, self.whole.stores)
         rows = self._mask()
-        if group is not None:
-            rows[rows] = mask_of(group, self.obs_column, self.n_obs, self.obs_columns)
+        rows[rows] = mask_of(group, self.obs_column, self.n_obs, self.obs_columns)
         return rows
 
     def rows_of(self, group: Dataset | Condition) -> RowSet:

@@ -49,8 +49,8 @@ class ControlTable(Protocol):
         """The dataset that this is a view of."""
         ...
 
-    def in_whole(self, group: Any = None) -> NDArray[np.bool_]:
-        """Which rows of `whole` these are, or those of a group: a condition on these rows, or a dataset or view."""
+    def in_whole(self, group: Any) -> NDArray[np.bool_]:
+        """Which rows of `whole` are in a group: a condition on these rows, or a dataset or view."""
         ...
 
 
@@ -211,5 +211,5 @@ class BoundControls(SharesArrays):
 
 def _came(groups: Groups, dataset: ControlTable, sampling: Sampling) -> Rows:
     """The number of rows of each group that the sampling may yield."""
-    rows, chosen = np.flatnonzero(dataset.in_whole()), getattr(sampling, "indices", None)
+    rows, chosen = np.flatnonzero(dataset.in_whole(dataset)), getattr(sampling, "indices", None)
     return np.bincount(groups.codes[rows if chosen is None else rows[chosen]], minlength=len(groups))

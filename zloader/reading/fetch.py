@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,16 +27,18 @@ from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
+from zloader.reading.matrix_rows import LoadedRows, PlannedRows, by_value, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, Waits, timed
 from zloader.reading.transformed import Transforming
 from zloader.selecting.columns import ObsColumn
 
 # One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
-# between threads and the calls per store cheap, and small enough to keep all threads busy.
+# between threads and the calls per source cheap, and small enough to keep all threads busy. One minibatch may exceed
+# these bytes.
 _GROUP = 8
-_GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time; one minibatch may exceed this
+_GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time
+_READY_GROUPS = 16  # that fit into `ready_bytes`: freed memory is reused by groups of all sizes, and fits them badly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +80,12 @@ class Recipe:
         return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
 
 
-def shares(ends: Rows, rows: Rows) -> list[tuple[int, Rows | slice]]:
+def shares(ends: Rows, rows: Rows) -> Sequence[tuple[int, Rows | slice]]:
     """The stores that contain `rows`, each with the positions of its rows; store k ends before row `ends[k]`."""
     if len(ends) == 1:
         return [(0, slice(None))]
     # In the smallest dtype, because NumPy sorts one or two bytes by radix, in linear time.
-    of = np.searchsorted(ends, rows, side="right").astype(np.min_scalar_type(len(ends)))
-    order = np.argsort(of, kind="stable")
-    of = of[order]
-    cuts = [0, *(np.flatnonzero(of[1:] != of[:-1]) + 1).tolist(), len(of)] if len(of) else []
-    return [(int(of[a]), order[a:b]) for a, b in pairwise(cuts)]
+    return by_value(np.searchsorted(ends, rows, side="right").astype(np.min_scalar_type(len(ends))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +145,7 @@ class FetchScheduler:
         # threads can gather at once.
         self._ready_bytes = options.ready_bytes // 4
         self._making = ByteBudget(options.ready_bytes - self._ready_bytes)
+        self._group_bytes = min(_GROUP_BYTES, options.ready_bytes // _READY_GROUPS)
         self._free_jobs = asyncio.Semaphore(options.threads + 1)
         # Memory that is used for the first time is slow, so an epoch starts with as little of it as it can.
         self._ahead = asyncio.Semaphore(2)
@@ -286,7 +284,7 @@ class FetchScheduler:
         """For each group of minibatches that are gathered together, their cuts."""
         cuts = loaded.planned.fetch.cuts
         least = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # bytes per minibatch, on average
-        size = max(1, min(_GROUP, _GROUP_BYTES // least))
+        size = max(1, min(_GROUP, self._group_bytes // least))
         return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
@@ -331,20 +329,18 @@ class FetchScheduler:
         if tokens is None:
             return None
         of_matrix = dict(zip(self._recipe.x, loaded.x, strict=True))[tokens.x]
-        x = of_matrix.x(taken, rows, dict(shares(self._ends, rows)), of_matrix.planned.exact)
+        x = of_matrix.x(taken, rows, of_matrix.planned.exact)
         assert isinstance(x, CsrArrays)
         return tokens.rows(x, rows, None if self._totals is None else self._totals[rows])
 
     def _x(self, loaded: _Loaded, taken: Rows, rows: Rows) -> dict[str, X]:
-        if not loaded.x:
-            return {}
-        at, form, x = dict(shares(self._ends, rows)), self._recipe.form, {}
+        x: dict[str, X] = {}
         for name, of_matrix in zip(self._recipe.x, loaded.x, strict=True):
             transforming = self._recipe.transforms.get(name)
             if not self._is_wanted(name):
                 continue
             if transforming is None:
-                x[name] = of_matrix.x(taken, rows, at, form)
+                x[name] = of_matrix.x(taken, rows, self._recipe.form)
             else:
-                x[name] = of_matrix.transformed(taken, rows, at, transforming)
+                x[name] = of_matrix.transformed(taken, rows, transforming)
         return x

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
-from zloader.reading.gene_loops import column_in, map_rows, select_columns, select_values, sort_rows
+from zloader.reading.gene_loops import (
+    Columns,
+    column_in,
+    columns_in,
+    map_rows,
+    select_columns,
+    select_values,
+    sort_rows,
+)
 from zloader.reading.half_floats import HALVES, gathering_dtype, narrowed
 from zloader.reading.value_limits import Limits, all_fit, fits, limits_of
 from zloader.selecting.genes import ChosenGenes
@@ -50,7 +58,7 @@ def copy_rows(
 
 @compiled
 def _scatter_rows(
-    mapped: tuple[NDArray[Any], NDArray[Any] | None],
+    mapped: tuple[NDArray[Any], Columns | None],
     values: NDArray[Any],
     starts: tuple[Rows, Rows],
     lengths: Rows,
@@ -58,9 +66,9 @@ def _scatter_rows(
     out: NDArray[Any],
     limits: Limits | None,
 ) -> int:
-    genes, column_of = mapped
+    genes, columns_of = mapped
     for row in range(len(lengths)):
-        n = lengths[row]
+        n, column_of = lengths[row], columns_in(columns_of, row)
         columns = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
         if not all_fit(taken, limits):
@@ -112,13 +120,13 @@ def indptr_of(lengths: Rows) -> Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRows:
-    """The rows of a minibatch that come from one store.
+    """The rows of a minibatch that come from one source (row_sources.py).
 
     Row i consists of `lengths[i]` elements of `values` from `starts[1][i]` on and, unless the store is dense, as many
     elements of `genes` from `starts[0][i]` on. It becomes the minibatch's row `at[i]`.
 
-    `column_of` has the column of each gene in x; None if the genes are the columns. `unsorted` says that the columns of
-    a row may not ascend although its genes do.
+    `columns` has the column of each gene in x; None if the genes are the columns. `unsorted` says that the columns of a
+    row may not ascend although its genes do.
     """
 
     at: Rows | slice
@@ -126,7 +134,7 @@ class StoreRows:
     values: NDArray[Any]
     starts: tuple[Rows, Rows]
     lengths: Rows
-    column_of: NDArray[Any] | None = None
+    columns: Columns | None = None
     unsorted: bool = False
 
     def n_values(self) -> Rows:
@@ -143,8 +151,11 @@ def _bits(values: NDArray[Any]) -> NDArray[Any]:
     return values.view(np.uint16) if values.dtype == np.float16 else values
 
 
-def choose(rows: StoreRows, genes: ChosenGenes) -> StoreRows:
-    """The rows with the chosen genes as their columns. Values are copied only if a gene is left out, or if dense."""
+def choose(rows: StoreRows, genes: ChosenGenes, columns: Columns | None = None) -> StoreRows:
+    """The rows with the chosen genes as their columns. Values are copied only if a gene is left out, or if dense.
+
+    `columns` are those of CSR rows of several stores, whose choices differ from `genes` in nothing else.
+    """
     n_rows, n_columns = len(rows.lengths), len(genes)
     stored, dtype = _bits(rows.values), rows.values.dtype
     stored_genes = rows.genes
@@ -154,17 +165,23 @@ def choose(rows: StoreRows, genes: ChosenGenes) -> StoreRows:
         starts = np.arange(n_rows) * n_columns
         lengths = np.full(n_rows, n_columns)
         return replace(rows, values=dense.reshape(-1).view(dtype), starts=(starts, starts), lengths=lengths)
-    rows = replace(rows, unsorted=not genes.ascending)
+    if columns is None:
+        columns = genes.column_of, np.zeros(n_rows, np.int64)
     if genes.takes_all:
-        return replace(rows, column_of=genes.column_of)
+        return replace(rows, columns=columns, unsorted=not genes.ascending)
     n_stored = int(rows.lengths.sum())
-    columns, values = np.empty(n_stored, genes.column_of.dtype), np.empty(n_stored, stored.dtype)
+    chosen, values = np.empty(n_stored, columns[0].dtype), np.empty(n_stored, stored.dtype)
     lengths = np.empty_like(rows.lengths)
-    out = (columns, values, lengths)
-    select_values(stored_genes, stored, rows.starts, rows.lengths, genes.column_of, n_columns, out)
+    select_values(stored_genes, stored, rows.starts, rows.lengths, columns, n_columns, (chosen, values, lengths))
     starts = indptr_of(lengths)
-    columns, values = columns[: starts[-1]], values[: starts[-1]]
-    return replace(rows, genes=columns, values=values.view(dtype), starts=(starts[:-1], starts[:-1]), lengths=lengths)
+    return replace(
+        rows,
+        genes=chosen[: starts[-1]],
+        values=values[: starts[-1]].view(dtype),
+        starts=(starts[:-1], starts[:-1]),
+        lengths=lengths,
+        unsorted=not genes.ascending,
+    )
 
 
 def widened(rows: StoreRows) -> StoreRows:
@@ -222,13 +239,13 @@ def csr_rows(
         if part.genes is None:
             beyond = _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
         elif part.unsorted:
-            mapped, out = (part.genes, part.column_of, n_genes), (indices, values)
+            mapped, out = (part.genes, part.columns, n_genes), (indices, values)
             beyond = sort_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
         else:
-            if part.column_of is None:
+            if part.columns is None:
                 copy_rows(part.genes, part.starts[0], part.lengths, to, indices)
             else:
-                map_rows(part.genes, part.starts[0], part.lengths, to, part.column_of, indices)
+                map_rows(part.genes, part.starts[0], part.lengths, to, part.columns, indices)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to, values, limits)
         _require_fit(part, limits, beyond, n_rows)
     values = narrowed(values, dtype)
@@ -250,7 +267,7 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
             flat = out.reshape(-1)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, flat, limits)
         else:
-            mapped = (part.genes, part.column_of)
+            mapped = (part.genes, part.columns)
             beyond = _scatter_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
         _require_fit(part, limits, beyond, n_rows)
     try:

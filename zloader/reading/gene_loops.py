@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,19 @@ from zloader.common.bits import count_bits
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
 from zloader.reading.value_limits import Limits, all_fit
+
+# The columns that genes have in x: gene g of row i has column `tables[starts[i] + g]`. Rows may have different tables,
+# because they may come from stores with different genes.
+Columns: TypeAlias = tuple[NDArray[Any], Rows]
+
+
+@compiled
+def columns_in(columns: Columns | None, row: int) -> Any:
+    """The columns of the genes of a row. If `columns` is None, so is the result: genes are columns."""
+    if columns is None:
+        return None
+    tables, starts = columns
+    return tables[starts[row] :]
 
 
 @compiled
@@ -22,12 +35,10 @@ def column_in(column_of: NDArray[Any] | None, gene: Any) -> Any:
 
 
 @compiled
-def map_rows(
-    genes: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, column_of: NDArray[Any], out: NDArray[Any]
-) -> None:
+def map_rows(genes: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, columns: Columns, out: NDArray[Any]) -> None:
     """Copies rows of genes as the columns that they have in x."""
     for row in range(len(starts)):
-        n = lengths[row]
+        n, column_of = lengths[row], columns_in(columns, row)
         taken = genes[starts[row] : starts[row] + n]
         given = out[at[row] : at[row] + n]
         for i in range(n):
@@ -40,7 +51,7 @@ def select_values(
     values: NDArray[Any],
     starts: tuple[Rows, Rows],
     lengths: Rows,
-    column_of: NDArray[Any],
+    columns: Columns,
     n_columns: int,
     out: tuple[NDArray[Any], NDArray[Any], Rows],
 ) -> None:
@@ -49,13 +60,13 @@ def select_values(
     `out` needs room for all stored values: every value is written, and the next one overwrites it if its gene is not
     chosen. Without a branch per value this is two to four times as fast when many genes are chosen.
     """
-    columns, packed, counts = out
+    packed_columns, packed, counts = out
     first = 0
     for row in range(len(lengths)):
-        n = lengths[row]
+        n, column_of = lengths[row], columns_in(columns, row)
         stored = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
-        given_columns = columns[first : first + n]
+        given_columns = packed_columns[first : first + n]
         given_values = packed[first : first + n]
         to = 0
         for i in range(n):
@@ -69,7 +80,7 @@ def select_values(
 
 @compiled
 def sort_rows(
-    mapped: tuple[NDArray[Any], NDArray[Any] | None, int],
+    mapped: tuple[NDArray[Any], Columns | None, int],
     values: NDArray[Any],
     starts: tuple[Rows, Rows],
     lengths: Rows,
@@ -86,13 +97,13 @@ def sort_rows(
     radix sort, and a row stays in the cache from its mapping to its copy. Only rows that have a column twice are sorted
     by comparison.
     """
-    genes, column_of, n_columns = mapped
+    genes, columns_of, n_columns = mapped
     columns = np.empty(lengths.max() if len(lengths) else 0, np.uint32)
     one, low = np.uint64(1), np.uint64(63)
     present = np.zeros((n_columns + 63) // 64, np.uint64)
     before = np.empty(len(present), np.int64)
     for row in range(len(lengths)):
-        n = lengths[row]
+        n, column_of = lengths[row], columns_in(columns_of, row)
         stored = genes[starts[0][row] : starts[0][row] + n]
         taken = values[starts[1][row] : starts[1][row] + n]
         if not all_fit(taken, limits):

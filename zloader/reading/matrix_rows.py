@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,20 @@ from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.reader import ArrayReader
+from zloader.reading.row_sources import RowSource, SourcedRows, alike, united
 from zloader.reading.slots import Elements, Needed
 from zloader.reading.transformed import Transforming
 from zloader.transforms.transform import RefusedValue
 
 Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each with the positions of its rows
+
+
+def by_value(values: NDArray[np.integer]) -> list[tuple[int, Rows]]:
+    """The distinct values of an array, each with the ascending positions at which it occurs."""
+    order = np.argsort(values, kind="stable")
+    values = values[order]
+    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)] if len(values) else []
+    return [(int(values[a]), order[a:b]) for a, b in pairwise(cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +85,28 @@ class PlannedRows:
         return [part.matrix.values.dtype for part in self.parts]
 
     def x_bytes(self, taken: Rows, form: Form) -> int:
-        """Bytes of x for the rows at positions `taken`; an upper bound for CSR from dense stores."""
+        """Bytes of x for the rows at positions `taken`, with copies; an upper bound for CSR from dense stores."""
         n_columns = self.parts[0].n_columns
         value_bytes = form.value_bytes(self.stored)
-        if form.dense and not form.narrow:
-            return len(taken) * n_columns * value_bytes
         lengths = self.lengths[taken]
+        copied = self._copied_bytes(int(lengths.sum()), len(taken))
+        if form.dense and not form.narrow:
+            return copied + len(taken) * n_columns * value_bytes
         if any(part.genes is not None and not part.genes.takes_all for part in self.parts):
             lengths = np.minimum(lengths, n_columns)
-        return int(lengths.sum()) * (form.gene_bytes(n_columns) + value_bytes)
+        return copied + int(lengths.sum()) * (form.gene_bytes(n_columns) + value_bytes)
+
+    def _copied_bytes(self, n_elements: int, n_rows: int) -> int:
+        """Bytes of the copies that `gather.choose` and `gather.widened` make, at most."""
+        per_element = per_row = 0
+        for part in (self.parts[number] for number in self.wanted):
+            itemsize = part.matrix.values.dtype.itemsize
+            if part.genes is not None and part.indptr is None:
+                per_row = max(per_row, itemsize * part.n_columns)
+            elif part.genes is not None and not part.genes.takes_all:
+                per_element = max(per_element, itemsize + part.genes.column_of.itemsize)
+        widened = 6 if any(dtype == np.float16 for dtype in self.stored) else 0  # a copy, and float32
+        return n_rows * per_row + n_elements * (per_element + widened)
 
 
 def plan_rows(
@@ -112,64 +135,68 @@ def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRows:
-    """The rows of a fetch in one matrix, in memory.
-
-    Row i is `planned.lengths[i]` of its part's `elements`, from `starts` on. `starts` has the starts in the genes and
-    in the values.
-    """
+    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements."""
 
     planned: PlannedRows
-    elements: dict[int, list[Elements]]
-    starts: tuple[Rows, Rows]
+    loaded: SourcedRows
 
-    def x(self, taken: Rows, rows: Rows, at: Shares, form: Form) -> X:
-        """x for the positions `taken` of the fetch, which are `rows` of the dataset and lie in the stores as in `at`.
+    def x(self, taken: Rows, rows: Rows, form: Form) -> X:
+        """x for the positions `taken` of the fetch, which are `rows` of the dataset.
 
         Raises OptionError for a value that the dtype of `form` cannot hold.
         """
-        parts = [self._store_rows(number, taken[here], here) for number, here in at.items()]
+        parts = [self._rows_of(number, taken[here], here) for number, here in self._sources(taken)]
         n_genes, stored = self.planned.parts[0].n_columns, self.planned.stored
         try:
             return form.gathered(parts, len(taken), n_genes=n_genes, stored=stored)
         except gather.UnfitValue as unfit:
             raise OptionError(
-                f"{self._found(unfit.value, unfit.row, rows, at)}, which {form.dtype} cannot hold: choose another "
+                f"{self._found(unfit.value, unfit.row, taken, rows)}, which {form.dtype} cannot hold: choose another "
                 "dtype, such as 'float64'"
             ) from None
 
-    def transformed(self, taken: Rows, rows: Rows, at: Shares, transforming: Transforming) -> X:
+    def transformed(self, taken: Rows, rows: Rows, transforming: Transforming) -> X:
         """As `x`, with transforms. Raises OptionError for a value that one of them cannot take."""
         form = Form(dense=transforming.gathers_dense, dtype=transforming.gathering_dtype)
-        gathered = self.x(taken, rows, at, form)
+        gathered = self.x(taken, rows, form)
         try:
             return transforming.x(gathered, rows)
         except RefusedValue as refused:
-            raise OptionError(f"{self._found(refused.value, refused.row, rows, at)}: {refused.why}") from None
+            raise OptionError(f"{self._found(refused.value, refused.row, taken, rows)}: {refused.why}") from None
 
-    def _found(self, value: Any, row: int, rows: Rows, at: Shares) -> str:
+    def _found(self, value: Any, row: int, taken: Rows, rows: Rows) -> str:
         """Says in which row and store a value is. `row` counts the rows of a minibatch."""
-        number = next(number for number, here in at.items() if row in np.arange(len(rows))[here])
+        positions = np.arange(len(self.planned.lengths))
+        number = next(number for number, here in self.planned.at.items() if taken[row] in positions[here])
         part = self.planned.parts[number]
         return f"{part.matrix.path} of {part.url} holds {value!s} in row {rows[row]} of the dataset"
 
-    def _store_rows(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
-        """The rows at positions `taken` of the fetch, all from one store, which go to `at` in the minibatch."""
-        *genes, values = (elements.source for elements in self.elements[number])
+    def _sources(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
+        """The sources of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
+        if len(self.loaded.sources) == 1:
+            return [(0, slice(None))]
+        return by_value(self.loaded.source_of[taken])
+
+    def _rows_of(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
+        """The rows at positions `taken` of the fetch, all from one source, which go to `at` in the minibatch."""
+        loaded = self.loaded
+        source = loaded.sources[number]
         rows = gather.StoreRows(
             at=at,
-            genes=genes[0] if genes else None,
-            values=values,
-            starts=(self.starts[0][taken], self.starts[1][taken]),
+            genes=source.genes,
+            values=source.values,
+            starts=(loaded.starts[0][taken], loaded.starts[1][taken]),
             lengths=self.planned.lengths[taken],
         )
-        chosen = self.planned.parts[number].genes
-        return rows if chosen is None else gather.choose(rows, chosen)
+        if source.chosen is None:
+            return rows
+        columns = None if source.columns is None else (source.columns, loaded.tables[taken])
+        return gather.choose(rows, source.chosen, columns)
 
 
 async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
     """Loads the elements of planned rows into a buffer of `planned.n_bytes`, unless a mirror has them."""
-    n_rows, used = len(planned.lengths), 0
-    starts = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64))
+    used = 0
     loads: dict[int, list[asyncio.Task[Elements]]] = {number: [] for number in planned.wanted}
     async with asyncio.TaskGroup() as group:
         for number, arrays in planned.wanted.items():
@@ -179,7 +206,26 @@ async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: in
                 load = array.reader.load(array.needed, slot, turn=turn)
                 loads[number].append(group.create_task(load))
     elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
-    for number, at in planned.at.items():
-        for into, loaded in zip(starts[-len(elements[number]) :], elements[number], strict=True):
-            into[at] = loaded.starts
-    return LoadedRows(planned=planned, elements=elements, starts=starts)
+    return LoadedRows(planned=planned, loaded=_sourced(planned, elements))
+
+
+def _sourced(planned: PlannedRows, elements: Mapping[int, Sequence[Elements]]) -> SourcedRows:
+    """The sources of loaded rows, and where each row is in them."""
+    n_rows = len(planned.lengths)
+    starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
+    groups: dict[Hashable, list[int]] = {}
+    for number, loaded in elements.items():
+        key = alike(planned.parts[number], [array.source for array in loaded])
+        groups.setdefault(key, []).append(number)
+    sources: list[RowSource] = []
+    source_of = np.zeros(n_rows, np.min_scalar_type(len(groups)))
+    for numbers in groups.values():
+        arrays = [[array.source for array in elements[number]] for number in numbers]
+        source, shifts = united([planned.parts[number] for number in numbers], arrays)
+        for number, (*of_arrays, of_table) in zip(numbers, shifts, strict=True):
+            at = planned.at[number]
+            source_of[at], tables[at] = len(sources), of_table
+            for into, array, shift in zip(starts[-len(of_arrays) :], elements[number], of_arrays, strict=True):
+                into[at] = array.starts + shift
+        sources.append(source)
+    return SourcedRows(sources=sources, source_of=source_of, starts=starts, tables=tables)

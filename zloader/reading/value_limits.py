@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ Limits: TypeAlias = tuple[Any, Any, bool]
 _BFLOAT16 = SimpleNamespace(max=(2 - 2**-7) * 2.0**127, maxexp=128, nmant=7)  # as in np.finfo
 
 
+@functools.cache
 def limits_of(stored: np.dtype[Any], wanted: str) -> Limits | None:
     """The limits within which a stored value fits into the dtype `wanted`, or None if all values fit.
 

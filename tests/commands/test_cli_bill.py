@@ -1,0 +1,146 @@
+"""`zloader bill`: its sums, what bounds a run, and the figures that it takes from `zloader bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from helpers import counts, write_store
+from test_cli import zloader
+
+from zloader.commands.bill_run import Run
+
+pytestmark = pytest.mark.any_version
+
+RUN = Run(
+    rows=3_600_000,
+    epochs=3,
+    parameters=1e6,
+    tokens_per_row=1000,
+    gpus=2,
+    machines=1,
+    mfu=0.5,
+    peak_tflops=12,
+    gpu_rows_per_s=None,
+    cold_rows_per_s=3000,
+    warm_rows_per_s=9000,
+    link_megabytes_per_s=10,
+    mirror=True,
+    bytes_per_row=1000,
+    gets_per_row=0.01,
+    mirror_bytes_per_row=10_000,
+    producers=0,
+    gpu_hour=2,
+    producer_hour=0.5,
+    thousand_gets=0.5,
+    gigabyte_egress=0.1,
+    nvme_gigabyte_month=7.3,
+)
+
+
+def bill(*flags):
+    return json.loads(zloader("bill", "--json", *flags).stdout)
+
+
+def test_a_gpu_takes_six_flops_per_parameter_and_token():
+    assert RUN.gpu_rate == pytest.approx(6e12 / (6 * 1e6 * 1000))
+    assert dataclasses.replace(RUN, gpu_rows_per_s=7).gpu_rate == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "cold", "warm"),
+    [
+        ({}, ("gpu", 2000), ("gpu", 2000)),
+        ({"gpu_rows_per_s": 1e6}, ("loading", 6000), ("loading", 18_000)),
+        ({"gpu_rows_per_s": 1e6, "link_megabytes_per_s": 5}, ("link", 5000), ("loading", 18_000)),
+        ({"gpu_rows_per_s": 1e6, "producers": 3}, ("loading", 9000), ("loading", 27_000)),
+        ({"gpu_rows_per_s": 1e6, "producers": 3, "link_megabytes_per_s": 1}, ("link", 3000), ("loading", 27_000)),
+        ({"gpu_rows_per_s": 1e6, "machines": 2, "link_megabytes_per_s": 2}, ("link", 4000), ("loading", 18_000)),
+    ],
+    ids=["the GPUs", "loading", "the link", "producers", "the link of producers", "the links of machines"],
+)
+def test_the_slowest_part_sets_the_pace(change, cold, warm):
+    run = dataclasses.replace(RUN, **change)
+    for epoch, (bound_by, rows_per_s) in ((run.epoch(cold=True), cold), (run.epoch(cold=False), warm)):
+        assert (epoch.bound_by, epoch.rows_per_s) == (bound_by, rows_per_s)
+        assert epoch.hours == pytest.approx(1000 / rows_per_s)
+        assert epoch.gpu_wait_share == pytest.approx(1 - rows_per_s / (2 * run.gpu_rate))
+
+
+def test_dollars_by_item():
+    run = dataclasses.replace(RUN, producers=4)  # 2000 rows/s: half an hour
+    cold, warm = run.epoch(cold=True), run.epoch(cold=False)
+    nvme = 36 * 7.3 * 0.5 / 730
+    assert cold.dollars == pytest.approx({"GPUs": 2, "producers": 1, "GETs": 18, "egress": 0.36, "NVMe": nvme})
+    assert warm.dollars == pytest.approx({"GPUs": 2, "producers": 1, "GETs": 0, "egress": 0, "NVMe": nvme})
+    assert run.totals() == pytest.approx((1.5, cold.total_dollars + 2 * warm.total_dollars))
+
+
+def test_without_a_mirror_every_epoch_reads_from_the_store():
+    run = dataclasses.replace(RUN, mirror=False)
+    cold = run.epoch(cold=True)
+    assert cold.dollars["NVMe"] == 0
+    assert run.totals() == pytest.approx((3 * cold.hours, 3 * cold.total_dollars))
+
+
+def test_flags_reach_the_run():
+    flags = [name for name in RUN.__dataclass_fields__ if name not in ("mirror", "gpu_rows_per_s", "gpus")]
+    given = [word for name in flags for word in (f"--{name.replace('_', '-')}", repr(getattr(RUN, name)))]
+    seen = bill(*given, "--gpus", 2)
+    assert seen["run"] == dataclasses.asdict(RUN)
+    assert (seen["hours"], seen["dollars"]) == pytest.approx(RUN.totals())
+
+
+def test_as_text_with_all_prices_and_the_verdict():
+    text = zloader("bill").stdout
+    assert "the GPUs set the pace" in text
+    for words in ("GPU hour $3", "producer hour $0.8", "1000 GETs $0.0004", "GB read $0", "as published, fast-scgpt"):
+        assert words in text
+    assert "each later epoch" not in zloader("bill", "--no-mirror").stdout
+
+
+def test_figures_of_a_measured_store(tmp_path):
+    store, file = tmp_path / "s.zarr", tmp_path / "bench.json"
+    write_store(counts(200, 30), store, tmp_path)
+    measured = zloader("bench", store, "--cache", tmp_path / "cache", "--epochs", 2, "--json").stdout
+    file.write_text(measured)
+    cold, warm = (epoch["figures"] for epoch in json.loads(measured)["epochs"])
+    run = bill("--measured", file)["run"]
+    assert run["rows"] == 200
+    assert (run["cold_rows_per_s"], run["warm_rows_per_s"]) == (cold["rows_per_s"], warm["rows_per_s"])
+    assert (run["bytes_per_row"], run["gets_per_row"]) == (cold["bytes_read"] / 200, cold["gets"] / 200)
+    assert bill("--measured", file, "--rows", "1e6")["run"]["rows"] == 1e6
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rows", "nan"], "--rows must be a number greater than 0, not nan"),
+        (["--rows", "0"], "--rows must be a number greater than 0, not 0"),
+        (["--tokens-per-row", "-3"], "--tokens-per-row must be a number greater than 0, not -3"),
+        (["--gpu-hour", "-1"], "--gpu-hour must be a number of at least 0, not -1"),
+        (["--gpu-hour", "inf"], "--gpu-hour must be a number of at least 0, not inf"),
+        (["--gpu-rows-per-s", "0"], "--gpu-rows-per-s must be a number greater than 0, not 0"),
+        (["--mfu", "40"], "--mfu is a share of the peak, at most 1, not 40"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_impossible_figures(flags, said):
+    assert zloader("bill", *flags, status=1).stderr.strip() == f"error: {said}"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 5}', '{"rows": 5, "epochs": [{"complete": true}]}', '"x"',
+                                  '{"rows": 0, "epochs": [{"complete": true, "figures": {"gets": 1}}]}'])  # fmt: skip
+def test_a_file_that_is_no_measurement(text, tmp_path):
+    (tmp_path / "other.json").write_text(text)
+    error = zloader("bill", "--measured", tmp_path / "other.json", status=1).stderr
+    assert "is not the output of 'zloader bench --json'" in error
+    assert str(tmp_path / "missing") in zloader("bill", "--measured", tmp_path / "missing", status=1).stderr
+
+
+def test_the_rates_that_are_free_of_a_price_stay_finite():
+    free = bill("--gpu-hour", 0, "--nvme-gigabyte-month", 0, "--thousand-gets", 0)
+    assert free["dollars"] == 0
+    assert math.isfinite(free["hours"])

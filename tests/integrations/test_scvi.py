@@ -1,0 +1,396 @@
+"""scvi-tools trains from a dataset as from the AnnData that the dataset was made of."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from helpers import counts, write_store
+
+import zloader as zl
+from zloader.common.errors import MissingColumnError, OptionError
+
+scvi = pytest.importorskip(
+    "scvi", reason='scvi-tools is not installed: pip install "zloader[scvi]"', exc_type=ImportError
+)
+lightning = pytest.importorskip("lightning.pytorch")
+
+from scvi.dataloaders import AnnDataLoader  # noqa: E402
+from scvi.model import SCANVI, SCVI  # noqa: E402
+
+from zloader.integrations.scvi import DataModule  # noqa: E402
+
+# scvi-tools, Lightning and their dependencies warn about workers, small categories and deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+N_ROWS = 120
+PAGE = Path(__file__).parents[2] / "docs" / "scvi.md"
+SMALL = {"batch_size": 256}
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
+COVARIATES = {"categorical_covariate_keys": ["lane", "donor"], "continuous_covariate_keys": ["n_counts", "level"]}
+SETUPS = {
+    "plain": {},
+    "batch and labels": {"batch_key": "donor", "labels_key": "type"},
+    "covariates": {"batch_key": "passed", **COVARIATES},
+    "a layer": {"layer": "raw", "batch_key": "lane"},
+}
+
+
+def table(n_rows=N_ROWS, seed=0):
+    adata = counts(n_rows, 30, seed=seed)
+    adata.obs["type"] = pd.Categorical(
+        np.resize(["T", "Unknown", "B", "NK"], n_rows), ["never", "T", "Unknown", "B", "NK"]
+    )
+    adata.obs["kind"] = np.resize(["T", "B", "NK"], n_rows)
+    adata.obs["level"] = np.linspace(-1, 1, n_rows)
+    adata.layers["raw"] = adata.X * 2
+    adata.layers["logged"] = adata.X.log1p()
+    return adata
+
+
+@pytest.fixture(scope="module")
+def adata():
+    return table()
+
+
+@pytest.fixture(scope="module")
+def dataset(adata, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("scvi")
+    write_store(adata, tmp / "a.zarr", tmp)
+    return zl.open_dataset(tmp / "a.zarr")
+
+
+@pytest.fixture(scope="module")
+def pancreas(tmp_path_factory):
+    """The bundled cells with a few genes, of which every third cell has no label."""
+    tmp = tmp_path_factory.mktemp("pancreas")
+    adata = ad.read_h5ad(zl.example_h5ad(tmp / "p.h5ad"))
+    adata.X = adata.X.tocsr().astype("float32")
+    adata = adata[:, ::40].copy()
+    adata.obs["known"] = adata.obs["cell_type1"].astype(str)
+    adata.obs.loc[adata.obs_names[::3], "known"] = "Unknown"
+    zl.convert(adata, tmp / "p.zarr", progress=False)
+    return zl.open_dataset(tmp / "p.zarr")
+
+
+def as_module(setup):
+    """The options of a DataModule for those of `setup_anndata`."""
+    options = dict(setup)
+    if "labels_key" in options:
+        options["label_key"] = options.pop("labels_key")
+    if "layer" in options:
+        options["x"] = f"layers/{options.pop('layer')}"
+    return options
+
+
+def tensors_of(dm, batch):
+    return dm.on_after_batch_transfer(dm.transfer_batch_to_device(batch, torch.device("cpu"), 0), 0)
+
+
+def assert_includes(found, expected, where=""):
+    """All of `expected` is in `found`, which may have more."""
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_includes(found[key], value, f"{where}/{key}")
+        elif isinstance(value, np.ndarray):
+            assert list(found[key]) == list(value), f"{where}/{key}"
+            assert isinstance(found[key], np.ndarray)
+        else:
+            assert found[key] == value, f"{where}/{key}"
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_the_registry_is_that_of_setup_anndata(dataset, adata, setup):
+    adata = adata.copy()
+    SCVI.setup_anndata(adata, **setup)
+    expected = SCVI(adata).adata_manager.registry
+    registry = DataModule(dataset, **as_module(setup)).registry
+    assert registry["setup_method_name"] == "setup_datamodule"
+    assert registry["model_name"] == "SCVI"
+    assert registry["scvi_version"] == scvi.__version__
+    assert_includes(registry["setup_args"], expected["setup_args"])
+    assert_includes(registry["field_registries"], dict(expected["field_registries"]))
+
+
+def test_the_registry_of_scanvi(dataset, adata):
+    adata = adata.copy()
+    SCANVI.setup_anndata(adata, "type", "Unknown", batch_key="donor")
+    expected = SCANVI(adata).adata_manager.registry
+    dm = DataModule(dataset, label_key="type", batch_key="donor", model_name="SCANVI")
+    assert_includes(dm.registry["field_registries"], dict(expected["field_registries"]))
+    assert dm.labels_.tolist() == adata.obs["type"].tolist()
+    assert SCANVI(registry=dm.registry, datamodule=dm).n_labels == SCANVI(adata).n_labels == dm.n_labels == 4
+
+
+def test_without_an_unlabelled_row_scanvi_has_no_class_for_it(dataset):
+    dm = DataModule(dataset, label_key="kind", model_name="SCANVI")
+    assert SCANVI(registry=dm.registry, datamodule=dm).n_labels == dm.n_labels == 3
+    first, second = tensors_of(dm, next(iter(dm.train_dataloader())))
+    assert first is second
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_minibatches_are_those_of_scvis_own_loader(dataset, adata, setup):
+    adata = adata.copy()
+    SCVI.setup_anndata(adata, **setup)
+    dm = DataModule(dataset, batch_size=32, **as_module(setup))
+    for minibatch in itertools.islice(dm.train_dataloader(), 2):
+        own = AnnDataLoader(SCVI(adata).adata_manager, indices=minibatch.index.numpy(), batch_size=32)
+        (expected,), found = own, tensors_of(dm, minibatch)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert (found[key].dtype, found[key].layout) == (tensor.dtype, torch.strided)
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=0)
+
+
+def test_genes_are_chosen_and_kept_in_another_dataset(dataset, adata, tmp_path):
+    genes = ["gene 7", "gene 3", "gene 29"]
+    dm = DataModule(dataset, genes=genes, batch_key="donor", label_key="type", batch_size=50)
+    assert (dm.n_vars, dm.registry["field_registries"]["X"]["state_registry"]["column_names"].tolist()) == (3, genes)
+    other = adata[40:80, ::-1].copy()
+    other.obs["donor"] = "d2"
+    del other.obs["type"]
+    write_store(other, tmp_path / "b.zarr", tmp_path)
+    batches = dm.inference_dataloader(zl.open_dataset(tmp_path / "b.zarr"), batch_size=16)
+    assert len(batches) == 3
+    x, batch, labels = (torch.cat([tensors[key] for tensors in batches]) for key in ("X", "batch", "labels"))
+    np.testing.assert_array_equal(x, adata[40:80, genes].X.toarray())
+    assert set(batch[:, 0].tolist()) == {adata.obs["donor"].astype("category").cat.categories.get_loc("d2")}
+    assert set(labels[:, 0].tolist()) == {2}  # Unknown
+    missing = adata[:20, :5].copy()
+    write_store(missing, tmp_path / "c.zarr", tmp_path / "c")
+    with pytest.raises(OptionError, match="2 of 3 genes are not in var"):
+        dm.inference_dataloader(zl.open_dataset(tmp_path / "c.zarr"))
+
+
+def test_inference_has_all_rows_of_a_view_in_order(dataset, adata):
+    view = dataset.where("lane != 2")
+    dm = DataModule(view, batch_size=7)
+    assert dm.n_obs == view.n_obs
+    found = torch.cat([tensors["X"] for tensors in dm.inference_dataloader()])
+    np.testing.assert_array_equal(found, adata[view.row_numbers].X.toarray())
+
+
+def rows(loader):
+    return sorted(itertools.chain(*(minibatch.index.tolist() for minibatch in loader)))
+
+
+@pytest.mark.parametrize(
+    ("options", "n_train"),
+    [
+        ({"train_size": 0.75}, 90),
+        ({"train_size": 100}, 100),
+        ({"train_size": 0.5, "validation_size": 0.25}, 60),
+        ({"train_size": 0.75, "stratify": "type"}, 90),
+        ({"train_size": 0.6, "split_by": "donor"}, None),
+        ({"validation": "lane == 1"}, None),
+        ({"train_size": 1.0}, N_ROWS),
+    ],
+    ids=["rows", "a number of rows", "less than all", "stratified", "by donor", "given", "all"],
+)
+def test_splits(dataset, adata, options, n_train):
+    dm = DataModule(dataset, **options)
+    training, validation = rows(dm.train_dataloader()), rows(dm.val_dataloader())
+    assert (len(training), len(validation)) == (dm.n_train, dm.n_val)
+    assert n_train in (None, len(training))
+    assert len({*training, *validation}) == len(training) + len(validation)
+    assert len(training) + len(validation) == (90 if "validation_size" in options else N_ROWS)
+    in_training, in_validation = adata.obs.iloc[training], adata.obs.iloc[validation]
+    if "stratify" in options:
+        assert in_training["type"].value_counts().tolist()[:4] == [23, 23, 22, 22]
+    if "split_by" in options:
+        assert not {*in_training["donor"]} & {*in_validation["donor"]}
+    if "validation" in options:
+        assert set(in_validation["lane"]) == {1} != set(in_training["lane"])
+
+
+@pytest.mark.slow  # trains models
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    adata = table(150)
+    adata.obs["donor"] = [f"donor {row % 10}" for row in range(150)]
+    adata.obs["plate"] = [f"plate {row // 30}" for row in range(150)]
+    adata.obs["cell_type"] = ["T", "B", "NK"] * 50
+    zl.convert(adata, "pbmc.zarr", progress=False)
+    code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    names = {"__name__": "__main__"}
+    for number, block in enumerate(code, 1):
+        exec(compile(block, f"scvi.md, block {number}", "exec"), names)
+    assert names["latent"].shape == (150, 10)
+    assert names["other_latent"].shape == (15, 10)
+    assert set(names["predicted"]) <= {"T", "B"}
+
+
+def test_no_minibatch_has_a_single_row(dataset):
+    dm = DataModule(dataset[:33], train_size=1.0, batch_size=16)
+    epochs = [[len(minibatch) for minibatch in dm.train_dataloader()] for _ in range(2)]
+    assert epochs == [[16, 16]] * 2
+    assert len(dm.val_dataloader()) == 0
+    assert [len(minibatch) for minibatch in DataModule(dataset[:32], batch_size=64).train_dataloader()] == [29]
+    with pytest.raises(OptionError, match="batch normalisation trains on 2 rows or more, and there are 1"):
+        DataModule(dataset[:1], train_size=1.0)
+
+
+def trainer_on(device, **place):
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=place, num_devices=1)
+
+
+def test_ranks_are_those_of_the_trainer(dataset, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without a RANK, as in a process that Lightning launches
+    seen = []
+    for rank in range(2):
+        dm = DataModule(dataset, batch_size=16, validation="lane == 1")
+        dm.trainer = trainer_on("cpu", rank=rank, num_replicas=2)
+        seen.append([rows(loader) for loader in (dm.train_dataloader(), dm.val_dataloader())])
+        assert sum(len(tensors["X"]) for tensors in dm.inference_dataloader()) == N_ROWS
+    training, validation = (sorted(seen[0][part] + seen[1][part]) for part in range(2))
+    assert (training, validation) == (rows_in(dm.training_rows), rows_in(dm.validation_rows))
+
+
+def rows_in(view):
+    return view.row_numbers.tolist()
+
+
+def test_x_becomes_dense_after_the_copy(dataset):
+    dm = DataModule(dataset)
+    dm.trainer = trainer_on("hpu")  # no Loader delivers there
+    (minibatch,) = dm.train_dataloader()
+    assert isinstance(minibatch.x, zl.PackedRows)
+    on_host = DataModule(dataset)
+    (expected,) = on_host.train_dataloader()
+    found = dm.on_after_batch_transfer(minibatch, 0)
+    assert found["X"].dtype == torch.float32
+    torch.testing.assert_close(found["X"], expected.x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"model_name": "SCANVI"}, OptionError, "SCANVI needs labels: give label_key"),
+        ({"batch_key": "cell_type"}, OptionError, "'cell_type' has no value in some rows"),
+        ({"batch_key": "doner"}, MissingColumnError, "Did you mean 'donor'"),
+        ({"continuous_covariate_keys": ["donor"]}, OptionError, "holds no numbers"),
+        ({"categorical_covariate_keys": "lane"}, OptionError, "must be a list of names"),
+        ({"label_key": "type", "unlabeled_category": "unknown"}, OptionError, "Did you mean 'Unknown'"),
+        ({"validation": "lane == 1", "split_by": "donor"}, OptionError, "leave out split_by"),
+        ({"train_size": 1.5}, OptionError, "more than 1"),
+        ({"train_size": "all"}, OptionError, "a fraction or a number of rows"),
+        ({"loader_options": {"layout": "csr"}}, OptionError, "must be one of"),
+        ({"x": ["X"]}, OptionError, "name of one matrix"),
+        ({"batch_size": 0}, OptionError, "batch_size must be a whole number"),
+    ],
+)
+def test_options_that_cannot_be_used(dataset, options, error, match):
+    with pytest.raises(error, match=match):
+        DataModule(dataset, **options)
+
+
+def test_a_split_without_labelled_rows_for_training(dataset):
+    with pytest.raises(OptionError, match="none of the 30 rows for training has a label"):
+        DataModule(dataset, label_key="type", model_name="SCANVI", validation="type != 'Unknown'")
+
+
+def test_values_that_are_no_counts(dataset):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataModule(dataset, x="layers/raw")
+    with pytest.warns(UserWarning, match=r"layers/logged of .* holds values that are no counts, such as \d+\.\d+"):
+        DataModule(dataset, x="layers/logged")
+
+
+def test_sizes_given_to_train(dataset):
+    """scvi-tools 1.5 passes them on."""
+    dm = DataModule(dataset, train_size=0.5)
+    dm.set_batch_size(None)
+    dm.set_split(train_size=0.9, validation_size=None, shuffle_set_split=True, batch_size=None)
+    assert [len(minibatch) for minibatch in dm.train_dataloader()] == [60]
+    dm.set_batch_size(20)
+    assert [len(minibatch) for minibatch in dm.train_dataloader()] == [20] * 3
+    with pytest.raises(OptionError, match=r"train_size=0.7.* cannot split"):
+        dm.set_split(train_size=0.7)
+
+
+class Recording(lightning.LightningModule):
+    """Records the minibatches that a Trainer hands to a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(30)), []
+
+    def training_step(self, batch, batch_idx):
+        pair = batch if isinstance(batch, list) else [batch]
+        self.seen.append([each["X"].sum(1).tolist() for each in pair])
+        return (pair[0]["X"] @ self.weight).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["SCVI", "SCANVI"])
+@pytest.mark.parametrize("at", ["end of an epoch", "inside an epoch"])
+def test_a_checkpoint_resumes_with_the_same_minibatches(dataset, tmp_path, labelled, at):
+    def fit(epochs, ckpt_path=None, **options):
+        dm = DataModule(dataset, batch_size=32, **({"label_key": "type", "model_name": "SCANVI"} if labelled else {}))
+        options = QUIET | {"enable_checkpointing": "callbacks" in options, "enable_model_summary": False} | options
+        trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **options)
+        model = Recording()
+        trainer.fit(model, datamodule=dm, ckpt_path=ckpt_path)
+        return model.seen
+
+    whole = fit(3)
+    assert len(whole) == 12
+    assert len({str(item) for item in whole}) == 12
+    every = {"every_n_epochs": 1} if at == "end of an epoch" else {"every_n_train_steps": 2}
+    saving = lightning.callbacks.ModelCheckpoint(
+        tmp_path, filename="{step}", save_top_k=-1, save_on_train_epoch_end=at == "end of an epoch" or None, **every
+    )
+    fit(2, callbacks=[saving])
+    step = 4 if at == "end of an epoch" else 6
+    assert fit(3, tmp_path / f"step={step}.ckpt") == whole[step:]
+
+
+@pytest.mark.slow  # trains models
+def test_scvi_trains_from_a_bucket_as_from_memory(pancreas, tmp_path):
+    dm = DataModule(pancreas, batch_key="donor", label_key="cell_type1", train_size=0.9, split_by="library", **SMALL)
+    model = SCVI(registry=dm.registry, n_hidden=32)
+    before = dm.train_dataloader().next_epoch
+    model.train(datamodule=dm, max_epochs=2, check_val_every_n_epoch=1, **QUIET)
+    assert before == 0
+    assert dm.train_dataloader().next_epoch == 2
+    latent = model.get_latent_representation(dataloader=dm.inference_dataloader())
+    assert latent.shape == (2142, 10)
+    model.save(tmp_path / "model", datamodule=dm)
+    loaded = SCVI.load(tmp_path / "model", adata=False, accelerator="cpu")
+    np.testing.assert_allclose(
+        loaded.get_latent_representation(dataloader=dm.inference_dataloader()), latent, atol=1e-5
+    )
+    model.train(datamodule=dm, max_epochs=1, **QUIET)  # again: with a new order
+    assert dm.train_dataloader().next_epoch == 3
+
+
+@pytest.mark.slow  # trains models
+@pytest.mark.parametrize("label_key", ["known", "cell_type1"])
+def test_scanvi_trains_its_classifier_on_labelled_rows(pancreas, tmp_path, label_key):
+    dm = DataModule(pancreas, label_key=label_key, batch_key="donor", model_name="SCANVI", **SMALL)
+    model = SCANVI(registry=dm.registry, datamodule=dm, n_hidden=32)
+    model.train(datamodule=dm, max_epochs=2, check_val_every_n_epoch=1, **(QUIET | {"logger": None}))
+    losses = model.history["train_classification_loss"].to_numpy(float).ravel()
+    assert losses[1] < losses[0] < np.log(20)
+    assert len(model.history["validation_accuracy"]) == 2
+    predicted = model.predict(dataloader=dm.inference_dataloader())
+    assert set(predicted) <= {*pancreas.categories("cell_type1")}
+    model.save(tmp_path / "model", datamodule=dm)
+    loaded = SCANVI.load(tmp_path / "model", adata=False, datamodule=dm, accelerator="cpu")
+    assert (loaded.predict(dataloader=dm.inference_dataloader()) == predicted).all()

@@ -1,0 +1,96 @@
+"""Rows of several stores gathered in one loop, against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from zloader.reading import gather
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.row_sources import alike, spanning, united
+from zloader.selecting.genes import ChosenGenes
+
+pytestmark = pytest.mark.any_version
+
+N_COLUMNS, N_STORED = 70, 40
+
+
+def part_of(genes: ChosenGenes | None) -> MatrixPart:
+    return MatrixPart(url="", matrix=None, indptr=None, object_sizes={}, source=None, mirror=None, genes=genes)
+
+
+def choice(rng: np.random.Generator, kind: str) -> ChosenGenes:
+    """A choice of 70 columns from the 40 genes of a store, of which it lacks some."""
+    positions = np.full(N_COLUMNS, -1)
+    n_taken = N_STORED if kind != "left out" else 25
+    genes = rng.permutation(N_STORED)[:n_taken]
+    positions[np.sort(rng.permutation(N_COLUMNS)[:n_taken])] = np.sort(genes) if kind == "sorted" else genes
+    return ChosenGenes(positions=positions, n_stored=N_STORED)
+
+
+def with_columns(stored: np.ndarray, genes: ChosenGenes) -> np.ndarray:
+    return np.where(genes.positions >= 0, stored[:, genes.positions], 0)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), dtype=st.sampled_from(["uint8", "int64", "float32"])
+)
+def test_a_span_has_the_elements_of_every_array(lengths, dtype):
+    arrays = [np.arange(n).astype(dtype) + 10 * number for number, n in enumerate(lengths)]
+    span, starts = spanning(arrays)
+    assert span.dtype == dtype
+    assert span.flags.c_contiguous
+    for array, start in zip(arrays, starts, strict=True):
+        assert span[start : start + len(array)].tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("kind", ["sorted", "unsorted", "left out"])
+@given(data=st.data(), n_stores=st.integers(1, 4), seed=st.integers(0, 99))
+def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_stores, seed):
+    rng = np.random.default_rng(seed)
+    chosen = [choice(rng, kind) for _ in range(n_stores)]
+    stored = [data.draw(hnp.arrays("uint8", (3, N_STORED), elements=st.just(0) | st.integers(0, 9))) for _ in chosen]
+    taken = data.draw(st.lists(st.tuples(st.integers(0, n_stores - 1), st.integers(0, 2)), max_size=8))
+    wanted = np.zeros((len(taken), N_COLUMNS), "uint8")
+    for row, (store, of_store) in enumerate(taken):
+        wanted[row] = with_columns(stored[store], chosen[store])[of_store]
+
+    csr = [scipy.sparse.csr_matrix(matrix) for matrix in stored]
+    parts = [part_of(genes) for genes in chosen]
+    arrays = [[matrix.indices.astype("uint16"), matrix.data] for matrix in csr]
+    assert len({alike(part, each) for part, each in zip(parts, arrays, strict=True)}) == 1
+    source, shifts = united(parts, arrays)
+    of, within = (np.array([each[k] for each in taken], np.int64) for k in range(2))
+    genes, values, tables = (np.array([shift[k] for shift in shifts], np.int64)[of] for k in range(3))
+    starts = np.array([matrix.indptr[:-1] for matrix in csr], np.int64)[of, within]
+    lengths = np.array([np.diff(matrix.indptr) for matrix in csr], np.int64)[of, within]
+    rows = gather.StoreRows(
+        at=slice(None),
+        genes=source.genes,
+        values=source.values,
+        starts=(starts + genes, starts + values),
+        lengths=lengths,
+    )
+    assert source.columns is not None
+    joined = gather.choose(rows, chosen[0], (source.columns, tables))
+    x = gather.csr_rows([joined], len(taken), n_genes=N_COLUMNS, dtype="float32")
+    found = scipy.sparse.csr_matrix((x.values, x.indices, x.indptr), (len(taken), N_COLUMNS))
+    np.testing.assert_array_equal(found.toarray(), wanted)
+    assert all((np.diff(x.indices[a:b]) > 0).all() for a, b in zip(x.indptr[:-1], x.indptr[1:], strict=True))
+    dense = gather.dense_rows([joined], len(taken), n_genes=N_COLUMNS, dtype="float32")
+    np.testing.assert_array_equal(dense, wanted)
+
+
+def test_stores_that_are_gathered_in_other_ways_are_not_alike():
+    rng = np.random.default_rng(0)
+    genes, values = np.zeros(1, np.uint16), np.zeros(1, np.uint8)
+    kinds = [part_of(choice(rng, kind)) for kind in ("sorted", "unsorted", "left out")] + [part_of(None)]
+    keys = [alike(part, [genes, values]) for part in kinds]
+    keys += [alike(part, [values]) for part in kinds]  # dense stores differ in the positions of their genes
+    keys += [alike(kinds[0], [genes, values.astype("int8")]), alike(kinds[0], [genes.astype("int32"), values])]
+    assert len(set(keys)) == len(keys)
+    assert alike(part_of(choice(rng, "sorted")), [genes, values]) == keys[0]

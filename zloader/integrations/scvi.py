@@ -1,0 +1,348 @@
+"""Trains the models of scvi-tools from a dataset: a Lightning data module with the registry that they need.
+
+The Loader gathers packed rows and copies them to the device; X becomes dense there, after the copy. obs columns travel
+as codes and are looked up on the device, so no label is encoded per minibatch. On a CPU, X is gathered as dense rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+
+try:
+    import scvi
+    from lightning.pytorch import LightningDataModule
+except ImportError as error:
+    raise ImportError(
+        f'zloader.integrations.scvi needs scvi-tools ({error}): run pip install "zloader[scvi]"'
+    ) from error
+
+from zloader.common.checks import names_of, require_count, require_one_of
+from zloader.common.errors import OptionError
+from zloader.dataset.dataset import Dataset, require_dataset
+from zloader.dataset.views import Condition
+from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired, rank_of
+from zloader.integrations.scvi_encoding import (
+    UNLABELED,
+    MinibatchEncoder,
+    encoding_of,
+    labels_of,
+    require_finite,
+)
+from zloader.integrations.scvi_registry import Described, Fields, warn_unless_counts
+from zloader.selecting.genes import Genes
+from zloader.training.loader import Loader
+from zloader.training.minibatch import Minibatch
+
+__all__ = ["DataModule"]
+
+_TRAINING_ONLY = ("sampling", "drop_last", "remainder")  # options of a Loader for shuffled rows
+_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "options")
+_DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
+
+
+@dataclass(eq=False)
+class DataModule(Described, LightningDataModule):
+    """A dataset for scvi-tools: `registry` builds the model, and `train(datamodule=...)` takes the module itself.
+
+    >>> import zloader as zl
+    >>> from scvi.model import SCVI
+    >>> from zloader.integrations.scvi import DataModule
+    >>> dm = DataModule(zl.open_dataset("cells.zarr"), label_key="cell_type", train_size=0.9, split_by="donor")
+    >>> model = SCVI(registry=dm.registry)
+    >>> model.train(datamodule=dm, max_epochs=2)
+    >>> latent = model.get_latent_representation(dataloader=dm.inference_dataloader())
+    >>> model.save("model", datamodule=dm)
+    >>> model = SCVI.load("model", adata=False)
+
+    SCANVI needs the module twice, and a number of epochs: `SCANVI(registry=dm.registry, datamodule=dm)`, then
+    `model.train(datamodule=dm, max_epochs=20)`. Load it with `SCANVI.load("model", adata=False, datamodule=dm)`.
+
+    Args:
+        dataset: a Dataset of counts, or a View of one. Rows for training and validation are chosen among its rows.
+        batch_key: the obs column of batches. Every row needs a value. Default: one batch.
+        label_key: the obs column of labels. SCANVI needs it.
+        unlabeled_category: the label of rows without one. Rows with a missing value are unlabelled too.
+        categorical_covariate_keys, continuous_covariate_keys: obs columns that the model gets as covariates.
+        model_name: `"SCVI"`, or the name of the class that is trained, such as `"SCANVI"`. With SCANVI, minibatches
+            are pairs: any rows, and labelled rows for the classifier.
+        x: the matrix of counts, `"X"`, `"layers/NAME"` or `"raw/X"`.
+        genes: the genes of the model and their order, as a Loader takes them. Default: all.
+        train_size: the share or the number of rows to train on.
+        validation_size: the share or the number of rows for validation. Default: all that are left.
+        split_by: an obs column, such as the donor, whose labels go to training or validation as a whole.
+        stratify: an obs column of which both get the same shares.
+        validation: the rows for validation, instead of a split: a view of the dataset, or a condition as in
+            `dataset.where`, such as `"donor == 'd1'"`. The other rows are for training.
+        batch_size: rows per minibatch.
+        seed: decides the split and every order.
+        loader_options: further options of zl.Loader, such as `{"fetch_factor": 64}`.
+
+    `training_rows` and `validation_rows` are views of the dataset. A minibatch of a single row, with which batch
+    normalisation cannot train, does not occur: if there would be one, other rows are left out in each epoch.
+
+    Raises OptionError, MissingColumnError or FormatError when it is constructed. Warns, as scvi-tools does, if x holds
+    no counts. The registry is read-only: make another module for other columns.
+    """
+
+    dataset: Dataset
+    _: KW_ONLY
+    batch_key: str | None = None
+    label_key: str | None = None
+    unlabeled_category: str = UNLABELED
+    categorical_covariate_keys: Sequence[str] | None = None
+    continuous_covariate_keys: Sequence[str] | None = None
+    model_name: str = "SCVI"
+    x: str = "X"
+    genes: Genes | None = field(default=None, repr=False)
+    train_size: float = 0.9
+    validation_size: float | None = None
+    split_by: str | None = None
+    stratify: str | None = None
+    validation: Dataset | Condition | None = field(default=None, repr=False)
+    batch_size: int = 128
+    seed: int = 0
+    loader_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        require_dataset(self.dataset)
+        require_count(batch_size=self.batch_size)
+        for name in self.loader_options:
+            require_one_of(_OPTIONS, **{"an option in loader_options": name})
+        if not isinstance(self.x, str):
+            raise OptionError(f"x must be the name of one matrix, such as 'X' or 'layers/counts', not {self.x!r:.100}")
+        if self._semisupervised and self.label_key is None:
+            raise OptionError("SCANVI needs labels: give label_key, the obs column that holds them")
+        self._scvi_version = scvi.__version__
+        self._fields = self._read_fields()
+        self._encoder = self._encoder_of(self.dataset)
+        self.training_rows, self.validation_rows = self._split()
+        self._labelled_rows = self._choose_labelled()
+        self._batches: TrainingBatches | None = None
+        self._made_for: tuple[Any, ...] = ()
+        self._restored: Mapping[str, Any] | None = None
+        self.data_loader_kwargs: dict[str, Any] = {}  # scvi's logger for MLflow reads it
+        self._shuffled(self.training_rows, None, **ALONE)  # raises for options that cannot be used
+        warn_unless_counts(self.dataset, self.x)
+
+    # ---- the model
+
+    def _read_fields(self) -> Fields:
+        dataset = self.dataset
+        dataset.matrices(self.x)
+        categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
+        continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
+        require_finite(dataset, continuous)
+        genes = None if self.genes is None else dataset.choose_genes(self.genes, [self.x])[self.x]
+        return Fields(
+            n_obs=dataset.n_obs,
+            var_names=dataset.var_of(self.x, genes).index,
+            x=self.x,
+            batch=encoding_of(dataset, self.batch_key),
+            labels=labels_of(dataset, self.label_key, self.unlabeled_category, semisupervised=self._semisupervised),
+            unlabeled_category=self.unlabeled_category,
+            categorical={name: encoding_of(dataset, name) for name in categorical},
+            continuous=continuous,
+        )
+
+    def _encoder_of(self, dataset: Dataset) -> MinibatchEncoder:
+        fields = self._fields
+        return MinibatchEncoder(
+            batch=fields.batch.look_up(dataset),
+            labels=fields.labels.look_up(dataset),
+            no_label=fields.labels.missing or 0,
+            batch_key=fields.batch.name,
+            label_key=fields.labels.name,
+            categorical={name: encoding.look_up(dataset) for name, encoding in fields.categorical.items()},
+            continuous=fields.continuous,
+        )
+
+    # ---- rows
+
+    @property
+    def n_train(self) -> int:
+        """The number of rows for training."""
+        return self.training_rows.n_obs
+
+    @property
+    def n_val(self) -> int:
+        """The number of rows for validation."""
+        return self.validation_rows.n_obs
+
+    def _split(self) -> tuple[Dataset, Dataset]:
+        dataset = self.dataset
+        if self.validation is not None:
+            if (self.split_by, self.stratify, self.validation_size) != (None, None, None):
+                raise OptionError("the rows for validation are given: leave out split_by, stratify, validation_size")
+            held_out = dataset.rows_of(self.validation).mask()
+            return dataset.where(~held_out), dataset.where(held_out)
+        sizes: list[Any] = [self.train_size, self.validation_size]
+        if isinstance(self.train_size, float):
+            sizes[1] = max(1.0 - self.train_size, 0.0) if self.validation_size is None else self.validation_size
+        elif self.validation_size is None and isinstance(self.train_size, int):
+            sizes[1] = max(dataset.n_obs - self.train_size, 0)
+        parts = dataset.split(sizes, by=self.split_by, stratify=self.stratify, seed=self.seed)
+        return parts[0], parts[1]
+
+    def _choose_labelled(self) -> Dataset | None:
+        """The labelled rows for training, if the model needs them apart from the others."""
+        if not self._semisupervised:
+            return None
+        known = self._fields.labels.codes_of_rows(self.training_rows) < self._fields.n_labels
+        if not known.any():
+            raise OptionError(
+                f"none of the {len(known)} rows for training has a label in obs column {self.label_key!r}, but SCANVI "
+                "learns from labelled rows: split in another way, such as by stratify"
+            )
+        return None if known.all() else self.training_rows.where(known)
+
+    def _loader(self, rows: Dataset, device: torch.device | None, encoder: MinibatchEncoder, **options: Any) -> Loader:
+        made = {
+            "batch_size": self.batch_size,
+            "genes": self.genes,
+            "layout": "dense" if device is None else "packed",
+            "device": device if device is not None and device.type in _DEVICES else None,
+        }
+        options = made | rank_of(self.trainer) | options
+        return Loader(rows, x=self.x, obs=encoder.columns, seed=self.seed, **options)
+
+    def _in_order(self, rows: Dataset, device: torch.device | None, encoder: MinibatchEncoder, **more: Any) -> Loader:
+        options = {name: value for name, value in self.loader_options.items() if name not in _TRAINING_ONLY}
+        return self._loader(rows, device, encoder, shuffle=False, **options | more)
+
+    def _shuffled(self, rows: Dataset, device: torch.device | None, **place: int) -> Loader:
+        """The rows in a new order each epoch, in minibatches of more than one row."""
+        options = {**self.loader_options, **place}
+        loader = self._loader(rows, device, self._encoder, **options)
+        ranks = loader.plan(0).world_size
+        if loader.drop_last or not 0 < len(rows) % (self.batch_size * ranks) < 2 * ranks:
+            return loader
+        if len(rows) < self.batch_size * ranks:
+            raise OptionError(
+                f"batch normalisation trains on 2 rows or more, and there are {len(rows)} for {ranks} ranks: choose "
+                "more rows for training"
+            )
+        return self._loader(rows, device, self._encoder, **options | {"drop_last": True})
+
+    # ---- Lightning
+
+    def train_dataloader(self) -> TrainingBatches:
+        """The rows for training, in a new order each epoch. A second training goes on with new orders."""
+        device = self._device
+        if self._batches is None or self._made_for != (device, self.batch_size):
+            before, self._made_for = self._batches, (device, self.batch_size)
+            labelled = None if self._labelled_rows is None else self._shuffled(self._labelled_rows, device)
+            self._batches = TrainingBatches(self._shuffled(self.training_rows, device), labelled)
+            if before is not None:
+                self._batches.loader.set_epoch(before.next_epoch)
+        if self._restored is not None:
+            self._batches.load_state_dict(self._restored)
+            self._restored = None
+        return self._batches
+
+    def val_dataloader(self) -> Any:
+        """The rows for validation, in order; an empty list if there are none."""
+        return self._in_order(self.validation_rows, self._device, self._encoder) if self.n_val else []
+
+    @property
+    def _device(self) -> torch.device | None:
+        """The device of the training under way, or of the last one; None for the host."""
+        device = None if self.trainer is None else self.trainer.strategy.root_device
+        return None if device is None or device.type == "cpu" else device
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copies what the Loader has not copied already."""
+        if isinstance(batch, Minibatch):
+            return batch.to(device, non_blocking=True)
+        if isinstance(batch, list):
+            return [self.transfer_batch_to_device(each, device, dataloader_idx) for each in batch]
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The tensors of a minibatch, made where it is. For SCANVI a pair: any rows, and labelled rows."""
+        if isinstance(batch, list):
+            return [self._encoder(each) for each in batch]
+        if not isinstance(batch, Minibatch):
+            return batch
+        tensors = self._encoder(batch)
+        if not self._semisupervised:
+            return tensors
+        return [tensors, tensors] if self._all_labelled else paired(tensors, self.n_labels)
+
+    @property
+    def _all_labelled(self) -> bool:
+        labels = self._fields.labels
+        return len(labels.labels) == labels.missing
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the training, for Lightning's checkpoints. Those at the end of an epoch have no other."""
+        return {} if self._batches is None else {"training": self._batches.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next training continue there. It raises OptionError for the state of other data or options."""
+        self._restored = state.get("training")
+
+    # ---- scvi
+
+    def inference_dataloader(
+        self,
+        dataset: Dataset | None = None,
+        *,
+        batch_size: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> InferenceBatches:
+        """All rows of a dataset in order, for `model.get_latent_representation(dataloader=...)` and the like.
+
+        - `dataset`: the module's own, or another one with the genes of the model and the columns of batches and
+          covariates. Labels that the model does not know, and a missing column of labels, make rows unlabelled.
+        - `batch_size`: rows per minibatch. Default: that of the module.
+        - `device`: where x becomes dense. Default: the device of the last training, else the host.
+
+        Raises OptionError for genes, batches and covariates that the model does not know, and MissingColumnError.
+        """
+        rows = self.dataset if dataset is None else dataset
+        require_dataset(rows)
+        require_finite(rows, self._fields.continuous)
+        encoder = self._encoder_of(rows)
+        where = self._device if device is None else torch.device(device)
+        where = None if where is None or where.type == "cpu" else where
+        loader = self._in_order(
+            rows,
+            where,
+            encoder,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+            genes=self._genes_in(rows),
+            **ALONE,
+        )
+        return InferenceBatches(loader=loader, encoder=encoder, device=where)
+
+    def _genes_in(self, dataset: Dataset) -> Genes | None:
+        """The genes of the model as a Loader of a dataset takes them."""
+        if dataset.whole is self.dataset.whole:
+            return self.genes
+        names = self._fields.var_names
+        return None if dataset.var_of(self.x).index.equals(names) else names.tolist()
+
+    def set_batch_size(self, batch_size: int | None = None) -> None:
+        """Takes the `batch_size` of `model.train`; scvi-tools 1.5 calls it, with None for its default."""
+        if batch_size is not None:
+            require_count(batch_size=batch_size)
+            self.batch_size = batch_size
+
+    def set_split(
+        self,
+        train_size: float | None = None,
+        validation_size: float | None = None,
+        shuffle_set_split: bool = True,
+        batch_size: int | None = None,
+    ) -> None:
+        """Raises OptionError if `model.train` is asked for another split than the module's; scvi-tools 1.5 calls it."""
+        if train_size not in (None, 0.9, self.train_size) or validation_size not in (None, self.validation_size):
+            raise OptionError(
+                f"model.train(train_size={train_size!r}, validation_size={validation_size!r}) cannot split the rows of "
+                "a data module: give the sizes to DataModule(...)"
+            )

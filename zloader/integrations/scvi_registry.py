@@ -1,0 +1,187 @@
+"""The registry from which scvi-tools builds a model: what `setup_anndata` would record of the same data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from zloader.dataset.dataset import Dataset
+from zloader.integrations.scvi_encoding import Encoding
+
+_SAMPLED = 1024  # values that are looked at to see whether they are counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """The data of a model, as scvi's fields name them."""
+
+    n_obs: int
+    var_names: pd.Index
+    x: str
+    batch: Encoding
+    labels: Encoding
+    unlabeled_category: str
+    categorical: Mapping[str, Encoding]
+    continuous: Sequence[str]
+
+    @property
+    def n_labels(self) -> int:
+        """The number of labels without the unlabelled category."""
+        return len(self.labels.labels) if self.labels.missing is None else self.labels.missing
+
+    def registry(self, model_name: str, scvi_version: str) -> dict[str, Any]:
+        """The registry, for `SCVI(registry=...)`."""
+        return {
+            "scvi_version": scvi_version,
+            "model_name": model_name,
+            "setup_method_name": "setup_datamodule",
+            "setup_args": {
+                "layer": self._layer,
+                "batch_key": self.batch.name,
+                "labels_key": self.labels.name,
+                "sample_key": None,
+                "size_factor_key": None,
+                "categorical_covariate_keys": list(self.categorical) or None,
+                "continuous_covariate_keys": list(self.continuous) or None,
+            },
+            "field_registries": {
+                "X": self._x(),
+                "batch": _labelled("batch", self.batch),
+                "labels": _labelled("labels", self.labels, unlabeled_category=self.unlabeled_category),
+                "ind_x": _field("obs", "_indices", {}),
+                "sample": _EMPTY,
+                "size_factor": _EMPTY,
+                "extra_categorical_covs": self._categorical(),
+                "extra_continuous_covs": self._continuous(),
+            },
+        }
+
+    @property
+    def _layer(self) -> str | None:
+        return self.x.removeprefix("layers/") if self.x.startswith("layers/") else None
+
+    def _x(self) -> dict[str, Any]:
+        n_vars = len(self.var_names)
+        state = {"n_obs": self.n_obs, "n_vars": n_vars, "column_names": np.asarray(self.var_names, object)}
+        attribute = "X" if self._layer is None else "layers"
+        return _field(attribute, self._layer, state, n_vars=n_vars, n_cells=self.n_obs)
+
+    def _categorical(self) -> dict[str, Any]:
+        key = "extra_categorical_covs"
+        if not self.categorical:
+            return _EMPTY | {"summary_stats": {f"n_{key}": 0}}
+        mappings = {name: encoding.labels for name, encoding in self.categorical.items()}
+        state = {
+            "mappings": mappings,
+            "mapping": mappings,  # the name that scvi's readers of data modules look for
+            "field_keys": list(mappings),
+            "n_cats_per_key": [len(labels) for labels in mappings.values()],
+        }
+        return _field("obsm", f"_scvi_{key}", state, **{f"n_{key}": len(mappings)})
+
+    def _continuous(self) -> dict[str, Any]:
+        key = "extra_continuous_covs"
+        if not self.continuous:
+            return _EMPTY | {"summary_stats": {f"n_{key}": 0}}
+        state = {"columns": np.array(self.continuous, object)}
+        return _field("obsm", f"_scvi_{key}", state, **{f"n_{key}": len(self.continuous)})
+
+
+_EMPTY: dict[str, Any] = {"data_registry": {}, "state_registry": {}, "summary_stats": {}}
+
+
+def _field(attribute: str, key: str | None, state: Mapping[str, Any], **summary: int) -> dict[str, Any]:
+    return {
+        "data_registry": {"attr_name": attribute, "attr_key": key},
+        "state_registry": dict(state),
+        "summary_stats": summary,
+    }
+
+
+def _labelled(key: str, encoding: Encoding, **more: str) -> dict[str, Any]:
+    state = {"categorical_mapping": encoding.labels, "original_key": encoding.name or f"_scvi_{key}", **more}
+    return _field("obs", f"_scvi_{key}", state, **{f"n_{key}": len(encoding.labels)})
+
+
+class Described:
+    """What scvi-tools asks of a data module beside its minibatches: the registry, sizes and labels."""
+
+    dataset: Dataset
+    model_name: str
+    _fields: Fields
+    _scvi_version: str
+
+    @property
+    def registry(self) -> dict[str, Any]:
+        """The registry for `SCVI(registry=...)`: what `setup_anndata` records of an AnnData with the same rows."""
+        return self._fields.registry(self.model_name, self._scvi_version)
+
+    @property
+    def _semisupervised(self) -> bool:
+        return self.model_name == "SCANVI"
+
+    n_samples = 0  # of sample_key, which is not supported; scvi saves it
+
+    @property
+    def n_obs(self) -> int:
+        """The number of rows of the dataset, for training, validation or neither."""
+        return self._fields.n_obs
+
+    @property
+    def n_vars(self) -> int:
+        """The number of genes of the model."""
+        return len(self._fields.var_names)
+
+    @property
+    def n_batch(self) -> int:
+        """The number of batches."""
+        return len(self._fields.batch.labels)
+
+    @property
+    def n_labels(self) -> int:
+        """The number of labels of the model: for SCANVI, those that it can predict."""
+        return self._fields.n_labels if self._semisupervised else len(self._fields.labels.labels)
+
+    @property
+    def batch_labels(self) -> NDArray[Any]:
+        """The batches in the order of their codes."""
+        return self._fields.batch.labels
+
+    @property
+    def label_keys(self) -> NDArray[Any]:
+        """The labels in the order of their codes. scvi-tools 1.4 saves them."""
+        return self._fields.labels.labels
+
+    @property
+    def labels_(self) -> NDArray[np.object_]:
+        """The label of every row, which SCANVI keeps. Made on each call."""
+        labels = self._fields.labels
+        if labels.name is None:
+            return np.zeros(self._fields.n_obs, object)
+        named = np.array([*labels.labels.tolist()[: labels.missing], self._fields.unlabeled_category], object)
+        return np.asarray(named[labels.codes_of_rows(self.dataset)])
+
+
+def warn_unless_counts(dataset: Dataset, x: str) -> None:
+    """Warns if values at the beginning of a store are no counts, as scvi does of an AnnData."""
+    for store, matrix in zip(dataset.stores, dataset.matrices(x), strict=True):
+        if matrix.values.dtype.kind in "bu":
+            continue
+        rows = _SAMPLED if matrix.genes is not None else 1 + _SAMPLED // max(1, matrix.n_genes)
+        values = store.window(matrix.values.path, 0, rows)
+        wrong = (values < 0) | (values % 1 != 0)
+        if wrong.any():
+            warnings.warn(
+                f"{x} of {store.location.url} holds values that are no counts, such as "
+                f"{values[wrong][0]}: the models of scvi-tools expect counts that are "
+                "not normalised. Give the matrix that holds them, such as x='layers/counts'",
+                UserWarning,
+                stacklevel=4,
+            )
+            return
