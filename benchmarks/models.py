@@ -303,11 +303,11 @@ def print_trainings(runs: dict[str, Figures]) -> bool:
     lines = [["", "rows/s", "waited", "baseline", "its loss", "the model's", "share"]]
     fell = True
     for name, figures in runs.items():
-        model = figures["losses"]["model"]
-        for baseline, loss in figures["losses"].items():
-            if baseline != "model":
-                speed = [f"{figures['rows_per_s']:,.0f}", f"{figures['wait_share']:.1%}"]
-                lines.append([name, *speed, baseline, f"{loss:.5f}", f"{model:.5f}", f"{model / loss:.2f}"])
+        baselines = dict(figures["losses"])
+        model = baselines.pop("model")
+        for baseline, loss in baselines.items():
+            speed = [f"{figures['rows_per_s']:,.0f}", f"{figures['wait_share']:.1%}"]
+            lines.append([name, *speed, baseline, f"{loss:.5f}", f"{model:.5f}", f"{model / loss:.2f}"])
             fell = fell and (model < loss or baseline == INFORMATIVE)
     table(lines)
     print("each model fell below its baselines" if fell else "a model did not fall below its baseline")

@@ -54,7 +54,7 @@ class Rival:
 RIVALS = {
     "annbatch": Rival(requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"), least_python=(3, 12)),
     "cell-load": Rival(requirements=("cell-load",), least_python=(3, 10), below_python=(3, 13)),
-    "slafdb": Rival(requirements=("slafdb", "torch"), least_python=(3, 10), below_python=(3, 14)),
+    "slafdb": Rival(requirements=("slafdb", "torch", "psutil"), least_python=(3, 10), below_python=(3, 14)),
 }
 
 
