@@ -211,7 +211,8 @@ def peak(folder: Path, name: str, memory: str) -> int:
             ctypes.CDLL(None).malloc_trim(0)
         before, step = anonymous_bytes(), max(1, len(loader) // PAUSES)
         with sampled() as most:
-            for number, _ in enumerate(loader):
+            for number, minibatch in enumerate(loader):
+                del minibatch  # it is the consumer's, and would be held while the next one is taken
                 if number % step == 0:
                     pause()
         return most[0] - before
