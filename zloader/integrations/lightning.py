@@ -59,10 +59,14 @@ class TrainingEpochs(EvaluationEpochs):
         self._steps_before = 0  # steps of that epoch that had ended before
 
     def __iter__(self) -> Iterator[Any]:
+        fit = self._trainer.fit_loop
         if not self._restored:
+            # After a checkpoint from the end of an epoch, the Trainer asks that epoch for one minibatch more if
+            # max_steps is set and nothing validates.
+            if fit.restarting and fit.epoch_loop.batch_progress.is_last_batch:
+                return
             self._loader.set_epoch(0 if self._trainer.overfit_batches else self._trainer.current_epoch)
         self._restored = False
-        fit = self._trainer.fit_loop
         self._begun_in = fit.epoch_progress.current.ready
         self._steps_before = fit.epoch_loop.batch_progress.current.processed
         yield from iter(self._loader)
@@ -79,19 +83,21 @@ class TrainingEpochs(EvaluationEpochs):
         if self._restored:
             return self._loader.state_dict()
         fit = self._trainer.fit_loop
-        progress, steps = fit.epoch_loop.batch_progress, fit.epoch_loop.batch_progress.current
-        if self._begun_in != fit.epoch_progress.current.ready or (
-            progress.is_last_batch and steps.processed == steps.ready
-        ):
+        progress = fit.epoch_loop.batch_progress
+        if self._begun_in != fit.epoch_progress.current.ready:
             return None
-        received, used = self._loader.statistics().minibatches, steps.processed - self._steps_before
-        return self._loader.state_dict(unused=received - used)
+        unused = self._loader.statistics().minibatches - (progress.current.processed - self._steps_before)
+        return None if progress.is_last_batch and not unused else self._loader.state_dict(unused=unused)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration the rest of the epoch in which `state` was saved.
 
         Raises OptionError if it was saved with other options, of other data, or by another number of ranks.
         """
+        if "rest" not in state:
+            raise OptionError(
+                f"the checkpoint was saved without a DataModule of zloader: its loader had {state!r:.200}"
+            )
         if state["rest"] is None:
             return
         advice = "resume with the same, or from a checkpoint that was saved at the end of an epoch"
@@ -188,7 +194,7 @@ class DataModule(pl.LightningDataModule):
         if not {"sampling", "shuffle"} & options.keys():
             options |= defaults
         if self.trainer is not None and not {"rank", "world_size"} & options.keys():
-            # The Trainer's answer, because processes that it launches have WORLD_SIZE in their environment, but no RANK.
+            # Ask the Trainer, because the processes that it launches have WORLD_SIZE in their environment, but no RANK.
             place = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
             options |= {"rank": place["rank"], "world_size": place["num_replicas"]}
             options.setdefault("local_world_size", self.trainer.num_devices)
