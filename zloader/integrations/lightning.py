@@ -95,9 +95,7 @@ class TrainingEpochs(EvaluationEpochs):
         Raises OptionError if it was saved with other options, of other data, or by another number of ranks.
         """
         if "rest" not in state:
-            raise OptionError(
-                f"the checkpoint was saved without a DataModule of zloader: its loader had {state!r:.200}"
-            )
+            raise OptionError(f"the checkpoint was saved without a DataModule of zloader; its state is {state!r:.200}")
         if state["rest"] is None:
             return
         advice = "resume with the same, or from a checkpoint that was saved at the end of an epoch"
