@@ -53,10 +53,12 @@ MAY_IMPORT = {
         "zloader.training.sets",
         "zloader.training.tokens",
         "zloader.commands.demo",
+        "zloader.integrations.lightning",
         "zloader.integrations.scvi",
         "zloader.integrations.scvi_batches",
         "zloader.integrations.scvi_encoding",
     },
+    "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi"},
     "anndata": {
         "zloader.dataset.elements",
         "zloader.dataset.dataset",

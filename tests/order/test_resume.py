@@ -227,6 +227,26 @@ def test_other_ranks(dataset, remainder):
     assert state["epoch"] == 1
 
 
+@pytest.mark.parametrize("began", [0, 4], ids=["whole epoch", "rest of an epoch"])
+def test_unused_minibatches_come_again(dataset, began):
+    loader = zl.Loader(dataset, x=None, **SIZES)
+    epoch = [minibatch.index.tolist() for minibatch in loader]
+    loader.set_epoch(0)
+    loader.load_state_dict(taken(loader, began))
+    iterator = iter(loader)
+    for received in range(1, len(epoch) - began + 1):
+        next(iterator)
+        for unused in {0, 1, received}:
+            again = zl.Loader(dataset, x=None, **SIZES)
+            again.load_state_dict(loader.state_dict(unused=unused))
+            assert [minibatch.index.tolist() for minibatch in again] == epoch[began + received - unused :]
+    assert next(iterator, None) is None  # the end of the epoch
+    assert loader.state_dict()["epoch"] == 1
+    assert loader.state_dict(unused=1)["stretches"] == [[1, len(epoch) - 1]]
+    with pytest.raises(OptionError, match="20 minibatches cannot be unused"):
+        loader.state_dict(unused=20)
+
+
 def test_resuming_reads_nothing_of_what_is_skipped(store):
     options = {"batch_size": 5, "fetch_factor": 3, "sampling": zl.Streaming(shuffle=True)}
     options |= {"options": zl.FetchOptions(gap_bytes=0)}

@@ -24,6 +24,11 @@ from zloader.training import minibatch as minibatch_module
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
+STATISTICS = (
+    "epoch", "rows", "minibatches", "gets", "spans", "retries", "bytes_read", "chunks_decoded", "chunks_from_mirror",
+    "bytes_from_mirror", "in_flight_bytes", "most_in_flight_bytes", "decode_s", "gather_s", "wait_s", "elapsed_s",
+    "rows_per_s", "wait_share",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +234,24 @@ def test_statistics_say_what_was_in_flight(store):
     assert 0 < seen.most_in_flight_bytes <= 20_000
     assert repr(seen).startswith(f"<Statistics of epoch 0: 503 rows in {seen.minibatches} minibatches, ")
     assert f"{seen.gets:,} GETs, {seen.bytes_read / 1e6:,.1f} MB read" in repr(seen)
+
+
+def test_flat_statistics_are_plain_numbers_by_stable_names(store):
+    loader = zl.Loader(zl.open_dataset(store), batch_size=50, fetch_factor=2)
+    list(loader)
+    seen = loader.statistics()
+    flat = seen.flat("loader/")
+    assert {type(figure) for figure in flat.values()} == {int, float}
+    assert flat == {f"loader/{name}": getattr(seen, name) for name in STATISTICS}
+    assert seen.flat().keys() == set(STATISTICS)
+
+
+def test_a_profiler_sees_the_waits(store):
+    loader = zl.Loader(zl.open_dataset(store), batch_size=50, fetch_factor=2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        minibatches = list(loader)
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    assert counts["zloader.wait"] == len(minibatches) + 1  # the last wait is for the end
 
 
 def test_obs_alone_reads_no_matrix(store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,6 +239,8 @@ class Statistics:
     <Statistics of epoch 0: 300 rows in 5 minibatches, ... rows/s, waited ...%; ... GETs, ... MB read, ...>
     >>> statistics.bytes_read + statistics.bytes_from_mirror > 0, statistics.retries
     (True, 0)
+    >>> statistics.flat("loader/")["loader/minibatches"]
+    5
     """
 
     epoch: int
@@ -276,3 +279,8 @@ class Statistics:
     def wait_share(self) -> float:
         """Share of `elapsed_s` that the consumer spent waiting, from 0 to 1."""
         return self.wait_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    def flat(self, prefix: str = "") -> dict[str, int | float]:
+        """All figures by name, for loggers: the attributes, `rows_per_s` and `wait_share`."""
+        figures = dataclasses.asdict(self) | {"rows_per_s": self.rows_per_s, "wait_share": self.wait_share}
+        return {prefix + name: figure for name, figure in figures.items()}

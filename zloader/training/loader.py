@@ -268,13 +268,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pickled_placement": self._placement()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
         """The consumer's position, for `load_state_dict` of a loader with the same options.
 
         The state counts the minibatches that the consumer has received, not those that were prepared ahead. It is a
         few numbers, strings and lists of numbers, which JSON can hold. Ranks are assumed to be at the same minibatch,
         so their states are equal, and it is enough to save the state of one rank. In a DataLoader worker, the state
-        counts the minibatches that this worker has yielded.
+        counts the minibatches that this worker has yielded. The last `unused` minibatches do not count as received:
+        give their number if your loop takes minibatches ahead of the step that uses them.
 
         Raises OptionError in a process whose DataLoader workers iterate, because they run ahead of it.
         """
@@ -287,10 +288,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         current = self._current  # read once, because another thread may begin an epoch
         if current is None:
             position = self._worker_position or self._epochs.next()
-        elif current.finished and worker is None:
+        elif current.finished and worker is None and not unused:
             position = Position(epoch=current.epoch + 1)
         else:
-            position = current.position
+            position = current.position(unused)
         return as_state(position, self._identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
