@@ -27,7 +27,7 @@ ADATA = counts(503, 97)
 STATISTICS = (
     "epoch", "rows", "minibatches", "gets", "spans", "retries", "bytes_read", "chunks_decoded", "chunks_from_mirror",
     "bytes_from_mirror", "in_flight_bytes", "most_in_flight_bytes", "decode_s", "gather_s", "wait_s", "elapsed_s",
-    "rows_per_s", "wait_share",
+    "fallback_controls", "rows_per_s", "wait_share",
 )  # fmt: skip
 
 
