@@ -42,16 +42,17 @@ class _Bytes:
 class FetchOptions:
     """How a loader reads, and how much memory it may use. Pass it as `zl.Loader(dataset, options=...)`.
 
-    Set `memory` to change the memory use of a loader. The three budgets below are derived from it where they are 0, and
-    together they are the most that a loader holds, apart from about 400 MB for the libraries. A single fetch that is
-    larger than `buffer_bytes` is still loaded, one at a time.
+    Set `memory` to change the memory use of a loader. It is the most that a loader takes, apart from about 400 MB for
+    the libraries. The three budgets below are derived from it where they are 0. Three sixteenths are left for the
+    minibatch that your loop still holds when it asks for the next one, and for freed memory that fits no other array.
+    A single fetch that is larger than `buffer_bytes` is still loaded, one at a time.
 
     Memory, in bytes, or as strings such as "2GiB" (2 * 1024**3) or "2G" (2 * 1000**3):
         memory: Budget of the loader. At least 16 MiB. Default: an eighth of the machine's
             (or container's) memory, up to 1 GiB plus 32 MiB per thread.
         in_flight_bytes: Stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
             when a read takes 160 ms from request to last byte.
-        buffer_bytes: Fetches that are loaded but not yet gathered. Default: the rest of `memory`.
+        buffer_bytes: Fetches that are loaded but not yet gathered. Default: nine sixteenths of `memory`.
         ready_bytes: Minibatches being gathered, which may take three quarters of it, or waiting for the consumer, with
             those that it took last. One minibatch may be larger, and should not be. Default: three sixteenths of
             `memory`.
@@ -82,7 +83,7 @@ class FetchOptions:
 
     >>> options = zl.FetchOptions(memory="2GiB", deadline_s=30)
     >>> [size >> 20 for size in (options.in_flight_bytes, options.buffer_bytes, options.ready_bytes)]  # MiB
-    [128, 1536, 384]
+    [128, 1152, 384]
     >>> loader = zl.Loader(dataset, options=options)
     """
 
@@ -110,7 +111,9 @@ class FetchOptions:
         memory = self.memory or max(MIN_MEMORY, min(available_bytes() // 8, (1 << 30) + 32 * MiB * self.threads))
         object.__setattr__(self, "memory", memory)
         self._derive(in_flight_bytes=memory // 16, ready_bytes=3 * memory // 16)
-        self._derive(buffer_bytes=max(memory - self.in_flight_bytes - self.ready_bytes, memory // 8))
+        # Three sixteenths remain for a minibatch that the consumer still holds, and for what malloc keeps.
+        budgets = self.in_flight_bytes + self.ready_bytes + 3 * memory // 16
+        self._derive(buffer_bytes=max(memory - budgets, memory // 8))
 
     def _derive(self, **values: int) -> None:
         """Sets the given attributes that are still 0."""
