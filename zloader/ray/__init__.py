@@ -1,0 +1,10 @@
+"""Minibatches made by the machines of a Ray cluster: `import zloader.ray as zr`. Needs the extra `ray`."""
+
+try:
+    import ray  # noqa: F401
+except ImportError as error:
+    raise ImportError('zloader.ray needs Ray: install it with pip install "zloader[ray]"') from error
+
+from zloader.ray.stream import Stream, stream
+
+__all__ = ["Stream", "stream"]
