@@ -1,7 +1,7 @@
 """Minibatches made by the machines of a Ray cluster: `import zloader.ray as zr`. Needs the extra `ray`."""
 
 try:
-    import ray  # noqa: F401
+    import ray.exceptions  # noqa: F401 - a folder named ray is not Ray
 except ImportError as error:
     raise ImportError('zloader.ray needs Ray: install it with pip install "zloader[ray]"') from error
 

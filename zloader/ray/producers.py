@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,16 +59,18 @@ class Producer:
         self._buffers = BufferPool()
         self._plan: tuple[int, Plan] | None = None
 
-    def open(self, loader: NDArray[np.uint8]) -> str:
-        """Opens the stores of a pickled loader. Returns the id of this machine."""
+    def open(self, loader: NDArray[np.uint8]) -> tuple[str, int]:
+        """Opens the stores of a pickled loader. Returns the ids of this machine and of this process."""
         self._loader: Loader = unpickled(loader)
         silence_sparse_warnings()
         if self._loader.options.tune_malloc:
             keep_freed_memory()
-        return str(ray.get_runtime_context().get_node_id())
+        return str(ray.get_runtime_context().get_node_id()), os.getpid()
 
-    def make(self, number: int, plan: NDArray[np.uint8], remaining: Remaining) -> Iterator[Sequence[Any] | Counters]:
-        """Yields groups of minibatches, as the loader's recipe makes them, and then what was counted.
+    def make(
+        self, number: int, plan: NDArray[np.uint8], remaining: Remaining
+    ) -> Iterator[tuple[Sequence[Any], Counters]]:
+        """Yields groups of minibatches, as the loader's recipe makes them, each with what was counted so far.
 
         `plan` is the pickled plan of epoch `number` of the stream.
         """
@@ -78,8 +81,8 @@ class Producer:
         scheduler = FetchScheduler(loader.recipe(epoch_plan.epoch), loader.options, self._buffers)
         ready_bytes = loader.options.ready_bytes // 4
         with contextlib.closing(_groups(scheduler, epoch_plan.rest_of(remaining), ready_bytes)) as groups:
-            yield from groups
-        yield scheduler.counters
+            for group in groups:  # Ray sends values into the generator, which `yield from` would pass on
+                yield group, scheduler.counters
 
 
 def _groups(scheduler: FetchScheduler, fetch: Fetch, ready_bytes: int) -> Bridge[Sequence[Any]]:
@@ -93,11 +96,12 @@ def _groups(scheduler: FetchScheduler, fetch: Fetch, ready_bytes: int) -> Bridge
 
 @dataclass(eq=False)
 class Member:
-    """A producer of a crew. `machine` is known once it has opened the stores."""
+    """A producer of a crew. Its `machine` and `pid` are known once it has opened the stores."""
 
     actor: Any
     opened: Any  # the reference to the result of `open`
     machine: str = ""
+    pid: int = 0
     lost: bool = False
 
 
@@ -140,7 +144,7 @@ class Crew:
         while True:
             member = self._taken()
             try:
-                member.machine = await self._opened(member, others_work)
+                member.machine, member.pid = await self._opened(member, others_work)
             except LOST as error:
                 self.drop(member)
                 self._failed_starts += 1
@@ -164,8 +168,8 @@ class Crew:
             self._members.add(member)
             return member
 
-    async def _opened(self, member: Member, others_work: Callable[[], bool]) -> str:
-        opened: asyncio.Future[str] = asyncio.ensure_future(_awaited(member.opened))
+    async def _opened(self, member: Member, others_work: Callable[[], bool]) -> tuple[str, int]:
+        opened: asyncio.Future[tuple[str, int]] = asyncio.ensure_future(_awaited(member.opened))
         try:
             while not (await asyncio.wait({opened}, timeout=self.start_s))[0]:
                 if not others_work():

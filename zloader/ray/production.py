@@ -114,7 +114,7 @@ class Production:
                     fetch.error = _given_up(fetch, error)
             except ray.exceptions.RayTaskError as error:
                 fetch.error = error.cause if isinstance(error.cause, BaseException) else error
-                fetch.error.add_note(f"raised by a producer on Ray node {member.machine}")
+                fetch.error.add_note(f"raised by a producer on Ray node {member.machine}, process {member.pid}")
             finally:
                 fetch.makers.discard(member)
                 self._change()
@@ -133,18 +133,17 @@ class Production:
 
     async def _make(self, member: Member, fetch: OpenFetch) -> None:
         """Lets a producer make what is left of a fetch."""
-        at, ended = fetch.n_made, False
+        at, ended, before = fetch.n_made, False, Counters()
         made = member.actor.make.options(
             num_returns="streaming", _generator_backpressure_num_objects=_GROUPS_AHEAD
         ).remote(self._number, self._plan, fetch.rest())
         try:
             while (group := await self._unless_overtaken(fetch, at, _next_of(made))) is not None:
-                if isinstance(group, Counters):
-                    self._count(group)
-                    continue
-                fetch.add(at, [writable(item) for item in group], time.monotonic())
-                self._mean.add(sum(item.nbytes for item in group), len(group))
-                at += len(group)
+                items, counted = group
+                self._count(counted, before)
+                self._mean.add(sum(item.nbytes for item in items), len(items))
+                fetch.add(at, [writable(item) for item in items], time.monotonic())
+                at, before = at + len(items), counted
                 self._change()
             ended = True
             if not fetch.complete:
@@ -167,11 +166,12 @@ class Production:
         finally:
             stepping.cancel()
 
-    def _count(self, counted: Counters) -> None:
-        """Adds what a producer has counted."""
+    def _count(self, counted: Counters, before: Counters) -> None:
+        """Adds what a producer has counted since `before`."""
+        most = max(self.counters.most_in_flight_bytes, counted.most_in_flight_bytes)
         for name, value in vars(counted).items():
-            both = max if name == "most_in_flight_bytes" else int.__add__ if isinstance(value, int) else float.__add__
-            setattr(self.counters, name, both(getattr(self.counters, name), value))
+            setattr(self.counters, name, getattr(self.counters, name) + value - getattr(before, name))
+        self.counters.most_in_flight_bytes = most
 
 
 async def _next_of(made: Any) -> Any:
