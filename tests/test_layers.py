@@ -66,6 +66,7 @@ MAY_IMPORT = {
         "zloader.ray",
         "zloader.ray.producers",
         "zloader.ray.production",
+        "zloader.ray.stream",
         "zloader.ray.datasource",
         "zloader.ray.tables",
     },

@@ -105,6 +105,14 @@ class Member:
     lost: bool = False
 
 
+def cause_of(error: Any, member: Member) -> BaseException:
+    """The error that a producer has raised, of which Ray has made its own."""
+    cause: BaseException = error.cause if isinstance(error.cause, BaseException) else error
+    where = f", on Ray node {member.machine}, process {member.pid}" if member.machine else ""
+    cause.add_note(f"raised by a producer{where}")
+    return cause
+
+
 @dataclass(kw_only=True)
 class Crew:
     """Starts up to `size` producers with a copy of the loader, and keeps them from epoch to epoch. Thread-safe."""
@@ -150,6 +158,9 @@ class Crew:
                 self._failed_starts += 1
                 if self._failed_starts > _MOST_FAILED_STARTS or getattr(error, "actor_init_failed", False):
                     raise ProducerError(f"producers die when they start, the last one with: {error}") from error
+            except ray.exceptions.RayTaskError as error:
+                self.drop(member)
+                raise cause_of(error, member) from error
             except BaseException:
                 self.leave(member)
                 raise

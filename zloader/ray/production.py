@@ -15,7 +15,7 @@ import ray.exceptions
 from numpy.typing import NDArray
 
 from zloader.common.errors import ProducerError
-from zloader.ray.producers import LANES, LOST, Crew, Member, pickled
+from zloader.ray.producers import LANES, LOST, Crew, Member, cause_of, pickled
 from zloader.ray.window import MeanBytes, OpenFetch, Window
 from zloader.reading.bridge import Put
 from zloader.reading.resources import Counters
@@ -113,8 +113,7 @@ class Production:
                 if fetch.losses > _MOST_LOSSES:
                     fetch.error = _given_up(fetch, error)
             except ray.exceptions.RayTaskError as error:
-                fetch.error = error.cause if isinstance(error.cause, BaseException) else error
-                fetch.error.add_note(f"raised by a producer on Ray node {member.machine}, process {member.pid}")
+                fetch.error = cause_of(error, member)
             finally:
                 fetch.makers.discard(member)
                 self._change()

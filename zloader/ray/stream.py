@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+import ray
 import torch.utils.data
 
 from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count
@@ -27,7 +28,7 @@ def stream(
     loader: Loader,
     *,
     producers: int = 2,
-    ahead_bytes: int | str = "1GiB",
+    ahead_bytes: int | str | None = None,
     resources: Mapping[str, Any] | None = None,
     overtake_s: float = 30.0,
     start_s: float = 300.0,
@@ -47,7 +48,8 @@ def stream(
             the stream. Every machine must be able to open its stores. A `device` gets minibatches on this machine.
         producers: how many there are. `resize` changes it, even during an epoch.
         ahead_bytes: minibatches that are made ahead, or being made, as bytes or a string such as "8GiB". They wait in
-            the object store of this machine, which must be larger. At least one fetch is made. Default: 1 GiB.
+            the object store of this machine, which its ranks share. At least one fetch is made. Default: a quarter of
+            the object store, up to 1 GiB.
         resources: what each producer takes of its machine, as options of a Ray actor, such as
             `{"num_cpus": 2, "memory": 4 << 30}`. It uses as many threads as it has cores. Default: one core. By
             default producers are spread over the machines; `{"scheduling_strategy": ...}` says otherwise.
@@ -79,7 +81,7 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         loader: Loader,
         *,
         producers: int,
-        ahead_bytes: int | str,
+        ahead_bytes: int | str | None,
         resources: Mapping[str, Any],
         overtake_s: float,
         start_s: float,
@@ -87,7 +89,7 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         if not isinstance(loader, Loader):
             raise OptionError(f"zr.stream needs a zl.Loader, not {loader!r:.100}")
         require_count(producers=producers)
-        self._ahead_bytes = parse_size(ahead_bytes, "ahead_bytes")
+        self._ahead_bytes = _ahead_bytes(ahead_bytes)
         require_at_least(0.001, overtake_s=overtake_s, start_s=start_s)
         self._overtake_s = overtake_s
         self.loader = loader
@@ -147,6 +149,19 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _ahead_bytes(wanted: int | str | None) -> int:
+    """The bytes that may wait in the object store of this machine. Raises OptionError if it is smaller."""
+    here = ray.get_runtime_context().get_node_id()
+    room = int(next(node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here))
+    ahead_bytes = min(1 << 30, room // 4) if wanted is None else parse_size(wanted, "ahead_bytes")
+    if ahead_bytes > room:
+        raise OptionError(
+            f"ahead_bytes={wanted!r} does not fit into the object store of this machine, which has {room >> 20} MiB: "
+            "lower it, or start Ray with a larger object_store_memory"
+        )
+    return ahead_bytes
 
 
 def _expected_bytes(loader: Loader) -> float:
