@@ -137,8 +137,9 @@ def test_minibatches_survive_the_object_store(cluster, store, layout):
             (values() if callable(values) else values)[:] = 0
     if layout == "tokens":
         for one, other in zip(found, wanted, strict=True):
-            assert all(one.tokens[name].equal(other.tokens[name]) for name in ("input_ids", "attention_mask"))
-            one.tokens["input_ids"][:] = 0
+            assert one.tokens.input_ids.equal(other.tokens.input_ids)
+            assert one.tokens.attention_mask.equal(other.tokens.attention_mask)
+            one.tokens.input_ids[:] = 0
 
 
 @pytest.mark.parametrize("producers", [1, 2, 3])

@@ -49,7 +49,7 @@ class Run:
         """A producer takes a fetch if it has none, or makes some more of it."""
         maker = self.makers[number % len(self.makers)]
         if maker.fetch is None:
-            maker.fetch = self.window.next(number % len(self.makers), self.now_s)
+            maker.fetch = self.window.next(number % len(self.makers), self.now_s, f"m{number % len(self.makers)}")
             maker.at = 0 if maker.fetch is None else maker.fetch.n_made
             return
         fetch = maker.fetch
@@ -69,8 +69,7 @@ class Run:
 
     def take(self) -> None:
         """The consumer takes what is ready."""
-        while self.window.open and (self.window.open[0].groups or self.window.open[0].complete):
-            fetch = self.window.open[0]
+        while (fetch := self.window.head) is not None and (fetch.groups or fetch.complete):
             if not fetch.groups:
                 self.window.open.popleft()
                 continue
@@ -88,11 +87,13 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["work", "work", "lose", "take", "w
     makers=st.integers(1, 4),
     ahead_bytes=st.integers(0, 200),
     actions=ACTIONS,
+    homes=st.dictionaries(st.integers(0, 5), st.sampled_from(["m0", "m1", "m2"])),
 )
-def test_every_minibatch_comes_once_and_in_order(sizes, begin, makers, ahead_bytes, actions):
+def test_every_minibatch_comes_once_and_in_order(sizes, begin, makers, ahead_bytes, actions, homes):
     remaining = [Remaining(k, begin if not k else 0, size) for k, size in enumerate(sizes)]
     mean = MeanBytes(n_bytes=10)
     run = Run(Window(remaining, mean, ahead_bytes=ahead_bytes, overtake_s=5), [Maker() for _ in range(makers)])
+    run.window.homes |= {number: home for number, home in homes.items() if number < len(sizes)}
     for action, number in actions:
         run.now_s += action == "wait" and number
         if action == "work":
@@ -101,7 +102,7 @@ def test_every_minibatch_comes_once_and_in_order(sizes, begin, makers, ahead_byt
             run.lose(number)
         elif action == "take":
             run.take()
-        assert run.window.held_bytes <= max(ahead_bytes, 10 * max(sizes))
+        assert run.window.held_bytes <= max(ahead_bytes, 10 * max(sizes)) + 10 * max(sizes) * bool(homes)
     for turn in range(100 * makers):  # everything is made in the end, even if all but one are stuck
         run.now_s += 1
         run.work(makers * turn, 2)
@@ -127,6 +128,21 @@ def test_a_fetch_without_progress_is_overtaken_once():
     fetch.add(2, [Item(0, 2), Item(0, 3)], NEVER)
     assert fetch.complete
     assert [item.number for items, _ in fetch.groups for item in items] == [0, 1, 2, 3]
+
+
+def test_fetches_go_home_first_and_still_come_in_order():
+    window = Window([Remaining(k, 0, 1) for k in range(6)], MeanBytes(n_bytes=10), ahead_bytes=30, overtake_s=NEVER)
+    for number, shares in enumerate([(0.9, 0.2), (0.2, 0.9), (0.5, 0.5), (0.2, 0.9), (0.85, 0.8), (0.9, 0)]):
+        window.set_home(number, dict(zip("ab", shares, strict=True)))
+    assert window.homes == {0: "a", 1: "b", 3: "b", 5: "a"}
+    assert window.next(0, 0.0, "b").number == 1
+    assert window.head is None  # fetch 0 comes first
+    assert window.next(1, 0.0, "b").number == 3
+    assert window.next(2, 0.0, "c").number == 2  # which has no home
+    assert [fetch.number for fetch in window.open] == [1, 2, 3]
+    fetch = window.next(3, 0.0, "b")  # nothing more fits, but the consumer needs this one
+    assert (fetch.number, window.head) == (0, fetch)
+    assert window.next(4, 0.0, "a") is None
 
 
 def test_an_error_stops_later_fetches():

@@ -25,6 +25,7 @@ from zloader.common.malloc import keep_freed_memory
 from zloader.order.plan import Fetch, Plan, Remaining
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler
+from zloader.reading.held import held_share
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
 from zloader.training.minibatch import silence_sparse_warnings
@@ -74,15 +75,24 @@ class Producer:
 
         `plan` is the pickled plan of epoch `number` of the stream.
         """
-        of_epoch = self._plan
-        if of_epoch is None or of_epoch[0] != number:
-            of_epoch = self._plan = number, unpickled(plan)
-        loader, epoch_plan = self._loader, of_epoch[1]
+        loader, epoch_plan = self._loader, self._plan_of(number, plan)
         scheduler = FetchScheduler(loader.recipe(epoch_plan.epoch), loader.options, self._buffers)
         ready_bytes = loader.options.ready_bytes // 4
         with contextlib.closing(_groups(scheduler, epoch_plan.rest_of(remaining), ready_bytes)) as groups:
             for group in groups:  # Ray sends values into the generator, which `yield from` would pass on
                 yield group, scheduler.counters
+
+    def held(self, number: int, plan: NDArray[np.uint8], coming: Sequence[Remaining]) -> list[float]:
+        """The share of each of these fetches that the mirrors of this machine hold."""
+        epoch_plan = self._plan_of(number, plan)
+        recipe = self._loader.recipe(epoch_plan.epoch)
+        return [held_share(recipe, epoch_plan.rest_of(remaining).rows) for remaining in coming]
+
+    def _plan_of(self, number: int, plan: NDArray[np.uint8]) -> Plan:
+        of_epoch = self._plan
+        if of_epoch is None or of_epoch[0] != number:
+            of_epoch = self._plan = number, unpickled(plan)
+        return of_epoch[1]
 
 
 def _groups(scheduler: FetchScheduler, fetch: Fetch, ready_bytes: int) -> Bridge[Sequence[Any]]:
@@ -135,7 +145,7 @@ class Crew:
         try:
             self._actor = ray.remote(Producer).options(
                 **self.resources,
-                max_concurrency=LANES,
+                max_concurrency=LANES + 1,  # `held` does not wait for fetches
                 max_restarts=0,  # the stream starts another producer, which need not be on the same machine
                 max_task_retries=0,
                 placement_group_capture_child_tasks=False,  # that of a trainer has no room for its producers

@@ -15,8 +15,9 @@ import ray.exceptions
 from numpy.typing import NDArray
 
 from zloader.common.errors import ProducerError
+from zloader.order.plan import Remaining
 from zloader.ray.producers import LANES, LOST, Crew, Member, cause_of, pickled
-from zloader.ray.window import MeanBytes, OpenFetch, Window
+from zloader.ray.window import LOOK_AHEAD, MeanBytes, OpenFetch, Window
 from zloader.reading.bridge import Put
 from zloader.reading.resources import Counters
 from zloader.training.epoch import EpochWork
@@ -32,14 +33,17 @@ class _OvertakenError(Exception):
 class Production:
     """The minibatches of an epoch, in order. `run` is the coroutine of a Bridge."""
 
-    def __init__(self, work: EpochWork, crew: Crew, mean: MeanBytes, *, number: int, window: Window) -> None:
+    def __init__(
+        self, work: EpochWork, crew: Crew, mean: MeanBytes, *, number: int, window: Window, by_mirror: bool
+    ) -> None:
         self.counters = Counters()
         self._number = number
         self._plan = ray.put(pickled(work.plan))
         self._crew = crew
         self._mean = mean
         self._window = window
-        self._at_work = 0  # producers
+        self._by_mirror = by_mirror
+        self._at_work: set[Member] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
@@ -58,14 +62,17 @@ class Production:
         """Puts all minibatches. Raises the first error in their order."""
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
-            staff = group.create_task(self._staff())
+            others = [group.create_task(self._staff())]
+            if self._by_mirror:
+                others.append(group.create_task(self._find_homes()))
             await self._put_in_order(put)
-            staff.cancel()
+            for task in others:
+                task.cancel()
 
     async def _put_in_order(self, put: Put[Any]) -> None:
         window = self._window
         while not window.done:
-            fetch = window.open[0] if window.open else None
+            fetch = window.head
             if fetch is not None and fetch.groups:
                 items, n_bytes = fetch.groups.popleft()
                 await put(items, 1)  # waits until the consumer has the group before
@@ -78,6 +85,27 @@ class Production:
                 self._change()
             else:
                 await self._changed.wait()
+
+    async def _find_homes(self) -> None:
+        """Asks one producer of each machine how much of the coming fetches its mirrors hold."""
+        asked = -1
+        while True:
+            coming = [remaining for remaining in self._window.coming(LOOK_AHEAD) if remaining.number > asked]
+            machines = {member.machine: member for member in self._at_work}
+            if not coming or len(machines) < 2:
+                await self._changed.wait()
+                continue
+            answers = await asyncio.gather(*(self._held(member, coming) for member in machines.values()))
+            asked = coming[-1].number
+            for remaining, shares in zip(coming, zip(*answers, strict=True), strict=True):
+                self._window.set_home(remaining.number, dict(zip(machines, shares, strict=True)))
+
+    async def _held(self, member: Member, coming: list[Remaining]) -> list[float]:
+        try:
+            shares: list[float] = await member.actor.held.remote(self._number, self._plan, coming)
+        except (*LOST, ray.exceptions.RayTaskError):  # which `make` will raise, too
+            return [0.0] * len(coming)
+        return shares
 
     async def _staff(self) -> None:
         """Keeps as many producers at work as the crew should have."""
@@ -92,14 +120,14 @@ class Production:
     async def _post(self) -> None:
         """Keeps one producer at work, and replaces it when it is lost."""
         while True:
-            member = await self._crew.join(lambda: self._at_work > 0)
-            self._at_work += 1
+            member = await self._crew.join(lambda: bool(self._at_work))
+            self._at_work.add(member)
             try:
                 async with asyncio.TaskGroup() as lanes:
                     for _ in range(LANES):
                         lanes.create_task(self._lane(member))
             finally:
-                self._at_work -= 1
+                self._at_work.discard(member)
                 self._crew.leave(member)
 
     async def _lane(self, member: Member) -> None:
@@ -122,7 +150,7 @@ class Production:
         """The next fetch for a producer, as soon as there is one; None if the producer is lost."""
         while not member.lost:
             now_s = time.monotonic()
-            fetch = self._window.next(member, now_s)
+            fetch = self._window.next(member, now_s, member.machine)
             if fetch is not None:
                 return fetch
             with contextlib.suppress(TimeoutError):

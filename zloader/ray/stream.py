@@ -6,12 +6,12 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch.utils.data
 
-from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count
+from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Statistics
 from zloader.ray.producers import Crew
@@ -30,6 +30,7 @@ def stream(
     producers: int = 2,
     ahead_bytes: int | str | None = None,
     resources: Mapping[str, Any] | None = None,
+    locality: Literal["any", "machine"] = "any",
     overtake_s: float = 30.0,
     start_s: float = 300.0,
 ) -> Stream:
@@ -53,6 +54,8 @@ def stream(
         resources: what each producer takes of its machine, as options of a Ray actor, such as
             `{"num_cpus": 2, "memory": 4 << 30}`. It uses as many threads as it has cores. Default: one core. By
             default producers are spread over the machines; `{"scheduling_strategy": ...}` says otherwise.
+        locality: `"machine"` gives a fetch to a producer on the machine whose mirror holds more of it than the others,
+            if one is free. It helps if mirrors hold different parts of the rows. Default: `"any"`.
         overtake_s: a fetch without progress for so many seconds is made by another producer, too, as soon as one has
             nothing else to do. The one that is overtaken is replaced. Default: 30.
         start_s: how long to wait for the first producer, and for a new one when all are lost. Default: 300.
@@ -65,6 +68,7 @@ def stream(
         producers=producers,
         ahead_bytes=ahead_bytes,
         resources=resources or {},
+        locality=locality,
         overtake_s=overtake_s,
         start_s=start_s,
     )
@@ -83,6 +87,7 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         producers: int,
         ahead_bytes: int | str | None,
         resources: Mapping[str, Any],
+        locality: str,
         overtake_s: float,
         start_s: float,
     ) -> None:
@@ -91,7 +96,9 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         require_count(producers=producers)
         self._ahead_bytes = _ahead_bytes(ahead_bytes)
         require_at_least(0.001, overtake_s=overtake_s, start_s=start_s)
+        require_one_of(["any", "machine"], locality=locality)
         self._overtake_s = overtake_s
+        self._by_mirror = locality == "machine"
         self.loader = loader
         self._mean = MeanBytes(n_bytes=_expected_bytes(loader))
         self._crew = Crew(loader=loader, size=producers, resources=resources, start_s=start_s)
@@ -106,7 +113,8 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
 
     def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
         window = Window(work.remaining, self._mean, ahead_bytes=self._ahead_bytes, overtake_s=self._overtake_s)
-        production = Production(work, self._crew, self._mean, number=next(self._numbers), window=window)
+        number, by_mirror = next(self._numbers), self._by_mirror
+        production = Production(work, self._crew, self._mean, number=number, window=window, by_mirror=by_mirror)
         self._running.add(production)
         # One byte a group, so that one group is handed over at a time: the window bounds all others.
         return Bridge(production.run, ready_bytes=1, name="zloader-ray"), production.counters

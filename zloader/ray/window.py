@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zloader.order.plan import Remaining
+
+_LEAST_LEAD = 0.1  # by which one machine's share exceeds the others'
+LOOK_AHEAD = 64  # fetches of which a producer may begin one that its machine's mirror holds
 
 
 @dataclass(kw_only=True)
@@ -76,12 +80,14 @@ class OpenFetch:
 class Window:
     """Begins fetches in order, as far as they fit into `ahead_bytes`; at least one is begun.
 
-    A fetch that has lost its producer comes first. If a fetch has made no progress for `overtake_s`, a producer that
-    would have nothing else to do makes it, too.
+    Of the fetches that come next, one whose home is the producer's machine is begun first, then one without a home. A
+    fetch that has lost its producer comes before all of them. If a fetch has made no progress for `overtake_s`, a
+    producer that would have nothing else to do makes it, too.
     """
 
     def __init__(self, remaining: Iterable[Remaining], mean: MeanBytes, *, ahead_bytes: int, overtake_s: float) -> None:
         self.open: deque[OpenFetch] = deque()  # in order
+        self.homes: dict[int, str] = {}  # the machine whose mirror holds more of a fetch than others, by its number
         self._later = deque(remaining)
         self._mean = mean
         self._ahead_bytes = ahead_bytes
@@ -93,14 +99,30 @@ class Window:
         return not self.open and not self._later
 
     @property
+    def head(self) -> OpenFetch | None:
+        """The fetch whose minibatches come next, if it has been begun."""
+        begun = self.open and (not self._later or self.open[0].number < self._later[0].number)
+        return self.open[0] if begun else None
+
+    def set_home(self, number: int, shares: Mapping[str, float]) -> None:
+        """Sets the home of a fetch, of which the mirrors of machines hold these shares."""
+        second, most = sorted([0.0, *shares.values()])[-2:]
+        if most - second >= _LEAST_LEAD:
+            self.homes[number] = max(shares, key=lambda machine: shares[machine])
+
+    def coming(self, n_fetches: int) -> list[Remaining]:
+        """The fetches that will be begun next."""
+        return list(itertools.islice(self._later, n_fetches))
+
+    @property
     def held_bytes(self) -> int:
         """The bytes of all fetches that are open."""
         return sum(fetch.held_bytes for fetch in self.open)
 
-    def next(self, maker: Any, now_s: float) -> OpenFetch | None:
-        """The fetch that `maker` should make now, if there is one."""
+    def next(self, maker: Any, now_s: float, machine: str = "") -> OpenFetch | None:
+        """The fetch that `maker`, on a machine, should make now, if there is one."""
         unfinished = [fetch for fetch in self.open if not fetch.complete]
-        fetch = next((fetch for fetch in unfinished if not fetch.makers), None) or self._new()
+        fetch = next((fetch for fetch in unfinished if not fetch.makers), None) or self._new(machine)
         if fetch is None:
             rivals = (fetch for fetch in unfinished if self._is_rival(maker, fetch))
             fetch = next((fetch for fetch in rivals if now_s - fetch.since_s >= self._overtake_s), None)
@@ -109,16 +131,27 @@ class Window:
             fetch.since_s = now_s
         return fetch
 
-    def _new(self) -> OpenFetch | None:
+    def _new(self, machine: str) -> OpenFetch | None:
         if not self._later or any(fetch.error is not None for fetch in self.open):
             return None
-        number, begin, size = self._later[0]
-        expected = self._mean.of(size)
-        if self.open and self.held_bytes + expected > self._ahead_bytes:
-            return None
-        self._later.popleft()
-        self.open.append(OpenFetch(number=number, begin=begin, size=size, expected_bytes=expected))
-        return self.open[-1]
+        coming = self.coming(LOOK_AHEAD) if self.homes else self.coming(1)
+        preference = {machine: 0, "": 1}
+        for remaining in sorted(coming, key=lambda each: preference.get(self.homes.get(each.number, ""), 2)):
+            expected = self._mean.of(remaining.size)
+            is_head = remaining == coming[0] and (not self.open or remaining.number < self.open[0].number)
+            if is_head or self.held_bytes + expected <= self._ahead_bytes:
+                return self._begun(remaining, expected)
+        return None
+
+    def _begun(self, remaining: Remaining, expected_bytes: int) -> OpenFetch:
+        self._later.remove(remaining)
+        self.homes.pop(remaining.number, None)
+        number, begin, size = remaining
+        fetch = OpenFetch(number=number, begin=begin, size=size, expected_bytes=expected_bytes)
+        self.open.append(fetch)
+        if len(self.open) > 1 and self.open[-2].number > number:
+            self.open = deque(sorted(self.open, key=lambda each: each.number))
+        return fetch
 
     def _is_rival(self, maker: Any, fetch: OpenFetch) -> bool:
         return not fetch.complete and len(fetch.makers) == 1 and maker not in fetch.makers
