@@ -129,7 +129,7 @@ class Crew:
 
     loader: Loader
     size: int
-    resources: Mapping[str, Any]
+    resources: dict[str, Any]
     start_s: float
     _members: set[Member] = field(default_factory=set)
     _free: list[Member] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Crew:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.resources = {"num_cpus": 1, "scheduling_strategy": "SPREAD"} | dict(self.resources)
+        self.resources = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.resources}
         threads = max(1, int(self.resources["num_cpus"] or 1))
         loader = copy.copy(self.loader)
         loader.options = replace(loader.options, threads=min(threads, loader.options.threads))
@@ -151,7 +151,7 @@ class Crew:
                 placement_group_capture_child_tasks=False,  # that of a trainer has no room for its producers
             )
         except (TypeError, ValueError) as error:
-            raise OptionError(f"resources={dict(self.resources)!r:.200}: {error}") from error
+            raise OptionError(f"resources={self.resources!r:.200}: {error}") from error
         self._loader = ray.put(pickled(loader))
 
     async def join(self, others_work: Callable[[], bool]) -> Member:

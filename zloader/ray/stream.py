@@ -101,7 +101,7 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         self._by_mirror = locality == "machine"
         self.loader = loader
         self._mean = MeanBytes(n_bytes=_expected_bytes(loader))
-        self._crew = Crew(loader=loader, size=producers, resources=resources, start_s=start_s)
+        self._crew = Crew(loader=loader, size=producers, resources=dict(resources), start_s=start_s)
         self._numbers = itertools.count()
         self._running: weakref.WeakSet[Production] = weakref.WeakSet()
 
