@@ -254,6 +254,7 @@ def test_resources_that_no_machine_has_are_named(cluster, store):
             "ahead_bytes='1TB' does not fit into .* which has 100 MiB",
         ),
         ({"resources": {"cpus": 2}}, "resources=.*cpus"),
+        ({"locality": "global"}, "locality must be one of"),
         ({"overtake_s": 0}, "overtake_s must be a number of at least"),
         ({"start_s": "long"}, "start_s must be a number of at least"),
     ],
@@ -376,6 +377,37 @@ def test_two_ranks_train_with_gloo(cluster, store, tmp_path):
     for rank, (found, _) in enumerate(results):
         wanted = loader_of(store, rank=rank, world_size=2)
         assert found == [minibatch.index.tolist() for minibatch in wanted]
+
+
+def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
+    dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
+    loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, shuffle=False)
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    plan = loader.plan(0)
+    asked = producers.pickled(plan), list(plan.remaining())
+    assert producer.held(0, *asked) == [0.0] * 8
+    list(zl.Loader(dataset[:256], batch_size=64, options=zl.FetchOptions(least_read_bytes=0)))
+    half = producer.held(0, *asked)
+    assert half[:4] == [1.0] * 4
+    assert max(half[5:]) < 0.5  # a chunk may hold rows of two fetches
+    list(loader)
+    assert producer.held(0, *asked) == [1.0] * 8
+
+
+@pytest.mark.slow  # two producers of its own
+def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_path):
+    """The machines of the test share one mirror, so only the answers are tested here, and test_window has the rest."""
+    dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
+    loader = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
+    with zr.stream(loader, producers=2, resources={"num_cpus": 0.6}, locality="machine") as minibatches:
+        for _ in range(2):
+            found = list(minibatches)
+            assert_rows_once(found)
+        wanted = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
+        wanted.set_epoch(1)
+        assert_same_minibatches(found, wanted)
+        assert len({member.machine for member in minibatches._crew._members}) == 2
 
 
 @pytest.mark.slow  # a slow consumer

@@ -185,7 +185,7 @@ class RowBytes:
 def _width(kind: pa.DataType) -> int:
     """Bytes of a value of a fixed width."""
     if isinstance(kind, pa.FixedShapeTensorType):
-        return int(np.prod(kind.shape)) * kind.value_type.bit_width // 8
+        return int(np.prod(kind.shape)) * int(kind.value_type.bit_width) // 8
     return int(kind.bit_width) // 8
 
 
