@@ -77,7 +77,8 @@ def stream(
 class Stream(torch.utils.data.IterableDataset[Minibatch]):
     """What `zr.stream` returns: an iterable of minibatches, and one epoch per iteration. Producers stay in between.
 
-    Epochs that run at the same time have producers of their own. Closing the stream, or leaving its `with` block, ends them; so does dropping it and its iterators.
+    Epochs that run at the same time have producers of their own. Closing the stream, or leaving its `with` block, ends
+    them; so does dropping it and its iterators.
     """
 
     def __init__(
