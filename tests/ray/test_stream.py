@@ -92,6 +92,8 @@ LAYOUTS = {
         "x": None,
         "tokens": zl.tokenizers.ScGPT(TOKENS),
     },
+    "sets": {"sampling": zl.CellSets("donor", set_size=4)},
+    "controls": {"controls": zl.MatchedControls("cell_type == 'a'", match="donor", n=2)},
     "own functions": {
         "batch_transform": lambda minibatch: {"rows": minibatch.index, "sums": minibatch.x.to_dense().sum(1)}
     },
@@ -129,12 +131,16 @@ def test_minibatches_survive_the_object_store(cluster, store, layout):
         assert all(one["sums"].equal(other["sums"]) for one, other in zip(found, wanted, strict=True))
         return
     assert_same_minibatches(found, wanted)
+    if layout == "controls":
+        assert_same_minibatches([one.control for one in found], [one.control for one in wanted])
     for minibatch in found:
         minibatch.index[:] = -1  # an error, or a crash, if the memory were read-only
         minibatch.obs["n_counts"] += 1
         if minibatch.x is not None:
             values = minibatch.x if layout == "dense" else minibatch.x.values
             (values() if callable(values) else values)[:] = 0
+    if layout == "sets":
+        assert all(one.set_of_row.equal(other.set_of_row) for one, other in zip(found, wanted, strict=True))
     if layout == "tokens":
         for one, other in zip(found, wanted, strict=True):
             assert one.tokens.input_ids.equal(other.tokens.input_ids)

@@ -350,11 +350,6 @@ class Plan:
             fetch = fetch.without(rows < 0)
         return fetch if self.controls is None else self.controls.added(fetch, seed=self.seed, epoch=self.epoch)
 
-    def rows_of_fetch(self, number: int) -> int:
-        """How many rows a fetch has."""
-        start, stop = self._span(number)
-        return stop - start
-
     def fetch_numbers(self, *, worker: int = 0, n_workers: int = 1) -> range:
         """The fetches of one of the rank's workers, in order."""
         return range(worker, self.n_fetches, n_workers)

@@ -77,6 +77,8 @@ def _loader_of(dataset: Dataset, fields: Sequence[str], options: Mapping[str, An
     refused |= options.keys() & {"batch_transform", "locality", "local_world_size", "remainder"}
     if refused:
         raise OptionError(f"zr.read does not take {sorted(refused)[0]}=: it reads columns, named by fields=")
+    if options.get("controls") is not None or hasattr(options.get("sampling"), "set_size"):
+        raise OptionError("zr.read has no sets and no controls, which are parts of minibatches: take zr.stream")
     groups = {group: [name.removeprefix(group) for name in fields if name.startswith(group)] for group in _GROUPS}
     matrices = [name for name in fields if name != "obs_names" and not name.startswith(_GROUPS)]
     options = {"batch_size": 1024, "fetch_factor": 16, "rank": 0, "world_size": 1} | dict(options)
@@ -123,7 +125,7 @@ class PlanDatasource(Datasource):  # type: ignore[misc]
         tasks = []
         for first, last in itertools.pairwise(bounds):
             metadata = BlockMetadata(
-                num_rows=sum(self._plan.rows_of_fetch(number) for number in range(first, last)),
+                num_rows=sum(self._plan.n_positions(number) for number in range(first, last)),
                 size_bytes=sum(self._fetch_bytes[first:last]),
                 exec_stats=None,
                 input_files=urls,
@@ -143,8 +145,8 @@ class PlanDatasource(Datasource):  # type: ignore[misc]
         if self.n_fetches <= _MOST_COUNTED:
             return [count.of(plan.fetch(number)) for number in range(self.n_fetches)]
         few = np.linspace(0, self.n_fetches - 1, 16).astype(int).tolist()
-        mean = sum(count.of(plan.fetch(number)) for number in few) / sum(map(plan.rows_of_fetch, few))
-        return [int(mean * plan.rows_of_fetch(number)) for number in range(self.n_fetches)]
+        mean = sum(count.of(plan.fetch(number)) for number in few) / sum(map(plan.n_positions, few))
+        return [int(mean * plan.n_positions(number)) for number in range(self.n_fetches)]
 
 
 class RowBytes:
