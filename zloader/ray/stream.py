@@ -135,9 +135,9 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         """Minibatches per whole epoch on this rank."""
         return len(self.loader)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the loader: what this process has received."""
-        return self.loader.state_dict()
+    def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
+        """The state of the loader: what this process has received, without the last `unused` minibatches."""
+        return self.loader.state_dict(unused=unused)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration the rest of the epoch that `state` was saved in, by a stream or a loader."""
