@@ -20,6 +20,7 @@ PACKAGE = Path(zloader.__file__).parent
 FLOORS = {
     "commands": 8,
     "integrations": 8,
+    "ray": 8,
     "conversion": 7,
     "training": 7,
     "dataset": 6,
@@ -52,6 +53,8 @@ MAY_IMPORT = {
         "zloader.training.own_transforms",
         "zloader.training.sets",
         "zloader.training.tokens",
+        "zloader.ray.stream",
+        "zloader.ray.tables",
         "zloader.commands.demo",
         "zloader.integrations.lightning",
         "zloader.integrations.scvi",
@@ -59,6 +62,14 @@ MAY_IMPORT = {
         "zloader.integrations.scvi_encoding",
     },
     "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi"},
+    "ray": {
+        "zloader.ray",
+        "zloader.ray.producers",
+        "zloader.ray.production",
+        "zloader.ray.stream",
+        "zloader.ray.datasource",
+        "zloader.ray.tables",
+    },
     "anndata": {
         "zloader.dataset.elements",
         "zloader.dataset.dataset",

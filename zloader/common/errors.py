@@ -7,6 +7,7 @@ Each message states what happened, the value concerned, and what to do about it.
     ├── MissingColumnError (KeyError)         a missing column; the message lists the columns that exist
     ├── ForkError (RuntimeError)              object storage used on both sides of a fork()
     ├── ConcurrentUseError (RuntimeError)     two threads asked one iterator for a minibatch at once
+    ├── ProducerError (RuntimeError)          no producer of a Ray cluster can be started, or one after another is lost
     ├── SourceError (ValueError)              a source file that cannot be converted
     ├── CacheError (ValueError)               not a cache directory, or no mirror to open offline
     └── StoreError
@@ -53,6 +54,10 @@ class ForkError(ZloaderError, RuntimeError):
 
 class ConcurrentUseError(ZloaderError, RuntimeError):
     """An iterator was asked for a minibatch while another thread was waiting for one from it."""
+
+
+class ProducerError(ZloaderError, RuntimeError):
+    """No producer of a Ray cluster can be started, or one after another is lost with the same fetch."""
 
 
 class SourceError(ZloaderError, ValueError):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,14 @@ class AddsControls(Protocol):
     def added(self, fetch: Fetch, *, seed: int, epoch: int) -> Fetch:
         """The fetch with the controls of each minibatch after its rows."""
         ...
+
+
+class Remaining(NamedTuple):
+    """The minibatches of fetch `number` that remain: `size` of them, from the fetch's minibatch `begin` on."""
+
+    number: int
+    begin: int
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -346,19 +354,27 @@ class Plan:
         """The fetches of one of the rank's workers, in order."""
         return range(worker, self.n_fetches, n_workers)
 
-    def fetches(self, *, done: int = 0, worker: int = 0, n_workers: int = 1, skip: int = 0) -> Iterator[Fetch]:
-        """The fetches of one of the rank's workers that remain, in order.
+    def remaining(self, *, done: int = 0, worker: int = 0, n_workers: int = 1, skip: int = 0) -> Iterator[Remaining]:
+        """What remains of the fetches of one of the rank's workers, in order.
 
         Skips the first `done` minibatches of the rank, deals the remaining fetches to the workers, and then skips the
-        first `skip` minibatches of this worker. Rows that only skipped minibatches use are left out.
+        first `skip` minibatches of this worker.
         """
         first, received = self._fetch_of(done)
         for number in range(first, self.n_fetches)[worker::n_workers]:
             begin = received if number == first else 0
             size = self._size(number) - begin
             if skip < size:
-                yield self.fetch(number).after(begin + skip)
+                yield Remaining(number, begin + skip, size - skip)
             skip = max(0, skip - size)
+
+    def rest_of(self, remaining: Remaining) -> Fetch:
+        """What remains of a fetch, without the rows that only the other minibatches use."""
+        return self.fetch(remaining.number).after(remaining.begin)
+
+    def fetches(self, *, done: int = 0, worker: int = 0, n_workers: int = 1, skip: int = 0) -> Iterator[Fetch]:
+        """What `remaining` names, as fetches."""
+        return map(self.rest_of, self.remaining(done=done, worker=worker, n_workers=n_workers, skip=skip))
 
     def unseen(self, done: int) -> Unseen:
         """The rows that no rank has received after the first `done` minibatches of each rank."""

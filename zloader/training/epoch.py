@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -15,8 +15,10 @@ import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError, OptionError
 from zloader.common.records import Rows, Statistics
+from zloader.order.plan import Plan, Remaining
 from zloader.order.resume import Position
 from zloader.reading.bridge import Bridge
+from zloader.reading.fetch import Recipe
 from zloader.reading.resources import Counters
 from zloader.training.minibatch import Minibatch
 
@@ -82,6 +84,19 @@ class EpochRecord:
             elapsed_s=self.elapsed_s,
             **vars(self.counters),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochWork:
+    """The part of an epoch that an iteration has to make: some fetches of a plan. `recipe` opens what they need."""
+
+    plan: Plan
+    remaining: Sequence[Remaining]
+    recipe: Callable[[], Recipe]
+
+
+# Begins the work. The bridge has the items that the recipe makes, in order; the counters grow meanwhile.
+StartWork = Callable[[EpochWork], tuple[Bridge[Any], Counters]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.malloc import keep_freed_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import Statistics
+from zloader.common.records import MinibatchArrays, Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.elements import load_anndata
 from zloader.order.controls import MatchedControls
@@ -28,12 +28,14 @@ from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, batched, bound, sized
 from zloader.order.sets import BoundCellSets, SetCounts
+from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.resources import BufferPool
+from zloader.reading.gather import cut_apart
+from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.delivery import Delivered, Delivery, LentMemory, deliver
 from zloader.training.devices import Device, opened, usable_device
-from zloader.training.epoch import EpochIterator, EpochRecord, RunningEpoch
+from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import OwnTransforms, Transformed
 from zloader.training.sets import WithSets, bound_controls, group_columns
@@ -354,20 +356,24 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
         Dropping the iterator, as leaving a `for` loop does, ends its threads; so does its `close()`.
         """
-        return EpochIterator(self._begin)
+        return self.epoch_by(self._start)
 
-    def _begin(self) -> RunningEpoch:
+    def epoch_by(self, start: StartWork) -> EpochIterator:
+        """Like `__iter__`, with minibatches that `start` has made, for example by other machines."""
+        return EpochIterator(functools.partial(self._begin, start))
+
+    def _begin(self, start: StartWork) -> RunningEpoch:
         worker = torch.utils.data.get_worker_info()
         restored, self._worker_position = self._worker_position, None
         begun, ticket = self._epochs.begin(worker)
         uncount = functools.partial(self._epochs.give_back, ticket) if worker is None else _nothing
         try:
-            return self._run(restored or begun, worker, uncount)
+            return self._run(restored or begun, worker, uncount, start)
         except BaseException:
             uncount()
             raise
 
-    def _run(self, position: Position, worker: Any, uncount: Callable[[], None]) -> RunningEpoch:
+    def _run(self, position: Position, worker: Any, uncount: Callable[[], None], start: StartWork) -> RunningEpoch:
         """Wires plan -> fetch -> minibatch -> tensors."""
         device = None if self.device is None else opened(self.device)
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -379,36 +385,47 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         # Set before the slow steps below, because another thread may ask for the state during them.
         record = EpochRecord(epoch=plan.epoch, begun_at=position, world_size=plan.world_size, controlled=self._controls)
         self._record = self._current = record
-        fetches = plan.fetches(done=done, worker=worker_id, n_workers=n_workers, skip=skip)
 
-        framed = self._matrices if self.layout == "anndata" else []
-        var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
-        layout = self.layout if device is None else "packed"
-        convert: Callable[[Any], Any] = functools.partial(as_minibatch, self.dataset, self.x, layout, var)
-        group, n_controls = group_columns(self._sampling), 0 if self._controls is None else self._controls.n
-        if group or n_controls:
-            convert = WithSets(convert=convert, dataset=self.dataset, n_controls=n_controls, group=group)
+        convert = self._converter()
         lent = None if device is None else LentMemory(device)
-        recipe = self._recipe(plan.epoch, lent, sweeping=whole.sweeps and n_workers == 1 and not position.stretches)
-        if self._own_transforms:
-            recipe = replace(recipe, cut=functools.partial(self._own_transforms.cut, convert))
-            convert = Transformed.yielded
+        sweeping = whole.sweeps and n_workers == 1 and not position.stretches
+        work = EpochWork(
+            plan=plan,
+            remaining=list(plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip)),
+            recipe=functools.partial(self.recipe, plan.epoch, lent, sweeping=sweeping),
+        )
         silence_sparse_warnings()
         if self.options.tune_malloc:
             keep_freed_memory()
-        scheduler = FetchScheduler(recipe, self.options, self._buffers)
-        record.counters = scheduler.counters
         urls = [store.location.url for store in self.dataset.stores]  # the dataset's repr might read from the store
         message = "epoch %d of %s begins: rank %d of %d, worker %d of %d"
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
-        bridge = scheduler.start(fetches, name="zloader-fetch")
+        bridge, record.counters = start(work)
         if device is None or lent is None:
-            return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
+            of_item: Callable[[Any], Any] = Transformed.yielded if self._own_transforms else convert
+            return RunningEpoch(bridge=bridge, record=record, convert=of_item, uncount=uncount)
         delivery = Delivery(layout=self.layout, dtype=self._dtype)
         delivered = deliver(bridge, lent, delivery, convert, self.options.ready_bytes)
         return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
 
-    def _recipe(self, epoch: int, lent: LentMemory | None, *, sweeping: bool) -> Recipe:
+    def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
+        """Begins to make minibatches in this process."""
+        scheduler = FetchScheduler(work.recipe(), self.options, self._buffers)
+        return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
+
+    def _converter(self) -> Callable[[MinibatchArrays], Minibatch]:
+        """Makes tensors of arrays. A device gives x its layout later."""
+        framed = self._matrices if self.layout == "anndata" else []
+        var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
+        layout = self.layout if self.device is None else "packed"
+        convert = functools.partial(as_minibatch, self.dataset, self.x, layout, var)
+        group, n_controls = group_columns(self._sampling), 0 if self._controls is None else self._controls.n
+        if group or n_controls:
+            return WithSets(convert=convert, dataset=self.dataset, n_controls=n_controls, group=group)
+        return convert
+
+    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: bool = False) -> Recipe:
+        """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
         whole = self.dataset.whole
         transforms = {
             name: replace(each, seed=int(self.seed), epoch=epoch) for name, each in self._transforming.items()
@@ -422,13 +439,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
             dense=self.layout == "dense",
             dtype=self._dtype,
-            narrow=self.layout == "packed" or lent is not None,
+            narrow=self.layout == "packed" or self.device is not None,
             empty=np.empty if lent is None else lent.empty,
             names=whole.names_of if self.obs_names or self.layout == "anndata" else None,
             tokens=None if self._tokens is None else self._tokens.at(self.seed, epoch),
             wanted=self._matrices,
             sweeping=sweeping,
             transforms=transforms,
+            cut=functools.partial(own.cut, self._converter()) if (own := self._own_transforms) else cut_apart,
         )
 
 

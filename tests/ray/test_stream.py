@@ -1,0 +1,432 @@
+"""A stream yields what its Loader would yield, bit for bit, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import PATIENCE_S, assert_same_minibatches, assert_threads_end, check_minibatch, counts, write_store
+
+import zloader as zl
+from zloader.common.errors import OptionError, ProducerError, StoreError
+from zloader.reading.bridge import Bridge
+from zloader.reading.resources import Counters
+from zloader.testing import assert_resumes_anywhere
+from zloader.training.devices import PlainDevice
+
+zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+producers = pytest.importorskip("zloader.ray.producers")
+production = pytest.importorskip("zloader.ray.production")
+ray = pytest.importorskip("ray")
+
+OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
+ADATA = counts(503, 97)
+ADATA.obsm["X_pca"] = np.random.default_rng(0).random((503, 5), np.float32)
+TOKENS = {name: k for k, name in enumerate(["<pad>", "<mask>", "<cls>", "<eoc>", *ADATA.var_names])}
+SMALL = {"num_cpus": 0.1}  # of the one core that a test machine has
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(ADATA, folder / "counts.zarr", folder)
+    return folder / "counts.zarr"
+
+
+def loader_of(store: Path | str, **options: Any) -> zl.Loader:
+    """32 minibatches in 8 fetches."""
+    options = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8), "obs": OBS} | options
+    storage_options = options.pop("storage_options", None)
+    return zl.Loader(zl.open_dataset(str(store), storage_options=storage_options), **options)
+
+
+@pytest.fixture(scope="module")
+def stream(cluster, store) -> Iterator[zr.Stream]:
+    """A stream with one producer, which tests share because each new producer takes seconds."""
+    with zr.stream(loader_of(store), producers=1, resources=SMALL) as one:
+        yield one
+
+
+def assert_rows_once(minibatches: list[zl.Minibatch]) -> None:
+    rows = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in minibatches])
+    assert sorted(rows) == list(range(503))
+
+
+def pids(stream: zr.Stream) -> list[int]:
+    """The processes of the producers that have opened the stores."""
+    return [member.pid for member in list(stream._crew._members) if member.pid]
+
+
+class Killer:
+    """Kills a random producer before random minibatches of an epoch."""
+
+    def __init__(self, stream: zr.Stream, kills: int) -> None:
+        self.stream, self.kills, self.random = stream, kills, random.Random(0)
+
+    def epoch(self) -> list[zl.Minibatch]:
+        found = []
+        for minibatch in self.stream:
+            found.append(minibatch)
+            if self.kills and self.random.random() < 0.2 and (running := pids(self.stream)):
+                os.kill(self.random.choice(running), signal.SIGKILL)
+                self.kills -= 1
+        return found
+
+
+LAYOUTS = {
+    "csr": {},
+    "dense": {"layout": "dense", "dtype": "bfloat16"},
+    "packed": {"layout": "packed", "obsm": ["X_pca"]},
+    "tokens": {
+        "x": None,
+        "tokens": zl.tokenizers.ScGPT(TOKENS),
+    },
+    "sets": {"sampling": zl.CellSets("donor", set_size=4)},
+    "controls": {"controls": zl.MatchedControls("cell_type == 'a'", match="donor", n=2)},
+    "own functions": {
+        "batch_transform": lambda minibatch: {"rows": minibatch.index, "sums": minibatch.x.to_dense().sum(1)}
+    },
+    "device": {"device": PlainDevice(torch.device("cpu"))},
+}
+
+
+def in_this_process(loader: zl.Loader) -> Any:
+    """Makes an epoch by a producer in this process, whose groups go through Ray's object store."""
+
+    def start(work):
+        producer = producers.Producer()
+        producer.open(producers.pickled(loader))
+        plan = producers.pickled(work.plan)
+
+        async def produce(put):
+            for remaining in work.remaining:
+                for items, _ in producer.make(0, plan, remaining):
+                    shared = ray.get(ray.put(items))
+                    assert not any(item.index.flags.writeable for item in shared)
+                    await put([production.writable(item) for item in shared], 0)
+
+        return Bridge(produce, ready_bytes=1, name="zloader-test"), Counters()
+
+    return loader.epoch_by(start)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_minibatches_survive_the_object_store(cluster, store, layout):
+    """Ray's arrays are read-only, but minibatches may be written to, as those of a Loader."""
+    found = list(in_this_process(loader_of(store, **LAYOUTS[layout])))
+    wanted = list(loader_of(store, **LAYOUTS[layout]))
+    if layout == "own functions":
+        assert all(one["rows"].equal(other["rows"]) for one, other in zip(found, wanted, strict=True))
+        assert all(one["sums"].equal(other["sums"]) for one, other in zip(found, wanted, strict=True))
+        return
+    assert_same_minibatches(found, wanted)
+    if layout == "controls":
+        assert_same_minibatches([one.control for one in found], [one.control for one in wanted])
+    for minibatch in found:
+        minibatch.index[:] = -1  # an error, or a crash, if the memory were read-only
+        minibatch.obs["n_counts"] += 1
+        if minibatch.x is not None:
+            values = minibatch.x if layout == "dense" else minibatch.x.values
+            (values() if callable(values) else values)[:] = 0
+    if layout == "sets":
+        assert all(one.set_of_row.equal(other.set_of_row) for one, other in zip(found, wanted, strict=True))
+    if layout == "tokens":
+        for one, other in zip(found, wanted, strict=True):
+            assert one.tokens.input_ids.equal(other.tokens.input_ids)
+            assert one.tokens.attention_mask.equal(other.tokens.attention_mask)
+            one.tokens.input_ids[:] = 0
+
+
+@pytest.mark.parametrize("producers", [1, 2, 3])
+def test_equals_the_loader_bit_for_bit(stream, store, producers):
+    loader = loader_of(store)
+    stream.resize(producers)
+    for epoch in (3, 4):
+        stream.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        found, wanted = list(stream), list(loader)
+        assert_same_minibatches(found, wanted)
+        assert_rows_once(found)
+        assert len(stream) == len(found) == 32
+        assert stream.state_dict() == loader.state_dict()
+        assert stream.statistics().rows == 503
+        assert stream.statistics().bytes_read >= loader.statistics().bytes_read > 0
+        assert stream.statistics().in_flight_bytes == 0
+    assert len(pids(stream)) <= producers
+    assert_threads_end()
+
+
+def test_counts_epochs_and_resumes_as_the_loader_does(stream, store):
+    stream.resize(2)
+    stream.set_epoch(0)
+    next(iter(stream))  # a look does not cost an epoch
+    iterator = iter(stream)
+    head = [next(iterator) for _ in range(13)]
+    state = json.loads(json.dumps(stream.state_dict()))
+    del iterator
+    loader = loader_of(store)
+    loader.load_state_dict(state)  # a loader resumes a stream
+    rest = list(loader)
+    assert_same_minibatches([*head, *rest], loader_of(store))
+    stream.load_state_dict(state)  # and a stream resumes itself
+    assert_same_minibatches(stream, rest)
+    assert stream.state_dict()["epoch"] == 1
+
+
+@pytest.mark.slow  # many epochs
+def test_resumes_anywhere(stream):
+    stream.resize(2)
+
+    def again():
+        stream.set_epoch(0)
+        return stream
+
+    assert_resumes_anywhere(again, every=3)
+
+
+def test_a_killed_producer_costs_nothing(stream):
+    stream.resize(2)
+    stream.set_epoch(0)
+    killer = Killer(stream, 1)
+    assert_rows_once(killer.epoch())
+    assert not killer.kills
+    assert_rows_once(list(stream))
+
+
+def test_producers_join_and_leave_during_an_epoch(stream, store):
+    stream.resize(2)
+    stream.set_epoch(0)
+    found = []
+    for number, minibatch in enumerate(stream):
+        found.append(minibatch)
+        stream.resize(1 + number % 2)
+    assert_same_minibatches(found, loader_of(store))
+
+
+def test_an_error_comes_when_its_minibatch_is_due(cluster, store, tmp_path):
+    """With the URL and the key, after all minibatches before it."""
+    folder = tmp_path / "damaged"
+    write_store(ADATA, folder / "counts.zarr", folder)
+    loader = loader_of(folder / "counts.zarr", shuffle=False, sampling=None)
+    with zr.stream(loader, producers=1, resources=SMALL) as minibatches:
+        assert len(list(minibatches)) == 32
+        shards = sorted((folder / "counts.zarr/X/data/c").iterdir(), key=lambda shard: int(shard.name))
+        shards[len(shards) // 2].unlink()
+        minibatches.set_epoch(0)
+        found = []
+        with pytest.raises(StoreError, match=r"damaged/counts.zarr.*X/data/c/") as caught:
+            found += minibatches
+        assert "raised by a producer, on Ray node" in caught.value.__notes__[-1]
+        done = minibatches.statistics().minibatches
+        assert done in range(4, 32, 4)  # whole fetches
+        assert minibatches.state_dict()["stretches"] == [[1, done]]
+
+
+def test_an_error_in_opening_names_the_store(cluster, store, tmp_path):
+    folder = tmp_path / "moved"
+    write_store(ADATA, folder / "counts.zarr", folder)
+    loader = loader_of(folder / "counts.zarr")
+    (folder / "counts.zarr").rename(folder / "elsewhere.zarr")
+    with (
+        zr.stream(loader, producers=1, resources=SMALL) as minibatches,
+        pytest.raises(StoreError, match=r"moved/counts.zarr") as caught,
+    ):
+        next(iter(minibatches))
+    assert type(caught.value).__module__ == "zloader.common.errors"
+
+
+def test_resources_that_no_machine_has_are_named(cluster, store):
+    with (
+        zr.stream(loader_of(store), producers=2, resources={"num_cpus": 77}, start_s=0.5) as minibatches,
+        pytest.raises(ProducerError, match=r"no producer has started for 0.5 s. Each one asks for {'num_cpus': 77}"),
+    ):
+        next(iter(minibatches))
+    assert_threads_end()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"producers": 0}, "producers must be a whole number of at least 1, not 0"),
+        ({"ahead_bytes": "lots"}, "ahead_bytes: 'lots' is not a size"),
+        (
+            {"ahead_bytes": "1TB"},
+            "ahead_bytes='1TB' does not fit into .* which has 100 MiB",
+        ),
+        ({"resources": {"cpus": 2}}, "resources=.*cpus"),
+        ({"locality": "global"}, "locality must be one of"),
+        ({"overtake_s": 0}, "overtake_s must be a number of at least"),
+        ({"start_s": "long"}, "start_s must be a number of at least"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_invalid_options(cluster, store, options, message):
+    with pytest.raises(OptionError, match=message):
+        zr.stream(loader_of(store), **options)
+
+
+def test_refuses_what_is_no_loader(cluster, store):
+    with pytest.raises(OptionError, match=r"zr.stream needs a zl.Loader, not 'cells.zarr'"):
+        zr.stream("cells.zarr")
+
+
+def test_a_closed_stream_says_so(cluster, store):
+    minibatches = zr.stream(loader_of(store), producers=1, resources=SMALL)
+    minibatches.close()
+    with pytest.raises(ProducerError, match="the stream was closed"):
+        list(minibatches)
+
+
+@pytest.mark.slow  # starts a producer and a process of its own for each loss
+def test_random_kills_of_producers_and_of_a_machine(cluster, store):
+    machine = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    with zr.stream(loader_of(store), producers=3, resources={"num_cpus": 0.3}, ahead_bytes=200_000) as minibatches:
+        killer = Killer(minibatches, 20)
+        epochs = 0
+        while killer.kills or epochs < 3:
+            if epochs == 1:
+                timer = threading.Timer(0.5, cluster.remove_node, [machine], {"allow_graceful": False})
+                timer.start()
+            assert_rows_once(killer.epoch())
+            epochs += 1
+        timer.join()
+        loader = loader_of(store)
+        loader.set_epoch(epochs)
+        assert_same_minibatches(minibatches, loader)
+
+
+@pytest.mark.slow  # waits for the producer to be overtaken
+def test_a_stopped_producer_stops_nobody(cluster, store):
+    loader = loader_of(store)
+    with zr.stream(loader, producers=2, resources=SMALL, overtake_s=1) as minibatches:
+        list(minibatches)
+        loader.set_epoch(0)
+        found = []
+        stopped = pids(minibatches)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            found += minibatches
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+        assert_same_minibatches(found, loader_of(store))
+
+
+@pytest.mark.slow  # a second driver
+def test_resumes_after_the_driver_has_died(cluster, store, tmp_path):
+    script = f"""
+import json, os, sys
+import ray, zloader.ray as zr
+from test_stream import loader_of
+ray.init(address={cluster.address!r}, log_to_driver=False)
+minibatches = zr.stream(loader_of({str(store)!r}), producers=1, resources={SMALL!r})
+for number, minibatch in enumerate(minibatches):
+    if number == 9:
+        print(json.dumps(minibatches.state_dict()), flush=True)
+        os.kill(os.getpid(), 9)
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    state = json.loads(done.stdout.strip().splitlines()[-1])
+    with zr.stream(loader_of(store), producers=1, resources=SMALL) as minibatches:
+        minibatches.load_state_dict(state)
+        assert_same_minibatches(minibatches, list(loader_of(store))[10:])
+
+
+@pytest.mark.slow  # a real S3 server, and the start of producers
+def test_store_on_s3(cluster, s3, tmp_path):
+    write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
+    options = {"storage_options": s3.storage_options}
+    with zr.stream(loader_of(s3.url("counts.zarr"), **options), producers=2, resources=SMALL) as minibatches:
+        assert_same_minibatches(minibatches, loader_of(s3.url("counts.zarr"), **options))
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A training process that averages with the others over gloo, and streams its own part."""
+
+    def train(self, rank: int, world_size: int, store: str, rendezvous: str) -> tuple[list[list[int]], float]:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+        )
+        total, rows = torch.zeros(1, dtype=torch.float64), []
+        with zr.stream(loader_of(store), producers=1, resources=SMALL) as minibatches:
+            for minibatch in minibatches:
+                of_all = minibatch.x.values().sum(dtype=torch.float64)
+                torch.distributed.all_reduce(of_all)  # hangs unless all ranks have as many minibatches
+                total += of_all
+                rows.append(minibatch.index.tolist())
+        torch.distributed.destroy_process_group()
+        return rows, float(total)
+
+
+@pytest.mark.slow  # four processes
+def test_two_ranks_train_with_gloo(cluster, store, tmp_path):
+    ranks = [Rank.remote() for _ in range(2)]
+    results = ray.get([rank.train.remote(k, 2, str(store), str(tmp_path / "meet")) for k, rank in enumerate(ranks)])
+    rows = [row for each, _ in results for minibatch in each for row in minibatch]
+    assert sorted(rows) == list(range(503))
+    assert [total for _, total in results] == [ADATA.X.sum(dtype=np.float64)] * 2
+    for rank, (found, _) in enumerate(results):
+        wanted = loader_of(store, rank=rank, world_size=2)
+        assert found == [minibatch.index.tolist() for minibatch in wanted]
+
+
+def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
+    dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
+    loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, shuffle=False)
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    plan = loader.plan(0)
+    asked = producers.pickled(plan), list(plan.remaining())
+    assert producer.held(0, *asked) == [0.0] * 8
+    list(zl.Loader(dataset[:256], batch_size=64, options=zl.FetchOptions(least_read_bytes=0)))
+    half = producer.held(0, *asked)
+    assert half[:4] == [1.0] * 4
+    assert max(half[5:]) < 0.5  # a chunk may hold rows of two fetches
+    list(loader)
+    assert producer.held(0, *asked) == [1.0] * 8
+
+
+@pytest.mark.slow  # two producers of its own
+def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_path):
+    """The machines of the test share one mirror, so only the answers are tested here, and test_window has the rest."""
+    dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
+    loader = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
+    with zr.stream(loader, producers=2, resources={"num_cpus": 0.6}, locality="machine") as minibatches:
+        for _ in range(2):
+            found = list(minibatches)
+            assert_rows_once(found)
+        wanted = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
+        wanted.set_epoch(1)
+        assert_same_minibatches(found, wanted)
+        assert len({member.machine for member in minibatches._crew._members}) == 2
+
+
+@pytest.mark.slow  # a slow consumer
+def test_makes_ahead_only_so_many_bytes(cluster, store):
+    loader = loader_of(store)
+    with zr.stream(loader, producers=2, resources=SMALL, ahead_bytes=1) as minibatches:
+        held = []
+        for _ in minibatches:
+            (running,) = minibatches._running
+            held.append(len(running._window.open))
+        assert max(held) == 1  # fetch

@@ -1,0 +1,183 @@
+"""`zr.stream`: the minibatches of a Loader, made by producers on the machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import ray
+import torch.utils.data
+
+from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count, require_one_of
+from zloader.common.errors import OptionError
+from zloader.common.records import Statistics
+from zloader.ray.producers import Crew
+from zloader.ray.production import Production
+from zloader.ray.window import MeanBytes, Window
+from zloader.reading.bridge import Bridge
+from zloader.reading.resources import Counters
+from zloader.training.epoch import EpochWork
+from zloader.training.loader import Loader
+from zloader.training.minibatch import Minibatch
+
+
+def stream(
+    loader: Loader,
+    *,
+    producers: int = 2,
+    ahead_bytes: int | str | None = None,
+    resources: Mapping[str, Any] | None = None,
+    locality: Literal["any", "machine"] = "any",
+    overtake_s: float = 30.0,
+    start_s: float = 300.0,
+) -> Stream:
+    """The minibatches of this rank's `loader`, in its order and bit for bit, made by producers on a Ray cluster.
+
+    >>> minibatches = zr.stream(loader, producers=16, ahead_bytes="8GiB", resources={"num_cpus": 2})  # doctest: +SKIP
+    >>> for minibatch in minibatches:  # each iteration is an epoch, as with the loader
+    ...     train(minibatch)
+
+    Producers are processes on any machine of the cluster. They read through the cache of their machine, if the dataset
+    has one. If some of them die, or machines go away, others make their fetches, and new ones are started where the
+    cluster has room. Every minibatch comes exactly once. Each rank has a stream, and producers, of its own.
+
+    Args:
+        loader: the Loader of this rank. Its `state_dict`, `load_state_dict`, `set_epoch` and `statistics` are those of
+            the stream. Every machine must be able to open its stores. A `device` gets minibatches on this machine.
+        producers: how many there are. `resize` changes it, even during an epoch.
+        ahead_bytes: minibatches that are made ahead, or being made, as bytes or a string such as "8GiB". They wait in
+            the object store of this machine, which its ranks share. At least one fetch is made. Default: a quarter of
+            the object store, up to 1 GiB.
+        resources: what each producer takes of its machine, as options of a Ray actor, such as
+            `{"num_cpus": 2, "memory": 4 << 30}`. It uses as many threads as it has cores. Default: one core. By
+            default producers are spread over the machines; `{"scheduling_strategy": ...}` says otherwise.
+        locality: `"machine"` gives a fetch to a producer on the machine whose mirror holds more of it than the others,
+            if one is free. It helps if mirrors hold different parts of the rows. Default: `"any"`.
+        overtake_s: a fetch without progress for so many seconds is made by another producer, too, as soon as one has
+            nothing else to do. The one that is overtaken is replaced. Default: 30.
+        start_s: how long to wait for the first producer, and for a new one when all are lost. Default: 300.
+
+    Raises OptionError for an invalid option. Iterating raises the errors of a Loader, when their minibatch is due, and
+    ProducerError if no producer can be started, or if one after another dies with the same fetch.
+    """
+    return Stream(
+        loader,
+        producers=producers,
+        ahead_bytes=ahead_bytes,
+        resources=resources or {},
+        locality=locality,
+        overtake_s=overtake_s,
+        start_s=start_s,
+    )
+
+
+class Stream(torch.utils.data.IterableDataset[Minibatch]):
+    """What `zr.stream` returns: an iterable of minibatches, and one epoch per iteration. Producers stay in between.
+
+    Epochs that run at the same time have producers of their own. Closing the stream, or leaving its `with` block, ends
+    them; so does dropping it and its iterators.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        producers: int,
+        ahead_bytes: int | str | None,
+        resources: Mapping[str, Any],
+        locality: str,
+        overtake_s: float,
+        start_s: float,
+    ) -> None:
+        if not isinstance(loader, Loader):
+            raise OptionError(f"zr.stream needs a zl.Loader, not {loader!r:.100}")
+        require_count(producers=producers)
+        self._ahead_bytes = _ahead_bytes(ahead_bytes)
+        require_at_least(0.001, overtake_s=overtake_s, start_s=start_s)
+        require_one_of(["any", "machine"], locality=locality)
+        self._overtake_s = overtake_s
+        self._by_mirror = locality == "machine"
+        self.loader = loader
+        self._mean = MeanBytes(n_bytes=_expected_bytes(loader))
+        self._crew = Crew(loader=loader, size=producers, resources=dict(resources), start_s=start_s)
+        self._numbers = itertools.count()
+        self._running: weakref.WeakSet[Production] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[Minibatch]:
+        """The next epoch of the loader, or the rest of the one that `load_state_dict` restored."""
+        if torch.utils.data.get_worker_info() is not None:
+            raise OptionError("a stream cannot be used in a DataLoader worker: iterate over it in the training process")
+        return self.loader.epoch_by(self._start)
+
+    def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
+        window = Window(work.remaining, self._mean, ahead_bytes=self._ahead_bytes, overtake_s=self._overtake_s)
+        number, by_mirror = next(self._numbers), self._by_mirror
+        production = Production(work, self._crew, self._mean, number=number, window=window, by_mirror=by_mirror)
+        self._running.add(production)
+        # One byte a group, so that one group is handed over at a time: the window bounds all others.
+        return Bridge(production.run, ready_bytes=1, name="zloader-ray"), production.counters
+
+    def resize(self, producers: int) -> None:
+        """Changes the number of producers, now, even while an epoch runs."""
+        require_count(producers=producers)
+        self._crew.resize(int(producers))
+        for production in list(self._running):
+            production.resized()
+
+    def close(self) -> None:
+        """Ends the producers. An epoch under way raises ProducerError."""
+        self._crew.close()
+
+    def __len__(self) -> int:
+        """Minibatches per whole epoch on this rank."""
+        return len(self.loader)
+
+    def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
+        """The state of the loader: what this process has received, without the last `unused` minibatches."""
+        return self.loader.state_dict(unused=unused)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next iteration the rest of the epoch that `state` was saved in, by a stream or a loader."""
+        self.loader.load_state_dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration epoch `epoch`."""
+        self.loader.set_epoch(epoch)
+
+    def statistics(self) -> Statistics:
+        """Figures of the current or last epoch. Reads are those of all fetches that producers have completed."""
+        return self.loader.statistics()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _ahead_bytes(wanted: int | str | None) -> int:
+    """The bytes that may wait in the object store of this machine. Raises OptionError if it is smaller."""
+    here = ray.get_runtime_context().get_node_id()
+    room = int(next(node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here))
+    ahead_bytes = min(1 << 30, room // 4) if wanted is None else parse_size(wanted, "ahead_bytes")
+    if ahead_bytes > room:
+        raise OptionError(
+            f"ahead_bytes={wanted!r} does not fit into the object store of this machine, which has {room >> 20} MiB: "
+            "lower it, or start Ray with a larger object_store_memory"
+        )
+    return ahead_bytes
+
+
+def _expected_bytes(loader: Loader) -> float:
+    """About the bytes of x in a minibatch, from the sizes of the stored arrays."""
+    per_row = 0.0
+    for name in [] if loader.x is None else one_or_more(x=loader.x):
+        for matrix in loader.dataset.matrices(name):
+            values = matrix.n_genes if loader.layout == "dense" else matrix.values.n_elements / max(1, matrix.n_rows)
+            per_row = max(per_row, values * (4 if loader.layout == "dense" else 8))
+    return per_row * loader.batch_size

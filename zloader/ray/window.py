@@ -1,0 +1,162 @@
+"""The fetches of an epoch that are being made or wait for the consumer, and which fetch a producer makes next. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zloader.order.plan import Remaining
+
+_LEAST_LEAD = 0.1  # by which one machine's share exceeds the others'
+LOOK_AHEAD = 64  # fetches of which a producer may begin one that its machine's mirror holds
+
+
+@dataclass(kw_only=True)
+class MeanBytes:
+    """The bytes of a minibatch, on average: an estimate that counts like one minibatch, and all that were made."""
+
+    n_bytes: float
+    minibatches: int = 1
+
+    def add(self, n_bytes: int, minibatches: int) -> None:
+        """Counts some minibatches that were made."""
+        self.n_bytes += n_bytes
+        self.minibatches += minibatches
+
+    def of(self, minibatches: int) -> int:
+        """The bytes that so many minibatches are likely to have."""
+        return int(self.n_bytes / self.minibatches * minibatches)
+
+
+@dataclass(eq=False, kw_only=True)
+class OpenFetch:
+    """A fetch on its way. `groups` were made and wait for the consumer. `makers` are the producers at work on it."""
+
+    number: int
+    begin: int
+    size: int
+    expected_bytes: int
+    groups: deque[tuple[Sequence[Any], int]] = field(default_factory=deque)
+    n_made: int = 0
+    made_bytes: int = 0
+    taken_bytes: int = 0
+    makers: set[Any] = field(default_factory=set)
+    since_s: float = 0.0  # of the last progress
+    losses: int = 0  # of producers, since the last progress
+    error: BaseException | None = None  # instead of the minibatches that have not been made
+
+    @property
+    def complete(self) -> bool:
+        """Whether no producer has to make anything of it."""
+        return self.n_made == self.size or self.error is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that it takes, or will take, until the consumer has them."""
+        made = self.made_bytes if self.complete else max(self.made_bytes, self.expected_bytes)
+        return made - self.taken_bytes
+
+    def rest(self) -> Remaining:
+        """What has not been made."""
+        return Remaining(self.number, self.begin + self.n_made, self.size - self.n_made)
+
+    def add(self, first: int, items: Sequence[Any], now_s: float) -> None:
+        """Adds minibatches from number `first` on, without those that another producer has made meanwhile."""
+        new = items[self.n_made - first :]
+        if not new or self.complete:
+            return
+        n_bytes = sum(item.nbytes for item in new)
+        self.groups.append((new, n_bytes))
+        self.n_made += len(new)
+        self.made_bytes += n_bytes
+        self.since_s, self.losses = now_s, 0
+        if getattr(new[-1], "error", None) is not None:  # of the user's own function: nothing comes after it
+            self.size = self.n_made
+
+
+class Window:
+    """Begins fetches in order, as far as they fit into `ahead_bytes`; at least one is begun.
+
+    Of the fetches that come next, one whose home is the producer's machine is begun first, then one without a home. A
+    fetch that has lost its producer comes before all of them. If a fetch has made no progress for `overtake_s`, a
+    producer that would have nothing else to do makes it, too.
+    """
+
+    def __init__(self, remaining: Iterable[Remaining], mean: MeanBytes, *, ahead_bytes: int, overtake_s: float) -> None:
+        self.open: deque[OpenFetch] = deque()  # in order
+        self.homes: dict[int, str] = {}  # the machine whose mirror holds more of a fetch than others, by its number
+        self._later = deque(remaining)
+        self._mean = mean
+        self._ahead_bytes = ahead_bytes
+        self._overtake_s = overtake_s
+
+    @property
+    def done(self) -> bool:
+        """Whether the consumer has everything."""
+        return not self.open and not self._later
+
+    @property
+    def head(self) -> OpenFetch | None:
+        """The fetch whose minibatches come next, if it has been begun."""
+        begun = self.open and (not self._later or self.open[0].number < self._later[0].number)
+        return self.open[0] if begun else None
+
+    def set_home(self, number: int, shares: Mapping[str, float]) -> None:
+        """Sets the home of a fetch, of which the mirrors of machines hold these shares."""
+        second, most = sorted([0.0, *shares.values()])[-2:]
+        if most - second >= _LEAST_LEAD:
+            self.homes[number] = max(shares, key=lambda machine: shares[machine])
+
+    def coming(self, n_fetches: int) -> list[Remaining]:
+        """The fetches that will be begun next."""
+        return list(itertools.islice(self._later, n_fetches))
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all fetches that are open."""
+        return sum(fetch.held_bytes for fetch in self.open)
+
+    def next(self, maker: Any, now_s: float, machine: str = "") -> OpenFetch | None:
+        """The fetch that `maker`, on a machine, should make now, if there is one."""
+        unfinished = [fetch for fetch in self.open if not fetch.complete]
+        fetch = next((fetch for fetch in unfinished if not fetch.makers), None) or self._new(machine)
+        if fetch is None:
+            rivals = (fetch for fetch in unfinished if self._is_rival(maker, fetch))
+            fetch = next((fetch for fetch in rivals if now_s - fetch.since_s >= self._overtake_s), None)
+        if fetch is not None:
+            fetch.makers.add(maker)
+            fetch.since_s = now_s
+        return fetch
+
+    def _new(self, machine: str) -> OpenFetch | None:
+        if not self._later or any(fetch.error is not None for fetch in self.open):
+            return None
+        coming = self.coming(LOOK_AHEAD) if self.homes else self.coming(1)
+        preference = {machine: 0, "": 1}
+        for remaining in sorted(coming, key=lambda each: preference.get(self.homes.get(each.number, ""), 2)):
+            expected = self._mean.of(remaining.size)
+            is_head = remaining == coming[0] and (not self.open or remaining.number < self.open[0].number)
+            if is_head or self.held_bytes + expected <= self._ahead_bytes:
+                return self._begun(remaining, expected)
+        return None
+
+    def _begun(self, remaining: Remaining, expected_bytes: int) -> OpenFetch:
+        self._later.remove(remaining)
+        self.homes.pop(remaining.number, None)
+        number, begin, size = remaining
+        fetch = OpenFetch(number=number, begin=begin, size=size, expected_bytes=expected_bytes)
+        self.open.append(fetch)
+        if len(self.open) > 1 and self.open[-2].number > number:
+            self.open = deque(sorted(self.open, key=lambda each: each.number))
+        return fetch
+
+    def _is_rival(self, maker: Any, fetch: OpenFetch) -> bool:
+        return not fetch.complete and len(fetch.makers) == 1 and maker not in fetch.makers
+
+    def next_change_s(self, maker: Any, now_s: float) -> float | None:
+        """Seconds until `maker` may overtake a fetch, if none makes progress; None if there is none to overtake."""
+        waits = [self._overtake_s - (now_s - fetch.since_s) for fetch in self.open if self._is_rival(maker, fetch)]
+        return max(0.0, min(waits)) if waits else None
