@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -91,7 +91,7 @@ class EpochWork:
     """The part of an epoch that an iteration has to make: some fetches of a plan. `recipe` opens what they need."""
 
     plan: Plan
-    remaining: Sequence[Remaining]
+    remaining: Iterator[Remaining]  # computed one by one, because there may be millions
     recipe: Callable[[], Recipe]
 
 

@@ -391,7 +391,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         sweeping = whole.sweeps and n_workers == 1 and not position.stretches
         work = EpochWork(
             plan=plan,
-            remaining=list(plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip)),
+            remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
             recipe=functools.partial(self.recipe, plan.epoch, lent, sweeping=sweeping),
         )
         silence_sparse_warnings()
