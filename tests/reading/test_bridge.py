@@ -375,8 +375,7 @@ def test_the_bound_holds_at_every_moment(sizes, ready_bytes):
     async def produce(put):
         for number, size in enumerate(sizes):
             await put([number], size)
-            held = max(0, n_taken - 1)  # by the consumer
-            waiting = [each for each in sizes[held : number + 1] if each]
+            waiting = [each for each in sizes[n_taken : number + 1] if each]
             if len(waiting) > 1 and sum(waiting) > ready_bytes:
                 broken.append((number, waiting))
 

@@ -1,9 +1,8 @@
 """Runs a coroutine on its own thread and hands its items to synchronous code.
 
-The coroutine puts groups of items, and waits once `ready_bytes` of them are queued or held by the consumer, which holds
-a group until it asks for an item of the next one. Closing the bridge cancels the coroutine and joins the thread;
-leaving a loop, garbage collection and interpreter exit close it, too. An error in the coroutine is raised in the
-consumer, after the items that were put before it.
+The coroutine puts groups of items, and waits once `ready_bytes` of them are queued. Closing the bridge cancels the
+coroutine and joins the thread; leaving a loop, garbage collection and interpreter exit close it, too. An error in the
+coroutine is raised in the consumer, after the items that were put before it.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class _Channel(Generic[Item]):
         self.closed = False
 
     def give_back(self, n_bytes: int) -> None:
-        """Returns the bytes of a group to the producer's budget, on the consumer's thread."""
+        """Returns bytes to the producer's budget. The consumer's thread calls this when it has taken a group."""
         with self.lock:
             if self.loop is not None and self.budget is not None:
                 self.loop.call_soon_threadsafe(self.budget.release, n_bytes)
@@ -190,7 +189,6 @@ class Bridge(Generic[Item], Iterator[Item]):
         self.wait_s = 0.0
         self._channel: _Channel[Item] = _Channel(ready_bytes)
         self._ready: deque[Item] = deque()  # it drops each item, which may be large, as it is taken
-        self._taken_bytes = 0  # of the group that the consumer took last
         self._pid = os.getpid()
         thread = threading.Thread(target=_thread_main, args=(self._channel, produce), name=name, daemon=True)
         # Registered before the thread starts, because an interrupt may arrive during the start.
@@ -221,15 +219,14 @@ class Bridge(Generic[Item], Iterator[Item]):
             raise ForkError(
                 f"this iteration belongs to process {self._pid}, before the fork: begin a new one in this process"
             )
-        self._channel.give_back(self._taken_bytes)
-        self._taken_bytes = 0
         before = time.perf_counter()
         try:
             group = self._channel.taken.get()
         finally:
             self.wait_s += time.perf_counter() - before
         if isinstance(group, tuple):
-            items, self._taken_bytes = group
+            items, n_bytes = group
+            self._channel.give_back(n_bytes)
             self._ready.extend(items)
             return
         self.close()
