@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "zloader.integrations.lightning",
         "zloader.integrations.scvi",
         "zloader.integrations.scvi_batches",
+        "zloader.integrations.trainer",
         "zloader.integrations.scvi_encoding",
     },
     "lightning": {"zloader.integrations.lightning", "zloader.integrations.scvi"},

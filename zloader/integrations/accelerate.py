@@ -13,6 +13,7 @@ from typing import Any
 
 from zloader.common.errors import OptionError
 from zloader.dataset.dataset import Dataset
+from zloader.integrations.trainer import copied
 from zloader.order.plan import Plan
 from zloader.order.ranks import placement_of
 from zloader.order.resume import resumed
@@ -132,8 +133,8 @@ class PreparedLoader:
         device = self._accelerator.device
         if device.type == "cpu" or self.loader.device is not None or not self._accelerator.device_placement:
             return minibatch
-        if device.type == "cuda" and isinstance(minibatch, Minibatch):
-            minibatch = minibatch.pin_memory()  # without it the copy would block
+        if isinstance(minibatch, Minibatch):
+            return copied(minibatch, device)
         return send_to_device(minibatch, device, non_blocking=True)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from zloader.common.errors import OptionError
 from zloader.common.records import Statistics
+from zloader.integrations.trainer import copied, rank_of
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
@@ -175,9 +176,7 @@ class DataModule(pl.LightningDataModule):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         if device.type == "cpu":
             return batch  # x may be a SciPy matrix or an AnnData
-        if device.type == "cuda" and batch.index.device.type == "cpu":
-            batch = batch.pin_memory()
-        return batch.to(device, non_blocking=device.type != "mps")  # on mps, such copies race
+        return copied(batch, device)
 
     def _made(self, name: str, wrap: Callable[[Loader], Any], **defaults: Any) -> Any:
         given = self._given[name]
@@ -191,11 +190,8 @@ class DataModule(pl.LightningDataModule):
         options = dict(given)
         if not {"sampling", "shuffle"} & options.keys():
             options |= defaults
-        if self.trainer is not None and not {"rank", "world_size"} & options.keys():
-            # Ask the Trainer, because the processes that it launches have WORLD_SIZE in their environment, but no RANK.
-            place = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-            options |= {"rank": place["rank"], "world_size": place["num_replicas"]}
-            options.setdefault("local_world_size", self.trainer.num_devices)
+        if not {"rank", "world_size"} & options.keys():
+            options = rank_of(self.trainer) | options
         return Loader(**options)
 
 

@@ -24,7 +24,7 @@ from zloader.common.checks import names_of, require_count, require_one_of
 from zloader.common.errors import OptionError
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
-from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired, rank_of
+from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired
 from zloader.integrations.scvi_encoding import (
     UNLABELED,
     MinibatchEncoder,
@@ -33,6 +33,7 @@ from zloader.integrations.scvi_encoding import (
     require_finite,
 )
 from zloader.integrations.scvi_registry import Described, Fields, warn_unless_counts
+from zloader.integrations.trainer import copied, rank_of
 from zloader.selecting.genes import Genes
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
@@ -257,7 +258,7 @@ class DataModule(Described, LightningDataModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copies what the Loader has not copied already."""
         if isinstance(batch, Minibatch):
-            return batch.to(device, non_blocking=True)
+            return copied(batch, device)
         if isinstance(batch, list):
             return [self.transfer_batch_to_device(each, device, dataloader_idx) for each in batch]
         return super().transfer_batch_to_device(batch, device, dataloader_idx)

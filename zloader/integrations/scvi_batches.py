@@ -21,17 +21,6 @@ from zloader.training.minibatch import Minibatch
 ALONE = {"rank": 0, "world_size": 1, "local_world_size": 1}  # options of a Loader for all rows in one process
 
 
-def rank_of(trainer: Any) -> dict[str, int]:
-    """The rank of this process as options of a Loader, or none without a Trainer.
-
-    The Trainer is asked, because a process that it launches has WORLD_SIZE in its environment, but no RANK.
-    """
-    if trainer is None:
-        return {}
-    place = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    return {"rank": place["rank"], "world_size": place["num_replicas"], "local_world_size": trainer.num_devices}
-
-
 class TrainingBatches:
     """The epochs of a Loader, one per iteration. An epoch begins with the first `next`.
 

@@ -386,7 +386,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         record = EpochRecord(epoch=plan.epoch, begun_at=position, world_size=plan.world_size, controlled=self._controls)
         self._record = self._current = record
 
-        convert = self._converter()
+        # A function of the user's own gets minibatches from the recipe, which converts them.
+        convert: Callable[[Any], Any] = Transformed.yielded if self._own_transforms else self._converter()
         lent = None if device is None else LentMemory(device)
         sweeping = whole.sweeps and n_workers == 1 and not position.stretches
         work = EpochWork(
@@ -402,8 +403,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         log.debug(message, plan.epoch, urls, plan.rank, plan.world_size, worker_id, n_workers)
         bridge, record.counters = start(work)
         if device is None or lent is None:
-            of_item: Callable[[Any], Any] = Transformed.yielded if self._own_transforms else convert
-            return RunningEpoch(bridge=bridge, record=record, convert=of_item, uncount=uncount)
+            return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
         delivery = Delivery(layout=self.layout, dtype=self._dtype)
         delivered = deliver(bridge, lent, delivery, convert, self.options.ready_bytes)
         return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
