@@ -43,8 +43,8 @@ class Run:
     """When, where and how a run was made. `load` has the averages over 1, 5 and 15 minutes at the start."""
 
     format: int
-    began: str
-    commit: str
+    began: str = ""
+    commit: str = ""
     dirty: bool = False
     command: list[str] = field(default_factory=list)
     preset: str = ""

@@ -28,7 +28,7 @@ from records import RecordsError, read
 from report_looks import slug
 from report_results import Results
 from report_tables import Section, Table, at_a_glance, machine, sections, verdict
-from report_words import value_text
+from report_words import OURS, value_text
 
 from zloader.commands import page
 from zloader.commands.page import Chart
@@ -53,7 +53,7 @@ def html(results: Results) -> str:
     began = ", ".join(facts[name] for name in ("began", "processor", "commit") if name in facts)
     return page.page(
         "zloader and other loaders: benchmarks",
-        page.verdict(verdict(results)),
+        page.verdict(_unbroken(verdict(results))),
         page.note(f"Run of {began}. Machine and command are at the end."),
         page.tiles(_tiles(results)),
         page.contents({slug(section.title): section.title for section in found}),
@@ -63,7 +63,16 @@ def html(results: Results) -> str:
 
 def _tiles(results: Results) -> Iterable[tuple[str, str]]:
     for found in results.headlines():
-        yield found.figure.text(found.ours.figure.median), f"{found.figure.name}, {found.ours.peer}, {found.label}"
+        peer = "" if found.ours.peer == OURS else f" ({found.ours.peer})"
+        yield (
+            _unbroken(found.figure.text(found.ours.figure.median)),
+            f"{found.figure.unit}: {found.label}{peer}".strip(),
+        )
+
+
+def _unbroken(text: str) -> str:
+    """The text with numbers whose groups of digits stay on one line."""
+    return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "\N{NO-BREAK SPACE}", text)
 
 
 def _html(section: Section) -> str:
@@ -72,7 +81,9 @@ def _html(section: Section) -> str:
         parts.append(page.points(section.points))
     if section.charts:
         parts.append(page.charts(*section.charts))
-    parts += [page.table(each.caption, each.header, each.rows, words=each.words) for each in section.tables]
+    for each in section.tables:
+        rows = [[_unbroken(cell) for cell in row] for row in each.rows]
+        parts.append(page.table(each.caption, each.header, rows, words=each.words))
     if section.terms:
         parts.append(page.terms(section.terms))
     if section.facts:

@@ -87,8 +87,9 @@ def _bars(results: Results, what: tuple[str, str], figure: Figure) -> Chart | No
             at += 1.0 if peer in ticks else 1.5
             ticks.setdefault(peer, []).append(at)
             _bar(axes, (at, measured), look[peer], _fill(place, len(keys)))
+            weight = "bold" if is_ours(peer) else "normal"
             axes.annotate(figure.text(measured.median), (measured.high, at), (4, 0), textcoords="offset points",
-                          va="center", bbox=OVER, fontweight="bold" if is_ours(peer) else "normal")  # fmt: skip
+                          va="center", bbox=OVER, zorder=5, fontweight=weight)  # fmt: skip
         axes.set_ylim(at + 1, 0.5)
         _name_bars(axes, ticks)
         handles = [_patch(case_text(key), _fill(place, len(keys))) for place, key in enumerate(keys) if len(keys) > 1]

@@ -1,8 +1,8 @@
 """How a peer looks in every figure of the benchmark report: its colour, marker and line.
 
-zloader is blue. Most other tools have a colour of their own; the rest are grey. The colours differ in lightness as well
-as in hue, for readers who see few hues. Nobody has to tell them apart by colour alone: every peer has a marker of its
-own, and bars carry names.
+zloader is blue, five other tools have a colour of their own, and the rest are grey: with a colour blindness, no more
+colours can be told apart. Nobody has to tell peers apart by colour alone, because every peer has a marker of its own,
+and bars carry names.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from report_words import LIMITS, Figure, is_ours, number
 from zloader.commands.page import LIGHT
 
 _FAMILIES = (
-    ("zloader", "blue"), ("annbatch", "orange"), ("scdataset", "green"), ("slaf", "pink"), ("annloader", "teal"),
-    ("bionemo", "amber"), ("huggingface", "purple"), ("hfdatasets", "purple"), ("tiledbsoma", "brown"),
-    ("anndatainmemory", "ink"),
+    ("zloader", "blue"), ("annbatch", "vermilion"), ("scdataset", "forest"), ("slaf", "rose"), ("annloader", "sky"),
+    ("bionemo", "olive"), ("anndatainmemory", "ink"),
 )  # fmt: skip
 _MARKERS = "osD^vP*X<>phd8"
 _LINES = ("-", "--", ":", "-.")

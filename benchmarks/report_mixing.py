@@ -14,7 +14,8 @@ from report_words import CELLS, ENTROPY, number
 from zloader.commands.page import LIGHT, Chart
 
 _FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of a heat map, light enough for text in both themes
-_INCHES = (5.2, 4.4)
+_INCHES = (5.2, 3.6)
+_WIDE_INCHES = 10.4
 _LOG_RATIO = 8
 
 _Sizes = tuple[float, float]  # rows of a block, and fetch factor
@@ -124,7 +125,7 @@ def _entropy_and_speed(
         plain_ticks(axes.xaxis, CELLS)
         axes.set_xlabel(CELLS.axis + (" (log scale)" if logarithmic else ""))
         axes.set_ylabel("entropy of a minibatch (bits)")
-        figure.legend(handles=axes.get_legend_handles_labels()[0], loc="outside lower left", ncols=2)
+        figure.legend(handles=axes.get_legend_handles_labels()[0], loc="outside lower left", ncols=3)
 
     return Chart(
         name=slug("order-entropy", data),
@@ -132,5 +133,5 @@ def _entropy_and_speed(
         description="; ".join(f"{peer}: {_described(grid)}" for peer, grid in grids.items()),
         caption="The upper right is best. Each point is a pair of sizes.",
         draw=draw,
-        inches=_INCHES,
+        inches=(_WIDE_INCHES, 4.2 + 0.22 * (len(points) // 3)),
     )

@@ -36,7 +36,7 @@ _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
     ("cold_warm_cloud", {"epoch": "warm"}, "warm epoch, simulated cloud"),
     ("random", {}, "perfectly random cells"),
     ("minibatch", {"batch_size": 4096}, "minibatches of 4 096"),
-    ("first", {}, "first minibatch"),
+    ("first", {}, "time to the first minibatch"),
 )
 
 
@@ -47,7 +47,10 @@ class Results:
         self.records = records
         self._turns = records.turns()
         names = [peer.peer for peer in records.peers] + [measured.peer for measured in records.measurements]
-        self.peers = sorted(dict.fromkeys(names), key=lambda name: (not is_ours(name), name == CEILING))
+        tools = [name.split(",")[0] for name in names]
+        self.peers = sorted(
+            dict.fromkeys(names), key=lambda name: (not is_ours(name), name == CEILING, tools.index(name.split(",")[0]))
+        )
 
     @property
     def scenarios(self) -> list[str]:
@@ -120,14 +123,14 @@ class Results:
         return found
 
     def behind(self) -> list[tuple[Key, Entry, Entry]]:
-        """The cases in which another peer is better than zloader: the case, zloader, and the best other peer."""
+        """The cases in which another loader is better than zloader: the case, zloader, and the best other loader."""
         found = []
         for name in self.scenarios:
             figure = scenario(name).figure
             for data in self.data(name):
                 for key in self.keys(name, data):
                     ours = self.reference(key, figure)
-                    ahead = [e for e in self.entries(key, figure) if not is_ours(e.peer) and e.against]
+                    ahead = [e for e in self.entries(key, figure) if is_rival(e.peer) and e.against]
                     ahead = [entry for entry in ahead if entry.against and entry.against.median < 1]
                     if ours and ahead:
                         found.append((key, ours, ahead[0]))

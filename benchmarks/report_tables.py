@@ -10,6 +10,7 @@ import report_figures
 from records import Key, Records
 from report_results import Entry, Headline, Results
 from report_words import (
+    CEILING,
     LIMITS,
     OTHERS,
     OURS,
@@ -80,15 +81,15 @@ def verdict(results: Results) -> str:
 
 def _sentence(headline: Headline) -> str:
     ours, other = headline.ours, headline.other
-    figure = f"{headline.figure.text(ours.figure.median)} {headline.figure.name}"
-    said = f"{headline.label[0].upper()}{headline.label[1:]}: {ours.peer} {figure}"
+    said = f"{headline.label[0].upper()}{headline.label[1:]}: {ours.peer} {_with_unit(ours, headline.figure)}"
     if other is None or other.against is None:
         return f"{said}."
-    return f"{said}, {times(other.against)} {_verb(headline.figure)} {other.peer}, the best of the other tools."
+    best = f"{other.peer}, the best other tool, {_with_unit(other, headline.figure)}"
+    return f"{said}; {best}. {ours.peer} is {times(other.against)} as fast."
 
 
-def _verb(figure: Figure) -> str:
-    return "as fast as" if figure.against.startswith(OURS) else "as good as"
+def _with_unit(entry: Entry, figure: Figure) -> str:
+    return f"{figure.text(entry.figure.median)}{figure.unit}"
 
 
 def times(measured: Spread) -> str:
@@ -109,10 +110,10 @@ def at_a_glance(results: Results) -> Section:
     """zloader beside the best other tool, one row per headline."""
     rows = []
     for found in results.headlines():
-        ours = f"{found.figure.text(found.ours.figure.median)} {found.figure.name}"
+        ours = _with_unit(found.ours, found.figure)
         other = against = ""
         if found.other:
-            other = f"{found.other.peer}: {found.figure.text(found.other.figure.median)}"
+            other = f"{found.other.peer}: {_with_unit(found.other, found.figure)}"
             against = times(found.other.against) if found.other.against else ""
         rows.append([found.label, ours, other, against])
     header = ["", OURS, "best other tool", "zloader is … as fast"]
@@ -126,19 +127,22 @@ def _medians(results: Results) -> str:
     )
 
 
+_CEILING = f" {CEILING} is not counted here: it is no loader, and its figures are in each scenario."
+
+
 def _behind(results: Results) -> list[Section]:
     found = results.behind()
     rows = []
     for key, ours, other in found:
         figure = scenario(key.scenario).figure
-        values = [f"{e.peer}: {figure.text(e.figure.median)}" for e in (other, ours)]
+        values = [f"{e.peer}: {_with_unit(e, figure)}" for e in (other, ours)]
         words = ", ".join(filter(None, [scenario(key.scenario).title, key.data, case_text(key)]))
-        rows.append([words, f"{values[0]} {figure.name}", values[1], times(other.against) if other.against else ""])
+        rows.append([words, *values, times(other.against) if other.against else ""])
     if not any(is_ours(peer) for peer in results.peers):
         return []
     header = ["case", "better", OURS, "ratio of zloader"]
-    text = "In these cases another tool was better than zloader, in the median of the turns."
-    none = "No other tool was better than zloader in any case of this run."
+    text = f"In these cases another loader was better than zloader, in the median of the turns.{_CEILING}"
+    none = f"No other loader was better than zloader in any case of this run.{_CEILING}"
     tables = [Table("The best other tool in each case.", header, rows, words=True)] if rows else []
     return [Section(title="Where zloader is not the fastest", text=[text if rows else none], tables=tables)]
 
@@ -255,13 +259,21 @@ def _method(records: Records) -> Section:
         "Every tool runs in a process of its own, in an environment with its own newest dependencies.",
         "The tools take turns: in each turn, each of them runs the same case once, on the same cells.",
         "Every figure is the median over turns. Ratios to zloader are taken within each turn.",
-        "The cells that a tool gives out are counted, and the figures are per cell that it gave out.",
+        "Before it is measured, each tool gives out an epoch whose cells and values are checked. A tool whose cells "
+        "are wrong is listed as failed.",
+        "Epochs of slow tools end early. Cells per second count the cells that were given out until then.",
     ]
+    link = run.extra.get("link")
+    if isinstance(link, dict):
+        points.append(f"The link of the simulated cloud: {_listed(link)}.")
     if run.prices:
-        prices = ", ".join(f"{name.replace('_', ' ')} {price}" for name, price in run.prices.items())
-        points.append(f"Dollars are computed from these prices: {prices}.")
+        points.append(f"Dollars are computed from these prices: {_listed(run.prices)}.")
     tables = [Table("The data.", ["data set", "cells", "genes", "values", "values per cell"], data)] if data else []
     return Section(title="Method", points=points, tables=tables)
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
 def machine(records: Records) -> dict[str, str]:

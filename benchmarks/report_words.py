@@ -23,7 +23,9 @@ def is_ours(peer: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure of a measurement. `name` heads columns, `axis` labels axes, and `against` heads the column of ratios.
+    """A figure of a measurement.
+
+    `name` heads columns, `unit` follows figures, `axis` labels axes, and `against` heads the column of ratios.
 
     >>> CELLS.text(1234.5)
     '1 230'
@@ -33,6 +35,7 @@ class Figure:
     axis: str
     of: Callable[[Measurement], float | None]
     text: Callable[[float], str]
+    unit: str = ""
     against: str = ""
     higher_is_better: bool = False
     is_size: bool = False
@@ -56,12 +59,12 @@ def _share(value: float) -> str:
 
 _FASTER = "zloader is … as fast"
 CELLS = Figure(
-    name="cells/s", axis="cells per second", of=lambda m: m.rows_per_s, text=number, against=_FASTER,
+    name="cells/s", unit=" cells/s", axis="cells per second", of=lambda m: m.rows_per_s, text=number, against=_FASTER,
     higher_is_better=True,
 )  # fmt: skip
-SECONDS = Figure(name="seconds", axis="time (seconds)", of=lambda m: m.seconds, text=number, against=_FASTER)
+SECONDS = Figure(name="seconds", unit=" s", axis="time (seconds)", of=lambda m: m.seconds, text=number, against=_FASTER)
 FIRST = Figure(
-    name="s to the first minibatch", axis="time to the first minibatch (seconds)",
+    name="s to the first minibatch", unit=" s", axis="time to the first minibatch (seconds)",
     of=lambda m: m.seconds if m.first_s is None else m.first_s, text=number, against=_FASTER,
 )  # fmt: skip
 PEAK = Figure(
@@ -69,7 +72,7 @@ PEAK = Figure(
     against="takes … as much as zloader",
 )  # fmt: skip
 CPU = Figure(
-    name="CPU s per 100 000 cells", axis="CPU seconds per 100 000 cells",
+    name="CPU s / 100k cells", axis="CPU seconds per 100 000 cells",
     of=lambda m: None if m.cpu_s_per_row is None else 1e5 * m.cpu_s_per_row, text=number,
 )  # fmt: skip
 ENTROPY = Figure(name="entropy, bits", axis="entropy (bits)", of=lambda m: m.entropy, text=lambda bits: f"{bits:.2f}")
@@ -211,9 +214,9 @@ def value_text(value: Value) -> str:
 
 
 def case_text(key: Key) -> str:
-    """The case in words, such as `cold` or `minibatch of 64 cells, 2 processes`."""
+    """The case in words, such as `cold` or `minibatch (cells): 64`."""
     return ", ".join(
-        value_text(value) if isinstance(value, str) else f"{axis_name(axis)} {value_text(value)}"
+        value_text(value) if isinstance(value, str) else f"{axis_name(axis)}: {value_text(value)}"
         for axis, value in key.case
     )
 
@@ -238,7 +241,8 @@ TERMS: Mapping[str, str] = {
     "GET": "One request to the bucket.",
     "CPU seconds": "The time that all threads of a process spend on the processor, in user and in kernel mode.",
     "Peak memory": "The most memory that a process had at once (peak RSS), which includes Python and its libraries.",
-    "Waiting": "The share of the time that the training loop would wait for the next minibatch.",
+    "Waiting": "The share of its time that a training loop with a step of 3 ms waits for minibatches, after the first "
+    "fetch.",
     "Entropy": "How mixed the labels of a minibatch are, in bits: 0 if all cells have the same label.",
     "Turn": "All tools run the same case once per turn. Figures are medians over turns. Ratios are taken within each "
     "turn, because other work on a machine slows down all tools of a turn; the median and the range are given.",

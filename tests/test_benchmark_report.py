@@ -13,7 +13,6 @@ import report_figures
 import report_looks
 import report_tables
 from benchmark_runs import RUN, measurement, peers, whole_run, write
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from pages import Page, drawn, labels_through_which_a_line_passes, overlapping_ticks
 from report_results import Results
 from turns import Spread
@@ -114,19 +113,20 @@ def test_ratios_are_paired_by_turn(tmp_path):
     assert headline.other.against == Spread(2.0, 2.0, 8.0)
     assert report_tables.times(headline.other.against) == "2.0 × (2.0 to 8.0)"
     (table,) = report_tables.at_a_glance(found).tables
-    assert table.rows == [["perfectly random cells", "400 cells/s", "annbatch: 100", "2.0 × (2.0 to 8.0)"]]
+    assert table.rows == [["perfectly random cells", "400 cells/s", "annbatch: 100 cells/s", "2.0 × (2.0 to 8.0)"]]
 
 
 def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
-    lines = one_case(("zloader", [100, 100]), ("annbatch", [150, 130]), ("AnnData in memory", [400, 400]))
+    lines = one_case(("zloader", [100, 100]), ("annbatch", [200, 200]), ("AnnData in memory", [400, 400]))
     lines += [measurement("first", peer, 1, 1000, first_s=s) for peer, s in (("zloader", 2.0), ("annbatch", 0.5))]
     rows = [row for table in report_tables.sections(results(tmp_path, lines))[1].tables for row in table.rows]
     assert rows == [
-        ["Perfectly random cells, synthetic", "AnnData in memory: 400 cells/s", "zloader: 100", "0.25 ×"],
-        ["Time to the first minibatch, synthetic", "annbatch: 0.5 s to the first minibatch", "zloader: 2", "0.25 ×"],
+        ["Perfectly random cells, synthetic", "annbatch: 200 cells/s", "zloader: 100 cells/s", "0.50 ×"],
+        ["Time to the first minibatch, synthetic", "annbatch: 0.5 s", "zloader: 2 s", "0.25 ×"],
     ]
     ahead = results(tmp_path, one_case(("zloader", [100]), ("annbatch", [50])))
-    assert report_tables.sections(ahead)[1].text == ["No other tool was better than zloader in any case of this run."]
+    (text,) = report_tables.sections(ahead)[1].text
+    assert text.startswith("No other loader was better than zloader in any case of this run.")
 
 
 def test_a_scenario_that_is_not_known_is_shown(tmp_path):
@@ -190,7 +190,6 @@ def test_figures_are_readable(whole):
         for chart in report_figures.charts(whole, scenario, "synthetic"):
             names.add(chart.name)
             figure = drawn(chart)
-            FigureCanvasAgg(figure).draw()
             assert labels_through_which_a_line_passes(figure) == []
             for axes in figure.axes:
                 assert overlapping_ticks(axes) == []

@@ -23,12 +23,15 @@ from typing import Any
 LIGHT = {
     "paper": "#fcfcfb", "card": "#ffffff", "ink": "#1c2024", "quiet": "#5b636d", "grid": "#e4e7ea",
     "blue": "#1666c0", "orange": "#c2560c", "green": "#1a7f4b", "purple": "#7b4fc9", "pink": "#b8346f",
-    "teal": "#0b7a86", "amber": "#8f6a00", "brown": "#6b4a2f",
+    "teal": "#0b7a86",
+    # With blue, ink and quiet, these are far apart for readers with any kind of colour blindness too.
+    "vermilion": "#e37257", "olive": "#6a5805", "forest": "#225a30", "sky": "#629cb6", "rose": "#f22f97",
 }  # fmt: skip
 _DARK = {
     "paper": "#14171a", "card": "#1b1f23", "ink": "#eceef0", "quiet": "#a0a8b1", "grid": "#30363d",
     "blue": "#6cb2ff", "orange": "#ffa561", "green": "#5fd08f", "purple": "#b79cff", "pink": "#ff8fb8",
-    "teal": "#4fd0dd", "amber": "#e8c14a", "brown": "#cfa583",
+    "teal": "#4fd0dd",
+    "vermilion": "#e65705", "olive": "#f0c233", "forest": "#69ae82", "sky": "#65e2fe", "rose": "#905b78",
 }  # fmt: skip
 COLD, WARM = LIGHT["blue"], LIGHT["orange"]
 SERIES = [LIGHT[name] for name in ("blue", "orange", "green", "purple", "pink", "teal")]
