@@ -50,11 +50,11 @@ def html(results: Results) -> str:
     """The report as one HTML page."""
     found = sections(results)
     facts = machine(results.records)
-    began = ", ".join(facts[name] for name in ("began", "processor", "commit") if name in facts)
+    where = f"{facts['began'][:16].replace('T', ' ')}, {facts.get('processor', 'unknown processor')}"
     return page.page(
         "zloader and other loaders: benchmarks",
         page.verdict(_unbroken(verdict(results))),
-        page.note(f"Run of {began}. Machine and command are at the end."),
+        page.note(f"Run of {where}, commit {facts['commit'][:12]}. Machine and command are at the end."),
         page.tiles(_tiles(results)),
         page.contents({slug(section.title): section.title for section in found}),
         *map(_html, found),
