@@ -219,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--readme needs --markdown, the page that it links to")
     if not options.output and not options.markdown:
         options.output = options.run.with_suffix(".html")
+    if options.run.resolve() in {path.resolve() for path in (options.output, options.markdown, options.readme) if path}:
+        parser.error(f"{options.run} is the run; write the report to another file")
     try:
         written = write_all(Results(read(options.run)), options)
     except RecordsError as error:

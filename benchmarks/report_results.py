@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,12 +41,20 @@ _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
 )
 
 
+def _of_all_sizes(key: Key) -> Key:
+    """The same case, in one group with stores of other sizes, each of which run.py calls a data set of its own."""
+    rows = dict(key.case).get("rows")
+    return dataclasses.replace(key, data="synthetic, all sizes") if key.data == f"rows_{rows}" else key
+
+
 class Results:
     """The measurements of a run, grouped."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        self._turns = records.turns()
+        self._turns: dict[Key, dict[str, Turns]] = {}
+        for key, turns in records.turns().items():
+            self._turns.setdefault(_of_all_sizes(key), {}).update(turns)
         names = [peer.peer for peer in records.peers] + [measured.peer for measured in records.measurements]
         tools = [name.split(",")[0] for name in names]
         self.peers = sorted(

@@ -261,6 +261,7 @@ def _method(records: Records) -> Section:
         "Every figure is the median over turns. Ratios to zloader are taken within each turn.",
         "Before it is measured, each tool gives out an epoch whose cells and values are checked. A tool whose cells "
         "are wrong is listed as failed.",
+        "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
         "Epochs of slow tools end early. Cells per second count the cells that were given out until then.",
     ]
     link = run.extra.get("link")

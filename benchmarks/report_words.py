@@ -110,8 +110,9 @@ SCENARIOS: Mapping[str, Scenario] = {
     "cold_warm_local": Scenario(
         title="Cold and warm epochs, local disk",
         question="How many cells per second does an epoch give when the store is on a disk of this machine? A cold "
-        "epoch is the first one: with zloader it also fills the mirror. A warm epoch is a later one. Tools without a "
-        "cache of their own decode the store again in every epoch.",
+        "epoch is the first one of a new process, with the store on the disk and not in memory; with zloader it also "
+        "fills the mirror. A warm epoch is the one after it. Tools without a cache of their own decode the store again "
+        "in every epoch.",
         limits=("memcpy", "decoding", "disk"),
         of="from a local disk",
     ),
@@ -150,12 +151,14 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "sets": Scenario(
         title="Sets with controls",
-        question="How fast are sets of cells with the same perturbation, each with matched control cells?",
+        question="How fast are sets of cells with the same perturbation, each with matched control cells? "
+        "Controls are not counted.",
         of="in sets with controls",
     ),
     "first": Scenario(
         title="Time to the first minibatch",
-        question="How long does a new process wait for its first minibatch, from opening the store on? Less is better.",
+        question="How long after its start does a new process have its first minibatch? This includes starting Python, "
+        "imports and opening the store. Caches are warm. Less is better.",
         figure=FIRST,
     ),
     "memory": Scenario(
@@ -165,8 +168,9 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "scaling": Scenario(
         title="Small and large stores",
-        question="How do time and memory grow with the number of cells in the store? Beyond a million cells only "
-        "metadata are real, so this shows what opening and planning cost. Less is better.",
+        question="How do the time from the start of a process to its first minibatch, and its memory, grow with the "
+        "number of cells in the store? The largest stores have only metadata and two values per cell, and are opened "
+        "by zloader only: they show the cost of opening and planning. Less is better.",
         figure=SECONDS,
     ),
     "processes": Scenario(
@@ -263,7 +267,8 @@ UNFAIR = (
     "bytes per stored value, that the other tools do not need.",
     "The tools hand out different things: sparse or dense tensors, scipy matrices, or tokens. A model that needs dense "
     "minibatches has to convert sparse ones, which is not counted.",
-    "The data are in the page cache where they fit. A store that is larger than memory is slower with every tool.",
+    "In all but cold epochs, the store is in the page cache, which is in memory. A store that is larger than memory is "
+    "slower with every tool.",
     "Peak memory counts pages of mapped files. The kernel can take those back, so zloader's mirror looks larger in it "
     "than what a process really needs.",
     "A link that is simulated has the same latency for every request. A real bucket has slow ones.",

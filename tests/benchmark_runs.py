@@ -74,6 +74,8 @@ def whole_run(turns: int = 3, *, noise: float = 0.05, seed: int = 0, **speeds: f
             for peer, speed in SPEEDS.items():
                 rate = speed * speeds.get(peer, 1.0) / slower / load * rng.lognormvariate(0, noise)
                 more: Record = {"case": case}
+                if scenario == "scaling":
+                    more["data"] = f"rows_{case['rows']}"
                 if scenario in ("order", "random"):
                     more["entropy"] = 2.0 + 0.5 * (scenario == "random") + case.get("fetch_factor", 0) / 200
                 records.append(measurement(scenario, peer, turn, rate, **more))
