@@ -161,11 +161,11 @@ def readme_section(results: Results, link: str, figures: str) -> str:
     where = f"commit {facts['commit'][:12]}, {facts['began'][:10]}, {facts.get('processor', 'unknown processor')}"
     data = [each for each in results.records.run.data if each.name == results.first_data]
     of = "".join(f" over {value_text(each.rows)} cells × {value_text(each.genes or 0)} genes" for each in data)
-    said = f"Medians of one run of all tools in turns{of} ({where}). [{link}]({link}) has all figures, the method, and "
+    said = f"Medians of one run of all tools in turns{of} ({where}). [{link}]({link}) has the rest."
     glance = at_a_glance(results)
     tables = [_table(Table("", table.header, table.rows)) for table in glance.tables]
     images = [_image(chart, figures) for chart in docs_charts(results)[:1]]
-    return "\n\n".join([BEGIN, _wrapped(said + "the versions and settings of each tool."), *tables, *images, END])
+    return "\n\n".join([f"{BEGIN}\n{_wrapped(said)}", *tables, *images]) + f"\n{END}"
 
 
 def with_section(readme: str, section: str) -> str:

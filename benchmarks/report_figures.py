@@ -38,7 +38,7 @@ def _numeric_axis(keys: Sequence[Key]) -> str:
 
 def _title(name: str, data: str, figure: Figure) -> str:
     title = scenario(name).title
-    return f"{title}: {figure.name} ({data})" if figure is not CELLS else f"{title} ({data})"
+    return f"{title}: {figure.name} ({data})" if name == "scaling" else f"{title} ({data})"
 
 
 def _described(results: Results, keys: Sequence[Key], figure: Figure) -> str:
