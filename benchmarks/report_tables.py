@@ -95,8 +95,8 @@ def _with_unit(entry: Entry, figure: Figure) -> str:
 def times(measured: Spread) -> str:
     """A ratio with its range.
 
-    >>> times(Spread(2.0, 1.5, 2.25))
-    '2.0 × (1.5 to 2.3)'
+    >>> times(Spread(2.0, 1.5, 2.5))
+    '2.0 × (1.5 to 2.5)'
     """
     median, low, high = (_ratio(value) for value in (measured.median, measured.low, measured.high))
     return f"{median} ×" if low == high == median else f"{median} × ({low} to {high})"

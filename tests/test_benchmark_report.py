@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import report
 import report_figures
 import report_looks
 import report_tables
+import report_words
 from benchmark_runs import RUN, measurement, peers, whole_run, write
 from pages import Page, drawn, labels_through_which_a_line_passes, overlapping_ticks
 from report_results import Results
@@ -165,6 +167,13 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
     assert name in page.text
     for line in report.markdown(found, "figures").splitlines():
         assert "<script" not in line.replace("\\<", "")
+
+
+def test_examples_of_docstrings_are_correct():
+    for module in (report_tables, report_words):
+        done = doctest.testmod(module)
+        assert done.attempted > 0
+        assert done.failed == 0
 
 
 # ---- figures
