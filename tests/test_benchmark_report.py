@@ -230,8 +230,8 @@ def test_the_command_writes_page_markdown_figures_and_readme(tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text(f"# A\n\n{report.BEGIN}\nold\n{report.END}\n\n## B\n")
     page = tmp_path / "docs" / "benchmarks.md"
-    arguments = [str(run), "--output", str(tmp_path / "report.html"), "--markdown", str(page), "--readme", str(readme)]
-    report.main(arguments)
+    arguments = [str(run), "--markdown", str(page), "--readme", str(readme)]
+    report.main([*arguments, "--output", str(tmp_path / "report.html")])
     written = capsys.readouterr().out.split()
     assert all(Path(path).stat().st_size > 1000 for path in written if not path.endswith("README.md"))
     text, docs = readme.read_text(), page.read_text()
