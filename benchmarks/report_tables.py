@@ -144,7 +144,7 @@ def _behind(results: Results) -> list[Section]:
     text = f"In these cases another loader was better than zloader, in the median of the turns.{_CEILING}"
     none = f"No other loader was better than zloader in any case of this run.{_CEILING}"
     tables = [Table("The best other tool in each case.", header, rows, words=True)] if rows else []
-    return [Section(title="Where zloader is not the fastest", text=[text if rows else none], tables=tables)]
+    return [Section(title="Where another tool is better", text=[text if rows else none], tables=tables)]
 
 
 # ---- scenarios
