@@ -39,8 +39,8 @@ class ChunkSet:
     """Some of an array's chunks, at one bit per chunk. Thread-safe."""
 
     def __init__(self, n_chunks: int) -> None:
-        self._bytes = bytearray(-(-n_chunks // 8))  # ten times as fast as NumPy for a single chunk
-        self._bits = np.frombuffer(self._bytes, np.uint8)
+        self._bits = np.zeros(-(-n_chunks // 8), np.uint8)  # takes no memory until a chunk is added
+        self._bytes = memoryview(self._bits)  # ten times as fast as NumPy for a single chunk
         self._lock = threading.Lock()  # threads may change bits of the same byte
 
     def contains(self, chunks: Rows) -> NDArray[np.bool_]:
