@@ -1,147 +1,105 @@
-"""The cost of many rows per process: opening, the first minibatch and memory, for a store of 100 million rows.
+"""The cost of many rows per process: opening, the first minibatch and memory, for a store of a billion rows.
 
-    python benchmarks/wide.py DIRECTORY [--rows 100000000] [--processes 4] [--turns 3]
+    python benchmarks/wide.py DIRECTORY [--rows 1000000000] [--processes 3] [--turns 3] [--keep]
 
-The script writes a store with that many rows to DIRECTORY (and deletes it with its mirror afterwards). It has 2 values
-per row, so that the per-row costs dominate. Row offsets (8 bytes per row), the codes of one obs column (1 byte) and two
-float32 of obsm/X_pca (8 bytes) take 1.7 GB for 100 million rows. obs names are declared and never written, which Zarr
-allows: they would be read as empty strings, and training does not read them. Chunks of X hold 1 024 rows, so the
-mirror's words for 100 000 chunks take 0.8 MB. An atlas with chunks of 32 rows has 25 MB of them per array.
+`wide_store.py` writes the store to DIRECTORY/wide.zarr, unless it is there already, and says which of it is real.
+Without --keep, the store and its mirror are deleted afterwards. `wide_operations.py` measures views, splits, samplings
+and commands on the same store.
 
-One streaming epoch of zloader fills the mirror. Then processes start one after another, and all stay alive. Each one
-imports zloader and torch, opens the store (open_dataset and Loader), takes the first minibatch of an epoch (64 rows,
-blocks of 64 in fetches of 16 384, obs=["plate"], and obsm=["X_pca"] if Loader supports it), checks its values, and
-idles in that epoch. Everything is in the page cache.
+The first process begins with an empty mirror. Its first minibatch reads and mirrors the row offsets and the values of
+one fetch, and whole obs columns. Then further processes start one after another, and all stay alive. Each one imports
+zloader and torch, opens the store (open_dataset and Loader), takes the first minibatch of an epoch (64 rows, blocks of
+64 in fetches of 16 384, three obs columns), checks its values, and idles in that epoch. With --minibatches N, the first
+process goes on to the N-th minibatch, and its memory is read again. Everything is in the page cache.
 
 Memory figures are those of /proc. RSS counts every mapped page that a process has touched, including shared pages. PSS
 divides shared pages by the number of processes that share them, including any other process on the machine that has
 torch loaded; it is read once all processes are running. File pages (RssFile: the mirror and torch's libraries) belong
 to the page cache and exist once for all processes. The rest is the memory that a process adds to the machine, "own":
 RssAnon, RssShmem and its page tables (VmPTE), which grow with the mapped memory. "imports" is the own memory before the
-store is opened: Python, torch, anndata and numba, which separately started processes do not share. MB are 10^6 bytes.
-Linux only.
+store is opened: Python, torch, anndata and numba, which separately started processes do not share. "CPU s" is processor
+time, which other work on the machine changes less. MB are 10^6 bytes. Linux only.
 
-Targets for 100 million rows: opening takes 5 s, the first minibatch 3 s more, 600 MB RSS per process, and every process
-after the first adds at most 100 MB to the machine beyond its imports. The last line is one JSON document.
+Targets: opening takes 2 s, the first minibatch 5 s more, 1 GB RSS per process, and every process after the first adds
+at most 50 MB to the machine beyond its imports. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
+import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarr
 from rivals import Figures, median, table
+from wide_store import codes_of, lengths, values_of, write
 
-N_GENES = 62_710
-PLATES = 14
-HALF = N_GENES // 2
-COLUMNS = ("open s", "first minibatch s", "RSS MB", "RssFile", "PSS", "own", "imports", "own above imports")
-TARGETS = {"opened_s": 5.0, "first_s": 3.0, "rss": 600e6, "further": 100e6}
-_WINDOW = 1 << 22  # rows written at a time
-_CHUNK = 1 << 20  # elements per chunk of all arrays except X
-_X_CHUNK_ROWS = 1024
-_FILL_ROWS = 1 << 20  # rows per minibatch while filling the mirror
-
-
-# ---- the store: row i has genes i % HALF and HALF + i % HALF, with values 1 + i % 7 and 2
-
-
-def write(store: Path, rows: int) -> None:
-    """Writes an AnnData store of `rows` rows, as another program might."""
-    root = zarr.create_group(store, zarr_format=3, attributes=_encoding("anndata", "0.1.0"))
-    x = root.create_group("X", attributes={**_encoding("csr_matrix", "0.1.0"), "shape": [rows, N_GENES]})
-    sharded = {"chunks": (2 * _X_CHUNK_ROWS,), "shards": (2 * _WINDOW,)}
-    indices = x.create_array("indices", shape=(2 * rows,), dtype="uint16", **sharded)
-    values = x.create_array("data", shape=(2 * rows,), dtype="uint8", **sharded)
-    indptr = x.create_array("indptr", shape=(rows + 1,), dtype="int64", chunks=(_CHUNK,))
-    codes = _obs(root, rows)
-    pca = root.create_group("obsm", attributes=_encoding("dict", "0.1.0")).create_array(
-        "X_pca", shape=(rows, 2), dtype="float32", chunks=(_CHUNK, 2), attributes=_encoding("array", "0.2.0")
-    )
-    indptr[:1] = 0
-    for first in range(0, rows, _WINDOW):
-        row = np.arange(first, min(rows, first + _WINDOW))
-        there, elements = slice(first, first + len(row)), slice(2 * first, 2 * (first + len(row)))
-        indices[elements] = np.stack([row % HALF, HALF + row % HALF], axis=1).ravel().astype("uint16")
-        values[elements] = np.stack([1 + row % 7, np.full_like(row, 2)], axis=1).ravel().astype("uint8")
-        indptr[first + 1 : first + 1 + len(row)] = 2 * (row + 1)
-        codes[there] = (row % PLATES).astype("int8")
-        pca[there] = np.stack([row, -row], axis=1).astype("float32")
-
-
-def _obs(root: zarr.Group, rows: int) -> Any:
-    """Creates obs and var. Returns the still empty codes of the obs column."""
-    text = _encoding("string-array", "0.2.0")
-    for name, n, columns in (("obs", rows, ["plate"]), ("var", N_GENES, [])):
-        frame = {**_encoding("dataframe", "0.2.0"), "_index": "_index", "column-order": columns}
-        group = root.create_group(name, attributes=frame)
-        names = group.create_array("_index", shape=(n,), dtype=str, chunks=(min(n, _CHUNK),), attributes=text)
-        if name == "var":
-            names[:] = np.array([f"gene {gene}" for gene in range(N_GENES)])
-    plate = root["obs"].create_group("plate", attributes={**_encoding("categorical", "0.2.0"), "ordered": False})
-    labels = plate.create_array("categories", shape=(PLATES,), dtype=str, chunks=(PLATES,), attributes=text)
-    labels[:] = np.array([f"plate {number}" for number in range(PLATES)])
-    array = _encoding("array", "0.2.0")
-    return plate.create_array("codes", shape=(rows,), dtype="int8", chunks=(_CHUNK,), attributes=array)
-
-
-def _encoding(kind: str, version: str) -> dict[str, Any]:
-    return {"encoding-type": kind, "encoding-version": version}
+COLUMNS = (
+    "open s",
+    "CPU s",
+    "first minibatch s",
+    "CPU s",
+    "RSS MB",
+    "RssFile",
+    "PSS",
+    "own",
+    "imports",
+    "own above imports",
+)
+TARGETS = {"opened_s": 2.0, "first_s": 5.0, "rss": 1e9, "further": 50e6}
+OBS = ["plate", "drug", "cell_line"]
 
 
 # ---- one process
 
 
-def process(store: str, cache: str, *, fill: bool) -> None:
-    """Fills the mirror, or takes the first minibatch, prints the figures and idles until standard input ends."""
+def process(store: str, cache: str, n_minibatches: int) -> None:
+    """Takes the first minibatch, prints the figures and idles until standard input ends."""
     import zloader as zl
+    from zloader.common.compiled import load_compiler
 
-    wanted: dict[str, Any] = {"obs": ["plate"]}
-    if "obsm" in inspect.signature(zl.Loader).parameters:
-        wanted["obsm"] = ["X_pca"]
+    assert zl.Loader, "imports torch"
+    load_compiler()
     imported = memory(os.getpid())
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), [time.process_time()]
     dataset = zl.open_dataset(store, cache=cache)
-    if fill:
-        loader = zl.Loader(dataset, batch_size=_FILL_ROWS, fetch_factor=1, sampling=zl.Streaming(), **wanted)
-        rows = sum(map(len, loader))
-        assert rows == dataset.n_obs, f"{rows} rows of {dataset.n_obs}"
-        print(json.dumps({"filled_s": time.perf_counter() - began}))
-        return
-    loader = zl.Loader(dataset, batch_size=64, fetch_factor=256, sampling=zl.BlockShuffling(64), **wanted)
+    loader = zl.Loader(dataset, batch_size=64, fetch_factor=256, sampling=zl.BlockShuffling(64), obs=OBS)
     opened = time.perf_counter()
+    cpu.append(time.process_time())
     minibatches = iter(loader)
     minibatch = next(minibatches)
     first = time.perf_counter()
-    assert loader.statistics().gets == 0, "the mirror is not full"
+    cpu.append(time.process_time())
     figures = {"opened_s": opened - began, "first_s": first - opened, "imported": imported, **memory(os.getpid())}
-    _check(minibatch)
+    figures |= {"opened_cpu_s": cpu[1] - cpu[0], "first_cpu_s": cpu[2] - cpu[1]}
+    _check(minibatch, dataset.n_obs)
+    if n_minibatches > 1:
+        *_, last = itertools.islice(minibatches, n_minibatches - 1)
+        _check(last, dataset.n_obs)
+        later = memory(os.getpid())
+        rows_per_s = 64 * (n_minibatches - 1) / (time.perf_counter() - first)
+        figures |= {"later": later, "page_tables": later["VmPTE"], "rows_per_s": rows_per_s}
     print(json.dumps(figures), flush=True)
     sys.stdin.read()
 
 
-def _check(minibatch: Any) -> None:
-    row = minibatch.index.numpy()
-    np.testing.assert_array_equal(minibatch.obs["plate"].numpy(), row % PLATES)
-    np.testing.assert_array_equal(
-        minibatch.x.col_indices().numpy(), np.stack([row % HALF, HALF + row % HALF], 1).ravel()
-    )
-    np.testing.assert_array_equal(minibatch.x.values().numpy(), np.stack([1 + row % 7, 0 * row + 2], 1).ravel())
-    if hasattr(minibatch, "obsm"):
-        np.testing.assert_array_equal(minibatch.obsm["X_pca"].numpy(), np.stack([row, -row], 1).astype("float32"))
+def _check(minibatch: Any, n_rows: int) -> None:
+    row, of_row = minibatch.index.numpy(), lengths()
+    for name, codes in codes_of(row, n_rows).items():
+        np.testing.assert_array_equal(minibatch.obs[name].numpy(), codes)
+    wanted = [values_of(number, of_row) for number in row.tolist()]
+    np.testing.assert_array_equal(minibatch.x.col_indices().numpy(), np.concatenate([genes for genes, _ in wanted]))
+    np.testing.assert_array_equal(minibatch.x.values().numpy(), np.concatenate([values for _, values in wanted]))
 
 
 def memory(pid: int) -> Figures:
@@ -163,13 +121,14 @@ def pss_bytes(pid: int) -> int:
 # ---- several processes
 
 
-def turn(store: Path, cache: Path, processes: int) -> list[Figures]:
+def turn(store: Path, cache: Path, processes: int, n_minibatches: int = 1) -> list[Figures]:
     """Starts the processes one after another and keeps them alive. Returns the figures of each."""
     found: list[Figures] = []
     with contextlib.ExitStack() as stack:
         running: list[subprocess.Popen[str]] = []
         for _ in range(processes):
             command = [sys.executable, __file__, str(store), "--process", str(cache)]
+            command += ["--minibatches", str(n_minibatches)]
             one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             running.append(stack.enter_context(one))
             assert one.stdout is not None
@@ -189,7 +148,7 @@ def lines(turns: Sequence[Sequence[Figures]]) -> list[list[str]]:
     for number, runs in enumerate(zip(*turns, strict=True)):
         imports = statistics.median(run["imported"]["own"] for run in runs)
         sizes = [*(median(runs, name) for name in ("VmRSS", "RssFile", "pss", "own")), imports, median(runs, "above")]
-        seconds = (f"{median(runs, name):.2f}" for name in ("opened_s", "first_s"))
+        seconds = (f"{median(runs, name):.2f}" for name in ("opened_s", "opened_cpu_s", "first_s", "first_cpu_s"))
         found.append([str(number + 1), *seconds, *(f"{size / 1e6:,.0f}" for size in sizes)])
     return found
 
@@ -211,33 +170,38 @@ def verdicts(turns: Sequence[Sequence[Figures]]) -> Figures:
 
 
 def main() -> None:
-    """Measures, prints a table and one line of JSON."""
+    """Measures, prints tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="directory for the store and its mirror")
-    parser.add_argument("--rows", type=int, default=100_000_000)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=1_000_000_000)
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--minibatches", type=int, default=1, help="that the first process takes")
+    parser.add_argument("--keep", action="store_true", help="keep the store and its mirror")
     parser.add_argument(
         "--process", help=argparse.SUPPRESS
     )  # run as one of the processes: the value is the mirror, DIRECTORY the store
-    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
-        process(str(options.directory), options.process, fill=options.fill)
+        process(str(options.directory), options.process, options.minibatches)
         return
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        store, cache = Path(directory) / "wide.zarr", Path(directory) / "mirror"
-        began = time.perf_counter()
+    store, cache = options.directory / "wide.zarr", options.directory / "mirror"
+    began = time.perf_counter()
+    if not store.exists():
         write(store, options.rows)
-        written_s = time.perf_counter() - began
-        print(f"written in {written_s:.0f} s", file=sys.stderr)
-        command = [sys.executable, __file__, str(store), "--process", str(cache), "--fill"]
-        filled = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
-        print(f"filled in {filled['filled_s']:.0f} s", file=sys.stderr)
-        turns = [turn(store, cache, options.processes) for _ in range(options.turns)]
+        print(f"written in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    shutil.rmtree(cache, ignore_errors=True)
+    first = turn(store, cache, 1, options.minibatches)
+    print("with an empty mirror:")
+    table(lines([first]))
+    turns = [turn(store, cache, options.processes) for _ in range(options.turns)]
+    print("with the mirror:")
     table(lines(turns))
-    figures = {"rows": options.rows, "written_s": written_s, **filled, "measured": verdicts(turns)}
-    print(json.dumps({**figures, "targets": TARGETS, "turns": turns}))
+    figures = {"rows": options.rows, "measured": verdicts(turns), "targets": TARGETS, "first": first, "turns": turns}
+    print(json.dumps(figures))
+    if not options.keep:
+        for path in (store, cache):
+            shutil.rmtree(path)
 
 
 if __name__ == "__main__":

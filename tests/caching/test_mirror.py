@@ -24,9 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.caching.mirror
+from zloader.caching import chunk_file
 from zloader.caching.cached_files import load_column as load_checked
 from zloader.caching.cached_files import load_object, save_object
 from zloader.caching.cached_files import save_column as save_windows
+from zloader.caching.chunk_file import ChunkSet
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directory
 from zloader.caching.stored_array import StoredArray
@@ -881,3 +883,53 @@ def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
     assert load_object(directory, "zarr.json", 6) is None
     (record,) = caplog.records
     assert "5 of 6 bytes" in record.getMessage()
+
+
+# ------------------------------------------------------------------------------------------------ many chunks
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 99)), max_size=60))
+def test_a_set_of_chunks_knows_its_chunks(changes):
+    chunks, wanted = ChunkSet(100), np.zeros(100, bool)
+    for change, chunk in changes:
+        if change == "add":
+            chunks.add(chunk)
+        else:
+            chunks.remove(np.array([chunk]))
+        wanted[chunk] = change == "add"
+    np.testing.assert_array_equal(chunks.contains(np.arange(100)), wanted)
+    for first, stop in ((0, 100), (8, 24), (96, 100)):
+        assert chunks.covers(first, wanted[first:stop])
+        assert chunks.covers(first, np.ones(stop - first, bool)) == wanted[first:stop].all()
+    copied = ChunkSet(100)
+    for first in range(0, 100, 16):
+        copied.assign(first, wanted[first : first + 16])
+    np.testing.assert_array_equal(copied.contains(np.arange(100)), wanted)
+
+
+def test_words_are_looked_at_in_windows(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunk_file, "_WINDOW", 8)
+    layout = _layout(n_elements=395)
+    array, values = MirrorArray(_directory(tmp_path), layout), np.arange(395, dtype="<u2")
+    for chunk in (0, 7, 8, 39):
+        array.put(chunk, values[10 * chunk : 10 * chunk + 10])
+    assert (array.n_present, array.present_bytes) == (4, 2 * (30 + 5))
+    array.record_verified()
+    again = MirrorArray(_directory(tmp_path), layout)
+    assert again.contains(np.array([0, 7, 8, 39]))
+    assert again.missing(np.arange(40)).tolist() == [chunk for chunk in range(40) if chunk not in (0, 7, 8, 39)]
+
+
+def test_a_large_file_is_mapped_anew_once_much_of_it_was_read(tmp_path, monkeypatch):
+    array = MirrorArray(_directory(tmp_path), _layout(n_elements=50_000, chunk_elements=10_000))
+    values = np.arange(50_000, dtype="<u2")
+    array.put(0, values)
+    starts, stops = np.array([0, 20_000]), np.array([10_000, 30_000])
+    before, at = array.rows(starts, stops)
+    assert array.rows(starts, stops)[0].ctypes.data == before.ctypes.data
+    monkeypatch.setattr(chunk_file, "_LARGE_FILE", 1000)
+    monkeypatch.setattr(chunk_file, "_MOST_MAPPED", 100_000)
+    after, _ = array.rows(starts, stops)
+    assert after.ctypes.data != before.ctypes.data
+    for rows in (before, after):  # the old map lasts for those who hold it
+        np.testing.assert_array_equal(rows[at[1] : at[1] + 10_000], values[20_000:30_000])

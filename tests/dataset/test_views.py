@@ -100,6 +100,18 @@ def test_a_set_of_rows_knows_its_rows(made, of_it):
     np.testing.assert_array_equal(np.flatnonzero(chosen.narrowed(inner).mask()), rows[inner])
 
 
+@given(made=MASKS, start=st.integers(0, 2000), stop=st.integers(0, 2000), step=st.integers(1, 700))
+def test_sets_of_rows_are_made_window_by_window(made, start, stop, step):
+    mask = mask_like(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zloader.dataset.views._WINDOW", 512)
+        found, in_range = RowSet.of(mask), RowSet.of_range(len(mask), range(start, stop, step))
+    np.testing.assert_array_equal(found.mask(), mask)
+    np.testing.assert_array_equal(found.numbers(np.arange(len(found))), np.flatnonzero(mask))
+    np.testing.assert_array_equal(np.flatnonzero(in_range.mask()), np.arange(len(mask))[start:stop:step])
+    assert RowSet.of(mask).digest("print") == found.digest("print")
+
+
 @given(made=MASKS, place=st.integers(0, 1999))
 def test_sets_of_other_rows_have_other_digests(made, place):
     mask = mask_like(made)

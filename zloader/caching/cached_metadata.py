@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LISTING = "/listing"  # keys of a store do not begin with a slash
 _MAX_BYTES = 64 << 20  # larger objects are not cached
-_CACHED_AS_COLUMNS = re.compile(r"(^|/)indptr/|^obsm/")
+_CACHED_AS_COLUMNS = re.compile(r"(^|/)indptr/|^obsm/|^obs/[^/]+/codes/")
 
 
 class CachedMetadataStore(ListedStore):
@@ -48,6 +48,9 @@ class CachedMetadataStore(ListedStore):
         if key not in self.sizes:
             return await super().read(key, prototype, byte_range)
         size = self.sizes[key]
+        cacheable = is_metadata(key) or (size <= _MAX_BYTES and not _CACHED_AS_COLUMNS.search(key))
+        if not (cacheable or self._offline):
+            return await super().read(key, prototype, byte_range)
         content = load_object(self._directory, key, size)
         if content is None and self._offline:
             raise CacheError(
@@ -55,8 +58,6 @@ class CachedMetadataStore(ListedStore):
                 "run 'zloader warm'"
             )
         if content is None:
-            if size > _MAX_BYTES or (_CACHED_AS_COLUMNS.search(key) and not is_metadata(key)):
-                return await super().read(key, prototype, byte_range)
             whole = await super().read(key, prototype, None)
             if whole is None:
                 return None

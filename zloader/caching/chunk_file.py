@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from zloader.caching.checksums import PRESENT, map_file, map_words, open_file
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
+from zloader.common import page_cache
 from zloader.common.records import Rows
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
@@ -26,6 +29,45 @@ from zloader.storage.layout import ArrayLayout
 log = logging.getLogger("zloader")
 
 _PIECE_BYTES = 256 * 1024  # disk space per allocation
+_WINDOW = 1 << 20  # chunks looked at at a time
+_MANY_CHUNKS = 1 << 21  # their words take 16 MiB
+# A smaller file stays mapped from epoch to epoch, because mapping its pages again costs a warm epoch a few percent.
+_LARGE_FILE, _MOST_MAPPED = 8 << 30, 256 << 20
+
+
+class ChunkSet:
+    """Some of an array's chunks, at one bit per chunk. Thread-safe."""
+
+    def __init__(self, n_chunks: int) -> None:
+        self._bits = np.zeros(-(-n_chunks // 8), np.uint8)  # takes no memory until a chunk is added
+        self._bytes = self._bits.data  # ten times as fast as NumPy for a single chunk
+        self._lock = threading.Lock()  # threads may change bits of the same byte
+
+    def contains(self, chunks: Rows) -> NDArray[np.bool_]:
+        """Whether each of some chunks is in the set."""
+        return np.asarray((self._bits[chunks >> 3] >> (chunks & 7).astype(np.uint8)) & 1, bool)
+
+    def add(self, chunk: int) -> None:
+        """Adds a chunk."""
+        with self._lock:
+            self._bytes[chunk >> 3] |= 1 << (chunk & 7)
+
+    def remove(self, chunks: Rows) -> None:
+        """Removes some chunks."""
+        with self._lock:
+            for chunk in chunks.tolist():
+                self._bytes[chunk >> 3] &= 0xFF ^ (1 << (chunk & 7))
+
+    def assign(self, first: int, chosen: NDArray[np.bool_]) -> None:
+        """Sets which chunks from `first`, a multiple of 8, are in the set."""
+        bits = np.packbits(chosen, bitorder="little")
+        with self._lock:
+            self._bits[first // 8 : first // 8 + len(bits)] = bits
+
+    def covers(self, first: int, chosen: NDArray[np.bool_]) -> bool:
+        """Whether all chosen chunks from `first`, a multiple of 8, are in the set."""
+        bits = np.packbits(chosen, bitorder="little")
+        return not (bits & ~self._bits[first // 8 : first // 8 + len(bits)]).any()
 
 
 class ChunkFile(ABC):
@@ -44,14 +86,30 @@ class ChunkFile(ABC):
         self._file = open_file(path)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
-        memory = map_file(self._file, n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM)
-        self.content = np.frombuffer(memory, np.uint8)
+        self._n_bytes, self._mapped_bytes = n_bytes, 0
+        self.content = self._map()
         self._words, *self._places = map_words(directory, words_path, layout, n_bytes)
         verified = directory.verified.contains(path, words_path)
         # Chunks that this process has verified or written, or that were recorded as verified.
-        self._verified = self._present(slice(None)) if verified else np.zeros(layout.n_chunks, bool)
+        self._verified = ChunkSet(layout.n_chunks)
+        if verified:
+            for first, present in self._present_windows():
+                self._verified.assign(first, present)
         self._unrecorded = not verified
         self.writable = self._words.flags.writeable
+
+    def _map(self) -> NDArray[np.uint8]:
+        return np.frombuffer(map_file(self._file, self._n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), np.uint8)
+
+    def _map_more(self, n_bytes: int) -> None:
+        """Counts bytes that are read through the map. Maps a large file anew when they have become many.
+
+        Pages that have been read stay mapped, and each 2 MiB of the file that they lie in take 4 KiB for page tables,
+        which are only given back with the map: 12 GB for a file of 6 TB. Arrays made before keep the old map.
+        """
+        self._mapped_bytes += n_bytes
+        if self._mapped_bytes > _MOST_MAPPED and self._n_bytes > _LARGE_FILE:
+            self._mapped_bytes, self.content = 0, self._map()
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -69,9 +127,16 @@ class ChunkFile(ABC):
     def _present(self, chunks: Rows | slice) -> NDArray[np.bool_]:
         return np.asarray((self._words[chunks] & np.uint64(PRESENT)) != 0)
 
+    def _present_windows(self) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        """Which chunks are present, in windows, each with its first chunk. There may be 60 million chunks."""
+        for first in range(0, self.layout.n_chunks, _WINDOW):
+            yield first, self._present(slice(first, first + _WINDOW))
+            page_cache.release(self._words)
+
     def contains(self, chunks: Rows) -> bool:
         """Whether all chunks are present and verified already. Does not read their bytes."""
-        return bool((self._verified[chunks] & self._present(chunks)).all())  # another process may have discarded one
+        # Another process may have discarded a chunk.
+        return bool((self._verified.contains(chunks) & self._present(chunks)).all())
 
     def n_held(self, chunks: Rows) -> int:
         """How many of some chunks are present. Verifies nothing."""
@@ -79,26 +144,29 @@ class ChunkFile(ABC):
 
     def has_unverified(self, chunks: Rows) -> bool:
         """Whether any chunk is present but not verified yet, so that `missing` would read its bytes."""
-        return bool((self._present(chunks) & ~self._verified[chunks]).any())
+        return bool((self._present(chunks) & ~self._verified.contains(chunks)).any())
 
     def missing(self, chunks: Rows) -> Rows:
         """The chunks that are absent or damaged, in the order given; verifies checksums on first use."""
         missing = ~self._present(chunks)
-        unverified = np.flatnonzero(~missing & ~self._verified[chunks])
+        unverified = np.flatnonzero(~missing & ~self._verified.contains(chunks))
         starts, stops = self.bounds(chunks[unverified])
+        self._map_more(int((stops - starts).sum()))
         for position, start, stop in zip(unverified.tolist(), starts.tolist(), stops.tolist(), strict=True):
             chunk = int(chunks[position])
             if self._words[chunk] == PRESENT | checksum(self.content[start:stop]):
-                self._verified[chunk] = True
+                self._verified.add(chunk)
             else:
                 log.warning("a chunk in %s differs from its checksum; reading it from the store", self._path)
                 missing[position] = True
                 self.discard(chunks[position : position + 1])
+        if self.layout.n_chunks > _MANY_CHUNKS:  # a fetch uses words all over the file
+            page_cache.release(self._words)
         return np.asarray(chunks[missing])
 
     def discard(self, chunks: Rows) -> None:
         """Marks chunks as absent, for every process."""
-        self._verified[chunks] = False
+        self._verified.remove(chunks)
         if self.writable:
             self._words[chunks] = 0
 
@@ -157,7 +225,7 @@ class ChunkFile(ABC):
     def _mark_present(self, chunk: int, content: NDArray[Any]) -> None:
         """Makes a chunk visible to every process, once its bytes have been written."""
         self._words[chunk] = PRESENT | checksum(content)
-        self._verified[chunk] = True
+        self._verified.add(chunk)
 
     def _stop_writing(self, error: OSError) -> None:
         if self.writable:
@@ -166,17 +234,20 @@ class ChunkFile(ABC):
 
     def record_verified(self) -> None:
         """Records the files as verified, if this process has verified or written every present chunk."""
-        if self._unrecorded and self._verified[self._present(slice(None))].all():
+        if self._unrecorded and all(self._verified.covers(*window) for window in self._present_windows()):
             self._directory.verified.record([self._path, self._words_path])
             self._unrecorded = False
 
     @property
     def n_present(self) -> int:
         """The number of present chunks."""
-        return int(self._present(slice(None)).sum())
+        return sum(int(np.count_nonzero(present)) for _, present in self._present_windows())
 
     @property
     def present_bytes(self) -> int:
         """Decoded bytes of the present chunks."""
-        first, last = self.layout.chunk_bounds(np.flatnonzero(self._present(slice(None))))
-        return int((last - first).sum()) * self.layout.dtype.itemsize
+        n_elements = 0
+        for number, present in self._present_windows():
+            first, last = self.layout.chunk_bounds(number + np.flatnonzero(present))
+            n_elements += int((last - first).sum())
+        return n_elements * self.layout.dtype.itemsize

@@ -17,6 +17,7 @@ processes can fill and read a mirror at once, because they all write the same by
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,11 @@ class MirrorArray(ChunkFile):
     def __init__(self, directory: MirrorDirectory, layout: ArrayLayout) -> None:
         path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in ("flat", "sums"))
         super().__init__(directory, layout, path, words_path, layout.n_elements * layout.dtype.itemsize)
-        self.elements = self.content.view(layout.dtype)
+
+    @property
+    def elements(self) -> NDArray[Any]:
+        """The file as elements. Only those of present chunks are valid."""
+        return self.content.view(self.layout.dtype)
 
     def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         """The first byte of each chunk in the file, and the byte after its last."""
@@ -54,8 +59,9 @@ class MirrorArray(ChunkFile):
 
     def copy(self, firsts: Rows, slots: Sequence[NDArray[Any]]) -> None:
         """Fills each slot with the elements from its `first` on, which have to be in present chunks."""
+        elements = self.elements
         for first, slot in zip(firsts.tolist(), slots, strict=True):
-            slot[:] = self.elements[first : first + len(slot)]
+            slot[:] = elements[first : first + len(slot)]
 
     def prefetch(self, starts: Rows, stops: Rows) -> None:
         """Makes the kernel load the elements `[start, stop)` of each row into the page cache, if needed."""
@@ -71,10 +77,19 @@ class MirrorArray(ChunkFile):
         self.prefetch(starts, stops)
         itemsize, lengths = self.layout.dtype.itemsize, stops - starts
         runs = 1 + int(np.count_nonzero(starts[1:] != stops[:-1]))
-        if int(lengths.sum()) * itemsize >= runs * _SHORT_BYTES:
+        n_bytes = int(lengths.sum()) * itemsize
+        if n_bytes >= runs * _SHORT_BYTES:
+            self._map_more(n_bytes)
             return self.elements, starts
         read = page_cache.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
         return read, np.cumsum(lengths) - lengths
+
+    def allocate(self) -> bool:
+        """Allocates the disk space of the whole file, if the cache has limits; returns whether it fits."""
+        n_bytes = len(self.content)
+        if not self.limited or os.fstat(self._file).st_blocks * 512 >= n_bytes:
+            return True
+        return bool(self._directory.space.allocate(self._file, [(0, n_bytes)]))
 
     def put(self, first: int, elements: NDArray[Any]) -> None:
         """Writes consecutive decoded chunks from chunk `first` on. After a failure (full disk), writes no more."""
@@ -151,4 +166,17 @@ def open_mirror(
         return Mirror(directory, arrays, object_sizes)
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
+        return None
+
+
+def open_array(directory: MirrorDirectory, layout: ArrayLayout) -> MirrorArray | None:
+    """A single decoded array, which gets all of its disk space now if the cache has limits.
+
+    Returns None, with a message in the log, if its files cannot be created or it does not fit.
+    """
+    try:
+        array = MirrorArray(directory, layout)
+        return array if array.allocate() else None
+    except OSError as error:
+        log.warning("cannot keep %s in %s (%s): it is read again when needed", layout.path, directory.path, error)
         return None

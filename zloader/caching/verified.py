@@ -13,6 +13,7 @@ import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from zloader.caching.atomic_files import write_atomically
 
@@ -25,6 +26,7 @@ class VerifiedMarks:
     def __init__(self, directory: Path) -> None:
         self._mirror = directory.name
         self._path = directory / "proved.json"
+        self._parsed: tuple[list[int], Any] | None = None  # the record's identity when it was read, and its content
 
     def contains(self, *paths: Path) -> bool:
         """Whether all files are unchanged since they were recorded, in the current boot."""
@@ -43,7 +45,11 @@ class VerifiedMarks:
 
     def _read(self) -> dict[str, list[int]]:
         try:
-            document = json.loads(self._path.read_bytes())
+            identity, parsed = _identity(self._path), self._parsed
+            document = (
+                parsed[1] if parsed is not None and parsed[0] == identity else json.loads(self._path.read_bytes())
+            )
+            self._parsed = identity, document
             current = (document["boot"], document["mirror"]) == (_BOOT.read_text(), self._mirror)
             return dict(document["files"]) if current else {}
         except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from zloader.common.errors import OptionError
+
 
 def available_cores() -> int:
     """The number of cores that this process may run on. macOS does not restrict processes to some of the cores."""
@@ -21,3 +23,13 @@ def available_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
     return min(limits)
+
+
+def require_memory(n_bytes: int, what: str, advice: str) -> None:
+    """Raises OptionError, before any memory is used, if `what` needs more than half of the memory of the machine."""
+    there = available_bytes()
+    if 2 * n_bytes > there:
+        raise OptionError(
+            f"{what} would take {n_bytes / 1e9:,.1f} GB, more than half of the {there / 1e9:,.1f} GB of memory here: "
+            f"{advice}"
+        )

@@ -90,8 +90,18 @@ def read(file: int, starts: Rows, stops: Rows) -> NDArray[np.uint8]:
 
 def release(array: NDArray[Any]) -> None:
     """Drops the pages of a memory-mapped array from this process's memory; they stay in the page cache."""
+    memory = _map_of(array)
+    if memory is not None:
+        memory.madvise(mmap.MADV_DONTNEED)
+
+
+def is_mapped(array: NDArray[Any]) -> bool:
+    """Whether an array is a memory-mapped file, so that it takes no memory of this process."""
+    return _map_of(array) is not None
+
+
+def _map_of(array: NDArray[Any]) -> mmap.mmap | None:
     base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap):
-        base.madvise(mmap.MADV_DONTNEED)
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    return base if isinstance(base, mmap.mmap) else None

@@ -24,7 +24,7 @@ from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import shares
 from zloader.reading.read_plan import ReadPlanner, planner_of
-from zloader.storage.layout import ArrayLayout, MatrixLayout, ShardIndex, chunks_of, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, ShardIndex, chunks_of, total_bytes
 
 MOST_FETCHES = 256  # a longer epoch is sampled
 SAMPLED_FETCHES = 4  # a few are enough, because each has hundreds of blocks from all over the dataset
@@ -74,7 +74,7 @@ def epoch_costs(
     every, first = _Count(), _Count()
     taken = _rows_by_store(plan, ends, numbers)
     for (store, matrix), fetches in zip(stores, taken * len(names), strict=True):
-        steps = list(_chunks_by_array(matrix, store.indptr(matrix), fetches))
+        steps = list(_chunks_by_array(matrix, store.offsets(matrix), fetches))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
             planner = planner_of(array, options, store.object_sizes(), sweeping=plan.sweeps)
             indexes = read_indexes(store, array, _shards(planner, wanted), options)
@@ -119,7 +119,7 @@ def _rows_by_store(plan: Plan, ends: Rows, numbers: Sequence[int]) -> list[list[
 
 
 def _chunks_by_array(
-    matrix: MatrixLayout, indptr: NDArray[np.integer] | None, fetches: Sequence[Rows]
+    matrix: MatrixLayout, indptr: NDArray[np.integer] | RowOffsets | None, fetches: Sequence[Rows]
 ) -> Iterator[list[Rows]]:
     """For each fetch, the chunks that it needs from each array."""
     for rows in fetches:

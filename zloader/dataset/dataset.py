@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zloader.access.location import Location, location_of
 from zloader.common.checks import names_of
 from zloader.common.errors import OptionError, StoreChangedError
+from zloader.common.machine import require_memory
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.base import BaseDataset
@@ -27,16 +28,16 @@ from zloader.dataset.description import described
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy
-from zloader.dataset.observations import Observations
+from zloader.dataset.observations import NAME_BYTES, Observations
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Names, Shares, SplitRule, condition_of
-from zloader.dataset.views import Condition, RowSet, Within, mask_of, moved
+from zloader.dataset.views import Condition, RowSet, Within, mask_of, moved, rows_matching
 from zloader.order.sampling import Sampling, Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.expressions import Mask
 from zloader.selecting.genes import Genes
 from zloader.selecting.joined_genes import GeneJoin
-from zloader.selecting.rows import RowChoice, positions_of
+from zloader.selecting.rows import RowChoice, positions_of, range_of
 from zloader.transforms.gene_statistics import GeneStatistics
 from zloader.transforms.transform import Transform
 
@@ -185,6 +186,8 @@ class Dataset(BaseDataset):
                 "iterate over zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) "
                 "returns some rows as an AnnData; dataset[10:20], dataset[mask] and dataset.where(...) return a view"
             )
+        if isinstance(rows, slice) and (numbers := range_of(rows, self.n_obs)).step > 0:
+            return self._view(RowSet.of_range(self.n_obs, numbers))
         positions = positions_of(rows, self.n_obs, lambda: self.obs_names)
         if (np.diff(positions) <= 0).any():
             raise OptionError(
@@ -193,7 +196,7 @@ class Dataset(BaseDataset):
             )
         mask = np.zeros(self.n_obs, bool)
         mask[positions] = True
-        return self._view(mask)
+        return self._view(RowSet.of(mask))
 
     @property
     def whole(self) -> Dataset:
@@ -221,7 +224,7 @@ class Dataset(BaseDataset):
         A mask has one entry per row. Row numbers may be in any order, without repeats; the view is in ascending order.
         Raises OptionError for a condition that cannot be used, and MissingColumnError for an unknown obs column.
         """
-        return self._view(mask_of(condition, self.obs_column, self.n_obs, self.obs_columns))
+        return self._view(self._matching(condition))
 
     @overload
     def split(
@@ -294,11 +297,15 @@ class Dataset(BaseDataset):
         masks = [None if each is None else self.rows_of(each).mask() for each in (condition_of(hold_out), controls)]
         rule = SplitRule(by=by, stratify=stratify, held_by=list(hold_out or ()), seed=seed)
         part_of_row = rule.parts(parts, self.obs_column, self.n_obs, held=masks[0], controls=masks[1])
-        views = [self._view(part_of_row == number) for number in range(len(parts))]
+        found = (_rows_of_part(part_of_row, number) for number in range(len(parts)))
+        views = [self._view(rows) for rows in found]
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 
-    def _view(self, mask: Mask) -> View:
-        return View(self, RowSet.of(mask))
+    def _view(self, rows: RowSet) -> View:
+        return View(self, rows)
+
+    def _matching(self, condition: Condition) -> RowSet:
+        return rows_matching(condition, self.obs_column, self.n_obs, self.obs_columns)
 
     def _mask(self) -> Mask:
         """Which rows of `whole` these are."""
@@ -317,6 +324,8 @@ class Dataset(BaseDataset):
 
         Raises OptionError for rows that this dataset does not have, and for an unusable condition.
         """
+        if not isinstance(group, Dataset):
+            return self._matching(group)
         wanted, own = self.in_whole(group), self._mask()
         outside = np.flatnonzero(wanted & ~own)
         if len(outside):
@@ -336,7 +345,11 @@ class Dataset(BaseDataset):
 
     @property
     def obs_names(self) -> pd.Index:
-        """The names of the rows, in their order. They are strings, as in an AnnData, and are read on each call."""
+        """The names of the rows, in their order. They are strings, as in an AnnData, and are read on each call.
+
+        Raises OptionError if they would take more than half of the machine's memory, at 100 bytes per row.
+        """
+        require_memory(NAME_BYTES * self.n_obs, f"the obs names of {self.n_obs} rows", "read some with names_of(rows)")
         return pd.Index(self.names_of(np.arange(self.n_obs)))
 
     def names_of(self, rows: Rows) -> NDArray[np.object_]:
@@ -436,6 +449,10 @@ class Dataset(BaseDataset):
         return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var)
 
 
+def _rows_of_part(part_of_row: NDArray[np.integer], number: int) -> RowSet:
+    return RowSet.of_windows(len(part_of_row), lambda window: part_of_row[window] == number)
+
+
 def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
     """An AnnData of rows, which may have the same name if rows are repeated."""
     with warnings.catch_warnings():
@@ -516,8 +533,8 @@ class View(Dataset):
     def _mask(self) -> Mask:
         return self._chosen.mask()
 
-    def _view(self, mask: Mask) -> View:
-        return View(self._whole, self._chosen.narrowed(mask))
+    def _view(self, rows: RowSet) -> View:
+        return View(self._whole, self._chosen.narrowed(rows.mask()))
 
     def _rows_of_whole(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
         return self._chosen.numbers(super()._rows_of_whole(indices))

@@ -12,11 +12,11 @@ from functools import cached_property, partial
 import numpy as np
 import pandas as pd
 
+from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.common.nearest import listed, suggestion
 from zloader.common.records import Rows
 from zloader.dataset.elements import load_anndata
-from zloader.dataset.opening import concurrently
 from zloader.dataset.store import OpenedStore
 from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.joined_genes import GeneJoin, joined_names, renamed, repeats, stored_positions

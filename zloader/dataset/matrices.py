@@ -16,11 +16,12 @@ import pandas as pd
 from zloader.caching.directory import cache_bytes
 from zloader.caching.mirror import contents_of
 from zloader.caching.place import place_of
+from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
-from zloader.dataset.opening import OpenedStores, concurrently
+from zloader.dataset.opening import OpenedStores
 from zloader.order.plan import Fetch
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import zarr
+from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
 from zloader.dataset.store import OpenedStore
-from zloader.selecting.columns import ObsColumn, as_numbers, kind_of, of_strings
+from zloader.selecting.columns import NUMBERS, ObsColumn, as_labels, as_numbers, kind_of, of_strings
 from zloader.selecting.strings import StringCoder
 
 _WINDOW_ROWS = 1 << 18  # about 150 MB while they are coded
@@ -22,17 +25,56 @@ def kinds_in(stores: Sequence[OpenedStore], name: str) -> list[str]:
 
 def read_column(store: OpenedStore, name: str) -> Any:
     """A column as anndata reads it. Raises FormatError if it has not one value per row."""
+    node = store.node(_path(name))
+    if _is_categorical(node):
+        codes, categories = _codes(store, name)
+        return pd.Categorical.from_codes(codes, categories, ordered=bool(node.attrs["ordered"]))
     column = store.element(_path(name))
     _require_shape(store, name, getattr(column, "shape", None))
     return column
 
 
 def read_numbers(store: OpenedStore, name: str) -> ObsColumn:
-    """A column as numbers. Strings are coded in windows, so that a window of them is in memory at a time."""
+    """A column as numbers, memory-mapped if the store has a mirror and the numbers are stored as such.
+
+    Strings are coded in windows, so that a window of them is in memory at a time.
+    """
     node = store.node(_path(name))
     if kind_of(node) == "strings":
         return _coded(store, name, node)
+    if _is_categorical(node):
+        codes, categories = _codes(store, name)
+        return ObsColumn(values=codes, categories=as_labels(categories))
+    if isinstance(node, zarr.Array) and node.dtype.kind in NUMBERS:
+        _require_shape(store, name, node.shape)
+        return ObsColumn(values=store.column(_path(name)), categories=None)
     return as_numbers(name, read_column(store, name))
+
+
+def _is_categorical(node: Any) -> bool:
+    return isinstance(node, zarr.Group) and node.attrs.get("encoding-type") == "categorical"
+
+
+def _codes(store: OpenedStore, name: str) -> tuple[NDArray[np.integer], pd.Index]:
+    """The codes of a categorical column, in the narrowest dtype, and its categories."""
+    path = _path(name)
+    try:
+        categories = pd.Categorical.from_codes([], store.element(f"{path}/categories")).categories
+    except (ValueError, TypeError) as error:
+        raise store.damaged(f"{path}/categories", str(error)) from error
+    stored = store.node(f"{path}/codes")
+    _require_shape(store, name, stored.shape)
+    if stored.dtype.kind not in "iu":
+        raise store.damaged(f"{path}/codes", f"it holds {stored.dtype}")
+
+    def check(first: int, window: NDArray[Any]) -> None:
+        wrong = np.flatnonzero((window < -1) | (window >= len(categories)))
+        if len(wrong):
+            row, code = first + int(wrong[0]), window[wrong[0]]
+            raise store.damaged(f"{path}/codes", f"row {row} has the code {code} of {len(categories)} categories")
+
+    dtype = np.min_scalar_type(-max(1, len(categories)))
+    return store.column(f"{path}/codes", check, dtype.name), categories
 
 
 def _coded(store: OpenedStore, name: str, node: Any) -> ObsColumn:

@@ -17,15 +17,20 @@ from numpy.typing import NDArray
 
 from zloader.caching.cached_columns import load_obs, save_obs
 from zloader.caching.cached_files import load_column, save_column
+from zloader.common import page_cache
 from zloader.common.checks import names_of
+from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
+from zloader.common.machine import require_memory
 from zloader.common.nearest import suggestion
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames
 from zloader.dataset.obs_columns import kinds_in, read_column, read_numbers
-from zloader.dataset.opening import OpenedStores, concurrently
+from zloader.dataset.opening import OpenedStores
 from zloader.reading.fetch import shares
 from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
+
+NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
 
 
 class Observations:
@@ -77,6 +82,11 @@ class Observations:
     def frame(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """All obs columns, or some of them, with the obs names as the index."""
         names = self.column_names if columns is None else names_of(columns=columns)
+        require_memory(
+            NAME_BYTES * self.n_rows,
+            f"the obs frame of {self.n_rows} rows with their names",
+            "read single columns with obs_column(name), which needs no names",
+        )
         index = pd.Index(concatenated("index", [store.names("obs").array for store in self._stores]))
         return pd.DataFrame({name: concatenated(name, self._read_column(name)) for name in names}, index=index)
 
@@ -96,7 +106,8 @@ class Observations:
             column = None if self._directory is None else load_obs(self._directory, name, self.n_rows)
             if column is None:
                 column = joined(name, concurrently(lambda store: read_numbers(store, name), self._stores))
-                column = column if self._directory is None else save_obs(self._directory, name, column)
+                if self._directory is not None and not page_cache.is_mapped(column.values):
+                    column = save_obs(self._directory, name, column)
             self._columns[name] = column
         return self._columns[name]
 

@@ -7,11 +7,9 @@ Opening costs one listing per URL and one metadata object per store, and reads n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject, joint_fingerprint
@@ -20,13 +18,11 @@ from zloader.caching.cached_metadata import load_listing
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import open_mirror_directory
 from zloader.caching.place import place_of
+from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
 from zloader.dataset.store import OpenedStore
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-_MAX_THREADS = 16  # each waits for a server most of the time
 _COLLECTION = "annbatch-preshuffled"
 
 
@@ -134,11 +130,3 @@ def _members(
         store = OpenedStore(member, members[number], origin=member_origin, cache=cache, offline=offline)
         store.require_anndata()
         yield store
-
-
-def concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results of `function` for each item, in order. Several items run in up to 16 threads."""
-    if len(items) == 1:
-        return [function(items[0])]
-    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
-        return list(threads.map(function, items))

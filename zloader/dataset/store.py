@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,12 +28,13 @@ from zloader.access.stored_objects import StoredObject, fingerprint, mirror_fing
 from zloader.access.zarr_groups import open_zarr_group
 from zloader.caching.cached_files import load_column, save_column
 from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, save_listing
-from zloader.caching.mirror import Mirror, open_mirror, open_mirror_directory
+from zloader.caching.mirror import Mirror, open_array, open_mirror, open_mirror_directory
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.nearest import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.dataset.elements import read_element
+from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.columns import as_names
 from zloader.storage.layout import ArrayLayout, MatrixLayout
@@ -43,6 +44,7 @@ log = logging.getLogger("zloader")
 
 Check = Callable[[int, NDArray[Any]], None]
 _WINDOW_BYTES = 32 << 20  # read at a time when a column is copied into the mirror
+_MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
 
 
 class OpenedStore:
@@ -76,7 +78,7 @@ class OpenedStore:
         if self.mirror_directory is not None:
             save_listing(self.mirror_directory, origin, objects)
         self._mirrors: dict[str, Mirror | None] = {}
-        self._indptrs: dict[str, NDArray[np.integer]] = {}
+        self._offsets: dict[str, NDArray[np.integer] | PagedOffsets] = {}
 
     @property
     def root(self) -> Any:
@@ -303,17 +305,28 @@ class OpenedStore:
         return found
 
     def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
-        """The indptr of a CSR matrix (rows + 1, int64), cached in the mirror; None for a dense matrix."""
+        """The whole indptr of a CSR matrix (rows + 1, int64), cached in the mirror; None for a dense matrix."""
+        offsets = self.offsets(matrix)
+        return offsets.whole() if isinstance(offsets, PagedOffsets) else offsets
+
+    def offsets(self, matrix: MatrixLayout) -> NDArray[np.integer] | PagedOffsets | None:
+        """The indptr of a CSR matrix: a whole array, or read page by page if it is large; None for a dense matrix."""
         if matrix.genes is None:
             return None
         path = f"{matrix.path}/indptr"
-        if path not in self._indptrs:
-            where, n_entries = f"{path} of {self.location.url}", int(self.node(path).shape[0])
+        if path not in self._offsets:
+            node, where = self.node(path), f"{path} of {self.location.url}"
+            n_entries, n_values = int(node.shape[0]), min(array.n_elements for array in matrix.arrays)
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
-            check = IndptrCheck(where, min(array.n_elements for array in matrix.arrays))
-            self._indptrs[path] = self.column(path, check, "int64")
-        return self._indptrs[path]
+            if n_entries <= _MOST_WHOLE:
+                self._offsets[path] = self.column(path, IndptrCheck(where, n_values), "int64")
+            else:
+                pages = pages_of(path, n_entries, int(node.chunks[0]))
+                mirror = None if self.mirror_directory is None else open_array(self.mirror_directory, pages)
+                read = partial(self.window, path)
+                self._offsets[path] = PagedOffsets(pages, read, n_values=n_values, where=where, mirror=mirror)
+        return self._offsets[path]
 
     def mirror(self, matrix: MatrixLayout) -> Mirror | None:
         """The mirror of a matrix, opened once per process. None without a usable cache."""
@@ -353,7 +366,7 @@ class OpenedStore:
         return MatrixPart(
             url=self.location.url,
             matrix=matrix,
-            indptr=self.indptr(matrix),
+            indptr=self.offsets(matrix),
             object_sizes=self.object_sizes(),
             source=self.source(options),
             mirror=self.mirror(matrix),

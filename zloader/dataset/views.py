@@ -8,7 +8,7 @@ position of a row is such a scan alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -24,10 +24,11 @@ from zloader.common.sharing import SharesArrays
 from zloader.dataset.store import OpenedStore
 from zloader.order.sampling import Sampling, as_array, checked_once, require_rows
 from zloader.selecting.columns import Column
-from zloader.selecting.expressions import Mask, matching
+from zloader.selecting.expressions import Mask, matching, row_test
 
 Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series
 _STRIDE = 64  # bytes of the bit set per running count: 512 rows
+_WINDOW = 1 << 20  # rows whose mask is made at a time: a multiple of the rows per running count
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 
@@ -71,9 +72,30 @@ class RowSet(SharesArrays):
     @classmethod
     def of(cls, mask: Mask) -> RowSet:
         """The rows at which a mask is True."""
-        bits = np.packbits(mask, bitorder="little")
-        counts = np.add.reduceat(np.bitwise_count(bits), np.arange(0, len(bits), _STRIDE), dtype=np.int64)
-        return cls(n_all=len(mask), bits=bits, before=np.append(0, np.cumsum(counts)))
+        return cls.of_windows(len(mask), lambda window: mask[window])
+
+    @classmethod
+    def of_windows(cls, n_all: int, mask_of_window: Callable[[slice], Mask]) -> RowSet:
+        """The rows at which a mask is True that is made window by window, so that it is never in memory as a whole."""
+        bits = np.empty(-(-n_all // 8), np.uint8)
+        counts = np.empty(-(-len(bits) // _STRIDE), np.int64)
+        for start in range(0, n_all, _WINDOW):
+            chosen = np.packbits(mask_of_window(slice(start, min(start + _WINDOW, n_all))), bitorder="little")
+            bits[start // 8 : start // 8 + len(chosen)] = chosen
+            of_window = np.add.reduceat(np.bitwise_count(chosen), np.arange(0, len(chosen), _STRIDE), dtype=np.int64)
+            counts[start // 8 // _STRIDE : start // 8 // _STRIDE + len(of_window)] = of_window
+        return cls(n_all=n_all, bits=bits, before=np.append(0, np.cumsum(counts)))
+
+    @classmethod
+    def of_range(cls, n_all: int, rows: range) -> RowSet:
+        """The rows of an ascending range."""
+
+        def of_window(window: slice) -> Mask:
+            numbers = np.arange(window.start, window.stop)
+            within = (numbers >= rows.start) & (numbers < rows.stop)
+            return np.asarray(within & ((numbers - rows.start) % rows.step == 0))
+
+        return cls.of_windows(n_all, of_window)
 
     def __len__(self) -> int:
         return int(self.before[-1])
@@ -162,6 +184,13 @@ class Within:
         if not self.has_gaps:
             return self.chosen.numbers(positions)
         return np.where(positions < 0, -1, self.chosen.numbers(np.maximum(positions, 0)))
+
+
+def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> RowSet:
+    """The rows that `mask_of` finds. For an expression, no mask over all rows is made."""
+    if isinstance(condition, str):
+        return RowSet.of_windows(n_rows, row_test(condition, column, names))
+    return RowSet.of(mask_of(condition, column, n_rows, names))
 
 
 def mask_of(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:

@@ -22,6 +22,7 @@ from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, Rows, Span
 from zloader.dataset.dataset import Dataset, require_dataset
+from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.reader import ArrayReader
@@ -30,6 +31,7 @@ from zloader.storage.layout import ArrayLayout
 
 _WINDOW_BYTES = 16 << 20  # decoded bytes of the chunks that are downloaded together
 _WINDOWS = 16  # windows in flight, enough to keep a fast link busy
+_MANY_CHUNKS, _PAUSE_S = 1 << 21, 2.0  # from that many chunks on, progress is reported at most that often
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,9 @@ def warm(
     unmirrored = next((part for part in parts if part.mirror is None), None)
     if unmirrored is not None:
         raise OptionError(f"cannot fill the mirror of {unmirrored.url}: it cannot be used (see the warning)")
+    for part in parts:
+        if isinstance(part.indptr, PagedOffsets):
+            part.indptr.load_all()
     dataset.keep_columns()
     for name in ("X", *x):
         dataset.var_of(name)  # reading the frame writes it to the cache
@@ -121,9 +126,12 @@ def warm(
     async def produce(put: Put[None]) -> None:
         await _fill_all(_throttled(parts, bytes_per_s), options, counters, put)
 
+    # Counting the chunks of a billion rows takes a tenth of a second, and there are a hundred thousand windows.
+    many, due = sum(array.layout.n_chunks for array in _arrays(parts)) > _MANY_CHUNKS, began
     for _ in Bridge(produce, ready_bytes=1 << 20, name="zloader-warm"):
-        if on_progress is not None:
+        if on_progress is not None and (not many or time.perf_counter() > due):
             on_progress(warmed())
+            due = time.perf_counter() + _PAUSE_S
     return warmed()
 
 

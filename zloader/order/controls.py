@@ -25,6 +25,7 @@ from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.groups import Groups, groups_of
 
 log = logging.getLogger("zloader")
+_WINDOW = 1 << 20  # rows counted at a time
 _DRAWS = 0xC0  # tells the keys of these draws from those of samplings
 
 
@@ -211,5 +212,11 @@ class BoundControls(SharesArrays):
 
 def _came(groups: Groups, dataset: ControlTable, sampling: Sampling) -> Rows:
     """The number of rows of each group that the sampling may yield."""
-    rows, chosen = np.flatnonzero(dataset.in_whole(dataset)), getattr(sampling, "indices", None)
-    return np.bincount(groups.codes[rows if chosen is None else rows[chosen]], minlength=len(groups))
+    mask, chosen = dataset.in_whole(dataset), getattr(sampling, "indices", None)
+    if chosen is not None:
+        return np.bincount(groups.codes[np.flatnonzero(mask)[chosen]], minlength=len(groups))
+    counts = np.zeros(len(groups), np.int64)
+    for first in range(0, len(mask), _WINDOW):
+        window = slice(first, first + _WINDOW)
+        counts += np.bincount(groups.codes[window][mask[window]], minlength=len(groups))
+    return counts

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from zloader.common.checks import require_count
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.machine import require_memory
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
@@ -39,6 +40,7 @@ _U64 = np.uint64
 _ROUNDING = 1 + 1e-9  # larger than the rounding error in sums of equal weights
 _STEP = 2.0**-53
 _MIN_TOTAL = 2.0**-960
+_WINDOW = 1 << 20  # rows looked at at a time
 Codes = NDArray[np.integer]
 
 
@@ -176,6 +178,9 @@ class Draws(SharesArrays):
     def _build(self) -> None:
         """Builds the table: the running weight of the blocks, level by level."""
         n_blocks = -(-self._n // self.block_size)
+        require_memory(
+            18 * n_blocks, f"the table of {n_blocks} weighted blocks of {self.block_size} rows", "take larger blocks"
+        )
         sums, levels = np.empty(n_blocks), np.empty(n_blocks, np.uint8)
         _weigh(self._table, self._codes, self._n, self.block_size, sums, levels)
         counts = [np.count_nonzero(levels == level) for level in range(self.block_size.bit_length())]
@@ -230,6 +235,9 @@ class Draws(SharesArrays):
         """The rows of an epoch without replacement, in ascending order."""
         found = self._chosen  # read once, because several epochs may be planned at the same time
         if found is None or found[0] != key:
+            require_memory(
+                16 * self._n, f"choosing among {self._n} rows by weight without replacement", "draw with replace=True"
+            )
             waits = np.empty(self._n)
             _waits(self._table, self._codes, _U64(key), waits)
             longest = np.partition(waits, self._total_size - 1)[self._total_size - 1]
@@ -240,9 +248,11 @@ class Draws(SharesArrays):
 
 
 def _require_weights(table: NDArray[Any]) -> None:
-    wrong = np.flatnonzero(~((table >= 0) & np.isfinite(table)))
-    if len(wrong):
-        raise OptionError(f"weight {wrong[0]} is {table[wrong[0]]}: weights must be numbers of at least 0")
+    for first in range(0, len(table), _WINDOW):
+        window = table[first : first + _WINDOW]
+        wrong = np.flatnonzero(~((window >= 0) & np.isfinite(window)))
+        if len(wrong):
+            raise OptionError(f"weight {first + wrong[0]} is {window[wrong[0]]}: weights must be numbers of at least 0")
 
 
 def require_within(indices: Rows, n_rows: int) -> None:
@@ -261,7 +271,7 @@ def _positive(
     """The rows that can be drawn (None for all rows), with their table and codes."""
     positive = table > 0
     if codes is not None:
-        positive = positive[codes]
+        positive = _looked_up(positive, codes)
     if indices is not None:
         require_within(indices, len(positive))
         taken = positive[indices]
@@ -269,5 +279,18 @@ def _positive(
     elif positive.all():
         return None, table, codes
     else:
+        require_memory(
+            16 * int(np.count_nonzero(positive)),
+            "the row numbers of a weighted sampling in which some rows have no weight",
+            "take a view of the rows that have one, or give every row a weight above 0",
+        )
         rows = np.flatnonzero(positive)
     return (rows, table[rows], None) if codes is None else (rows, table, codes[rows])
+
+
+def _looked_up(table: NDArray[Any], codes: Codes) -> NDArray[Any]:
+    """`table[codes]`, in windows, because NumPy makes an index of 8 bytes per row."""
+    found = np.empty(len(codes), table.dtype)
+    for first in range(0, len(codes), _WINDOW):
+        found[first : first + _WINDOW] = table[codes[first : first + _WINDOW]]
+    return found

@@ -183,8 +183,10 @@ class BoundCellSets(SharesArrays):
     @property
     def indices(self) -> Rows | None:
         """The rows of all groups, ascending; None for all rows of the dataset."""
+        if len(self._rows) == self._dataset_rows:
+            return None
         rows: Rows = np.sort(self._rows).astype(np.int64)
-        return None if len(rows) == self._dataset_rows else rows
+        return rows
 
     def batched(self, batch_size: int) -> BoundCellSets:
         """The sampling of minibatches of `batch_size` rows. Raises OptionError for sizes that do not fit together."""

@@ -179,7 +179,7 @@ class RowBytes:
         layouts = self._dataset.matrices(matrix)
         for number, at in shares(self._ends, rows):
             layout, store = layouts[number], self._dataset.stores[number]
-            starts, stops = layout.elements_of(rows[at] - (self._ends[number] - store.n_obs), store.indptr(layout))
+            starts, stops = layout.elements_of(rows[at] - (self._ends[number] - store.n_obs), store.offsets(layout))
             total += int((stops - starts).sum())
         return total
 

@@ -162,6 +162,8 @@ class FetchScheduler:
         self._obsm: Mapping[str, NDArray[Any]] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
+        parts = (part for of_matrix in recipe.x.values() for part in of_matrix)
+        self._looks_up = any(part.indptr is not None and not isinstance(part.indptr, np.ndarray) for part in parts)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
@@ -223,7 +225,8 @@ class FetchScheduler:
         """Begins each load when there is room for it, and puts the loads into `loads` in order."""
         for turn, fetch in enumerate(fetches):
             await self._ahead.acquire()
-            planned = self._plan(fetch, readers)
+            # Aside if it may read row offsets from a store.
+            planned = await aside(self._plan, fetch, readers) if self._looks_up else self._plan(fetch, readers)
             await self._room.acquire(planned.ahead_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)

@@ -19,20 +19,20 @@ from zloader.reading.bridge import ByteBudget
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
 from zloader.selecting.genes import ChosenGenes
-from zloader.storage.layout import MatrixLayout
+from zloader.storage.layout import MatrixLayout, RowOffsets
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixPart:
     """One store's matrix. Its rows are consecutive rows of the dataset.
 
-    `url` names the store in messages. `indptr` is None for a dense matrix. `object_sizes` has the bytes per stored
-    object. `genes` are the columns of x; None for the store's genes as they are.
+    `url` names the store in messages. `indptr` has the row offsets or looks them up; None for a dense matrix.
+    `object_sizes` has the bytes per stored object. `genes` are the columns of x; None for the genes as stored.
     """
 
     url: str
     matrix: MatrixLayout
-    indptr: NDArray[np.integer] | None
+    indptr: NDArray[np.integer] | RowOffsets | None
     object_sizes: Mapping[str, int]
     source: ByteSource
     mirror: Mirror | None

@@ -119,7 +119,7 @@ def plan_rows(
         part = parts[number]
         of_part = rows[here] - (ends[number] - part.matrix.n_rows)
         starts, stops = part.matrix.elements_of(of_part, part.indptr)
-        if part.indptr is not None:
+        if isinstance(part.indptr, np.ndarray):
             page_cache.release(part.indptr)
         lengths[here] = stops - starts
         wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]

@@ -12,6 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError, OptionError, ZloaderError
+from zloader.common.machine import require_memory
 from zloader.common.records import Rows
 from zloader.selecting.strings import StringCoder
 
@@ -69,12 +70,14 @@ class ObsColumn:
             raise OptionError(
                 f"{name} holds {numbers.dtype}: choose a column of labels, whole numbers, booleans or dates"
             )
+        require_memory(16 * len(numbers), f"numbering the values of {name}", "store it as a column of categories")
         codes, distinct = pd.factorize(numbers, sort=True)
         if is_time(self.values.dtype) and len(distinct) and np.isnat(distinct[:1].view(self.values.dtype))[0]:
             return codes - 1, len(distinct) - 1  # NaT is the lowest number
         return codes, len(distinct)
 
 
+_WINDOW = 1 << 20  # rows recoded at a time
 NUMBERS, STRINGS = "biuf", "OUST"  # kinds of NumPy's dtypes
 _KINDS = {
     **dict.fromkeys(NUMBERS, "numbers"),
@@ -217,8 +220,13 @@ def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
     recoded = []
     for column in columns:
         codes = np.array([*(code_of[label] for label in _labels(column)), -1], dtype)  # code -1 selects the last entry
-        recoded.append(codes[column.values])
-    return ObsColumn(values=np.concatenate(recoded), categories=as_labels(pd.Index(labels)), from_strings=from_strings)
+        starts = range(0, len(column.values), _WINDOW)  # NumPy makes an index of 8 bytes per row
+        recoded += [codes[column.values[start : start + _WINDOW]] for start in starts]
+    return ObsColumn(
+        values=np.concatenate([np.empty(0, dtype), *recoded]),
+        categories=as_labels(pd.Index(labels)),
+        from_strings=from_strings,
+    )
 
 
 def _end_to_end(name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:

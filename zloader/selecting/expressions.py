@@ -24,6 +24,7 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.nearest import suggestion
 from zloader.selecting.columns import Column, ObsColumn, as_time, is_time
@@ -66,9 +67,19 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def matching(expression: str, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
-    """A mask of the `n_rows` rows that satisfy the expression. `column` looks up one of the columns `names`.
+    """A mask of the `n_rows` rows that satisfy the expression: `row_test` for all rows."""
+    test, mask = row_test(expression, column, names), np.empty(n_rows, bool)
+    for start in range(0, n_rows, _WINDOW):
+        window = slice(start, min(start + _WINDOW, n_rows))
+        mask[window] = test(window)
+    return mask
 
-    Raises OptionError for an invalid expression or an unknown label, and any error raised by `column`.
+
+def row_test(expression: str, column: Column, names: Sequence[str] = ()) -> Test:
+    """A test of which rows of a window satisfy the expression. `column` looks up one of the columns `names`.
+
+    Raises OptionError for an invalid expression or an unknown label, and any error raised by `column`; the test raises
+    OptionError for an expression that is nested too deeply.
     """
     expression = expression.strip()
     try:
@@ -79,18 +90,32 @@ def matching(expression: str, column: Column, n_rows: int, names: Sequence[str] 
         example = "\"cell_type == 'T'\" or \"`cell type` == 'T'\""
         advice = f"; {_USE_WORDS}" if _SIGN.search(_TEXT_OR_QUOTED.sub("", expression)) else ""
         raise OptionError(f"{expression!r} is not an expression such as {example}: {error}{advice}") from error
-    mask = np.empty(n_rows, bool)
+
+    def too_deep() -> OptionError:
+        return OptionError(f"{expression[:_SHOWN]!r}... is nested too deeply: split it into several conditions")
+
+    looked_up: list[ObsColumn] = []
+
+    @cache  # because a view computes a column on each call
+    def look_up(name: str) -> ObsColumn:
+        looked_up.append(column(name))
+        return looked_up[-1]
+
     try:
-        reader = _Reader(expression, cache(column), names)  # cached, because a view computes a column on each call
-        test = reader.test(tree, opposite=False)
-        for start in range(0, n_rows, _WINDOW):
-            window = slice(start, min(start + _WINDOW, n_rows))
-            mask[window] = test(window)
+        test = _Reader(expression, look_up, names).test(tree, opposite=False)
     except RecursionError as error:
-        raise OptionError(
-            f"{expression[:_SHOWN]!r}... is nested too deeply: split it into several conditions"
-        ) from error
-    return mask
+        raise too_deep() from error
+
+    def tested(window: slice) -> Mask:
+        try:
+            return test(window)
+        except RecursionError as error:
+            raise too_deep() from error
+        finally:
+            for each in looked_up:
+                page_cache.release(each.values)
+
+    return tested
 
 
 class _Reader:

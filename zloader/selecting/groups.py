@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.machine import require_memory
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.selecting.columns import Column
@@ -59,6 +60,11 @@ def groups_of(columns: Sequence[str], column: Column, n_rows: int) -> Groups:
 
     Raises OptionError for columns that hold fractions or that have too many labels, and any error of `column`.
     """
+    require_memory(
+        8 * n_rows,
+        f"grouping {n_rows} rows by {', '.join(columns)}",
+        "open fewer stores at a time, or use a machine with more memory",
+    )
     codes, n_groups, complete = np.zeros(n_rows, np.int32), 1, np.ones(1, bool)
     for name in columns:
         classes, n_classes = column(name).classes(f"obs column {name!r}")

@@ -26,7 +26,8 @@ def positions_of(rows: RowChoice, n_rows: int, names: Callable[[], pd.Index]) ->
     from the end. `names` returns all obs names, and is called only if `rows` holds names. Raises OptionError.
     """
     if isinstance(rows, slice):
-        return _of_slice(rows, n_rows)
+        found = range_of(rows, n_rows)
+        return np.arange(found.start, found.stop, found.step, dtype=np.int64)
     single = isinstance(rows, int | np.integer | str)
     try:
         given = pd.Index([rows] if single else rows)
@@ -48,9 +49,10 @@ def _unusable(rows: Any) -> OptionError:
     return OptionError(f"rows must be a slice, a mask, row numbers or obs names, in one dimension, not {rows!r:.100}")
 
 
-def _of_slice(rows: slice, n_rows: int) -> Rows:
+def range_of(rows: slice, n_rows: int) -> range:
+    """The row numbers that a slice stands for. Raises OptionError."""
     try:
-        return np.arange(*rows.indices(n_rows), dtype=np.int64)
+        return range(*rows.indices(n_rows))
     except (TypeError, ValueError) as error:
         raise OptionError(f"a slice of rows must hold whole numbers, not {rows!r:.100}: {error}") from error
 

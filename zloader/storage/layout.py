@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -126,6 +126,14 @@ class ArrayLayout:
         return table
 
 
+class RowOffsets(Protocol):
+    """Row offsets (indptr) that are looked up for some rows at a time."""
+
+    def bounds(self, rows: Rows) -> tuple[Rows, Rows]:
+        """The first element of each row and the element after its last."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatrixLayout:
     """How a matrix of rows x genes is stored: as CSR (`genes` and `values`) or dense (`values` only)."""
@@ -141,10 +149,12 @@ class MatrixLayout:
         """The arrays to read: `genes` if the matrix is CSR, then `values`."""
         return (self.values,) if self.genes is None else (self.genes, self.values)
 
-    def elements_of(self, rows: Rows, indptr: NDArray[np.integer] | None) -> tuple[Rows, Rows]:
+    def elements_of(self, rows: Rows, indptr: NDArray[np.integer] | RowOffsets | None) -> tuple[Rows, Rows]:
         """The first element of each row and the element after its last. `indptr` is None for a dense matrix."""
         if indptr is None:
             return rows * self.n_genes, (rows + 1) * self.n_genes
+        if not isinstance(indptr, np.ndarray):
+            return indptr.bounds(rows)
         return indptr[rows].astype(np.int64, copy=False), indptr[rows + 1].astype(np.int64, copy=False)
 
 

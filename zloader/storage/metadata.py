@@ -189,12 +189,13 @@ class IndptrCheck:
     """Checks an indptr window by window. Raises FormatError unless it ascends from 0 to at most `n_elements`."""
 
     def __init__(self, where: str, n_elements: int) -> None:
-        self._where, self._n_elements, self._last = where, n_elements, 0
+        self._where, self._n_elements, self._last, self._next = where, n_elements, 0, 0
 
     def __call__(self, first: int, window: NDArray[Any]) -> None:
-        """Checks the entries from number `first` on."""
-        if first == 0:
+        """Checks the entries from number `first` on, and that they follow those of the window before, if they do."""
+        if first == 0 or first != self._next:
             self._last = 0
+        self._next = first + len(window)
         before = np.append(self._last, window[:-1]) if len(window) else window
         wrong = (window < before) | (window > self._n_elements)
         if first == 0 and len(window):

@@ -1,0 +1,19 @@
+"""Calls a function for several items at once, up to 16 at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_MAX_THREADS = 16  # each waits for a server most of the time
+
+
+def concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results of `function` for each item, in order. Several items run in up to 16 threads."""
+    if len(items) == 1:
+        return [function(items[0])]
+    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
+        return list(threads.map(function, items))
