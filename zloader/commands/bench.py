@@ -1,12 +1,16 @@
-"""`zloader bench`: measures epochs over a store as a training loop reads it, cold and warm.
+"""`zloader bench`: measures epochs over a store as a training loop reads it, cold and warm, and says what bounds them.
 
-Rows are read through a Loader. The figures are its statistics() and the time to the first minibatch. Before the first
-epoch, one row is read without the mirror, so that imports and compilation are not measured.
+Rows are read through a Loader. The figures are its statistics() and those of bench_run.py. Before the first epoch, one
+row is read without the mirror, so that imports and compilation are not measured. After the last one, the speed of the
+link is measured, unless it is stated or nothing depends on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,40 +20,109 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zloader.commands import terminal
+from zloader.commands.bench_run import BenchEpoch, BenchQuality, BenchRun, figures_of, medians, run_epoch
+from zloader.commands.bill_run import Prices
 from zloader.commands.command import (
     KEYS,
     Anonymous,
+    BatchSize,
+    BlockSize,
     Debug,
+    Dtype,
     EndedError,
     Endpoint,
+    FetchFactor,
+    GigabyteEgress,
+    GpuHour,
     Json,
+    Layout,
     Matrices,
+    Memory,
+    NvmeGigabyteMonth,
+    ObsColumns,
     Profile,
     Region,
+    ThousandGets,
+    access_flags,
     app,
     loader_sizes,
     print_json,
     storage_options,
     x_of,
 )
-from zloader.common.errors import ZloaderError
+from zloader.common.errors import OptionError, ZloaderError
 
 if TYPE_CHECKING:
-    from zloader.common.records import Statistics
-    from zloader.training.loader import Loader
+    from rich.console import Console
 
-KINDS = ("cold", "mixed", "warm")
-_LOADER = "Loader options"
+    from zloader.common.options import FetchOptions
+    from zloader.dataset.dataset import Dataset
+    from zloader.training.loader import Loader
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchEpoch:
-    """One epoch. `figures` are by name, from `figures_of`. `complete` is False if the epoch was interrupted."""
+class BenchOptions:
+    """What is measured, and how it is reported. Sizes that are None are those of a Loader."""
 
-    epoch: int
-    kind: str
-    complete: bool
-    figures: Mapping[str, float]
+    urls: list[str]
+    cache: Path | None
+    epochs: int
+    step_s: float
+    join: str | None
+    genes_by: str | None
+    x: str | list[str]
+    obs: list[str]
+    sizes: dict[str, int]
+    memory: str
+    layout: str
+    dtype: str
+    label: str | None
+    link_bytes_per_s: int | None
+    prices: Prices
+    access: dict[str, Any]
+
+    def opened(self, cache: Path | None) -> Dataset:
+        """The stores as one dataset, with or without a cache."""
+        from zloader.dataset.dataset import open_dataset
+
+        source: Any = self.urls[0] if len(self.urls) == 1 else self.urls
+        named: Any = {"storage_options": self.access, "join": self.join, "genes_by": self.genes_by}
+        return open_dataset(source, cache=cache, **named)
+
+    def loader(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = ()) -> Loader:
+        """A loader of a dataset with these options."""
+        from zloader.training.loader import Loader
+
+        return Loader(
+            dataset,
+            batch_size=self.sizes["batch_size"],
+            fetch_factor=self.sizes["fetch_factor"],
+            sampling=sampling,
+            options=self.fetching,
+            x=self.x,
+            obs=list(obs),
+            layout=self.layout,  # type: ignore[arg-type]
+            dtype=self.dtype,
+            rank=0,
+            world_size=1,
+        )
+
+    @property
+    def fetching(self) -> FetchOptions:
+        """The options of reading."""
+        from zloader.common.options import FetchOptions
+
+        return FetchOptions(memory=self.memory)
+
+    @property
+    def words(self) -> list[str]:
+        """The flags that make the same loader, apart from those of access and of the cache."""
+        listed = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
+        listed |= {"--join": self.join, "--genes-by": self.genes_by, "--obs": ",".join(self.obs)}
+        listed |= {"--layout": self.layout, "--dtype": self.dtype}
+        x = [self.x] if isinstance(self.x, str) else self.x
+        words = [word for name, value in listed.items() if value for word in (name, str(value))]
+        return words + [word for name in x for word in ("--x", name)]
 
 
 @app.command(epilog=KEYS)
@@ -66,6 +139,21 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs to measure.")] = 3,
     step_ms: Annotated[float, typer.Option(min=0, help="Simulated training time per minibatch, in ms.")] = 0.0,
+    report: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write an HTML report.", show_default=False)
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="obs column: say how well its labels are mixed.", show_default=False),
+    ] = None,
+    link_speed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per second of the link to the store.",
+            show_default="measured, 2 s, unless the store is local",
+        ),
+    ] = None,
     join: Annotated[
         str | None, typer.Option(help="Genes of stores that differ: inner or outer.", show_default="must be equal")
     ] = None,
@@ -73,30 +161,17 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         str | None, typer.Option(metavar="COLUMN", help="var column that names the genes.", show_default="var_names")
     ] = None,
     x: Matrices = None,
-    obs: Annotated[
-        str, typer.Option(metavar="A,B", help="obs columns to read.", show_default="none", rich_help_panel=_LOADER)
-    ] = "",
-    batch_size: Annotated[
-        int | None, typer.Option(help="Rows per minibatch.", show_default="64", rich_help_panel=_LOADER)
-    ] = None,
-    fetch_factor: Annotated[
-        int | None, typer.Option(help="Minibatches per fetch.", show_default="256", rich_help_panel=_LOADER)
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(help="Rows per shuffled block, at most one fetch.", show_default="64", rich_help_panel=_LOADER),
-    ] = None,
-    memory: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory limit for reads, fetches and minibatches.",
-            show_default="set by the machine's memory",
-            rich_help_panel=_LOADER,
-        ),
-    ] = "0",
-    layout: Annotated[str, typer.Option(help="csr, dense, scipy or anndata.", rich_help_panel=_LOADER)] = "csr",
-    dtype: Annotated[str, typer.Option(help="float32, float64, int32 or int64.", rich_help_panel=_LOADER)] = "float32",
+    obs: ObsColumns = "",
+    batch_size: BatchSize = None,
+    fetch_factor: FetchFactor = None,
+    block_size: BlockSize = None,
+    memory: Memory = "0",
+    layout: Layout = "csr",
+    dtype: Dtype = "float32",
+    gpu_hour: GpuHour = Prices.gpu_hour,
+    thousand_gets: ThousandGets = Prices.thousand_gets,
+    gigabyte_egress: GigabyteEgress = Prices.gigabyte_egress,
+    nvme_gigabyte_month: NvmeGigabyteMonth = Prices.nvme_gigabyte_month,
     endpoint_url: Endpoint = None,
     region: Region = None,
     profile: Profile = None,
@@ -104,115 +179,156 @@ def bench(  # noqa: PLR0913 - one parameter a flag
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure epochs over a store, read as a training loop would read it.
+    """Measure epochs over a store, read as a training loop would read it, and say what bounds their speed.
 
-    A cold epoch reads all its chunks from the store, a warm epoch all from the mirror, and a mixed epoch from both.
+    A cold epoch begins without a mirror or with an empty one, a warm epoch reads the mirror only, and a mixed epoch
+    begins with a part of the mirror.
     """
-    from zloader.common.options import FetchOptions
-    from zloader.dataset.dataset import open_dataset
-    from zloader.order.sampling import Streaming, stratified
-    from zloader.training.loader import Loader
+    from zloader.commands.page import require_drawable
 
-    sizes = loader_sizes(batch_size, fetch_factor, block_size)
-    block_size = sizes.pop("block_size")
-    columns = [column.strip() for column in obs.split(",") if column.strip()]
-    fetching = FetchOptions(memory=memory)
-    options: dict[str, Any] = {
-        **sizes,
-        "options": fetching,
-        "x": x_of(x),
-        "layout": layout,
-        "dtype": dtype,
-        "rank": 0,
-        "world_size": 1,
-    }
-    source: Any = urls[0] if len(urls) == 1 else urls
-    access = storage_options(endpoint_url, region, profile, anon)
-    opening: Any = {"storage_options": access, "join": join, "genes_by": genes_by}
-    loader = Loader(
-        open_dataset(source, cache=cache, **opening),
-        sampling=stratified(block_size),
-        obs=columns,
-        **options,
+    require_drawable(report)
+    prices = Prices(
+        gpu_hour=gpu_hour,
+        thousand_gets=thousand_gets,
+        gigabyte_egress=gigabyte_egress,
+        nvme_gigabyte_month=nvme_gigabyte_month,
+    )
+    _require_prices(prices)
+    options = BenchOptions(
+        urls=urls,
+        cache=cache,
+        epochs=epochs,
+        step_s=step_ms / 1000,
+        join=join,
+        genes_by=genes_by,
+        x=x_of(x),
+        obs=[column.strip() for column in obs.split(",") if column.strip()],
+        sizes=loader_sizes(batch_size, fetch_factor, block_size),
+        memory=memory,
+        layout=layout,
+        dtype=dtype,
+        label=label,
+        link_bytes_per_s=_link_of(link_speed),
+        prices=prices,
+        access=storage_options(endpoint_url, region, profile, anon),
     )
     console = terminal.console(stderr=as_json)
-    rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
-    console.print(f"{', '.join(urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
-    for _ in Loader(open_dataset(source, **opening), sampling=Streaming(indices=[0]), **options):
-        pass
+    loader, run = _prepared(options, console)
 
-    settings = {"urls": urls, "rows": rows, "genes": genes, "cache": cache, "step_ms": step_ms}
-    settings |= {"join": join, "genes_by": genes_by}
-    settings |= {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
-    settings |= {**sizes, "block_size": block_size, "x": x_of(x), "obs": columns, "layout": layout, "dtype": dtype}
-    measured: list[BenchEpoch] = []
+    def finish(run: BenchRun) -> None:
+        _show(console, run, as_json=as_json)
+        if report is not None and run.epochs:
+            flags = [*options.words, *access_flags(endpoint_url, region, profile, anon)]
+            _write(run, report, options.access, flags)
+            console.print(f"report: {report.absolute()}", soft_wrap=True)
+
     try:
-        with terminal.bench_view(console, rows, lambda: figures_of(loader.statistics())):
-            for _ in range(epochs):
-                run_epoch(loader, measured, step_s=step_ms / 1000)
-                console.print(_line(measured[-1]), soft_wrap=True)
+        _measure(loader, run, console, epochs)
+        run = _with_link(loader, run, console)
     except (KeyboardInterrupt, EndedError):
-        _show(console, settings, measured, as_json=as_json)
+        finish(run)
         raise
-    _show(console, settings, measured, as_json=as_json)
+    finish(run)
 
 
-def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0) -> None:
-    """Reads the next epoch and appends its figures to `measured`, even if the epoch is interrupted.
+def _link_of(link_speed: str | None) -> int | None:
+    from zloader.common.checks import parse_size, require_at_least
 
-    Raises ZloaderError if the epoch does not have every row exactly once.
-    """
-    rows = minibatches = row_sum = 0
-    first_minibatch_s = 0.0
-    complete = False
-    began = time.perf_counter()
+    if link_speed is None:
+        return None
+    n_bytes = parse_size(link_speed.removesuffix("/s"))
+    require_at_least(1, link_speed=n_bytes)
+    return n_bytes
+
+
+def _require_prices(prices: Prices) -> None:
+    for name, value in dataclasses.asdict(prices).items():
+        if not (math.isfinite(value) and value >= 0):
+            raise OptionError(f"--{name.replace('_', '-')} must be a number of at least 0, not {value:g}")
+
+
+# ---- measuring
+
+
+def _prepared(options: BenchOptions, console: Console) -> tuple[Loader, BenchRun]:
+    """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
+    from zloader.order.sampling import Streaming, stratified
+
+    sampling = stratified(options.sizes["block_size"])
+    loader = options.loader(options.opened(options.cache), sampling, options.obs)
+    rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
+    console.print(f"{', '.join(options.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
+    unmirrored = options.opened(None)
+    for _ in options.loader(unmirrored, Streaming(indices=[0])):
+        pass
+    return loader, BenchRun(
+        urls=options.urls,
+        rows=rows,
+        genes=genes,
+        local=all(store.location.scheme == "file" for store in loader.dataset.stores),
+        cache=options.cache,
+        batch_size=options.sizes["batch_size"],
+        step_s=options.step_s,
+        cores=loader.options.threads,
+        load=_load(),
+        settings=_settings(options, rows, genes),
+        prices=options.prices,
+        epochs=[],
+        link_bytes_per_s=options.link_bytes_per_s,
+        link_stated=options.link_bytes_per_s is not None,
+        quality=None if options.label is None else _quality(options.label, unmirrored, loader),
+    )
+
+
+def _load() -> float:
+    """The load average of the last minute; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return os.getloadavg()[0]
+    return 0.0
+
+
+def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
+    """Reads the column without the mirror, so that the first epoch finds it empty."""
+    from zloader.dataset.quality import quality
+
+    return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
+
+
+def _settings(options: BenchOptions, rows: int, genes: int) -> dict[str, Any]:
+    fetching = options.fetching
+    budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
+    opening = {"join": options.join, "genes_by": options.genes_by}
+    stores = {"urls": options.urls, "rows": rows, "genes": genes, "cache": options.cache}
+    form = {"x": options.x, "obs": options.obs, "layout": options.layout, "dtype": options.dtype}
+    return {**stores, "step_ms": 1000 * options.step_s, **opening, **budgets, **options.sizes, **form}
+
+
+def _measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
+    """Appends the epochs to `run`, the last one even if it is interrupted."""
+    measured, began = run.epochs, time.perf_counter()
+    with terminal.bench_view(console, run.rows, lambda: figures_of(loader.statistics())):
+        for _ in range(epochs):
+            run_epoch(loader, measured, step_s=run.step_s, began=began)
+            console.print(_line(measured[-1]), soft_wrap=True)
+
+
+def _with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
+    """Measures the link if an epoch that was long enough to be judged read from a store that is not local."""
+    from zloader.dataset.link import link_bytes_per_s
+
+    read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
+    if run.local or run.link_stated or not read:
+        return run
     try:
-        for minibatch in loader:
-            if not minibatches:
-                first_minibatch_s = time.perf_counter() - began
-            minibatches += 1
-            rows += len(minibatch)
-            row_sum += int(minibatch.index.sum())
-            if step_s:
-                time.sleep(step_s)
-        n = loader.dataset.n_obs
-        _require_complete(
-            minibatches=(minibatches, len(loader)), rows=(rows, n), sum_of_row_numbers=(row_sum, n * (n - 1) // 2)
-        )
-        complete = True
-    finally:
-        if minibatches:
-            figures = figures_of(loader.statistics()) | {"first_minibatch_s": first_minibatch_s}
-            epoch = int(figures.pop("epoch"))
-            measured.append(BenchEpoch(epoch=epoch, kind=_kind(figures), complete=complete, figures=figures))
+        with console.status("measuring the link"):
+            speed = link_bytes_per_s(loader.dataset, x=loader.x or "X", options=loader.options)
+    except ZloaderError as error:
+        console.print(f"the link was not measured: {error}", soft_wrap=True)
+        return run
+    return dataclasses.replace(run, link_bytes_per_s=speed)
 
 
-def _require_complete(**counts: tuple[int, int]) -> None:
-    for name, (found, expected) in counts.items():
-        if found != expected:
-            raise ZloaderError(
-                f"an epoch did not have every row exactly once: its {name.replace('_', ' ')} should be {expected:,}, "
-                f"but came to {found:,}. This is a bug: please report it with the output of 'zloader verify'"
-            )
-
-
-def figures_of(statistics: Statistics) -> dict[str, float]:
-    """The figures of an epoch by name: the fields of Statistics, and rates and shares computed from them."""
-    figures = dataclasses.asdict(statistics)
-    chunks = statistics.chunks_decoded + statistics.chunks_from_mirror
-    return figures | {
-        "rows_per_s": statistics.rows_per_s,
-        "wait_share": statistics.wait_share,
-        "bytes_read_per_s": statistics.bytes_read / statistics.elapsed_s if statistics.elapsed_s else 0.0,
-        "mirror_share": statistics.chunks_from_mirror / chunks if chunks else 0.0,
-    }
-
-
-def _kind(figures: Mapping[str, float]) -> str:
-    # The epoch that fills a mirror is mixed too, because later fetches find chunks that earlier fetches have read.
-    if figures["chunks_from_mirror"] == 0:
-        return "cold"
-    return "mixed" if figures["chunks_decoded"] else "warm"
+# ---- results
 
 
 def _line(epoch: BenchEpoch) -> str:
@@ -220,30 +336,45 @@ def _line(epoch: BenchEpoch) -> str:
     return f"epoch {epoch.epoch}, {epoch.kind}{interrupted}: {terminal.one_line(epoch.figures)}"
 
 
-def medians(epochs: Sequence[BenchEpoch]) -> dict[str, dict[str, float]]:
-    """The median of each figure over the complete epochs of each kind, and the number of these epochs."""
-    from statistics import median
-
-    by_kind: dict[str, dict[str, float]] = {}
-    for kind in KINDS:
-        complete = [epoch.figures for epoch in epochs if epoch.complete and epoch.kind == kind]
-        if complete:
-            by_kind[kind] = {"epochs": float(len(complete))} | {
-                name: median(figures[name] for figures in complete) for name in complete[0]
-            }
-    return by_kind
-
-
-def _show(console: Any, settings: Mapping[str, Any], measured: Sequence[BenchEpoch], *, as_json: bool) -> None:
-    """Prints all figures as JSON, or the medians as a table."""
+def _show(console: Console, run: BenchRun, *, as_json: bool) -> None:
+    """Prints all figures as JSON, or the medians as a table and the advice."""
     if as_json:
-        epochs = [dataclasses.asdict(epoch) for epoch in measured]
-        print_json({**settings, "epochs": epochs, "medians": medians(measured)})
+        print_json(_document(run))
         return
     columns: dict[str, Mapping[str, float]] = {}
-    for kind, figures in medians(measured).items():
+    for kind, figures in medians(run.epochs).items():
         n = int(figures["epochs"])
         columns[f"{kind}, median of {n}" if n > 1 else kind] = figures
-    columns |= {f"epoch {epoch.epoch}, interrupted": epoch.figures for epoch in measured if not epoch.complete}
+    columns |= {f"epoch {epoch.epoch}, interrupted": epoch.figures for epoch in run.epochs if not epoch.complete}
     if columns:
         terminal.show_figures(console, columns)
+    for sentence in run.sentences:
+        console.print(sentence, soft_wrap=True)
+
+
+def _document(run: BenchRun) -> dict[str, Any]:
+    """The samples over time are left out."""
+    epochs = [{name: value for name, value in vars(epoch).items() if name != "samples"} for epoch in run.epochs]
+    quality = None if run.quality is None else dataclasses.asdict(run.quality) | {"percent": run.quality.percent}
+    prices = dataclasses.asdict(run.prices)
+    del prices["producer_hour"]
+    return {
+        **run.settings,
+        "epochs": epochs,
+        "medians": medians(run.epochs),
+        "link_bytes_per_s": run.link_bytes_per_s,
+        "link_stated": run.link_stated,
+        "load": run.load,
+        "prices": prices,
+        "dollars": {kind: run.dollars(figures) for kind, figures in medians(run.epochs).items()},
+        "quality": quality,
+        "advice": {kind: dataclasses.asdict(advice) for kind, advice in run.advice.items()},
+        "sentences": run.sentences,
+    }
+
+
+def _write(run: BenchRun, report: Path, access: Mapping[str, Any], flags: Sequence[str]) -> None:
+    from zloader.commands import page
+    from zloader.commands.bench_page import render
+
+    page.write(render(run, access, flags), report)

@@ -1,0 +1,85 @@
+"""Measures how fast this machine reads a store: for two seconds, many reads at once, and nothing is decoded.
+
+The reads are parts of the matrix, in an order that jumps between objects. A slow link gets five seconds. The rate is
+counted from the first read that is complete, so that latency and the opening of connections do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+from zloader.common.checks import one_or_more
+from zloader.common.options import FetchOptions
+from zloader.common.records import ByteSource, Span
+from zloader.dataset.dataset import Dataset
+from zloader.reading.bridge import Bridge, Put
+
+_READ_BYTES = 1 << 20  # TensorStore reaches the speed of a link with reads of 1 to 8 MiB
+_LEAST_LANES, _MOST_LANES = 8, 64
+_ENOUGH_S, _MOST_S = 2.0, 5.0
+_MOST_BYTES = 1 << 30
+_ROUNDS = 2  # reads per lane without which the rate would be a guess
+_MOST_PARTS = 4096  # of the matrix, which are read again and again
+
+
+def link_bytes_per_s(
+    dataset: Dataset, *, x: str | Sequence[str] = "X", options: FetchOptions, enough_s: float = _ENOUGH_S
+) -> float | None:
+    """Bytes per second of reading parts of `x` without decoding them; None if it is too slow or too little to tell.
+
+    Reads for `enough_s` seconds, or up to five on a slow link, and 1 GiB at most. Raises any ReadError.
+    """
+    parts = list(itertools.islice(_parts(dataset, one_or_more(x=x), options), _MOST_PARTS))
+    if not parts:
+        return None
+    n_lanes = max(_LEAST_LANES, min(_MOST_LANES, options.in_flight_bytes // _READ_BYTES))
+    reads = itertools.cycle(parts)
+    began = time.perf_counter()
+    done: list[tuple[float, int]] = []  # when each read was complete, in order, and its bytes
+
+    def is_enough() -> bool:
+        seconds, n_bytes = time.perf_counter() - began, sum(size for _, size in done)
+        return (seconds > enough_s and len(done) >= _ROUNDS * n_lanes) or n_bytes >= _MOST_BYTES
+
+    async def read_on() -> None:
+        while not is_enough():
+            source, span = next(reads)
+            (stored,) = await source.read([span])
+            done.append((time.perf_counter(), len(stored)))
+
+    async def produce(put: Put[None]) -> None:
+        try:
+            async with asyncio.timeout(_MOST_S), asyncio.TaskGroup() as group:
+                for _ in range(n_lanes):
+                    group.create_task(read_on())
+        except TimeoutError:
+            pass
+        await put([None], 1)
+
+    for _ in Bridge(produce, ready_bytes=1, name="zloader-link"):
+        pass
+    if len(done) < _ROUNDS * n_lanes or done[-1][0] <= done[0][0]:
+        return None
+    return sum(size for _, size in done[1:]) / (done[-1][0] - done[0][0])
+
+
+def _parts(dataset: Dataset, names: Sequence[str], options: FetchOptions) -> Iterator[tuple[ByteSource, Span]]:
+    """Parts of the stored objects of some matrices. Successive parts are of different objects."""
+    objects = []
+    for store in dataset.stores:
+        source, sizes = store.source(options), store.object_sizes()
+        keys = [
+            array.shard_key(shard)
+            for name in names
+            for array in store.matrix(name).arrays
+            for shard in range(min(array.n_shards, _MOST_PARTS))
+        ]
+        objects += [(source, key, sizes[key]) for key in keys if sizes.get(key)]
+    longest = max((size for _, _, size in objects), default=0)
+    for start in range(0, longest, _READ_BYTES):
+        for source, key, size in objects:
+            if start < size:
+                yield source, Span(key=key, start=start, stop=min(start + _READ_BYTES, size))
