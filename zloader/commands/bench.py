@@ -7,20 +7,19 @@ link is measured, unless it is stated or nothing depends on it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from zloader.commands import terminal
-from zloader.commands.bench_run import BenchEpoch, BenchQuality, BenchRun, figures_of, medians, run_epoch
+from zloader.commands.bench_options import BenchOptions
+from zloader.commands.bench_results import BenchRun, medians
+from zloader.commands.bench_run import measure, prepared, with_link
 from zloader.commands.bill_run import Prices
 from zloader.commands.command import (
     KEYS,
@@ -50,79 +49,7 @@ from zloader.commands.command import (
     storage_options,
     x_of,
 )
-from zloader.common.errors import OptionError, ZloaderError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from zloader.common.options import FetchOptions
-    from zloader.dataset.dataset import Dataset
-    from zloader.training.loader import Loader
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """What is measured, and how it is reported. Sizes that are None are those of a Loader."""
-
-    urls: list[str]
-    cache: Path | None
-    epochs: int
-    step_s: float
-    join: str | None
-    genes_by: str | None
-    x: str | list[str]
-    obs: list[str]
-    sizes: dict[str, int]
-    memory: str
-    layout: str
-    dtype: str
-    label: str | None
-    link_bytes_per_s: int | None
-    prices: Prices
-    access: dict[str, Any]
-
-    def opened(self, cache: Path | None) -> Dataset:
-        """The stores as one dataset, with or without a cache."""
-        from zloader.dataset.dataset import open_dataset
-
-        source: Any = self.urls[0] if len(self.urls) == 1 else self.urls
-        named: Any = {"storage_options": self.access, "join": self.join, "genes_by": self.genes_by}
-        return open_dataset(source, cache=cache, **named)
-
-    def loader(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = ()) -> Loader:
-        """A loader of a dataset with these options."""
-        from zloader.training.loader import Loader
-
-        return Loader(
-            dataset,
-            batch_size=self.sizes["batch_size"],
-            fetch_factor=self.sizes["fetch_factor"],
-            sampling=sampling,
-            options=self.fetching,
-            x=self.x,
-            obs=list(obs),
-            layout=self.layout,  # type: ignore[arg-type]
-            dtype=self.dtype,
-            rank=0,
-            world_size=1,
-        )
-
-    @property
-    def fetching(self) -> FetchOptions:
-        """The options of reading."""
-        from zloader.common.options import FetchOptions
-
-        return FetchOptions(memory=self.memory)
-
-    @property
-    def words(self) -> list[str]:
-        """The flags that make the same loader, apart from those of access and of the cache."""
-        listed = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
-        listed |= {"--join": self.join, "--genes-by": self.genes_by, "--obs": ",".join(self.obs)}
-        listed |= {"--layout": self.layout, "--dtype": self.dtype}
-        x = [self.x] if isinstance(self.x, str) else self.x
-        words = [word for name, value in listed.items() if value for word in (name, str(value))]
-        return words + [word for name in x for word in ("--x", name)]
+from zloader.common.errors import OptionError
 
 
 @app.command(epilog=KEYS)
@@ -213,7 +140,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         access=storage_options(endpoint_url, region, profile, anon),
     )
     console = terminal.console(stderr=as_json)
-    loader, run = _prepared(options, console)
+    loader, run = prepared(options, console)
 
     def finish(run: BenchRun) -> None:
         _show(console, run, as_json=as_json)
@@ -223,8 +150,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
             console.print(f"report: {report.absolute()}", soft_wrap=True)
 
     try:
-        _measure(loader, run, console, epochs)
-        run = _with_link(loader, run, console)
+        measure(loader, run, console, epochs)
+        run = with_link(loader, run, console)
     except (KeyboardInterrupt, EndedError):
         finish(run)
         raise
@@ -247,93 +174,7 @@ def _require_prices(prices: Prices) -> None:
             raise OptionError(f"--{name.replace('_', '-')} must be a number of at least 0, not {value:g}")
 
 
-# ---- measuring
-
-
-def _prepared(options: BenchOptions, console: Console) -> tuple[Loader, BenchRun]:
-    """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
-    from zloader.order.sampling import Streaming, stratified
-
-    sampling = stratified(options.sizes["block_size"])
-    loader = options.loader(options.opened(options.cache), sampling, options.obs)
-    rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
-    console.print(f"{', '.join(options.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
-    unmirrored = options.opened(None)
-    for _ in options.loader(unmirrored, Streaming(indices=[0])):
-        pass
-    return loader, BenchRun(
-        urls=options.urls,
-        rows=rows,
-        genes=genes,
-        local=all(store.location.scheme == "file" for store in loader.dataset.stores),
-        cache=options.cache,
-        batch_size=options.sizes["batch_size"],
-        step_s=options.step_s,
-        cores=loader.options.threads,
-        load=_load(),
-        settings=_settings(options, rows, genes),
-        prices=options.prices,
-        epochs=[],
-        link_bytes_per_s=options.link_bytes_per_s,
-        link_stated=options.link_bytes_per_s is not None,
-        quality=None if options.label is None else _quality(options.label, unmirrored, loader),
-    )
-
-
-def _load() -> float:
-    """The load average of the last minute; 0 where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return os.getloadavg()[0]
-    return 0.0
-
-
-def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
-    """Reads the column without the mirror, so that the first epoch finds it empty."""
-    from zloader.dataset.quality import quality
-
-    return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
-
-
-def _settings(options: BenchOptions, rows: int, genes: int) -> dict[str, Any]:
-    fetching = options.fetching
-    budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
-    opening = {"join": options.join, "genes_by": options.genes_by}
-    stores = {"urls": options.urls, "rows": rows, "genes": genes, "cache": options.cache}
-    form = {"x": options.x, "obs": options.obs, "layout": options.layout, "dtype": options.dtype}
-    return {**stores, "step_ms": 1000 * options.step_s, **opening, **budgets, **options.sizes, **form}
-
-
-def _measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
-    """Appends the epochs to `run`, the last one even if it is interrupted."""
-    measured, began = run.epochs, time.perf_counter()
-    with terminal.bench_view(console, run.rows, lambda: figures_of(loader.statistics())):
-        for _ in range(epochs):
-            run_epoch(loader, measured, step_s=run.step_s, began=began)
-            console.print(_line(measured[-1]), soft_wrap=True)
-
-
-def _with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
-    """Measures the link if an epoch that was long enough to be judged read from a store that is not local."""
-    from zloader.dataset.link import link_bytes_per_s
-
-    read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
-    if run.local or run.link_stated or not read:
-        return run
-    try:
-        with console.status("measuring the link"):
-            speed = link_bytes_per_s(loader.dataset, x=loader.x or "X", options=loader.options)
-    except ZloaderError as error:
-        console.print(f"the link was not measured: {error}", soft_wrap=True)
-        return run
-    return dataclasses.replace(run, link_bytes_per_s=speed)
-
-
 # ---- results
-
-
-def _line(epoch: BenchEpoch) -> str:
-    interrupted = "" if epoch.complete else ", interrupted"
-    return f"epoch {epoch.epoch}, {epoch.kind}{interrupted}: {terminal.one_line(epoch.figures)}"
 
 
 def _show(console: Console, run: BenchRun, *, as_json: bool) -> None:

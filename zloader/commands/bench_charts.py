@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from zloader.commands.bench_run import KINDS, BenchEpoch, BenchRun, Sample
+from zloader.commands.bench_results import KINDS, BenchEpoch, BenchRun, Sample
 from zloader.commands.charts import OVER, draw_rates, name_colours, rates, scale_speeds
 from zloader.commands.demo_results import size
 from zloader.commands.page import COLD, LIGHT, WARM, Chart

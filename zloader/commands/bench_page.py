@@ -8,7 +8,7 @@ from typing import Any
 
 from zloader.commands import page
 from zloader.commands.bench_charts import charts
-from zloader.commands.bench_run import BenchEpoch, BenchQuality, BenchRun
+from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun
 from zloader.commands.demo_results import size
 
 _MOST_ROWS = 50  # of the table of epochs
@@ -77,8 +77,8 @@ def _caveats(run: BenchRun) -> list[str]:
         found.append(f"The run was interrupted in epoch {run.epochs[-1].epoch}.")
     if run.load > run.cores / 2:
         found.append(
-            f"The machine was busy before the first epoch: its load was {run.load:.1f} with {run.cores} cores. "
-            "Other programs may have taken time from every figure."
+            f"The machine was busy in the minute before the first epoch: its load was {run.load:.1f} with {run.cores} "
+            "cores. If another program went on running, every figure is worse than it could be."
         )
     if run.local and any(epoch.figures["bytes_read"] for epoch in run.epochs):
         found.append(

@@ -1,152 +1,117 @@
-"""Measures epochs for `zloader bench`: the figures of each, and samples of it over time."""
+"""Measures epochs for `zloader bench`: the figures of each, samples of it over time, and the speed of the link."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zloader.commands.bench_advice import Advice, Pace, advise, compare
-from zloader.commands.bill_run import Prices
+from zloader.commands import terminal
+from zloader.commands.bench_options import BenchOptions
+from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
 from zloader.common.errors import ZloaderError
+from zloader.common.machine import available_cores
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from zloader.caching.chunk_file import ChunkFile
     from zloader.common.records import Statistics
     from zloader.dataset.dataset import Dataset
-    from zloader.dataset.quality import Quality
     from zloader.training.loader import Loader
 
-KINDS = ("cold", "mixed", "warm")
 _MOST_SAMPLES = 256  # of an epoch
 _FIRST_INTERVAL_S = 0.01
 _PAUSES = 50  # pauses are this many times as long as a sample takes, so that sampling takes 2 % of the time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """An epoch at one moment, in totals since its beginning. `mirrored` is the share of chunks in the mirror."""
+def prepared(options: BenchOptions, console: Console) -> tuple[Loader, BenchRun]:
+    """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
+    from zloader.order.sampling import Streaming, stratified
 
-    at_s: float
-    rows: int
-    bytes_read: int
-    wait_s: float
-    mirrored: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchEpoch:
-    """One epoch. `figures` are by name, from `figures_of`. `complete` is False if the epoch was interrupted.
-
-    `began_s` is in seconds since the first epoch began.
-    """
-
-    epoch: int
-    kind: str
-    complete: bool
-    figures: Mapping[str, float]
-    began_s: float = 0.0
-    samples: Sequence[Sample] = field(default=(), repr=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchQuality:
-    """How well the order of epoch 0 mixes the obs column `label`."""
-
-    label: str
-    measured: Quality
-
-    @property
-    def percent(self) -> float:
-        """The entropy in percent of that of random minibatches; 100 if all labels are alike."""
-        random = self.measured.random_entropy_bits
-        return 100 * self.measured.entropy_bits / random if random > 0 else 100.0
+    sampling = stratified(options.sizes["block_size"])
+    loader = options.loader(options.opened(options.cache), sampling, options.obs)
+    rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
+    console.print(f"{', '.join(options.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
+    unmirrored = options.opened(None)
+    for _ in options.loader(unmirrored, Streaming(indices=[0])):
+        pass
+    return loader, BenchRun(
+        urls=options.urls,
+        rows=rows,
+        genes=genes,
+        local=all(store.location.scheme == "file" for store in loader.dataset.stores),
+        cache=options.cache,
+        batch_size=options.sizes["batch_size"],
+        step_s=options.step_s,
+        cores=available_cores(),
+        load=_load(),
+        settings=_settings(options, rows, genes),
+        prices=options.prices,
+        epochs=[],
+        link_bytes_per_s=options.link_bytes_per_s,
+        link_stated=options.link_bytes_per_s is not None,
+        quality=None if options.label is None else _quality(options.label, unmirrored, loader),
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchRun:
-    """The results of `zloader bench`.
-
-    `settings` are the options by name, as in the JSON. `link_bytes_per_s` is None if it was neither stated nor
-    measured. Reads of a local store cost nothing. Epochs are appended as they end. `load` is the load average of the machine before the first epoch.
-    """
-
-    urls: Sequence[str]
-    rows: int
-    genes: int
-    local: bool
-    cache: Path | None
-    batch_size: int
-    step_s: float
-    cores: int
-    load: float
-    settings: Mapping[str, Any]
-    prices: Prices
-    epochs: list[BenchEpoch]
-    link_bytes_per_s: float | None = None
-    link_stated: bool = False
-    quality: BenchQuality | None = None
-
-    def of_kind(self, kind: str) -> Mapping[str, float] | None:
-        """The medians of the complete epochs of a kind, or the figures of an interrupted one; None without any."""
-        complete = medians(self.epochs).get(kind)
-        if complete is not None:
-            return complete
-        return next((epoch.figures for epoch in self.epochs if epoch.kind == kind), None)
-
-    def pace(self, kind: str) -> Pace | None:
-        """What is known of the speed of the epochs of a kind."""
-        figures = self.of_kind(kind)
-        if figures is None:
-            return None
-        names = [field.name for field in dataclasses.fields(Pace)]
-        return Pace(
-            **{name: figures[name] for name in names if name in figures},
-            kind=kind,
-            step_s=self.step_s,
-            cores=self.cores,
-            local=self.local,
-            link_bytes_per_s=self.link_bytes_per_s,
-            link_stated=self.link_stated,
-        )
-
-    @property
-    def paces(self) -> Mapping[str, Pace]:
-        """The pace of each kind of epoch that there was."""
-        found = {kind: self.pace(kind) for kind in KINDS}
-        return {kind: pace for kind, pace in found.items() if pace is not None}
-
-    @property
-    def advice(self) -> Mapping[str, Advice]:
-        """What bounds each kind of epoch."""
-        return {kind: advise(pace) for kind, pace in self.paces.items()}
-
-    @property
-    def sentences(self) -> Sequence[str]:
-        """All advice in plain words."""
-        of_kinds = [f"{kind.capitalize()} epochs: {advice.text}" for kind, advice in self.advice.items()]
-        if {advice.bound for advice in self.advice.values()} == {"short"}:
-            of_kinds = [
-                f"This store is too small to measure: {self.rows:,} rows are loaded in less than a second or two, and "
-                "most of that is start-up. The figures below are no speeds that a larger store would have."
-            ]
-        return [*of_kinds, *compare(self.paces)]
-
-    def dollars(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Dollars of an epoch by item. A GPU is counted if there was a training step."""
-        return self.prices.dollars(
-            gets=0 if self.local else figures["gets"],
-            gigabytes=0 if self.local else figures["bytes_read"] / 1e9,
-            mirrored_gigabytes=figures["mirror_bytes"] / 1e9,
-            hours=figures["elapsed_s"] / 3600,
-            gpus=1 if self.step_s else 0,
-        )
+def _load() -> float:
+    """The load average of the last minute; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return os.getloadavg()[0]
+    return 0.0
 
 
-# ---- measuring
+def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
+    """Reads the column without the mirror, so that the first epoch finds it empty."""
+    from zloader.dataset.quality import quality
+
+    return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
+
+
+def _settings(options: BenchOptions, rows: int, genes: int) -> dict[str, Any]:
+    fetching = options.fetching
+    budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
+    opening = {"join": options.join, "genes_by": options.genes_by}
+    stores = {"urls": options.urls, "rows": rows, "genes": genes, "cache": options.cache}
+    form = {"x": options.x, "obs": options.obs, "layout": options.layout, "dtype": options.dtype}
+    return {**stores, "step_ms": 1000 * options.step_s, **opening, **budgets, **options.sizes, **form}
+
+
+def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
+    """Appends the epochs to `run`, the last one even if it is interrupted."""
+    measured, began = run.epochs, time.perf_counter()
+    with terminal.bench_view(console, run.rows, lambda: figures_of(loader.statistics())):
+        for _ in range(epochs):
+            run_epoch(loader, measured, step_s=run.step_s, began=began)
+            console.print(_line(measured[-1]), soft_wrap=True)
+
+
+def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
+    """Measures the link if an epoch that was long enough to be judged read from a store that is not local."""
+    from zloader.dataset.link import link_bytes_per_s
+
+    read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
+    if run.local or run.link_stated or not read:
+        return run
+    try:
+        with console.status("measuring the link"):
+            speed = link_bytes_per_s(loader.dataset, x=loader.x or "X", options=loader.options)
+    except ZloaderError as error:
+        console.print(f"the link was not measured: {error}", soft_wrap=True)
+        return run
+    return dataclasses.replace(run, link_bytes_per_s=speed)
+
+
+def _line(epoch: BenchEpoch) -> str:
+    interrupted = "" if epoch.complete else ", interrupted"
+    return f"epoch {epoch.epoch}, {epoch.kind}{interrupted}: {terminal.one_line(epoch.figures)}"
+
+
+# ---- one epoch
 
 
 class _Mirrored:
@@ -297,17 +262,3 @@ def kind_of(figures: Mapping[str, float]) -> str:
     if not figures["chunks_decoded"]:
         return "warm"
     return "mixed" if figures["mirrored_before"] else "cold"
-
-
-def medians(epochs: Sequence[BenchEpoch]) -> dict[str, dict[str, float]]:
-    """The median of each figure over the complete epochs of each kind, and the number of these epochs."""
-    from statistics import median
-
-    by_kind: dict[str, dict[str, float]] = {}
-    for kind in KINDS:
-        complete = [epoch.figures for epoch in epochs if epoch.complete and epoch.kind == kind]
-        if complete:
-            by_kind[kind] = {"epochs": float(len(complete))} | {
-                name: median(figures[name] for figures in complete) for name in complete[0]
-            }
-    return by_kind

@@ -26,23 +26,28 @@ _MOST_PARTS = 4096  # of the matrix, which are read again and again
 
 
 def link_bytes_per_s(
-    dataset: Dataset, *, x: str | Sequence[str] = "X", options: FetchOptions, enough_s: float = _ENOUGH_S
+    dataset: Dataset,
+    *,
+    x: str | Sequence[str] = "X",
+    options: FetchOptions,
+    enough_s: float = _ENOUGH_S,
+    most_s: float = _MOST_S,
 ) -> float | None:
     """Bytes per second of reading parts of `x` without decoding them; None if it is too slow or too little to tell.
 
-    Reads for `enough_s` seconds, or up to five on a slow link, and 1 GiB at most. Raises any ReadError.
+    Reads for `enough_s` seconds, or up to `most_s` on a slow link, and 1 GiB at most. Raises any ReadError.
     """
     parts = list(itertools.islice(_parts(dataset, one_or_more(x=x), options), _MOST_PARTS))
     if not parts:
         return None
     n_lanes = max(_LEAST_LANES, min(_MOST_LANES, options.in_flight_bytes // _READ_BYTES))
     reads = itertools.cycle(parts)
-    began = time.perf_counter()
     done: list[tuple[float, int]] = []  # when each read was complete, in order, and its bytes
 
     def is_enough() -> bool:
-        seconds, n_bytes = time.perf_counter() - began, sum(size for _, size in done)
-        return (seconds > enough_s and len(done) >= _ROUNDS * n_lanes) or n_bytes >= _MOST_BYTES
+        if len(done) < _ROUNDS * n_lanes:
+            return False
+        return time.perf_counter() - done[0][0] > enough_s or len(done) * _READ_BYTES >= _MOST_BYTES
 
     async def read_on() -> None:
         while not is_enough():
@@ -52,11 +57,11 @@ def link_bytes_per_s(
 
     async def produce(put: Put[None]) -> None:
         try:
-            async with asyncio.timeout(_MOST_S), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
                 for _ in range(n_lanes):
                     group.create_task(read_on())
         except TimeoutError:
-            pass
+            pass  # there may be enough reads all the same
         await put([None], 1)
 
     for _ in Bridge(produce, ready_bytes=1, name="zloader-link"):
