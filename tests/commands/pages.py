@@ -102,7 +102,8 @@ def overlapping_ticks(axes: Any) -> list[tuple[str, str]]:
 _LOOK = """
 <script>
 addEventListener("load", () => {
-  const box = (e) => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom].map(Math.round); };
+  const edges = (r) => [r.left, r.top, r.right, r.bottom].map(Math.round);
+  const box = (element) => edges(element.getBoundingClientRect());
   const light = (colour) => Math.max(...colour.match(/[0-9]+/g).slice(0, 3).map(Number));
   const styled = getComputedStyle(document.body);
   const seen = {

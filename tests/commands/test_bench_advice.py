@@ -82,8 +82,8 @@ CASES = [
     ("a disk that nobody measured", COLD, {"link_bytes_per_s": None, "local": True}, "unclear",
      "The speed of the disk was not measured"),
     ("nothing is used up", COLD, {}, "unclear",
-     "Not clear what bounds you: the loop waited 96% of the time after the first minibatch, 50% of the processor was in "
-     "use, 10% of the link was in use. More bytes in flight (--memory) or larger blocks (--block-size) might help."),
+     "Not clear what bounds you: the loop waited 96% of the time after the first minibatch, 50% of the processor was "
+     "in use, 10% of the link was in use. More bytes in flight (--memory) or larger blocks (--block-size) might help."),
     ("nothing is used up, from the mirror", WARM, {}, "unclear", "Not clear what bounds you"),
 ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from zloader.commands.bench_run import kind_of, run_epoch
 from zloader.commands.bill_run import Prices
 from zloader.commands.terminal import bench_view, show_figures
 from zloader.common.errors import ZloaderError
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
 
 pytestmark = pytest.mark.any_version
 
@@ -148,7 +148,7 @@ def test_the_report_has_the_figures_of_the_json(store, tmp_path):
         assert row in page.text
         assert "samples" not in epoch
     dataset = zl.open_dataset(store)
-    plan = zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=zl.BlockShuffling(8, strata=64)).plan(0)
+    plan = zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=stratified(8)).plan(0)
     measured = zl.quality(dataset.obs_column("cell_type").values, plan)
     assert seen["quality"]["measured"] == pytest.approx(vars(measured))
     assert f"{measured.entropy_bits:.2f} bits" in page.text

@@ -56,5 +56,5 @@ def test_a_read_that_fails_is_raised(bucket, sim):
     dataset = opened(server)
     dataset.matrices("X")
     server.faults = [{"match": "X/(indices|data)/c/", "kind": "status", "status": 403}]
-    with pytest.raises(zl.ZloaderError, match="403|denied|not allowed"):
+    with pytest.raises(zl.ZloaderError, match=r"403|denied|not allowed"):
         link_bytes_per_s(dataset, options=zl.FetchOptions(retries=0), enough_s=0)

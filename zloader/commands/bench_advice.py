@@ -110,7 +110,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What bounds an epoch, in a word (`short`, `step`, `loop`, `link`, `decoding`, `processor`, `unclear`), and why."""
+    """`bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor` or `unclear`; `text` says why."""
 
     bound: str
     text: str

@@ -72,7 +72,7 @@ class BenchOptions:
     @property
     def words(self) -> list[str]:
         """The flags that make the same loader, apart from those of access and of the cache."""
-        listed = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
+        listed: dict[str, Any] = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
         listed |= {"--join": self.join, "--genes-by": self.genes_by, "--obs": ",".join(self.obs)}
         listed |= {"--layout": self.layout, "--dtype": self.dtype}
         x = [self.x] if isinstance(self.x, str) else self.x

@@ -61,8 +61,9 @@ class BenchQuality:
 class BenchRun:
     """The results of `zloader bench`.
 
-    `settings` are the options by name, as in the JSON. `link_bytes_per_s` is None if it was neither stated nor
-    measured. Reads of a local store cost nothing. Epochs are appended as they end. `load` is the load average of the machine before the first epoch.
+    `settings` are the options by name, as in the JSON. Epochs are appended as they end. `link_bytes_per_s` is None if
+    it was neither stated nor measured. Reads of a local store cost nothing. `load` is the load average of the machine
+    before the first epoch.
     """
 
     urls: Sequence[str]
