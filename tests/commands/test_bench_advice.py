@@ -22,6 +22,7 @@ COLD = Pace(
     wait_s=9.5,
     first_wait_s=0.4,
     step_s=0.0,
+    stepped_s=0.0,
     bytes_read=400e6,
     gets=2_000,
     local=False,
@@ -40,7 +41,12 @@ def with_steps(waiting: float, step_ms: float = 5.0) -> dict[str, float]:
     """An epoch with steps, of which the loop waited a share after the first minibatch."""
     steps_s = 1_600 * step_ms / 1000
     elapsed_s = 0.5 + steps_s / (1 - waiting)
-    return {"step_s": step_ms / 1000, "elapsed_s": elapsed_s, "wait_s": 0.4 + waiting * (elapsed_s - 0.5)}
+    return {
+        "step_s": step_ms / 1000,
+        "stepped_s": steps_s,
+        "elapsed_s": elapsed_s,
+        "wait_s": 0.4 + waiting * (elapsed_s - 0.5),
+    }
 
 
 CASES = [
@@ -55,7 +61,7 @@ CASES = [
     ("a step, although the link is full", COLD, with_steps(0.03) | {"bytes_read": 3.3e9}, "step", "Your step"),
     ("a step that waits, for the link", COLD, with_steps(0.4) | {"bytes_read": 5e9}, "link", "The link bounds you:"),
     ("a step that waits, for nothing known", COLD, with_steps(0.4), "unclear", "the loop waited 40% of the time"),
-    ("no waiting, but the steps are too short to account for it", COLD, with_steps(0.0) | {"step_s": 0.0005},
+    ("no waiting, but the steps are too short to account for it", COLD, with_steps(0.0) | {"stepped_s": 0.8},
      "unclear", "Not clear what bounds you: the loop waited 0% of the time after the first minibatch"),
     ("a loop that makes tensors all the time", WARM, {"wait_s": 0.5, "loop_cpu_s": 9.5}, "loop",
      "The thread of the training loop bounds you: it hardly waited for minibatches (1% of the time), and was busy 95%"),
@@ -84,6 +90,11 @@ CASES = [
     ("nothing is used up", COLD, {}, "unclear",
      "Not clear what bounds you: the loop waited 96% of the time after the first minibatch, 50% of the processor was "
      "in use, 10% of the link was in use. More bytes in flight (--memory) or larger blocks (--block-size) might help."),
+    ("steps after a long start", COLD, with_steps(0.0, 1.0) | {"first_minibatch_s": 1.0, "elapsed_s": 2.6,
+                                                               "wait_s": 0.9, "first_wait_s": 0.9, "cpu_s": 1.0},
+     "start", "The start bounds you: the first minibatch came after 1.0 of 2.6 s, and the loop hardly waited after it"),
+    ("a long start and a full link", COLD, {"first_minibatch_s": 4.0, "bytes_read": 3.8e9, "wait_s": 4.0,
+                                            "first_wait_s": 4.0}, "link", "The link bounds you"),
     ("nothing is used up, from the mirror", WARM, {}, "unclear", "Not clear what bounds you"),
 ]  # fmt: skip
 
@@ -108,6 +119,7 @@ SECONDS = st.floats(0, 1e4)
         wait_s=SECONDS,
         first_wait_s=SECONDS,
         step_s=st.floats(0, 10),
+        stepped_s=SECONDS,
         bytes_read=st.integers(0, 10**13),
         gets=st.integers(0, 10**6),
         local=st.booleans(),
@@ -130,8 +142,10 @@ def test_it_never_claims_what_the_figures_do_not_show(pace):
     if advice.bound == "decoding":
         assert pace.decode_s > pace.gather_s
     if advice.bound == "step":
-        assert pace.step_s * pace.minibatches >= 0.79 * (pace.elapsed_s - pace.first_minibatch_s)
+        assert pace.stepped_s >= 0.79 * (pace.elapsed_s - pace.first_minibatch_s)
     if advice.bound in ("step", "loop"):
+        assert pace.first_minibatch_s <= 0.21 * pace.elapsed_s
+    if advice.bound in ("step", "loop", "start"):
         assert pace.wait_s - pace.first_wait_s <= 0.051 * (pace.elapsed_s - pace.first_minibatch_s)
     if advice.bound != "short":
         assert pace.elapsed_s >= 1
@@ -154,8 +168,9 @@ def test_cold_against_warm(cold_s, warm_s, said):
 
 def test_limits_are_in_rows_per_second():
     pace = dataclasses.replace(COLD, step_s=0.01)
-    assert pace.ceilings == pytest.approx(
-        {"the link": 100_000, "decoding on all cores": 100_000 * 2 / 6, "your step": 100_000 / 16}
+    assert pace.ceilings == pytest.approx({"the link": 100_000, "decoding on all cores": 100_000 * 2 / 6}), (
+        "steps of 16 s are no limit of an epoch of 10 s"
     )
+    assert "your step" in dataclasses.replace(pace, step_s=0.005).ceilings
     assert list(dataclasses.replace(WARM, link_bytes_per_s=None).ceilings) == []
     assert list(dataclasses.replace(COLD, local=True, decode_s=0).ceilings) == ["the disk"]

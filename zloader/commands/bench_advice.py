@@ -3,10 +3,11 @@
 The first rule that the numbers meet decides. If they meet none, the advice is that it is not clear.
 
 1. short: the epoch, or the part after its first minibatch, is too short for its rates to mean anything.
-2. step: the loop hardly waited, and the simulated steps account for its time.
-3. loop: the loop hardly waited, and its thread was busy making tensors.
+2. step: the loop hardly waited, not even for its first minibatch, and the simulated steps account for its time.
+3. loop: the same, but its thread was busy making tensors.
 4. link: bytes arrived nearly as fast as the link delivers them without any decoding.
 5. decoding, processor: nearly all cores were busy, mostly with decoding or also with other work.
+6. start: much of the epoch was the wait for its first minibatch.
 
 A thread that decodes may lose its core to another one, so `decode_s` can exceed the processor time of decoding. It only
 tells decoding and gathering apart once the processor is known to be busy.
@@ -21,6 +22,7 @@ from zloader.commands.demo_results import size
 
 _SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
 _LITTLE_WAITING = 0.05
+_LONG_START = 0.2  # of an epoch
 _MOST = 0.8  # share of a limit from which it is said to bind: rates over an epoch include its slower start
 _IMPOSSIBLE = 1.1  # times the link's speed; more shows that the link is faster than it is thought to be
 _ALIKE = 1.1  # ratio of speeds below which a difference may be noise
@@ -33,7 +35,7 @@ class Pace:
     `elapsed_s` is from the first request for a minibatch to the last minibatch. Of these, `wait_s` were waiting, and of
     those, `first_wait_s` for the first minibatch, which came after `first_minibatch_s`. `cpu_s` is the processor time
     of all threads, `loop_cpu_s` that of the loop's thread; `decode_s` and `gather_s` are sums over threads.
-    `link_bytes_per_s` is None if it is not known.
+    `stepped_s` is the time that steps of `step_s` took. `link_bytes_per_s` is None if it is not known.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Pace:
     wait_s: float
     first_wait_s: float
     step_s: float
+    stepped_s: float
     bytes_read: float
     gets: float
     local: bool
@@ -71,6 +74,11 @@ class Pace:
         return max(0.0, self.elapsed_s - self.first_minibatch_s)
 
     @property
+    def starting(self) -> float:
+        """The share of the time until the first minibatch."""
+        return min(1.0, self.first_minibatch_s / self.elapsed_s) if self.elapsed_s else 1.0
+
+    @property
     def waiting(self) -> float:
         """The share of the time after the first minibatch that the loop waited."""
         return (self.wait_s - self.first_wait_s) / self.steady_s if self.steady_s else 1.0
@@ -78,7 +86,13 @@ class Pace:
     @property
     def stepping(self) -> float:
         """The share of the time after the first minibatch that the simulated steps took."""
-        return min(1.0, self.step_s * max(0.0, self.minibatches - 1) / self.steady_s) if self.steady_s else 0.0
+        after_first_s = self.stepped_s * (1 - 1 / self.minibatches) if self.minibatches else 0.0  # not the last step
+        return min(1.0, after_first_s / self.steady_s) if self.steady_s else 0.0
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the loop hardly waited, from beginning to end."""
+        return self.waiting <= _LITTLE_WAITING and self.starting <= _LONG_START
 
     @property
     def processor(self) -> float:
@@ -97,7 +111,10 @@ class Pace:
 
     @property
     def ceilings(self) -> Mapping[str, float]:
-        """Rows per second that each part alone allows, as far as they were measured or stated."""
+        """Rows per second that each part alone allows, as far as they were measured or stated.
+
+        A speed below that of the epoch is no limit and left out: on a busy machine, decoding seems slower than it is.
+        """
         found = {}
         if self.link_bytes_per_s and self.bytes_read:
             found["the disk" if self.local else "the link"] = self.rows * self.link_bytes_per_s / self.bytes_read
@@ -105,12 +122,12 @@ class Pace:
             found["decoding on all cores"] = self.rows * self.cores / self.decode_s
         if self.step_s and self.minibatches:
             found["your step"] = self.rows / (self.minibatches * self.step_s)
-        return found
+        return {name: ceiling for name, ceiling in found.items() if ceiling >= self.rows_per_s}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """`bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor` or `unclear`; `text` says why."""
+    """`bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor`, `start` or `unclear`; `text` says why."""
 
     bound: str
     text: str
@@ -118,7 +135,7 @@ class Advice:
 
 def advise(pace: Pace) -> Advice:
     """Decides what bounds an epoch. Pure arithmetic on the figures."""
-    for rule in (_short, _step, _loop, _link, _processor):
+    for rule in (_short, _step, _loop, _link, _processor, _start):
         found = rule(pace)
         if found is not None:
             return found
@@ -136,7 +153,7 @@ def _short(pace: Pace) -> Advice | None:
 
 
 def _step(pace: Pace) -> Advice | None:
-    if pace.waiting > _LITTLE_WAITING or pace.stepping < _MOST:
+    if not pace.keeps_up or pace.stepping < _MOST:
         return None
     return Advice(
         bound="step",
@@ -146,7 +163,7 @@ def _step(pace: Pace) -> Advice | None:
 
 
 def _loop(pace: Pace) -> Advice | None:
-    if pace.waiting > _LITTLE_WAITING or pace.looping < _MOST:
+    if not pace.keeps_up or pace.looping < _MOST:
         return None
     return Advice(
         bound="loop",
@@ -194,6 +211,17 @@ def _processor(pace: Pace) -> Advice | None:
         bound="processor",
         text=f"The processor bounds you: {busy}, without decoding being most of it. More cores would help, and so "
         "might larger minibatches (--batch-size).",
+    )
+
+
+def _start(pace: Pace) -> Advice | None:
+    if pace.starting <= _LONG_START or pace.waiting > _LITTLE_WAITING:
+        return None
+    return Advice(
+        bound="start",
+        text=f"The start bounds you: the first minibatch came after {pace.first_minibatch_s:.1f} of "
+        f"{pace.elapsed_s:.1f} s, and the loop hardly waited after it ({pace.waiting:.0%} of the time). Smaller "
+        "fetches (--fetch-factor) begin earlier, and in a longer epoch the start matters less.",
     )
 
 

@@ -173,7 +173,7 @@ def _left_out(run: BenchRun) -> str:
 def waiting_chart(run: BenchRun) -> Chart:
     """How long an epoch of each kind waited for minibatches, and how long it did not."""
     bars = {kind: list(_times(run, kind)) for kind in run.paces}
-    colours = [LIGHT["pink"], LIGHT["orange"], LIGHT["green"]]
+    colours = [LIGHT["pink"], LIGHT["purple"], LIGHT["green"]]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()

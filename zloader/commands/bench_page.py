@@ -12,6 +12,7 @@ from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun
 from zloader.commands.demo_results import size
 
 _MOST_ROWS = 50  # of the table of epochs
+_LEAST_DOLLARS = 0.0001
 _COLUMNS = ("epoch", "kind", "rows/s", "time", "first minibatch after", "waiting", "GETs", "read from the store",
             "read rate", "chunks from the mirror", "dollars")  # fmt: skip
 _TERMS = {
@@ -49,21 +50,16 @@ def render(run: BenchRun, storage_options: Mapping[str, Any], flags: Sequence[st
 
 
 def dollars(amount: float) -> str:
-    """Formats dollars. Small amounts keep two digits.
+    """Formats dollars.
 
-    >>> dollars(0), dollars(0.000123), dollars(1234.5)
-    ('$0', '$0.00012', '$1,234.50')
+    >>> dollars(0), dollars(0.000003), dollars(0.0123), dollars(1234.5)
+    ('$0', 'under $0.0001', '$0.0123', '$1,234.50')
     """
     if not amount:
         return "$0"
-    return f"${amount:,.2f}" if amount >= 1 else f"${amount:.{_places(amount)}f}"
-
-
-def _places(amount: float) -> int:
-    """Decimal places for two digits that are not 0."""
-    from math import floor, log10
-
-    return min(12, 1 - floor(log10(amount)))
+    if amount < _LEAST_DOLLARS:
+        return f"under ${_LEAST_DOLLARS}"
+    return f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"
 
 
 def _shown(run: BenchRun) -> Sequence[BenchEpoch]:

@@ -122,9 +122,10 @@ class BenchRun:
         """All advice in plain words."""
         of_kinds = [f"{kind.capitalize()} epochs: {advice.text}" for kind, advice in self.advice.items()]
         if {advice.bound for advice in self.advice.values()} == {"short"}:
+            longest_s = max(epoch.figures["elapsed_s"] for epoch in self.epochs)
             of_kinds = [
-                f"This store is too small to measure: {self.rows:,} rows are loaded in less than a second or two, and "
-                "most of that is start-up. The figures below are no speeds that a larger store would have."
+                f"This store is too small to measure: the longest epoch of its {self.rows:,} rows took "
+                f"{longest_s:.2g} s, and much of that is start-up. A larger store would be read at other speeds."
             ]
         return [*of_kinds, *compare(self.paces)]
 

@@ -175,7 +175,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
     the epoch does not have every row exactly once.
     """
     rows = minibatches = row_sum = 0
-    first_minibatch_s = first_wait_s = 0.0
+    first_minibatch_s = first_wait_s = stepped_s = 0.0
     complete = False
     mirrored = _Mirrored(loader)
     mirrored_before = mirrored.share
@@ -191,7 +191,9 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
             row_sum += int(minibatch.index.sum())
             samples.offer()
             if step_s:
+                before = time.perf_counter()
                 time.sleep(step_s)
+                stepped_s += time.perf_counter() - before
         n = loader.dataset.n_obs
         _require_complete(
             minibatches=(minibatches, len(loader)), rows=(rows, n), sum_of_row_numbers=(row_sum, n * (n - 1) // 2)
@@ -203,6 +205,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
             figures = figures_of(loader.statistics()) | {
                 "first_minibatch_s": first_minibatch_s,
                 "first_wait_s": first_wait_s,
+                "stepped_s": stepped_s,
                 "cpu_s": time.process_time() - clocks[1],
                 "loop_cpu_s": time.thread_time() - clocks[2],
                 "mirrored_before": mirrored_before,

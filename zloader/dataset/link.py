@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
@@ -17,11 +18,13 @@ from zloader.common.records import ByteSource, Span
 from zloader.dataset.dataset import Dataset
 from zloader.reading.bridge import Bridge, Put
 
-_READ_BYTES = 1 << 20  # TensorStore reaches the speed of a link with reads of 1 to 8 MiB
-_LEAST_LANES, _MOST_LANES = 8, 64
+# Reads grow until they take a while, so that a slow link returns many in a few seconds, and a fast one is busy.
+_FIRST_BYTES, _MOST_READ_BYTES = 64 << 10, 2 << 20
+_LONG_S = 0.2
+_LANES = 32  # reads at once
 _ENOUGH_S, _MOST_S = 2.0, 5.0
 _MOST_BYTES = 1 << 30
-_ROUNDS = 2  # reads per lane without which the rate would be a guess
+_ROUNDS = 2  # reads per lane, without which the rate would be a guess
 _MOST_PARTS = 4096  # of the matrix, which are read again and again
 
 
@@ -40,25 +43,28 @@ def link_bytes_per_s(
     parts = list(itertools.islice(_parts(dataset, one_or_more(x=x), options), _MOST_PARTS))
     if not parts:
         return None
-    n_lanes = max(_LEAST_LANES, min(_MOST_LANES, options.in_flight_bytes // _READ_BYTES))
     reads = itertools.cycle(parts)
     done: list[tuple[float, int]] = []  # when each read was complete, in order, and its bytes
 
     def is_enough() -> bool:
-        if len(done) < _ROUNDS * n_lanes:
+        if len(done) < _ROUNDS * _LANES:
             return False
-        return time.perf_counter() - done[0][0] > enough_s or len(done) * _READ_BYTES >= _MOST_BYTES
+        return time.perf_counter() - done[0][0] > enough_s or sum(size for _, size in done) >= _MOST_BYTES
 
     async def read_on() -> None:
+        n_bytes = _FIRST_BYTES
         while not is_enough():
-            source, span = next(reads)
-            (stored,) = await source.read([span])
+            source, part = next(reads)
+            began_s = time.perf_counter()
+            (stored,) = await source.read([replace(part, stop=min(part.stop, part.start + n_bytes))])
             done.append((time.perf_counter(), len(stored)))
+            if done[-1][0] - began_s < _LONG_S:
+                n_bytes = min(2 * n_bytes, _MOST_READ_BYTES)
 
     async def produce(put: Put[None]) -> None:
         try:
             async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
-                for _ in range(n_lanes):
+                for _ in range(_LANES):
                     group.create_task(read_on())
         except TimeoutError:
             pass  # there may be enough reads all the same
@@ -66,7 +72,7 @@ def link_bytes_per_s(
 
     for _ in Bridge(produce, ready_bytes=1, name="zloader-link"):
         pass
-    if len(done) < _ROUNDS * n_lanes or done[-1][0] <= done[0][0]:
+    if len(done) < _ROUNDS * _LANES or done[-1][0] <= done[0][0]:
         return None
     return sum(size for _, size in done[1:]) / (done[-1][0] - done[0][0])
 
@@ -84,7 +90,7 @@ def _parts(dataset: Dataset, names: Sequence[str], options: FetchOptions) -> Ite
         ]
         objects += [(source, key, sizes[key]) for key in keys if sizes.get(key)]
     longest = max((size for _, _, size in objects), default=0)
-    for start in range(0, longest, _READ_BYTES):
+    for start in range(0, longest, _MOST_READ_BYTES):
         for source, key, size in objects:
             if start < size:
-                yield source, Span(key=key, start=start, stop=min(start + _READ_BYTES, size))
+                yield source, Span(key=key, start=start, stop=min(start + _MOST_READ_BYTES, size))
