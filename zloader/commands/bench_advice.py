@@ -236,7 +236,8 @@ def _unclear(pace: Pace) -> Advice:
         hint = f" The {name} is faster than --link-speed says." if pace.link_stated else ""
     elif share is not None:
         found.append(f"{share:.0%} of the {name} was in use")
-        hint = " More bytes in flight (--memory) or larger blocks (--block-size) might help." if not pace.local else ""
+        if not pace.local and pace.waiting > 0.5:
+            hint = " More bytes in flight (--memory) or larger blocks (--block-size) might help."
     elif pace.bytes_read:
         hint = f" The speed of the {name} was not measured: --link-speed states it."
     return Advice(bound="unclear", text=f"Not clear what bounds you: {', '.join(found)}.{hint}")

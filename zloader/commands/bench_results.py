@@ -125,7 +125,7 @@ class BenchRun:
             longest_s = max(epoch.figures["elapsed_s"] for epoch in self.epochs)
             of_kinds = [
                 f"This store is too small to measure: the longest epoch of its {self.rows:,} rows took "
-                f"{longest_s:.2g} s, and much of that is start-up. A larger store would be read at other speeds."
+                f"{longest_s:.2g} s, too short to tell loading from start-up. A larger store would be read at other speeds."
             ]
         return [*of_kinds, *compare(self.paces)]
 
