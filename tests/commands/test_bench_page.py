@@ -122,8 +122,7 @@ def test_the_tables_have_the_numbers(page):
     assert "0 cold 640 10.00 s 0.50 s 90% 50 3.0 GB 300 MB/s 40% $0.27" in page.text
     assert "1 warm 3,200 2.00 s 0.50 s 90% 0 0 B 0 B/s 100% under $0.0001" in page.text
     assert (
-        "GETs under $0.0001 $0 egress $0.27 $0 NVMe under $0.0001 under $0.0001 in all $0.27 under $0.0001"
-        in page.text
+        "GETs under $0.0001 $0 egress $0.27 $0 NVMe under $0.0001 under $0.0001 in all $0.27 under $0.0001" in page.text
     )
     assert "$0.0004 for 1000 GETs, $0.09 for a GB read" in page.text
     assert "3.0 GB read from the store, cold: 50 GETs, $0.27 an epoch" in page.text

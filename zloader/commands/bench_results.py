@@ -121,11 +121,11 @@ class BenchRun:
     def sentences(self) -> Sequence[str]:
         """All advice in plain words."""
         of_kinds = [f"{kind.capitalize()} epochs: {advice.text}" for kind, advice in self.advice.items()]
-        if {advice.bound for advice in self.advice.values()} == {"short"}:
-            longest_s = max(epoch.figures["elapsed_s"] for epoch in self.epochs)
+        whole_s = [epoch.figures["elapsed_s"] for epoch in self.epochs if epoch.complete]
+        if whole_s and {advice.bound for advice in self.advice.values()} == {"short"}:
             of_kinds = [
                 f"This store is too small to measure: the longest epoch of its {self.rows:,} rows took "
-                f"{longest_s:.2g} s, too short to tell loading from start-up. A larger store would be read at other speeds."
+                f"{max(whole_s):.2g} s, which is too short to tell loading from start-up."
             ]
         return [*of_kinds, *compare(self.paces)]
 
