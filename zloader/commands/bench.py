@@ -153,7 +153,7 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         measure(loader, run, console, epochs)
         run = with_link(loader, run, console)
     except (KeyboardInterrupt, EndedError):
-        finish(run)
+        finish(dataclasses.replace(run, interrupted=True))
         raise
     finish(run)
 
@@ -206,6 +206,7 @@ def _document(run: BenchRun) -> dict[str, Any]:
         "link_bytes_per_s": run.link_bytes_per_s,
         "link_stated": run.link_stated,
         "load": run.load,
+        "interrupted": run.interrupted,
         "prices": prices,
         "dollars": {kind: run.dollars(figures) for kind, figures in medians(run.epochs).items()},
         "quality": quality,

@@ -69,8 +69,9 @@ def _shown(run: BenchRun) -> Sequence[BenchEpoch]:
 def _caveats(run: BenchRun) -> list[str]:
     """What makes the figures doubtful."""
     found = []
-    if not run.epochs[-1].complete:
-        found.append(f"The run was interrupted in epoch {run.epochs[-1].epoch}.")
+    last = run.epochs[-1]
+    if run.interrupted or not last.complete:
+        found.append(f"The run was interrupted {'after' if last.complete else 'in'} epoch {last.epoch}.")
     if run.load > run.cores / 2:
         found.append(
             f"The machine was busy in the minute before the first epoch: its load was {run.load:.1f} with {run.cores} "

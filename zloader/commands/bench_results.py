@@ -81,6 +81,7 @@ class BenchRun:
     link_bytes_per_s: float | None = None
     link_stated: bool = False
     quality: BenchQuality | None = None
+    interrupted: bool = False
 
     def of_kind(self, kind: str) -> Mapping[str, float] | None:
         """The medians of the complete epochs of a kind, or the figures of an interrupted one; None without any."""
