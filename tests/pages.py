@@ -1,11 +1,19 @@
-"""Reads HTML pages, and checks that the charts of a page are readable."""
+"""Reads HTML pages, checks that the charts of a page are readable, and opens pages in a browser if there is one."""
 
 from __future__ import annotations
 
+import html
 import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
+from helpers import PATIENCE_S
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
@@ -87,3 +95,63 @@ def overlapping_ticks(axes: Any) -> list[tuple[str, str]]:
         ticks = sorted(((low, high), text) for (low, high), text in ticks if text)
         found += [(a[1], b[1]) for a, b in itertools.pairwise(ticks) if a[0][1] > b[0][0]]
     return found
+
+
+# ---- a browser
+
+_LOOK = """
+<script>
+addEventListener("load", () => {
+  const edges = (r) => [r.left, r.top, r.right, r.bottom].map(Math.round);
+  const box = (element) => edges(element.getBoundingClientRect());
+  const light = (colour) => Math.max(...colour.match(/[0-9]+/g).slice(0, 3).map(Number));
+  const styled = getComputedStyle(document.body);
+  const seen = {
+    width: innerWidth,
+    scroll_width: document.documentElement.scrollWidth,
+    paper: light(styled.backgroundColor),
+    ink: light(styled.color),
+    requests: performance.getEntriesByType("resource").map((each) => each.name),
+    tables: document.querySelectorAll("table").length,
+    figures: [...document.querySelectorAll("figure")].map((figure) => {
+      const svg = figure.querySelector("svg");
+      return {
+        id: svg.getAttribute("aria-labelledby").split("-title")[0],
+        title: figure.querySelector("h3").textContent,
+        box: box(svg),
+        texts: [...svg.querySelectorAll("text")].map((text) => [text.textContent, box(text)]),
+      };
+    }),
+  };
+  document.body.replaceChildren(JSON.stringify(seen));
+});
+</script>
+"""
+
+
+def chromium() -> str | None:
+    """The Chromium that opens pages: $CHROMIUM, or one on PATH."""
+    named = (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "chrome-headless-shell", "google-chrome")
+    return next((found for name in named if name and (found := shutil.which(name))), None)
+
+
+def laid_out(page: Path, folder: Path, *, width: int, dark: bool) -> dict[str, Any]:
+    """Where a browser puts the figures of a page and their texts, in pixels, and the lightness of its colours."""
+    looked_at = folder / "page.html"
+    looked_at.write_text(page.read_text().replace("</body>", f"{_LOOK}</body>"))
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    found = _run_chromium(folder, f"--window-size={width},1000", scheme, "--dump-dom", looked_at.as_uri())
+    return json.loads(html.unescape(re.search(r"<body>(.*)</body>", found, re.DOTALL)[1]))
+
+
+def printed(page: Path, folder: Path) -> bytes:
+    """A page as PDF."""
+    _run_chromium(folder, f"--print-to-pdf={folder / 'page.pdf'}", page.as_uri())
+    return (folder / "page.pdf").read_bytes()
+
+
+def _run_chromium(folder: Path, *arguments: str) -> str:
+    # The sandbox needs rights that root in a container does not have. The pages are our own.
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+    command = [chromium(), *flags, f"--user-data-dir={folder / 'profile'}", *arguments]
+    return subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True, text=True).stdout

@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 from forked import CLI
 from helpers import counts, write_store
+from pages import Page
 from rich.console import Console
 from test_cli import params, zloader
 
 import zloader as zl
-from zloader.commands.bench import BenchEpoch, medians, run_epoch
+from zloader.commands.bench_results import BenchEpoch, medians
+from zloader.commands.bench_run import kind_of, run_epoch
+from zloader.commands.bill_run import Prices
 from zloader.commands.terminal import bench_view, show_figures
 from zloader.common.errors import ZloaderError
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
 
 pytestmark = pytest.mark.any_version
 
@@ -78,8 +81,10 @@ def test_a_mirror_is_filled_once_and_then_warm(store, tmp_path):
             assert (
                 (epoch["kind"] == "warm") == (epoch["figures"]["gets"] == 0) == (epoch["figures"]["mirror_share"] == 1)
             )
-    assert kinds == ["mixed", "warm", "warm", "warm", "warm", "warm"]
+    assert kinds == ["cold", "warm", "warm", "warm", "warm", "warm"]
     assert first[0]["chunks_decoded"] > 0
+    assert (first[0]["mirrored_before"], first[0]["mirrored_after"]) == (0, 1)
+    assert (first[1]["mirrored_before"], first[1]["mirrored_after"]) == (1, 1)
     assert seen["medians"].keys() == {"warm"}
     assert seen["medians"]["warm"]["epochs"] == 3
 
@@ -99,14 +104,83 @@ def test_as_text_a_line_an_epoch_and_a_table(store, tmp_path):
     done = zloader("bench", store, *FLAGS, "--cache", tmp_path / "cache")
     head, *lines = done.stdout.splitlines()
     assert head == f"{store}: 503 rows x 97 genes"
-    assert [line.split(":")[0] for line in lines[:3]] == ["epoch 0, mixed", "epoch 1, warm", "epoch 2, warm"]
+    assert [line.split(":")[0] for line in lines[:3]] == ["epoch 0, cold", "epoch 1, warm", "epoch 2, warm"]
     assert "chunks from the mirror 100%" in lines[1]
-    assert re.fullmatch(r" +mixed +warm, median of 2 *", lines[3])
+    assert re.fullmatch(r" +cold +warm, median of 2 *", lines[3])
     rows = {line[:24].strip(): line[24:].split() for line in lines[4:]}
     assert rows["GETs"][1] == "0"
     assert int(rows["GETs"][0]) > 0
     assert "\x1b" not in done.stdout
     assert "in flight now" not in done.stdout
+    assert lines[-1].startswith("This store is too small to measure: the longest epoch of its 503 rows took")
+
+
+@pytest.mark.parametrize(
+    ("decoded", "from_mirror", "before", "kind"),
+    [(9, 0, 0, "cold"), (9, 5, 0, "cold"), (9, 5, 0.5, "mixed"), (9, 0, 0.5, "cold"), (0, 9, 0.9, "warm"),
+     (0, 9, 0, "warm"), (0, 0, 1, "cold")],
+)  # fmt: skip
+def test_what_an_epoch_began_with_decides_its_kind(decoded, from_mirror, before, kind):
+    figures = {"chunks_decoded": decoded, "chunks_from_mirror": from_mirror, "mirrored_before": before}
+    assert kind_of(figures) == kind
+
+
+def test_an_epoch_that_begins_with_a_part_of_the_mirror_is_mixed(store, tmp_path):
+    dataset = zl.open_dataset(store, cache=tmp_path / "cache")
+    for _ in zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=zl.Streaming(indices=list(range(40)))):
+        pass
+    assert 0 < dataset.cache_statistics().share < 1
+    seen = documented(store, *FLAGS, "--cache", tmp_path / "cache", "--epochs", 2)
+    assert [epoch["kind"] for epoch in seen["epochs"]] == ["mixed", "warm"]
+    assert 0 < seen["epochs"][0]["figures"]["mirrored_before"] < 1
+
+
+def test_the_report_has_the_figures_of_the_json(store, tmp_path):
+    report = tmp_path / "bench.html"
+    flags = ("--cache", tmp_path / "cache", "--label", "cell_type", "--report", report, "--step-ms", 1)
+    seen = documented(store, *FLAGS, *flags)
+    page = Page(report.read_text())
+    assert f"zloader bench: {store}" in page.text
+    assert [words for words in seen["sentences"] if words not in page.text] == []
+    for epoch in seen["epochs"]:
+        figures = epoch["figures"]
+        row = f"{epoch['epoch']} {epoch['kind']} {figures['rows_per_s']:,.0f} {figures['elapsed_s']:.2f} s"
+        assert row in page.text
+        assert "samples" not in epoch
+    dataset = zl.open_dataset(store)
+    plan = zl.Loader(dataset, batch_size=16, fetch_factor=4, sampling=stratified(8)).plan(0)
+    measured = zl.quality(dataset.obs_column("cell_type").values, plan)
+    assert seen["quality"]["measured"] == pytest.approx(vars(measured))
+    assert f"{measured.entropy_bits:.2f} bits" in page.text
+    assert seen["dollars"]["cold"]["GETs"] == 0, "reads of a local store cost nothing"
+    assert seen["dollars"]["cold"]["GPUs"] == pytest.approx(3 * seen["medians"]["cold"]["elapsed_s"] / 3600)
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.html", "cache"]
+
+
+def test_samples_of_an_epoch_are_few_and_end_with_its_totals(store, tmp_path):
+    loader = zl.Loader(zl.open_dataset(store, cache=tmp_path / "cache"), batch_size=1, fetch_factor=64)
+    measured: list[BenchEpoch] = []
+    run_epoch(loader, measured)
+    samples = measured[0].samples
+    assert 1 <= len(samples) <= 256
+    assert [sample.at_s for sample in samples] == sorted({sample.at_s for sample in samples})
+    last = samples[-1]
+    figures = measured[0].figures
+    assert (last.rows, last.bytes_read, last.mirrored) == (503, figures["bytes_read"], 1)
+
+
+def test_the_prices_are_those_of_bill():
+    flags = {name: params(name) for name in ("bench", "bill")}
+    for name in ("gpu_hour", "thousand_gets", "gigabyte_egress", "nvme_gigabyte_month"):
+        assert flags["bench"][name].default == flags["bill"][name].default == getattr(Prices, name)
+
+
+def test_a_report_replaces_a_file_at_once_and_follows_links(store, tmp_path):
+    (tmp_path / "old.html").write_text("old")
+    (tmp_path / "link.html").symlink_to(tmp_path / "old.html")
+    zloader("bench", store, *FLAGS, "--epochs", 1, "--report", tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert "</html>" in (tmp_path / "old.html").read_text()
 
 
 def test_blocks_shrink_with_a_fetch_as_a_loaders_do(store):
@@ -154,14 +228,22 @@ def test_over_s3(s3, tmp_path, monkeypatch):
     [
         (("--layout", "coo"), "layout must be one of"),
         (("--obs", "nothing"), "there is no obs column 'nothing'"),
+        (("--label", "nothing"), "there is no obs column 'nothing'"),
+        (("--label", "n_counts"), "labels must be strings, categories or whole numbers, not float32"),
+        (("--label", "donor", "--batch-size", 600), "no full minibatch of 600 rows"),
+        (("--report", "no/such/folder.html"), "cannot write no/such/folder.html"),
+        (("--link-speed", "fast"), "'fast' is not a size"),
+        (("--link-speed", "0"), "link_speed must be a number of at least 1"),
+        (("--gigabyte-egress", "-1"), "--gigabyte-egress must be a number of at least 0, not -1"),
+        (("--thousand-gets", "nan"), "--thousand-gets must be a number of at least 0, not nan"),
         (("--x", "layers/none"), "there is no matrix 'layers/none'"),
         (("--batch-size", 0), "batch_size must be a whole number of at least 1, not 0"),
         (("--block-size", 64, "--batch-size", 1, "--fetch-factor", 1), "block_size 64 is larger than a fetch"),
     ],
 )
 def test_an_error_is_one_line(store, flags, said):
-    done = zloader("bench", store, *flags, status=1)
-    (line,) = done.stderr.splitlines()
+    done = zloader("bench", store, *flags, "--json", status=1)
+    line = done.stderr.splitlines()[-1]
     assert line.startswith("error: ")
     assert said in line
     assert done.stdout == ""
@@ -229,10 +311,27 @@ def test_while_it_runs_a_terminal_shows_the_figures_that_there_are():
     assert "in flight now" not in ended.getvalue()
 
 
+@pytest.mark.slow  # the link is slow
+def test_the_link_is_measured_if_an_epoch_took_long_enough(bucket, sim, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    server = sim(root=bucket, total_mbps=0.02)
+    flags = ("--endpoint-url", server.url, "--region", "us-east-1", "--epochs", 1, *FLAGS)
+    seen = documented("s3://atlas/counts.zarr", *flags)
+    assert seen["advice"]["cold"]["bound"] != "short"
+    assert not seen["link_stated"]
+    assert 0 < seen["link_bytes_per_s"] < 40_000
+    stated = documented("s3://atlas/counts.zarr", *flags, "--link-speed", "1GB/s")
+    assert (stated["link_bytes_per_s"], stated["link_stated"]) == (10**9, True)
+    assert stated["advice"]["cold"]["bound"] == "unclear"
+
+
 @pytest.mark.slow  # each starts several interpreters
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_with_what_was_measured(interpreter, store, number):
-    with interpreter.running(CLI, "bench", store, *FLAGS, "--epochs", 1000, "--step-ms", 3) as process:
+def test_a_signal_ends_it_with_what_was_measured(interpreter, store, number, tmp_path):
+    report = tmp_path / "bench.html"
+    flags = (*FLAGS, "--epochs", 1000, "--step-ms", 3, "--report", report)
+    with interpreter.running(CLI, "bench", store, *flags) as process:
         lines = [process.stdout.readline() for _ in range(3)]
         process.send_signal(number)
         rest, complaints = process.communicate()
@@ -241,6 +340,8 @@ def test_a_signal_ends_it_with_what_was_measured(interpreter, store, number):
     assert complaints == ("interrupted\n" if number == signal.SIGINT else "")
     assert re.search(r"cold, median of \d+", rest)
     assert re.search(r"^GETs +[1-9]", rest, re.MULTILINE)
+    assert re.search(r"The run was interrupted (in|after) epoch \d+\.", Page(report.read_text()).text)
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.html"]
 
 
 @pytest.mark.slow
@@ -260,6 +361,7 @@ def test_ctrl_c_while_the_server_stalls(interpreter, bucket, sim, monkeypatch):
     assert lines[1].startswith("epoch 0, cold")
     assert complaints.endswith("interrupted\n")
     seen = json.loads(found)
+    assert seen["interrupted"]
     assert seen["epochs"][0]["figures"]["rows"] == 503
     assert seen["medians"]["cold"]["gets"] == statistics.median(
         epoch["figures"]["gets"] for epoch in seen["epochs"] if epoch["complete"]

@@ -16,8 +16,18 @@ import typer
 from rich.table import Table
 
 from zloader.commands import terminal
-from zloader.commands.bill_run import Run
-from zloader.commands.command import Debug, Json, app, print_json
+from zloader.commands.bill_run import Prices, Run
+from zloader.commands.command import (
+    PRICES,
+    Debug,
+    GigabyteEgress,
+    GpuHour,
+    Json,
+    NvmeGigabyteMonth,
+    ThousandGets,
+    app,
+    print_json,
+)
 from zloader.common.errors import OptionError
 
 # Rates that others published for whole runs. They are quoted as they are, because their counts of FLOPs differ.
@@ -31,7 +41,7 @@ _MAY_BE_ZERO = {
     "gpu_hour", "producer_hour", "thousand_gets", "gigabyte_egress", "nvme_gigabyte_month",
     "producers", "gets_per_row", "mirror_bytes_per_row", "mirror",
 }  # fmt: skip
-_MODEL, _LOADING, _PRICES = "Model and GPUs", "Loading", "Prices in dollars"
+_MODEL, _LOADING = "Model and GPUs", "Loading"
 
 
 @app.command()
@@ -87,15 +97,13 @@ def bill(  # noqa: PLR0913 - one parameter a flag
     producers: Annotated[
         int, typer.Option(min=0, help="Machines without GPUs that load all rows.", rich_help_panel=_LOADING)
     ] = 0,
-    gpu_hour: Annotated[float, typer.Option(help="A GPU for an hour.", rich_help_panel=_PRICES)] = 3.0,
-    producer_hour: Annotated[float, typer.Option(help="A producer for an hour.", rich_help_panel=_PRICES)] = 0.8,
-    thousand_gets: Annotated[float, typer.Option(help="1000 GETs.", rich_help_panel=_PRICES)] = 0.0004,
-    gigabyte_egress: Annotated[
-        float, typer.Option(help="A GB read; 0 within a region.", rich_help_panel=_PRICES)
-    ] = 0.0,
-    nvme_gigabyte_month: Annotated[
-        float, typer.Option(help="A GB of local disk for a month.", rich_help_panel=_PRICES)
-    ] = 0.08,
+    gpu_hour: GpuHour = Prices.gpu_hour,
+    producer_hour: Annotated[
+        float, typer.Option(help="A producer for an hour.", rich_help_panel=PRICES)
+    ] = Prices.producer_hour,
+    thousand_gets: ThousandGets = Prices.thousand_gets,
+    gigabyte_egress: GigabyteEgress = Prices.gigabyte_egress,
+    nvme_gigabyte_month: NvmeGigabyteMonth = Prices.nvme_gigabyte_month,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -10,6 +10,29 @@ _HOURS_PER_MONTH = 730
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices in dollars. The defaults are for reading S3 within its region, a local disk, and a rented H100."""
+
+    gpu_hour: float = 3.0
+    producer_hour: float = 0.8
+    thousand_gets: float = 0.0004
+    gigabyte_egress: float = 0.0
+    nvme_gigabyte_month: float = 0.08
+
+    def dollars(
+        self, *, gets: float, gigabytes: float, mirrored_gigabytes: float, hours: float, gpus: int, producers: int = 0
+    ) -> dict[str, float]:
+        """The dollars of reading and computing for some hours, by item."""
+        return {
+            "GPUs": gpus * self.gpu_hour * hours,
+            "producers": producers * self.producer_hour * hours,
+            "GETs": gets / 1000 * self.thousand_gets,
+            "egress": gigabytes * self.gigabyte_egress,
+            "NVMe": mirrored_gigabytes * self.nvme_gigabyte_month * hours / _HOURS_PER_MONTH,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """Rows per second at which each part of the machine could go, for all GPUs together. None: not a bound."""
 
@@ -48,8 +71,8 @@ class EpochBill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A training run. Rates are per GPU, the link is per machine, and prices are in dollars.
+class Run(Prices):
+    """A training run. Rates are per GPU, and the link is per machine.
 
     A GPU trains `gpu_rows_per_s` rows per second, or as many as its FLOPs allow: 6 per parameter and token, at the
     given share of its peak. The process of each GPU loads its rows, unless there are producers, machines without GPUs
@@ -74,11 +97,6 @@ class Run:
     gets_per_row: float
     mirror_bytes_per_row: float
     producers: int
-    gpu_hour: float
-    producer_hour: float
-    thousand_gets: float
-    gigabyte_egress: float
-    nvme_gigabyte_month: float
 
     @property
     def gpu_rate(self) -> float:
@@ -96,13 +114,14 @@ class Run:
         gets = self.rows * self.gets_per_row if cold else 0.0
         gigabytes = self.rows * self.bytes_per_row / 1e9 if cold else 0.0
         mirrored = self.rows * self.mirror_bytes_per_row / 1e9 if self.mirror else 0.0
-        dollars = {
-            "GPUs": self.gpus * self.gpu_hour * hours,
-            "producers": self.producers * self.producer_hour * hours,
-            "GETs": gets / 1000 * self.thousand_gets,
-            "egress": gigabytes * self.gigabyte_egress,
-            "NVMe": mirrored * self.nvme_gigabyte_month * hours / _HOURS_PER_MONTH,
-        }
+        dollars = self.dollars(
+            gets=gets,
+            gigabytes=gigabytes,
+            mirrored_gigabytes=mirrored,
+            hours=hours,
+            gpus=self.gpus,
+            producers=self.producers,
+        )
         return EpochBill(
             rows_per_s=rates.rows_per_s,
             bound_by=rates.bound_by,

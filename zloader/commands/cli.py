@@ -28,9 +28,12 @@ from zloader.commands import terminal
 from zloader.commands.command import (
     KEYS,
     Anonymous,
+    BatchSize,
+    BlockSize,
     Debug,
     EndedError,
     Endpoint,
+    FetchFactor,
     Json,
     Matrices,
     Profile,
@@ -60,11 +63,9 @@ __all__ = ["app", "cli_bench", "cli_bill", "cli_cache", "cli_convert", "cli_qual
 def info(  # noqa: PLR0913 - one parameter a flag
     url: Url,
     x: Matrices = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows per minibatch.", show_default="64")] = None,
-    fetch_factor: Annotated[int | None, typer.Option(help="Minibatches per fetch.", show_default="256")] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows per shuffled block, at most one fetch.", show_default="64")
-    ] = None,
+    batch_size: BatchSize = None,
+    fetch_factor: FetchFactor = None,
+    block_size: BlockSize = None,
     group: Annotated[
         list[str] | None,
         typer.Option(metavar="COLUMN", help="Sets of rows that agree in this obs column; give it again for several."),
@@ -188,11 +189,12 @@ def demo(  # noqa: PLR0913 - one parameter a flag
     from zloader.commands.demo import DemoOptions, run_demo
     from zloader.commands.demo_page import render
     from zloader.commands.demo_server import running_demo_server
+    from zloader.commands.page import write
 
     with running_demo_server(keep=keep) as demo_server:
         with output:
             run = run_demo(DemoOptions(file=file, label=label, epochs=epochs, seed=seed), demo_server, output)
-        report.write_text(render(run), encoding="utf-8")
+        write(render(run), report)
         output.step(run.summary)
         output.step(run.verdict)
         output.step(f"report: {report.absolute()}")

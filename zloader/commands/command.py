@@ -142,6 +142,49 @@ Matrices = Annotated[
         "--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X. Repeat for several matrices.", show_default="X"
     ),
 ]
+_LOADER = "Loader options"
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch-size", help="Rows per minibatch.", show_default="64", rich_help_panel=_LOADER),
+]
+FetchFactor = Annotated[
+    int | None,
+    typer.Option("--fetch-factor", help="Minibatches per fetch.", show_default="256", rich_help_panel=_LOADER),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--block-size",
+        help="Rows per shuffled block, at most one fetch.",
+        show_default="64",
+        rich_help_panel=_LOADER,
+    ),
+]
+ObsColumns = Annotated[
+    str, typer.Option("--obs", metavar="A,B", help="obs columns to read.", show_default="none", rich_help_panel=_LOADER)
+]
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Memory limit for reads, fetches and minibatches.",
+        show_default="set by the machine's memory",
+        rich_help_panel=_LOADER,
+    ),
+]
+Layout = Annotated[str, typer.Option("--layout", help="csr, dense, scipy or anndata.", rich_help_panel=_LOADER)]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, int32 or int64.", rich_help_panel=_LOADER)]
+PRICES = "Prices in dollars"
+GpuHour = Annotated[float, typer.Option("--gpu-hour", help="A GPU for an hour.", rich_help_panel=PRICES)]
+ThousandGets = Annotated[float, typer.Option("--thousand-gets", help="1000 GETs.", rich_help_panel=PRICES)]
+GigabyteEgress = Annotated[
+    float, typer.Option("--gigabyte-egress", help="A GB read; 0 within a region.", rich_help_panel=PRICES)
+]
+NvmeGigabyteMonth = Annotated[
+    float,
+    typer.Option("--nvme-gigabyte-month", help="A GB of local disk for a month.", rich_help_panel=PRICES),
+]
 KEYS = "Credentials come from the AWS_* variables or the AWS configuration, never from the command line."
 
 
@@ -153,6 +196,13 @@ def storage_options(
     client = {name: value for name, value in client.items() if value}
     given: dict[str, Any] = {"profile": profile, "anon": anonymous, "client_kwargs": client}
     return {name: value for name, value in given.items() if value}
+
+
+def access_flags(endpoint_url: str | None, region: str | None, profile: str | None, anonymous: bool) -> list[str]:
+    """The flags that were given, as words of a command line, for commands that a page says to try."""
+    given = {"--endpoint-url": endpoint_url, "--region": region, "--profile": profile}
+    words = [word for name, value in given.items() if value for word in (name, value)]
+    return [*words, "--anon"] if anonymous else words
 
 
 def loader_sizes(batch_size: int | None, fetch_factor: int | None, block_size: int | None) -> dict[str, int]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +22,9 @@ from torch.nn import functional
 from zloader.commands.demo_label import choose_label, require_label
 from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step
 from zloader.commands.demo_server import DemoServer
+from zloader.commands.page import machine
 from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
-from zloader.common.machine import available_cores
 from zloader.common.records import Rows, Statistics
 from zloader.conversion.convert import convert
 from zloader.conversion.example import NAME as EXAMPLE
@@ -311,13 +309,3 @@ def _figures(
 def _opening_bytes(dataset: Dataset, label: str) -> int:
     opened = ("X/indptr/", f"obs/{label}/")
     return sum(size for key, size in dataset.object_sizes().items() if key == "zarr.json" or key.startswith(opened))
-
-
-def machine() -> dict[str, str]:
-    """Cores, system and versions that the figures depend on; nothing that identifies the machine."""
-    return {
-        "cores": str(available_cores()),
-        "system": f"{platform.system()} {platform.machine()}",
-        "Python": platform.python_version(),
-        **{name: version(name) for name in ("zloader", "torch", "tensorstore", "zarr", "anndata", "numpy")},
-    }

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zloader.commands.charts import (
+    MOST_LABELLED_EPOCHS,
+    OVER,
+    draw_rates,
+    label_epoch,
+    name_colours,
+    rates,
+    scale_speeds,
+)
 from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures
 from zloader.commands.page import COLD, LIGHT, WARM, Chart
 
@@ -13,8 +22,6 @@ if TYPE_CHECKING:
 
 _MOST_BINS = 80  # per epoch, of the throughput
 _MOST_POINTS = 500  # per epoch, of the loss
-_MOST_LABELLED_EPOCHS = 6  # more labels do not fit side by side
-_LOG_RATIO = 8  # speeds that differ by more are drawn on a logarithmic axis
 
 
 def speed_chart(run: DemoRun) -> Chart:
@@ -33,8 +40,8 @@ def speed_chart(run: DemoRun) -> Chart:
         for place, value, (kind, figures) in zip(places, values, speeds, strict=True):
             colour = COLD if figures.cold else WARM
             axes.plot([value], [place], "o" if kind != "training" else "s", color=colour, markersize=8)
-            axes.annotate(f"{value:,.0f}", (value, place), (0, 8), textcoords="offset points", ha="center", bbox=_OVER)
-        _scale_speeds(axes, values)
+            axes.annotate(f"{value:,.0f}", (value, place), (0, 8), textcoords="offset points", ha="center", bbox=OVER)
+        scale_speeds(axes, values)
         axes.set_yticks(places, names)
         axes.set_ylim(len(speeds) - 0.5, -0.75)
         axes.set_ylabel("pass over the cells")
@@ -52,30 +59,9 @@ def speed_chart(run: DemoRun) -> Chart:
     )
 
 
-_OVER = {"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 1}  # hides grid lines behind a label
-
-
 def _pass(figures: LoadingFigures) -> str:
     epoch = f"epoch {figures.epoch}, " if isinstance(figures, EpochFigures) else ""
     return f"{epoch}{figures.source}"
-
-
-def _scale_speeds(axes: Any, values: list[float]) -> None:
-    """A logarithmic axis if the speeds differ much, otherwise one from 0."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
-
-    logarithmic = max(values) > _LOG_RATIO * min(values) > 0
-    if logarithmic:
-        axes.set_xscale("log")
-        axes.set_xlim(min(values) / 1.8, max(values) * 1.8)
-        decades = max(values) / min(values) > 100
-        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if decades else (1, 2, 5)))
-        axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_xlim(0, 1.15 * max(values))
-        axes.locator_params(axis="x", nbins=5)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k
-    axes.set_xlabel("cells per second" + (" (log scale)" if logarithmic else ""))
 
 
 def throughput(run: DemoRun, epoch: EpochFigures) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -85,8 +71,7 @@ def throughput(run: DemoRun, epoch: EpochFigures) -> tuple[NDArray[np.float64], 
     steps = [step for step in run.steps if step.epoch == epoch.epoch]
     times = np.array([epoch.started_s, *(step.done_s for step in steps)])
     rows = np.cumsum([0, *(step.rows for step in steps)])
-    edges = np.linspace(times[0], times[-1], 1 + max(1, min(_MOST_BINS, len(steps) // 3)))
-    return edges, np.diff(np.interp(edges, times, rows)) / np.diff(edges)
+    return rates(times.tolist(), rows.tolist(), min(_MOST_BINS, len(steps) // 3))
 
 
 def throughput_chart(run: DemoRun) -> Chart:
@@ -96,10 +81,8 @@ def throughput_chart(run: DemoRun) -> Chart:
         axes = figure.subplots()
         for epoch in run.epochs:
             edges, values = throughput(run, epoch)
-            colour = COLD if epoch.cold else WARM
-            axes.stairs(values, edges, fill=True, color=colour, alpha=0.25, linewidth=0)
-            axes.stairs(values, edges, color=colour, linewidth=1.8)
-            _label_epoch(axes, run, epoch, (edges[0] + edges[-1]) / 2)
+            draw_rates(axes, edges, values, COLD if epoch.cold else WARM)
+            label_epoch(axes, len(run.epochs), epoch.epoch, (edges[0] + edges[-1]) / 2)
         axes.set_ylim(0)
         axes.set_xlim(0, run.steps[-1].done_s)
         axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -116,20 +99,11 @@ def throughput_chart(run: DemoRun) -> Chart:
     )
 
 
-def _label_epoch(axes: Any, run: DemoRun, epoch: EpochFigures, x: float) -> None:
-    """The number of the epoch above the axes, where there are no grid lines."""
-    if len(run.epochs) <= _MOST_LABELLED_EPOCHS:
-        axes.text(x, 1.02, f"epoch {epoch.epoch}", transform=axes.get_xaxis_transform(), ha="center", va="bottom")
-
-
 def _cold_and_warm(figure: Any, run: DemoRun) -> None:
     """The legend of the colours in use."""
-    from matplotlib.patches import Patch
-
     used = {epoch.cold for epoch in run.epochs}
-    known = {True: (COLD, "cold: from S3"), False: (WARM, "warm: from the mirror")}
-    handles = [Patch(color=colour, label=label) for cold, (colour, label) in known.items() if cold in used]
-    figure.legend(handles=handles, loc="outside lower left", ncols=2)
+    known = {True: ("cold: from S3", COLD), False: ("warm: from the mirror", WARM)}
+    name_colours(figure, dict(known[cold] for cold in known if cold in used))
 
 
 def accuracy_chart(run: DemoRun) -> Chart:
@@ -146,18 +120,18 @@ def accuracy_chart(run: DemoRun) -> Chart:
 
         axes = figure.subplots()
         numbers = [epoch.epoch for epoch in run.epochs]
-        labelled = len(numbers) <= _MOST_LABELLED_EPOCHS
+        labelled = len(numbers) <= MOST_LABELLED_EPOCHS
         axes.errorbar(numbers, accuracies, errors, fmt="o-" if labelled else "-", color=LIGHT["green"], capsize=3,
                       elinewidth=1, label="held-out accuracy", clip_on=False)  # fmt: skip
         for epoch in run.epochs if labelled else ():
             at = (epoch.epoch, epoch.held_out_accuracy)
-            axes.annotate(f"{at[1]:.1%}", at, (5, 5), textcoords="offset points", bbox=_OVER)
+            axes.annotate(f"{at[1]:.1%}", at, (5, 5), textcoords="offset points", bbox=OVER)
         axes.plot([], [], "--", color=LIGHT["quiet"], label=_majority(run, below=below))
         if not below:
             axes.axhline(run.guess_accuracy, color=LIGHT["quiet"], linestyle="--")
         bounds = [lowest, highest] if below else [lowest, highest, run.guess_accuracy]
         axes.set_ylim(min(bounds) - room, max(bounds) + room)
-        axes.set_xlim(numbers[0] - 0.25, numbers[-1] + 0.6 * max(1, len(numbers) / _MOST_LABELLED_EPOCHS))
+        axes.set_xlim(numbers[0] - 0.25, numbers[-1] + 0.6 * max(1, len(numbers) / MOST_LABELLED_EPOCHS))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
         axes.set_xlabel("epoch")
@@ -192,7 +166,7 @@ def loss_chart(run: DemoRun) -> Chart:
             parts = np.array_split(losses, min(len(losses), _MOST_POINTS))
             x = first + np.cumsum([len(part) for part in parts])
             axes.plot(x, [part.mean() for part in parts], color=COLD if epoch.cold else WARM)
-            _label_epoch(axes, run, epoch, first + (len(losses) + 1) / 2)
+            label_epoch(axes, len(run.epochs), epoch.epoch, first + (len(losses) + 1) / 2)
             first += len(losses)
             if epoch is not run.epochs[-1]:
                 axes.axvline(first + 0.5, color=LIGHT["quiet"], linewidth=0.8, linestyle=(0, (4, 4)))

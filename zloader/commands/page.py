@@ -10,15 +10,23 @@ The helpers escape the text that they are given. Arguments named `html` are used
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
+import platform
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from zloader.caching.atomic_files import draft_path
+from zloader.common.errors import OptionError, ZloaderError
+from zloader.common.machine import available_cores
 
 LIGHT = {
     "paper": "#fcfcfb", "card": "#ffffff", "ink": "#1c2024", "quiet": "#5b636d", "grid": "#e4e7ea",
@@ -137,6 +145,40 @@ def _svg(chart: Chart) -> str:
         f'<title id="{chart.name}-title">{escape(chart.title)}</title>'
         f'<desc id="{chart.name}-desc">{escape(chart.description)}</desc>{body}'
     )
+
+
+# ---- files
+
+
+def require_drawable(*paths: Path | None) -> None:
+    """Raises an error if nothing can be drawn, or a file not be written, to be called before a long measurement."""
+    given = [path for path in paths if path is not None]
+    if given and importlib.util.find_spec("matplotlib") is None:
+        raise ZloaderError('drawing needs matplotlib; install it with: pip install "zloader[demo]"')
+    for path in given:
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+            raise OptionError(f"cannot write {path}: give the path of a file in an existing directory")
+
+
+def write(text: str, path: Path) -> None:
+    """Writes a page. An existing file is replaced at once, so that it is never half a page, whenever that is ended."""
+    path = path.resolve()  # a link stays a link
+    if path.exists() and not path.is_file():  # such as a pipe
+        path.write_text(text, encoding="utf-8")
+        return
+    with draft_path(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+
+
+def machine() -> dict[str, str]:
+    """Cores, system and versions that the figures depend on; nothing that identifies the machine."""
+    return {
+        "cores": str(available_cores()),
+        "system": f"{platform.system()} {platform.machine()}",
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("zloader", "torch", "tensorstore", "zarr", "anndata", "numpy")},
+    }
 
 
 # ---- parts of a page

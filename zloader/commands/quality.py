@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +20,12 @@ from zloader.commands.command import (
     Profile,
     Region,
     Url,
+    access_flags,
     app,
     print_json,
     storage_options,
 )
-from zloader.common.errors import OptionError, ZloaderError
+from zloader.common.errors import OptionError
 
 if TYPE_CHECKING:
     from zloader.commands.quality_grid import Cell, QualityGrid
@@ -62,14 +60,15 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
 ) -> None:
     """Show how well minibatches mix the labels of a column, and how fast they load, by block_size and fetch_factor."""
     from zloader.commands import quality_page
-    from zloader.commands.page import save_png
+    from zloader.commands.page import require_drawable, save_png, write
     from zloader.commands.quality_grid import measured
     from zloader.common.checks import parse_size, require_at_least
     from zloader.dataset.dataset import open_dataset
     from zloader.training.loader import Loader
 
     sizes = [(block, factor) for block in _counts(block_sizes) for factor in _counts(fetch_factors)]
-    _require_drawable(html, png)
+    require_drawable(html, png)
+    _require_two_files(html, png)
     link_bytes_per_s = None if measure else parse_size(link_speed)
     if link_bytes_per_s is not None:
         require_at_least(1, link_speed=link_bytes_per_s)
@@ -82,20 +81,14 @@ def quality_command(  # noqa: PLR0913 - one parameter a flag
     with console.status("measuring"):
         grid = measured(loader, label, sizes, link_bytes_per_s)
     if html is not None:
-        flags = _flags({"--endpoint-url": endpoint_url, "--region": region, "--profile": profile, "--anon": anon})
-        html.write_text(quality_page.render(grid, url, access, flags), encoding="utf-8")
+        flags = access_flags(endpoint_url, region, profile, anon)
+        write(quality_page.render(grid, url, access, flags), html)
     if png is not None:
         save_png(quality_page.charts(grid), png)
     if as_json:
         print_json(_document(grid))
     else:
         _show(console, grid, url)
-
-
-def _flags(given: Mapping[str, str | bool | None]) -> list[str]:
-    """The flags that were given, as words of a command line."""
-    words = ([name] if value is True else [name, str(value)] for name, value in given.items() if value)
-    return [word for pair in words for word in pair]
 
 
 def _document(grid: QualityGrid) -> dict[str, Any]:
@@ -111,16 +104,9 @@ def _counts(listed: str) -> list[int]:
         raise OptionError(f"{listed!r} is not a list of whole numbers: write it like 4,16,64") from None
 
 
-def _require_drawable(*paths: Path | None) -> None:
-    """Raises an error before the measurement, not after it."""
-    given = [path for path in paths if path is not None]
-    if given and importlib.util.find_spec("matplotlib") is None:
-        raise ZloaderError('drawing needs matplotlib; install it with: pip install "zloader[demo]"')
-    for path in given:
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
-            raise OptionError(f"cannot write {path}: give the path of a file in an existing directory")
-    if len({path.resolve() for path in given}) < len(given):
-        raise OptionError(f"--html and --png both name {given[0]}: give two paths")
+def _require_two_files(html: Path | None, png: Path | None) -> None:
+    if html is not None and png is not None and html.resolve() == png.resolve():
+        raise OptionError(f"--html and --png both name {html}: give two paths")
 
 
 # ---- output

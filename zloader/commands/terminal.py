@@ -243,6 +243,7 @@ _FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "bytes_from_mirror": ("read from the mirror", size),
     "decode_s": ("decoding, all threads", _seconds),
     "gather_s": ("gathering, all threads", _seconds),
+    "cpu_s": ("processor, all threads", _seconds),
     "retries": ("retries", _count),
 }
 _IN_A_LINE = ("elapsed_s", "first_minibatch_s", "wait_share", "gets", "bytes_read", "mirror_share")

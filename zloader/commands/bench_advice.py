@@ -1,0 +1,259 @@
+"""What bounds the speed of an epoch, decided from measured numbers alone, and said in plain words.
+
+The first rule that the numbers meet decides. If they meet none, the advice is that it is not clear.
+
+1. short: the epoch, or the part after its first minibatch, is too short for its rates to mean anything.
+2. step: the loop hardly waited, not even for its first minibatch, and the simulated steps account for its time.
+3. loop: the same, but its thread was busy making tensors.
+4. link: bytes arrived nearly as fast as the link delivers them without any decoding.
+5. decoding, processor: nearly all cores were busy, mostly with decoding or also with other work.
+6. start: much of the epoch was the wait for its first minibatch.
+
+A thread that decodes may lose its core to another one, so `decode_s` can exceed the processor time of decoding. It only
+tells decoding and gathering apart once the processor is known to be busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zloader.commands.demo_results import size
+
+_SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
+_LITTLE_WAITING = 0.05
+_LONG_START = 0.2  # of an epoch
+_MOST = 0.8  # share of a limit from which it is said to bind: rates over an epoch include its slower start
+_IMPOSSIBLE = 1.1  # times the link's speed; more shows that the link is faster than it is thought to be
+_ALIKE = 1.1  # ratio of speeds below which a difference may be noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What was measured of an epoch. Times are in seconds.
+
+    `elapsed_s` is from the first request for a minibatch to the last minibatch. Of these, `wait_s` were waiting, and of
+    those, `first_wait_s` for the first minibatch, which came after `first_minibatch_s`. `cpu_s` is the processor time
+    of all threads, `loop_cpu_s` that of the loop's thread; `decode_s` and `gather_s` are sums over threads.
+    `stepped_s` is the time that steps of `step_s` took. `link_bytes_per_s` is None if it is not known.
+    """
+
+    kind: str
+    rows: float
+    minibatches: float
+    elapsed_s: float
+    first_minibatch_s: float
+    wait_s: float
+    first_wait_s: float
+    step_s: float
+    stepped_s: float
+    bytes_read: float
+    gets: float
+    local: bool
+    link_bytes_per_s: float | None
+    link_stated: bool
+    cores: int
+    cpu_s: float
+    loop_cpu_s: float
+    decode_s: float
+    gather_s: float
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows per second of the epoch."""
+        return self.rows / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Stored bytes read per second."""
+        return self.bytes_read / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def steady_s(self) -> float:
+        """The time after the first minibatch."""
+        return max(0.0, self.elapsed_s - self.first_minibatch_s)
+
+    @property
+    def starting(self) -> float:
+        """The share of the time until the first minibatch."""
+        return min(1.0, self.first_minibatch_s / self.elapsed_s) if self.elapsed_s else 1.0
+
+    @property
+    def waiting(self) -> float:
+        """The share of the time after the first minibatch that the loop waited."""
+        return (self.wait_s - self.first_wait_s) / self.steady_s if self.steady_s else 1.0
+
+    @property
+    def stepping(self) -> float:
+        """The share of the time after the first minibatch that the simulated steps took."""
+        after_first_s = self.stepped_s * (1 - 1 / self.minibatches) if self.minibatches else 0.0  # not the last step
+        return min(1.0, after_first_s / self.steady_s) if self.steady_s else 0.0
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the loop hardly waited, from beginning to end."""
+        return self.waiting <= _LITTLE_WAITING and self.starting <= _LONG_START
+
+    @property
+    def processor(self) -> float:
+        """The share of the cores' time that the process used."""
+        return self.cpu_s / (self.elapsed_s * self.cores) if self.elapsed_s else 0.0
+
+    @property
+    def looping(self) -> float:
+        """The share of the time that the loop's thread used a core."""
+        return self.loop_cpu_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def of_link(self) -> float | None:
+        """The share of the link's speed at which bytes arrived; None if either is not known."""
+        return self.bytes_per_s / self.link_bytes_per_s if self.link_bytes_per_s and self.bytes_read else None
+
+    @property
+    def ceilings(self) -> Mapping[str, float]:
+        """Rows per second that each part alone allows, as far as they were measured or stated.
+
+        A speed below that of the epoch is no limit and left out: on a busy machine, decoding seems slower than it is.
+        """
+        found = {}
+        if self.link_bytes_per_s and self.bytes_read:
+            found["the disk" if self.local else "the link"] = self.rows * self.link_bytes_per_s / self.bytes_read
+        if self.decode_s and self.bytes_read:
+            found["decoding on all cores"] = self.rows * self.cores / self.decode_s
+        if self.step_s and self.minibatches:
+            found["your step"] = self.rows / (self.minibatches * self.step_s)
+        return {name: ceiling for name, ceiling in found.items() if ceiling >= self.rows_per_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """`bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor`, `start` or `unclear`; `text` says why."""
+
+    bound: str
+    text: str
+
+
+def advise(pace: Pace) -> Advice:
+    """Decides what bounds an epoch. Pure arithmetic on the figures."""
+    for rule in (_short, _step, _loop, _link, _processor, _start):
+        found = rule(pace)
+        if found is not None:
+            return found
+    return _unclear(pace)
+
+
+def _short(pace: Pace) -> Advice | None:
+    if pace.elapsed_s >= _SHORT_S and pace.steady_s >= _SHORT_S / 2 and pace.minibatches > 1:
+        return None
+    return Advice(
+        bound="short",
+        text=f"Too short to tell. An epoch took {pace.elapsed_s:.2g} s, of which {pace.first_minibatch_s:.2g} s went "
+        "by before the first minibatch. A larger store, or a longer --step-ms, would show more.",
+    )
+
+
+def _step(pace: Pace) -> Advice | None:
+    if not pace.keeps_up or pace.stepping < _MOST:
+        return None
+    return Advice(
+        bound="step",
+        text=f"Your step bounds you: nothing to gain here. After the first minibatch, steps of {1000 * pace.step_s:g} "
+        f"ms took {pace.stepping:.0%} of the time, and the loop waited {pace.waiting:.0%} of it.",
+    )
+
+
+def _loop(pace: Pace) -> Advice | None:
+    if not pace.keeps_up or pace.looping < _MOST:
+        return None
+    return Advice(
+        bound="loop",
+        text="The thread of the training loop bounds you: it hardly waited for minibatches "
+        f"({pace.waiting:.0%} of the time), and was busy {pace.looping:.0%} of the time with making tensors of them. "
+        "Fewer, larger minibatches (--batch-size) cost it less.",
+    )
+
+
+def _link(pace: Pace) -> Advice | None:
+    share, link = pace.of_link, pace.link_bytes_per_s
+    if share is None or link is None or not _MOST <= share <= _IMPOSSIBLE:
+        return None
+    name, limit = ("disk", "reads") if pace.local else ("link", "delivers")
+    known = f"that the {name} {limit} as you say" if pace.link_stated else f"that the {name} delivered without decoding"
+    both = " The processor is nearly as busy, so a faster one alone, or a faster link alone, would help little."
+    return Advice(
+        bound="link",
+        text=f"The {name} bounds you: bytes arrived at {size(pace.bytes_per_s)}/s, {share:.0%} of the {size(link)}/s "
+        f"{known}.{both if pace.processor >= _MOST else ''} " + _fewer_bytes(pace),
+    )
+
+
+def _fewer_bytes(pace: Pace) -> str:
+    """What to do about a bound on reading."""
+    return (
+        "A mirror on a fast local disk (--cache) spares later epochs these reads."
+        if pace.kind == "cold"
+        else "A mirror that holds the whole store would spare these reads."
+    )
+
+
+def _processor(pace: Pace) -> Advice | None:
+    if pace.processor < _MOST:
+        return None
+    busy = f"{pace.processor:.0%} of {pace.cores} core{'s' if pace.cores > 1 else ''} were in use"
+    decoding = pace.decode_s / (pace.decode_s + pace.gather_s) if pace.decode_s else 0.0
+    if decoding > 0.5 and pace.decode_s > pace.cpu_s / 2:
+        return Advice(
+            bound="decoding",
+            text=f"Decoding bounds you: {busy}, and of the threads' work {decoding:.0%} was decoding. More cores would "
+            "help, and epochs that find decoded chunks in a mirror (--cache) do not decode.",
+        )
+    return Advice(
+        bound="processor",
+        text=f"The processor bounds you: {busy}, without decoding being most of it. More cores would help, and so "
+        "might larger minibatches (--batch-size).",
+    )
+
+
+def _start(pace: Pace) -> Advice | None:
+    if pace.starting <= _LONG_START or pace.waiting > _LITTLE_WAITING:
+        return None
+    return Advice(
+        bound="start",
+        text=f"The start bounds you: the first minibatch came after {pace.first_minibatch_s:.1f} of "
+        f"{pace.elapsed_s:.1f} s, and the loop hardly waited after it ({pace.waiting:.0%} of the time). Smaller "
+        "fetches (--fetch-factor) begin earlier, and in a longer epoch the start matters less.",
+    )
+
+
+def _unclear(pace: Pace) -> Advice:
+    """Says which limits the epoch did not reach."""
+    found = [f"the loop waited {pace.waiting:.0%} of the time after the first minibatch"]
+    found.append(f"{pace.processor:.0%} of the processor was in use")
+    share, hint = pace.of_link, ""
+    name = "disk" if pace.local else "link"
+    if share is not None and share > _IMPOSSIBLE:
+        found.append(f"bytes arrived at {size(pace.bytes_per_s)}/s, {share:.1f} times as fast as the {name} should be")
+        hint = f" The {name} is faster than --link-speed says." if pace.link_stated else ""
+    elif share is not None:
+        found.append(f"{share:.0%} of the {name} was in use")
+        if not pace.local and pace.waiting > 0.5:
+            hint = " More bytes in flight (--memory) or larger blocks (--block-size) might help."
+    elif pace.bytes_read:
+        hint = f" The speed of the {name} was not measured: --link-speed states it."
+    return Advice(bound="unclear", text=f"Not clear what bounds you: {', '.join(found)}.{hint}")
+
+
+def compare(paces: Mapping[str, Pace]) -> Sequence[str]:
+    """Cold against warm epochs, if both took long enough to be compared."""
+    cold, warm = paces.get("cold"), paces.get("warm")
+    if cold is None or warm is None:
+        return []
+    if _short(cold) is not None or _short(warm) is not None:
+        return []
+    speeds = f"{warm.rows_per_s:,.0f} rows/s against {cold.rows_per_s:,.0f}"
+    ratio = warm.rows_per_s / cold.rows_per_s
+    if ratio >= _ALIKE:
+        return [f"Warm epochs are {ratio:.1f} times as fast as cold ones: {speeds}."]
+    if ratio <= 1 / _ALIKE:
+        return [f"Warm epochs are slower than cold ones here: {speeds}."]
+    return [f"Warm epochs are about as fast as cold ones: {speeds}."]

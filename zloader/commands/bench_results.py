@@ -1,0 +1,155 @@
+"""The results of `zloader bench`: its epochs, their medians, and what they cost and show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zloader.commands.bench_advice import Advice, Pace, advise, compare
+from zloader.commands.bill_run import Prices
+
+if TYPE_CHECKING:
+    from zloader.dataset.quality import Quality
+
+KINDS = ("cold", "mixed", "warm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """An epoch at one moment, in totals since its beginning. `mirrored` is the share of chunks in the mirror."""
+
+    at_s: float
+    rows: int
+    bytes_read: int
+    wait_s: float
+    mirrored: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchEpoch:
+    """One epoch. `figures` are by name, from `figures_of`. `complete` is False if the epoch was interrupted.
+
+    `began_s` is in seconds since the first epoch began.
+    """
+
+    epoch: int
+    kind: str
+    complete: bool
+    figures: Mapping[str, float]
+    began_s: float = 0.0
+    samples: Sequence[Sample] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchQuality:
+    """How well the order of epoch 0 mixes the obs column `label`."""
+
+    label: str
+    measured: Quality
+
+    @property
+    def percent(self) -> float:
+        """The entropy in percent of that of random minibatches; 100 if all labels are alike."""
+        random = self.measured.random_entropy_bits
+        return 100 * self.measured.entropy_bits / random if random > 0 else 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRun:
+    """The results of `zloader bench`.
+
+    `settings` are the options by name, as in the JSON. Epochs are appended as they end. `link_bytes_per_s` is None if
+    it was neither stated nor measured. Reads of a local store cost nothing. `load` is the load average of the machine
+    before the first epoch.
+    """
+
+    urls: Sequence[str]
+    rows: int
+    genes: int
+    local: bool
+    cache: Path | None
+    batch_size: int
+    step_s: float
+    cores: int
+    load: float
+    settings: Mapping[str, Any]
+    prices: Prices
+    epochs: list[BenchEpoch]
+    link_bytes_per_s: float | None = None
+    link_stated: bool = False
+    quality: BenchQuality | None = None
+    interrupted: bool = False
+
+    def of_kind(self, kind: str) -> Mapping[str, float] | None:
+        """The medians of the complete epochs of a kind, or the figures of an interrupted one; None without any."""
+        complete = medians(self.epochs).get(kind)
+        if complete is not None:
+            return complete
+        return next((epoch.figures for epoch in self.epochs if epoch.kind == kind), None)
+
+    def pace(self, kind: str) -> Pace | None:
+        """What is known of the speed of the epochs of a kind."""
+        figures = self.of_kind(kind)
+        if figures is None:
+            return None
+        names = [field.name for field in dataclasses.fields(Pace)]
+        measured: dict[str, Any] = {name: figures[name] for name in names if name in figures}
+        return Pace(
+            **measured,
+            kind=kind,
+            step_s=self.step_s,
+            cores=self.cores,
+            local=self.local,
+            link_bytes_per_s=self.link_bytes_per_s,
+            link_stated=self.link_stated,
+        )
+
+    @property
+    def paces(self) -> Mapping[str, Pace]:
+        """The pace of each kind of epoch that there was."""
+        found = {kind: self.pace(kind) for kind in KINDS}
+        return {kind: pace for kind, pace in found.items() if pace is not None}
+
+    @property
+    def advice(self) -> Mapping[str, Advice]:
+        """What bounds each kind of epoch."""
+        return {kind: advise(pace) for kind, pace in self.paces.items()}
+
+    @property
+    def sentences(self) -> Sequence[str]:
+        """All advice in plain words."""
+        of_kinds = [f"{kind.capitalize()} epochs: {advice.text}" for kind, advice in self.advice.items()]
+        whole_s = [epoch.figures["elapsed_s"] for epoch in self.epochs if epoch.complete]
+        if whole_s and {advice.bound for advice in self.advice.values()} == {"short"}:
+            of_kinds = [
+                f"This store is too small to measure: the longest epoch of its {self.rows:,} rows took "
+                f"{max(whole_s):.2g} s, which is too short to tell loading from start-up."
+            ]
+        return [*of_kinds, *compare(self.paces)]
+
+    def dollars(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """Dollars of an epoch by item. A GPU is counted if there was a training step."""
+        return self.prices.dollars(
+            gets=0 if self.local else figures["gets"],
+            gigabytes=0 if self.local else figures["bytes_read"] / 1e9,
+            mirrored_gigabytes=figures["mirror_bytes"] / 1e9,
+            hours=figures["elapsed_s"] / 3600,
+            gpus=1 if self.step_s else 0,
+        )
+
+
+def medians(epochs: Sequence[BenchEpoch]) -> dict[str, dict[str, float]]:
+    """The median of each figure over the complete epochs of each kind, and the number of these epochs."""
+    from statistics import median
+
+    by_kind: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        complete = [epoch.figures for epoch in epochs if epoch.complete and epoch.kind == kind]
+        if complete:
+            by_kind[kind] = {"epochs": float(len(complete))} | {
+                name: median(figures[name] for figures in complete) for name in complete[0]
+            }
+    return by_kind

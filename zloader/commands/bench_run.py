@@ -1,0 +1,267 @@
+"""Measures epochs for `zloader bench`: the figures of each, samples of it over time, and the speed of the link."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zloader.commands import terminal
+from zloader.commands.bench_options import BenchOptions
+from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
+from zloader.common.errors import ZloaderError
+from zloader.common.machine import available_cores
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zloader.caching.chunk_file import ChunkFile
+    from zloader.common.records import Statistics
+    from zloader.dataset.dataset import Dataset
+    from zloader.training.loader import Loader
+
+_MOST_SAMPLES = 256  # of an epoch
+_FIRST_INTERVAL_S = 0.01
+_PAUSES = 50  # pauses are this many times as long as a sample takes, so that sampling takes 2 % of the time
+
+
+def prepared(options: BenchOptions, console: Console) -> tuple[Loader, BenchRun]:
+    """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
+    from zloader.order.sampling import Streaming, stratified
+
+    sampling = stratified(options.sizes["block_size"])
+    loader = options.loader(options.opened(options.cache), sampling, options.obs)
+    rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
+    console.print(f"{', '.join(options.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
+    unmirrored = options.opened(None)
+    for _ in options.loader(unmirrored, Streaming(indices=[0])):
+        pass
+    return loader, BenchRun(
+        urls=options.urls,
+        rows=rows,
+        genes=genes,
+        local=all(store.location.scheme == "file" for store in loader.dataset.stores),
+        cache=options.cache,
+        batch_size=options.sizes["batch_size"],
+        step_s=options.step_s,
+        cores=available_cores(),
+        load=_load(),
+        settings=_settings(options, rows, genes),
+        prices=options.prices,
+        epochs=[],
+        link_bytes_per_s=options.link_bytes_per_s,
+        link_stated=options.link_bytes_per_s is not None,
+        quality=None if options.label is None else _quality(options.label, unmirrored, loader),
+    )
+
+
+def _load() -> float:
+    """The load average of the last minute; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return os.getloadavg()[0]
+    return 0.0
+
+
+def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
+    """Reads the column without the mirror, so that the first epoch finds it empty."""
+    from zloader.dataset.quality import quality
+
+    return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
+
+
+def _settings(options: BenchOptions, rows: int, genes: int) -> dict[str, Any]:
+    fetching = options.fetching
+    budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
+    opening = {"join": options.join, "genes_by": options.genes_by}
+    stores = {"urls": options.urls, "rows": rows, "genes": genes, "cache": options.cache}
+    form = {"x": options.x, "obs": options.obs, "layout": options.layout, "dtype": options.dtype}
+    return {**stores, "step_ms": 1000 * options.step_s, **opening, **budgets, **options.sizes, **form}
+
+
+def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
+    """Appends the epochs to `run`, the last one even if it is interrupted."""
+    measured, began = run.epochs, time.perf_counter()
+    with terminal.bench_view(console, run.rows, lambda: figures_of(loader.statistics())):
+        for _ in range(epochs):
+            run_epoch(loader, measured, step_s=run.step_s, began=began)
+            console.print(_line(measured[-1]), soft_wrap=True)
+
+
+def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
+    """Measures the link if an epoch that was long enough to be judged read from a store that is not local."""
+    from zloader.dataset.link import link_bytes_per_s
+
+    read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
+    if run.local or run.link_stated or not read:
+        return run
+    try:
+        with console.status("measuring the link"):
+            speed = link_bytes_per_s(loader.dataset, x=loader.x or "X", options=loader.options)
+    except ZloaderError as error:
+        console.print(f"the link was not measured: {error}", soft_wrap=True)
+        return run
+    return dataclasses.replace(run, link_bytes_per_s=speed)
+
+
+def _line(epoch: BenchEpoch) -> str:
+    interrupted = "" if epoch.complete else ", interrupted"
+    return f"epoch {epoch.epoch}, {epoch.kind}{interrupted}: {terminal.one_line(epoch.figures)}"
+
+
+# ---- one epoch
+
+
+class _Mirrored:
+    """How much of a loader's matrices is in the mirrors of its dataset."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._arrays = list(_mirror_arrays(loader.dataset, [loader.x] if isinstance(loader.x, str) else loader.x or []))
+
+    @property
+    def share(self) -> float:
+        """The share of the chunks, from 0 to 1; 0 without a mirror."""
+        chunks = sum(array.layout.n_chunks for array in self._arrays)
+        return sum(array.n_present for array in self._arrays) / chunks if chunks else 0.0
+
+    @property
+    def n_bytes(self) -> int:
+        """The decoded bytes of these chunks."""
+        return sum(array.present_bytes for array in self._arrays)
+
+
+def _mirror_arrays(dataset: Dataset, names: Sequence[str]) -> Sequence[ChunkFile]:
+    arrays: list[ChunkFile] = []
+    for store in dataset.stores if dataset.cache is not None else ():
+        for name in names:
+            mirror = store.mirror(store.matrix(name))
+            arrays += [] if mirror is None else mirror.arrays.values()
+    return arrays
+
+
+class _Samples:
+    """Samples of an epoch, evenly over its time and few, however long it takes."""
+
+    def __init__(self, sample: Callable[[float], Sample]) -> None:
+        self.taken: list[Sample] = []
+        self._sample = sample
+        self._began = time.perf_counter()
+        self._interval_s = _FIRST_INTERVAL_S
+        self._next_s = 0.0
+
+    def offer(self) -> None:
+        """Takes a sample if the last one was long enough ago."""
+        now_s = time.perf_counter() - self._began
+        if now_s >= self._next_s:
+            self.take()
+
+    def take(self) -> None:
+        """Takes a sample now."""
+        now_s = time.perf_counter() - self._began
+        self.taken.append(self._sample(now_s))
+        if len(self.taken) >= _MOST_SAMPLES:
+            self.taken = self.taken[1::2]
+            self._interval_s *= 2
+        after_s = time.perf_counter() - self._began
+        self._next_s = after_s + max(self._interval_s, _PAUSES * (after_s - now_s))
+
+
+def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0, began: float = 0.0) -> None:
+    """Reads the next epoch and appends its figures to `measured`, even if the epoch is interrupted.
+
+    `began` is when the first epoch began, on the clock of `time.perf_counter`; 0 for this one. Raises ZloaderError if
+    the epoch does not have every row exactly once.
+    """
+    rows = minibatches = row_sum = 0
+    first_minibatch_s = first_wait_s = stepped_s = 0.0
+    complete = False
+    mirrored = _Mirrored(loader)
+    mirrored_before = mirrored.share
+    clocks = time.perf_counter(), time.process_time(), time.thread_time()
+    samples = _Samples(lambda at_s: _sample(loader.statistics(), at_s, mirrored.share))
+    try:
+        for minibatch in loader:
+            if not minibatches:
+                first_minibatch_s = time.perf_counter() - clocks[0]
+                first_wait_s = loader.statistics().wait_s
+            minibatches += 1
+            rows += len(minibatch)
+            row_sum += int(minibatch.index.sum())
+            samples.offer()
+            if step_s:
+                before = time.perf_counter()
+                time.sleep(step_s)
+                stepped_s += time.perf_counter() - before
+        n = loader.dataset.n_obs
+        _require_complete(
+            minibatches=(minibatches, len(loader)), rows=(rows, n), sum_of_row_numbers=(row_sum, n * (n - 1) // 2)
+        )
+        complete = True
+    finally:
+        if minibatches:
+            samples.take()
+            figures = figures_of(loader.statistics()) | {
+                "first_minibatch_s": first_minibatch_s,
+                "first_wait_s": first_wait_s,
+                "stepped_s": stepped_s,
+                "cpu_s": time.process_time() - clocks[1],
+                "loop_cpu_s": time.thread_time() - clocks[2],
+                "mirrored_before": mirrored_before,
+                "mirrored_after": mirrored.share,
+                "mirror_bytes": mirrored.n_bytes,
+            }
+            measured.append(
+                BenchEpoch(
+                    epoch=int(figures.pop("epoch")),
+                    kind=kind_of(figures),
+                    complete=complete,
+                    figures=figures,
+                    began_s=clocks[0] - began if began else 0.0,
+                    samples=samples.taken,
+                )
+            )
+
+
+def _sample(statistics: Statistics, at_s: float, mirrored: float) -> Sample:
+    return Sample(
+        at_s=at_s,
+        rows=statistics.rows,
+        bytes_read=statistics.bytes_read,
+        wait_s=statistics.wait_s,
+        mirrored=mirrored,
+    )
+
+
+def _require_complete(**counts: tuple[int, int]) -> None:
+    for name, (found, expected) in counts.items():
+        if found != expected:
+            raise ZloaderError(
+                f"an epoch did not have every row exactly once: its {name.replace('_', ' ')} should be {expected:,}, "
+                f"but came to {found:,}. This is a bug: please report it with the output of 'zloader verify'"
+            )
+
+
+def figures_of(statistics: Statistics) -> dict[str, float]:
+    """The figures of an epoch by name: the fields of Statistics, and rates and shares computed from them."""
+    figures = dataclasses.asdict(statistics)
+    chunks = statistics.chunks_decoded + statistics.chunks_from_mirror
+    return figures | {
+        "rows_per_s": statistics.rows_per_s,
+        "wait_share": statistics.wait_share,
+        "bytes_read_per_s": statistics.bytes_read / statistics.elapsed_s if statistics.elapsed_s else 0.0,
+        "mirror_share": statistics.chunks_from_mirror / chunks if chunks else 0.0,
+    }
+
+
+def kind_of(figures: Mapping[str, float]) -> str:
+    """`cold`, `mixed` or `warm`.
+
+    An epoch that begins with an empty mirror is cold, although later fetches find chunks that earlier ones mirrored.
+    """
+    if not figures["chunks_from_mirror"]:
+        return "cold"
+    if not figures["chunks_decoded"]:
+        return "warm"
+    return "mixed" if figures["mirrored_before"] else "cold"

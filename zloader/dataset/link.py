@@ -1,0 +1,96 @@
+"""Measures how fast this machine reads a store: for two seconds, many reads at once, and nothing is decoded.
+
+The reads are parts of the matrix, in an order that jumps between objects. A slow link gets five seconds. The rate is
+counted from the first read that is complete, so that latency and the opening of connections do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zloader.common.checks import one_or_more
+from zloader.common.options import FetchOptions
+from zloader.common.records import ByteSource, Span
+from zloader.dataset.dataset import Dataset
+from zloader.reading.bridge import Bridge, Put
+
+# Reads grow until they take a while, so that a slow link returns many in a few seconds, and a fast one is busy.
+_FIRST_BYTES, _MOST_READ_BYTES = 64 << 10, 2 << 20
+_LONG_S = 0.2
+_LANES = 32  # reads at once
+_ENOUGH_S, _MOST_S = 2.0, 5.0
+_MOST_BYTES = 1 << 30
+_ROUNDS = 2  # reads per lane, without which the rate would be a guess
+_MOST_PARTS = 4096  # of the matrix, which are read again and again
+
+
+def link_bytes_per_s(
+    dataset: Dataset,
+    *,
+    x: str | Sequence[str] = "X",
+    options: FetchOptions,
+    enough_s: float = _ENOUGH_S,
+    most_s: float = _MOST_S,
+) -> float | None:
+    """Bytes per second of reading parts of `x` without decoding them; None if it is too slow or too little to tell.
+
+    Reads for `enough_s` seconds, or up to `most_s` on a slow link, and 1 GiB at most. Raises any ReadError.
+    """
+    parts = list(itertools.islice(_parts(dataset, one_or_more(x=x), options), _MOST_PARTS))
+    if not parts:
+        return None
+    reads = itertools.cycle(parts)
+    done: list[tuple[float, int]] = []  # when each read was complete, in order, and its bytes
+
+    def is_enough() -> bool:
+        if len(done) < _ROUNDS * _LANES:
+            return False
+        return time.perf_counter() - done[0][0] > enough_s or sum(size for _, size in done) >= _MOST_BYTES
+
+    async def read_on() -> None:
+        n_bytes = _FIRST_BYTES
+        while not is_enough():
+            source, part = next(reads)
+            began_s = time.perf_counter()
+            (stored,) = await source.read([replace(part, stop=min(part.stop, part.start + n_bytes))])
+            done.append((time.perf_counter(), len(stored)))
+            if done[-1][0] - began_s < _LONG_S:
+                n_bytes = min(2 * n_bytes, _MOST_READ_BYTES)
+
+    async def produce(put: Put[None]) -> None:
+        try:
+            async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
+                for _ in range(_LANES):
+                    group.create_task(read_on())
+        except TimeoutError:
+            pass  # there may be enough reads all the same
+        await put([None], 1)
+
+    for _ in Bridge(produce, ready_bytes=1, name="zloader-link"):
+        pass
+    if len(done) < _ROUNDS * _LANES or done[-1][0] <= done[0][0]:
+        return None
+    return sum(size for _, size in done[1:]) / (done[-1][0] - done[0][0])
+
+
+def _parts(dataset: Dataset, names: Sequence[str], options: FetchOptions) -> Iterator[tuple[ByteSource, Span]]:
+    """Parts of the stored objects of some matrices. Successive parts are of different objects."""
+    objects = []
+    for store in dataset.stores:
+        source, sizes = store.source(options), store.object_sizes()
+        keys = [
+            array.shard_key(shard)
+            for name in names
+            for array in store.matrix(name).arrays
+            for shard in range(min(array.n_shards, _MOST_PARTS))
+        ]
+        objects += [(source, key, sizes[key]) for key in keys if sizes.get(key)]
+    longest = max((size for _, _, size in objects), default=0)
+    for start in range(0, longest, _MOST_READ_BYTES):
+        for source, key, size in objects:
+            if start < size:
+                yield source, Span(key=key, start=start, stop=min(start + _MOST_READ_BYTES, size))
