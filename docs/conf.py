@@ -10,13 +10,15 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import zloader
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "extensions"))
 
 project = "zloader"
 author = "the zloader developers"
-copyright = author  # noqa: A001 - Sphinx's name
-release = "0.1.0"
+copyright = author
+release = zloader.__version__
 
 root_doc = "docs/index"
 include_patterns = [
@@ -47,6 +49,7 @@ autodoc_preserve_defaults = True
 autosummary_generate = False
 napoleon_use_param = False
 napoleon_use_ivar = True
+napoleon_custom_sections = [(name, "params_style") for name in ("Memory", "Reads", "Pace and failures")]
 python_maximum_signature_line_length = 88
 # The reference builds without the packages of extras that are not installed.
 autodoc_mock_imports = [
