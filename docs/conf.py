@@ -10,6 +10,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import anndata  # noqa: F401 - before pyarrow may be mocked, which pandas looks at
+
 import zloader
 
 HERE = Path(__file__).parent
@@ -22,7 +24,7 @@ release = zloader.__version__
 
 root_doc = "docs/index"
 include_patterns = [
-    "docs/**/*.md", "notebooks/*.ipynb", "benchmarks/*.md", "zloader/data/README.md", "README.md", "CONTRIBUTING.md",
+    "docs/*.md", "docs/**/*.md", "notebooks/*.ipynb", "benchmarks/*.md", "zloader/data/README.md", "README.md", "CONTRIBUTING.md",
     "CHANGELOG.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "build", "dist", "tests", "**/__pycache__"]
@@ -32,9 +34,9 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "cli_reference",
+    "docstring_sections",
 ]
 
 myst_heading_anchors = 3
@@ -47,9 +49,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autosummary_generate = False
-napoleon_use_param = False
-napoleon_use_ivar = True
-napoleon_custom_sections = [(name, "params_style") for name in ("Memory", "Reads", "Pace and failures")]
 python_maximum_signature_line_length = 88
 # The reference builds without the packages of extras that are not installed.
 autodoc_mock_imports = [

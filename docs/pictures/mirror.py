@@ -9,7 +9,7 @@ N_CHUNKS, RANKS = 10, 4
 
 def panel(axes: Axes, left: float, name: str, held: int) -> None:
     """Bucket, mirror and ranks, with `held` chunks of the mirror filled. Coloured chunks are being read."""
-    axes.text(left + 1.8, 3.95, name, fontsize=12, fontweight="bold", ha="center", va="center")
+    axes.text(left, 4.32, name, fontsize=12, fontweight="bold", va="center")
     style.box(axes, (left, 3.1), (3.6, 0.5), "white", style.INK)
     axes.text(left + 1.8, 3.35, "store in a bucket", ha="center", va="center")
     style.box(axes, (left, 1.65), (3.6, 0.62), "white", style.INK)
@@ -33,8 +33,8 @@ def draw() -> Figure:
     figure, axes = style.canvas(8, 4.6)
     panel(axes, 0.15, "a cold epoch", held=4)
     panel(axes, 4.25, "a warm epoch", held=N_CHUNKS)
-    axes.text(0.15, 4.3, "Each chunk is read and decoded once, by one rank.", fontsize=9, va="center")
-    axes.text(4.25, 4.3, "Nothing is requested. Nothing is decoded.", fontsize=9, va="center")
+    axes.text(0.15, 3.95, "Each chunk is read and decoded once, by one rank.", fontsize=9, va="center")
+    axes.text(4.25, 3.95, "Nothing is requested. Nothing is decoded.", fontsize=9, va="center")
     return figure
 
 

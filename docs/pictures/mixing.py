@@ -15,7 +15,7 @@ def draw() -> Figure:
     axes = figure.subplots()
     (bits,) = re.findall(r"have ([\d.]+) bits\. Each cell", (style.DOCS / "shuffling.md").read_text())
     axes.axhline(float(bits), color=style.INK, linewidth=1, linestyle=":")
-    axes.text(0.3, float(bits) + 0.03, "random rows", fontsize=9)
+    axes.text(50, float(bits) + 0.03, "random rows", fontsize=9)
     for (size, *cells), colour in zip(style.table("shuffling", HEADER), style.COLOURS, strict=True):
         found = [CELL.fullmatch(cell.replace("*", "")).groups() for cell in cells]
         speeds = [style.number(speed) / 1000 for _, _, speed in found]
