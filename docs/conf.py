@@ -36,7 +36,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "cli_reference",
-    "docstring_sections",
+    "docstrings",
 ]
 
 myst_heading_anchors = 3

@@ -5,6 +5,7 @@ On the page that has the line `<!-- commands -->`, the reference takes the place
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +48,7 @@ def _sections(name: str, parent: Any, context: Any) -> Iterator[str]:
     yield _plain(command.help)
     records = [record for each in command.params if (record := each.get_help_record(inner))]
     if records:
-        rows = [f"| `{_cell(names)}` | {_cell(text)} |" for names, text in records]
+        rows = [f"| `{_cell(_short(names))}` | {_cell(text)} |" for names, text in records]
         yield "\n".join(["| argument | meaning |", "|---|---|", *rows])
     if command.epilog:
         yield _plain(command.epilog)
@@ -56,6 +57,11 @@ def _sections(name: str, parent: Any, context: Any) -> Iterator[str]:
 def _plain(text: str | None) -> str:
     """Help as Markdown: typer ends a paragraph that keeps its lines with a form feed or a backspace."""
     return (text or "").replace("\b", "").replace("\f", "\n").strip()
+
+
+def _short(names: str) -> str:
+    """The names of an argument without types that say nothing: `SRC... <list[str]>` becomes `SRC...`."""
+    return re.sub(r" range>", ">", re.sub(r" <(list\[)?str\]?>", "", names))
 
 
 def _cell(text: str) -> str:

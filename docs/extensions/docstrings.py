@@ -1,4 +1,4 @@
-"""Sections of docstrings such as `Args:` become lists of terms."""
+"""Docstrings and signatures for Sphinx: sections such as `Args:` become lists of terms."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ TERM = re.compile(r"(\w+(?:, \w+)*): (.*)")
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _format)
+    app.connect("autodoc-process-signature", _parsable)
     return {"parallel_read_safe": True}
 
 
 def _format(app: Any, what: str, name: str, described: Any, options: Any, lines: list[str]) -> None:
     lines[:] = formatted(lines)
+
+
+def _parsable(app: Any, what: str, name: str, described: Any, options: Any, *parts: str | None) -> Any:
+    """The signature and the return annotation. The default of a factory has no form that Sphinx can parse."""
+    signature, returned = parts
+    return signature and signature.replace("<factory>", "..."), returned
 
 
 def formatted(lines: list[str]) -> list[str]:
