@@ -24,8 +24,8 @@ release = zloader.__version__
 
 root_doc = "docs/index"
 include_patterns = [
-    "docs/*.md", "docs/**/*.md", "notebooks/*.ipynb", "benchmarks/*.md", "zloader/data/README.md", "README.md", "CONTRIBUTING.md",
-    "CHANGELOG.md",
+    "docs/*.md", "docs/**/*.md", "notebooks/*.ipynb", "benchmarks/*.md", "zloader/data/README.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md",
 ]  # fmt: skip
 exclude_patterns = [".*", "build", "dist", "tests", "**/__pycache__"]
 

@@ -1,4 +1,4 @@
-"""The pages of the site say what the code does: messages, names, commands, extras, pictures, and a script of a tutorial."""
+"""The pages of the site say what the code does: messages, names, commands, extras, pictures, a tutorial."""
 
 from __future__ import annotations
 
@@ -157,4 +157,3 @@ def test_a_training_on_two_ranks_resumes_after_an_interruption(interpreter, tmp_
     assert 0 not in ended
     assert lines[0] == whole[0]
     assert run("resumed") == ([0, 0], whole)
-
