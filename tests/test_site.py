@@ -139,6 +139,8 @@ def test_the_extras_are_those_of_the_package():
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(extras)
 
 
+@pytest.mark.slow
+@pytest.mark.any_version
 def test_a_training_on_two_ranks_resumes_after_an_interruption(interpreter, tmp_path, monkeypatch):
     adata = counts(150, 40)
     adata.obs["cell_type"] = ["T", "B", "NK"] * 50
