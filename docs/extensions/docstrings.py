@@ -7,6 +7,7 @@ from typing import Any
 
 SECTIONS = {"Args:": "Arguments", "Attributes:": "Attributes", "Memory:": "Memory", "Reads:": "Reads"}
 SECTIONS["Pace and failures:"] = "Pace and failures"
+MADE_BY_FUNCTIONS = {"zloader.Dataset", "zloader.View"}  # nobody calls their constructors
 TERM = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
@@ -24,6 +25,8 @@ def _format(app: Any, what: str, name: str, described: Any, options: Any, lines:
 def _parsable(app: Any, what: str, name: str, described: Any, options: Any, *parts: str | None) -> Any:
     """The signature and the return annotation. The default of a factory has no form that Sphinx can parse."""
     signature, returned = parts
+    if name in MADE_BY_FUNCTIONS:
+        return "", None
     return signature and signature.replace("<factory>", "..."), returned
 
 
