@@ -1,6 +1,6 @@
 """Every error that zloader raises, in one tree.
 
-Each message states what happened, the value concerned, and what to do about it.
+Each message states what happened, the value concerned, and what to do about it::
 
     ZloaderError
     ├── OptionError (ValueError)              an invalid option or argument

@@ -47,7 +47,9 @@ class FetchOptions:
     minibatch that your loop still holds when it asks for the next one, and for freed memory that fits no other array.
     A single fetch that is larger than `buffer_bytes` is still loaded, one at a time.
 
-    Memory, in bytes, or as strings such as "2GiB" (2 * 1024**3) or "2G" (2 * 1000**3):
+    Sizes are in bytes, or strings such as "2GiB" (2 * 1024**3) or "2G" (2 * 1000**3).
+
+    Memory:
         memory: Budget of the loader. At least 16 MiB. Default: an eighth of the machine's
             (or container's) memory, up to 1 GiB plus 32 MiB per thread.
         in_flight_bytes: Stored bytes being read or decoded. Default: a sixteenth of `memory`. 64 MiB sustains 400 MB/s
@@ -56,15 +58,15 @@ class FetchOptions:
         ready_bytes: Minibatches being gathered, which may take three quarters of it, or waiting for the consumer. One
             minibatch may be larger, and should not be. Default: three sixteenths of `memory`.
 
-    Reads, in bytes or as such strings:
+    Reads:
         gap_bytes: Two ranges with at most this many bytes between them are read together. Default: 64 KiB, which costs
             less than the 30 ms of another GET on S3.
         least_read_bytes: While an epoch fills a mirror, each read is extended to about this size with the data beside a
             block, which the mirror needs anyway. Default: 512 KiB. It cuts the number of GETs to a quarter and delays
             the first minibatch by half a second.
         max_read_bytes: Ranges are read together up to about this size; a chunk is never split. Default: 8 MiB.
-        TensorStore reaches the speed of a link with
-            reads of 1 to 8 MiB; longer ones only make retries more expensive.
+            TensorStore reaches the speed of a link with reads of 1 to 8 MiB; longer ones only make retries more
+            expensive.
 
     Pace and failures:
         prefetch: Most fetches loaded ahead while the current one is gathered, as far as `buffer_bytes` allows. An

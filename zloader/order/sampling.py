@@ -80,6 +80,7 @@ class Sampling(Protocol):
     [[1, 3], [5, 7, 9, 11]]
 
     Five members are optional:
+
     - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError.
     - `repeats`: True if a row may occur more than once per epoch.
     - `bound(dataset)`: returns the sampling to use once the dataset is known, such as with the values of

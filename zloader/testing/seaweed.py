@@ -87,7 +87,7 @@ class SeaweedFS:
 
     @property
     def endpoint_url(self) -> str:
-        """`http://127.0.0.1:PORT`. The port changes with each start."""
+        """The URL of the server, `http://127.0.0.1:PORT`. The port changes with each start."""
         if not self._port:
             raise RuntimeError("SeaweedFS has no endpoint before it is started: use it in a with statement")
         return f"http://127.0.0.1:{self._port}"

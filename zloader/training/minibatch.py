@@ -48,22 +48,23 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     >>> len(minibatch), minibatch.x.shape[0], minibatch.obs["cell_type"].dtype
     (8, 8, torch.int64)
 
-    x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor, a
-        PackedRows, a SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x. If
-        the loader has a list of matrices, a dict with one such x for each name.
-    obs: a tensor of one value per row for each column. Categories and strings are int64 codes, -1 where a value is
-        missing; numbers have their stored dtype; dates are int64. `loader.labels` says what they mean.
-    obsm: a tensor of rows x dims for each name, in its stored dtype.
-    row: the position of each row in the dataset or view that the loader was given, int64. For predictions of a view:
-        `out = np.empty(view.n_obs)`, then `out[minibatch.row] = ...` for each minibatch.
-    index: the row numbers in the whole dataset, int64. They equal `row` unless the loader was given a view.
-    obs_names: the names of the rows, a NumPy array of strings (dtype object), if the loader was given `obs_names=True`
-        or layout anndata; else None.
-    tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`, `lengths`
-        and `labels`; else None.
-    control: the control rows, a Minibatch of its own, if the loader has `controls`; else None.
-    set_of_row: the number of each row's set in the minibatch, int64, if the sampling is CellSets; else None.
-    group: the labels of each set for each column that sets agree in, NumPy arrays, if the sampling is CellSets.
+    Attributes:
+        x: rows x genes, as the loader's `layout` says: a torch sparse CSR tensor (with int32 indices), a dense tensor,
+            a PackedRows, a SciPy CSR matrix, or an AnnData with the obs names of the rows; None if the loader has no x.
+            If the loader has a list of matrices, a dict with one such x for each name.
+        obs: a tensor of one value per row for each column. Categories and strings are int64 codes, -1 where a value is
+            missing; numbers have their stored dtype; dates are int64. `loader.labels` says what they mean.
+        obsm: a tensor of rows x dims for each name, in its stored dtype.
+        row: the position of each row in the dataset or view that the loader was given, int64. For predictions of a
+            view: `out = np.empty(view.n_obs)`, then `out[minibatch.row] = ...` for each minibatch.
+        index: the row numbers in the whole dataset, int64. They equal `row` unless the loader was given a view.
+        obs_names: the names of the rows, a NumPy array of strings (dtype object), if the loader was given
+            `obs_names=True` or layout anndata; else None.
+        tokens: the tokens of the rows, if the loader has a tokenizer: `input_ids`, `values`, `attention_mask`,
+            `lengths` and `labels`; else None.
+        control: the control rows, a Minibatch of its own, if the loader has `controls`; else None.
+        set_of_row: the number of each row's set in the minibatch, int64, if the sampling is CellSets; else None.
+        group: the labels of each set for each column that sets agree in, NumPy arrays, if the sampling is CellSets.
 
     A Minibatch is also a read-only Mapping of its fields, as the libraries of Hugging Face need it: `minibatch["x"]`,
     `model(**minibatch)`. Fields that are None are left out. obs columns are no keys of their own:
