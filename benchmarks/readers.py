@@ -4,10 +4,10 @@
 
 The first argument is the name of a tool (a module of peers/, which has the settings of its loader) or "plain". Each
 line is answered with a line of JSON: seconds, rows, whether the epoch ended, first_minibatch_s (since the request),
-after_s (the time after the first fetch) and waited_s (how much of that the consumer waited), CPU seconds including those of
-ended worker processes, page faults, bytes read from disk, and resident bytes before the epoch and at the peak. Between
-requests it idles. The request `{"started": true}` runs no epoch: its answer has the CPU seconds and page faults since
-the process started. Other requests may contain:
+after_s (the time after the first fetch) and waited_s (how much of that the consumer waited), CPU seconds including
+those of ended worker processes, page faults, bytes read from disk, and resident bytes before the epoch and at the peak.
+Between requests it idles. The request `{"started": true}` runs no epoch: its answer has the CPU seconds and page faults
+since the process started. Other requests may contain:
 
 - `work_s`: seconds that the consumer works on every minibatch. It sleeps, like a process whose GPU is busy.
 - `stalls`, `stall_s`: the minibatches after which the consumer stalls, and for how many seconds.

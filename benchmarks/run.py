@@ -106,6 +106,7 @@ TINY = Preset(
     processes=(2,),
     screen={"cell_lines": 2, "drugs": 3, "genes": 50},
     link_bytes=16 << 20,
+    thorough=False,
 )
 
 

@@ -48,8 +48,9 @@ def cold_warm_cloud(session: Session) -> None:
 
 
 def base(session: Session) -> list[Data]:
-    """The synthetic data, and the real ones."""
-    return [data for data in session.data.values() if data.name not in ("screen",)]
+    """The synthetic data, and the real ones, which alone are enough if the run is not thorough."""
+    both = [data for data in session.data.values() if data.name != "screen"]
+    return both if session.preset.thorough else both[-1:]
 
 
 def cold_warm(session: Session, data: Data, *, cloud: bool) -> None:
@@ -66,11 +67,11 @@ def cold_warm(session: Session, data: Data, *, cloud: bool) -> None:
                     epochs = {"cold": cold(session, one), "warm": one.epoch(most_s=session.preset.most_s)}
                     waits: dict[str, Figures] = {"cold": {}, "warm": {}}
                     for figures in epochs.values():
-                        expect(figures, data)
+                        expect(figures, data, each.side)
                     if turn == 1:
-                        checked[each.name] = session.checked(one, data)
+                        checked[each.name] = session.checked(one, data, each.side)
                         waits["warm"] = waiting(one.epoch(work_s=WORK_S, most_s=session.preset.most_s))
-                if turn == 1:
+                if turn == 1 and session.preset.thorough:
                     with from_nothing(session, each, data, cloud=cloud) as one:
                         waits["cold"] = waiting(cold(session, one, work_s=WORK_S))
                 for epoch, figures in epochs.items():
@@ -103,11 +104,12 @@ def first(session: Session) -> None:
     for turn in range(0, session.preset.turns + 1):  # turn 0 fills the mirrors, and is not recorded
         for each in in_order(session.taking_part("first"), turn):
             place = Place(scenario="first", peer=each.name, case={}, turn=turn, data=data.name)
-            if each.name not in failed:
-                with session.attempt(place, failed):
-                    figures = from_start(session, each, data, rows=None if turn == 0 and each.side.mirrored else 1)
-                    if turn:
-                        session.measurement(place, figures)
+            if each.name in failed or not (turn or each.side.mirrored):
+                continue
+            with session.attempt(place, failed):
+                figures = from_start(session, each, data, rows=1 if turn else None)
+                if turn:
+                    session.measurement(place, figures)
 
 
 def from_start(session: Session, each: Contender, data: Data, *, rows: int | None = 1) -> Figures:
@@ -141,11 +143,11 @@ def kept(
                 with session.attempt(place, failed):
                     if not turn:
                         one = stack.enter_context(session.reader(each, data, options))
-                        readers[each.name] = (one, session.checked(one, data))
+                        readers[each.name] = (one, session.checked(one, data, each.side))
                         continue
                     one, found = readers[each.name]
                     figures = session.cached(one, data, most_s=most_s or preset.most_s)
-                    expect(figures, data)
+                    expect(figures, data, each.side)
                     session.measurement(place, figures, **found)
 
 
@@ -191,7 +193,7 @@ def memory(session: Session) -> None:
         with session.attempt(start, failed), session.reader(each, data, {}) as one:
             for epoch in range(1, _EPOCHS + 1):
                 figures = one.epoch(most_s=session.preset.most_s)
-                expect(figures, data)
+                expect(figures, data, each.side)
                 place = Place(scenario="memory", peer=each.name, case={"epoch": epoch}, turn=1, data=data.name)
                 session.measurement(place, figures)
 
@@ -215,20 +217,20 @@ def processes(session: Session) -> None:
                             started = [stack.enter_context(session.reader(each, data, {})) for _ in range(count)]
                             groups[each.name] = started
                             for one in started:  # the first fills the mirror
-                                session.checked(one, data)
+                                session.checked(one, data, each.side)
                             continue
-                        figures = at_once(groups[each.name], data, session.preset.most_s)
+                        figures = at_once(groups[each.name], each, data, session.preset.most_s)
                         session.measurement(place, figures, pss_bytes=figures["pss_bytes"])
 
 
-def at_once(readers: list[Reader], data: Data, most_s: float) -> Figures:
+def at_once(readers: list[Reader], each: Contender, data: Data, most_s: float) -> Figures:
     """The figures of epochs in several processes at once: sums, and the time until the last one has ended."""
     began = time.perf_counter()
     with ThreadPoolExecutor(len(readers)) as threads:
         found = list(threads.map(lambda one: one.ask(most_s=most_s), readers))
     seconds = time.perf_counter() - began
     for figures in found:
-        expect(figures, data)
+        expect(figures, data, each.side)
     names = ("rows", "user_s", "system_s", "peak_bytes")
     firsts = max(figures["first_minibatch_s"] for figures in found)
     pss = sum(wide.pss_bytes(one.process.pid) for one in readers)

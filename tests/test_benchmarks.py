@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -253,12 +254,17 @@ def test_a_hung_peer_is_recorded_and_leaves_nothing_behind(run, session, tmp_pat
 
 def test_epochs_are_compared_with_the_data(run):
     data = run.inputs.Data(name="a", path=Path("a"), rows=10, genes=3, values=5, total=100.0, label="plate")
+    side = run.peers.Side(how="As it is.", format="", store=None)
     right = {"rows": 10, "ended": True, "total": 100.0}
-    run.session.expect(right, data)
-    run.session.expect({"rows": 4, "ended": False, "total": 3.0}, data)  # it ended early
+    run.session.expect(right, data, side)
+    run.session.expect({"rows": 4, "ended": False, "total": 3.0}, data, side)  # it ended early
     for wrong in ({"rows": 9}, {"rows": 11}, {"rows": 11, "ended": False}, {"total": 100.1}):
         with pytest.raises(run.session.WrongRows):
-            run.session.expect(right | wrong, data)
+            run.session.expect(right | wrong, data, side)
+    part = replace(side, whole=False)
+    run.session.expect({"rows": 9, "ended": True, "total": 90.0}, data, part)
+    with pytest.raises(run.session.WrongRows):
+        run.session.expect({"rows": 11, "ended": True}, data, part)
 
 
 def test_a_checked_epoch_counts_rows_values_and_entropy(run):

@@ -33,6 +33,7 @@ MODULES = (
     "datasets",
     "tiledbsoma-ml",
     "cell-load",
+    "protoplast",
     "mosaicml-streaming",
 )
 EPOCHS = ("cold_warm_local", "minibatch", "random", "first", "memory")  # scenarios that any loader can take part in
@@ -67,6 +68,7 @@ class Side:
     - `store`: the conversion that writes its store, as `rivals.py write` knows it. None: it reads the .h5ad file.
     - `options`: what `epochs` is given besides the options of the scenario.
     - `mirrored`: whether it keeps a mirror of the store on the local disk.
+    - `whole`: whether an epoch is meant to give out all rows. If not, `how` says which are left out.
     """
 
     how: str
@@ -75,6 +77,7 @@ class Side:
     scenarios: tuple[str, ...] = EPOCHS
     options: Request = field(default_factory=dict)
     mirrored: bool = False
+    whole: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

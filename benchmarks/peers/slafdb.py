@@ -63,6 +63,7 @@ def epochs(options: Request) -> Epochs:
     from slaf.ml import SLAFDataLoader
 
     array = SLAFArray(options["store"])
+    array.wait_for_metadata()  # its loader hangs if it starts before they have been read in the background
     names = ("raw_mode", "use_mixture_of_scanners", "by_fragment", "batches_per_chunk")
     given = {name: options[name] for name in names if name in options}
     if "tokens" in options:
