@@ -24,7 +24,7 @@ from rivals import Figures
 import zloader as zl
 
 _HERE = Path(__file__).resolve().parent
-_ENDING_S = 5.0  # a reader that has not ended so long after its standard input is killed
+_ENDING_S = 20.0  # a reader that has not ended so long after its standard input is killed
 RIVALS = ("annbatch", "annbatch, memory kept")
 # glibc then keeps freed memory, as zloader's own setting does (zloader.common.malloc). That one would not be enough for
 # annbatch, whose arrays of 100 MB are above the highest threshold that it can set.
