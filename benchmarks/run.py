@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --quick                       # about 25 minutes, after the environments are made
     python benchmarks/run.py --full                        # hours, and 30 GB of disk
-    python benchmarks/run.py --quick --tiny                # a minute, without environments; for CI
+    python benchmarks/run.py --quick --tiny                # two minutes, without environments
     python benchmarks/run.py --quick --peers zloader,annbatch --scenario cold_warm_local --data FILE.h5ad
 
 The script makes seeded synthetic counts (synthetic.py), the human pancreas that comes with zloader (or takes the file
@@ -116,7 +116,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="about 25 minutes")
     size.add_argument("--full", action="store_true", help="hours")
-    parser.add_argument("--tiny", action="store_true", help="with --quick: a minute, peers without an environment only")
+    parser.add_argument("--tiny", action="store_true", help="with --quick: two minutes, peers that need no environment")
     parser.add_argument("--peers", default=",".join(peers.MODULES), help="comma-separated (default: all)")
     parser.add_argument("--scenario", default=",".join(SCENARIOS), help="comma-separated (default: all)")
     parser.add_argument("--list-peers", action="store_true", help="print the names of the peers")
