@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from peers import Epoch, Epochs, Peer, Request, Side
@@ -57,7 +57,7 @@ def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
 def epochs(options: Request) -> Epochs:
     """Epochs of SLAFDataLoader, with the tokenizer that `tokens` names, or with X as it is.
 
-    A new loader is made for each epoch, as its `n_epochs=1` requires, and stopped afterwards.
+    A new loader is made for each epoch, as its `n_epochs=1` requires, and stopped after the last row.
     """
     from slaf import SLAFArray
     from slaf.ml import SLAFDataLoader
@@ -83,8 +83,16 @@ def epochs(options: Request) -> Epochs:
             prefetcher.worker_thread.join()
             return {}
 
+        def minibatches() -> Iterator[Any]:
+            left = array.shape[0]
+            for minibatch in loader:
+                left -= len(minibatch["cell_ids"])
+                yield minibatch
+                if left <= 0:
+                    return  # it would wait for more for up to a minute
+
         return Epoch(
-            minibatches=iter(loader),
+            minibatches=minibatches(),
             size=lambda minibatch: len(minibatch["cell_ids"]),
             values=(lambda minibatch: minibatch["x"]["value"].to_numpy()) if "raw_mode" in given else None,
             statistics=stop,
