@@ -47,6 +47,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rivals import die_with_parent
+
 from zloader.testing._s3files import Files, StoredFile, file_answer, stored_file
 from zloader.testing._s3wire import Head, parse_head, response_head
 
@@ -319,6 +321,7 @@ def main() -> None:
     for name, default in vars(LinkSpeed()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
     options = vars(parser.parse_args())
+    die_with_parent()
     with contextlib.suppress(PermissionError):
         os.nice(_NICENESS)
     server = Server(options.pop("root"), LinkSpeed(**options))

@@ -39,7 +39,7 @@ from cloud import LinkSpeed
 from rivals import Figures, table
 
 _HERE = Path(__file__).resolve().parent
-_SERVERS = {"cloud.py": [str(_HERE / "cloud.py")], "s3sim": ["-m", "zloader.testing.s3sim"]}
+SERVERS = {"cloud.py": [str(_HERE / "cloud.py")], "s3sim": ["-m", "zloader.testing.s3sim"]}
 _SHAPES = ((1, 64 << 20), (64, 8 << 20), (64, 2 << 20), (64, 256 << 10))  # connections, bytes of a request
 _FILE_BYTES = 256 << 20
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -154,6 +154,11 @@ sock.recv(1)
 """
 
 
+def write_object(path: Path) -> None:
+    """Writes the file that is served."""
+    path.write_bytes(os.urandom(1 << 20) * (_FILE_BYTES >> 20))
+
+
 def line(name: str, allowed: str, figures: Figures) -> list[str]:
     """The cells of one measurement."""
     firsts = sorted(1e3 * first for first in figures.get("first_s", ()))
@@ -179,10 +184,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "bucket", "object")
         path.parent.mkdir()
-        path.write_bytes(os.urandom(1 << 20) * (_FILE_BYTES >> 20))
+        write_object(path)
         runs["plain sends"] = plain_sends(path, n_bytes)
         lines.append(line("plain sends", "", runs["plain sends"]))
-        for total, (server, arguments) in itertools.product(options.total_mbps.split(","), _SERVERS.items()):
+        for total, (server, arguments) in itertools.product(options.total_mbps.split(","), SERVERS.items()):
             speed = LinkSpeed(total_mbps=float(total))
             with running([*arguments, "--root", directory, *speed.arguments()]) as (pid, address):
                 for connections, size in _SHAPES:

@@ -257,7 +257,7 @@ def beside_cell_load(path: Path, store: Path, work: Path, options: argparse.Name
     """Epochs of the same sets with controls, in turns with cell-load."""
     sizes = {"set_size": 64, "batch_size": 512, "chunk_size": 64, "preload_nchunks": 128}
     python = rivals.environment("cell-load", python=options.python, directory=options.environments)
-    theirs = {"path": str(path), "workers": options.workers, "embed_key": None, "consecutive": False, **sizes}
+    theirs = {"workers": options.workers, "embed_key": None, "consecutive": False, **sizes}
     forms: dict[str, Figures] = {
         "cell-load, X": {},
         "cell-load, X_hvg": {"embed_key": "X_hvg"},

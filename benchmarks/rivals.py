@@ -5,8 +5,9 @@
     python benchmarks/rivals.py write slafdb FILE.h5ad STORE.slaf
 
 `make` prints the path of the environment's Python. pip installs the newest version of the rival and of its dependencies
-there, as its users would. No constraints apply: neither this repository's constraints.txt nor PIP_CONSTRAINT. annbatch
-needs Python 3.12, and does not need torch to write; cell-load does not run on Python 3.13, nor slafdb on 3.14. An
+there, as its users would. No constraints apply: neither this repository's constraints.txt nor PIP_CONSTRAINT.
+`--constrain torch==2.13.0` limits a version wherever it is needed, for example to one that is small to download. peers/
+has what each rival needs. Python interpreters are looked for on PATH and among those of pyenv, and tried. An
 environment is rebuilt when the requirements change, and after a month, to get newer versions.
 
 `write` runs a rival's conversion in the current Python. It prints one line of JSON: the seconds of the call, without
@@ -18,44 +19,34 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import importlib
+import contextlib
+import ctypes
 import importlib.metadata
 import json
 import mmap
 import multiprocessing
 import os
+import platform
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peers
+from peers import Peer
+
 _FRESH_S = 30 * 24 * 3600  # after this time an environment is rebuilt with the newest versions
-_NEWEST_MINOR = 14  # newest minor version of Python 3 to look for
+_PR_SET_PDEATHSIG = 1  # of sys/prctl.h
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 Figures = dict[str, Any]
 COLUMNS = ("cells/s", "(range)", "wall s", "call s", "user s", "system s", "peak MB")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rival:
-    """The requirements of a rival, the oldest Python that supports them, and the first one that does not."""
-
-    requirements: tuple[str, ...]
-    least_python: tuple[int, int]
-    below_python: tuple[int, int] = (3, _NEWEST_MINOR + 1)
-
-
-RIVALS = {
-    "annbatch": Rival(requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"), least_python=(3, 12)),
-    "cell-load": Rival(requirements=("cell-load",), least_python=(3, 10), below_python=(3, 13)),
-    "slafdb": Rival(requirements=("slafdb", "torch", "psutil"), least_python=(3, 10), below_python=(3, 14)),
-}
 
 
 # ---- environments
@@ -67,12 +58,15 @@ def default_directory() -> Path:
     return Path(cache) / "zloader-benchmarks"
 
 
-def environment(name: str, *, python: str | None = None, directory: Path | None = None) -> Path:
+def environment(
+    name: str, *, python: str | None = None, directory: Path | None = None, constrain: Sequence[str] = ()
+) -> Path:
     """The Python of a rival's environment, which is created if it does not exist.
 
-    `python` is the interpreter to create it with. By default, the first one on PATH that is new enough is used.
+    `python` is the interpreter to create it with. By default, the first one that is new enough is used. `constrain`
+    is given to pip as constraints if the environment is made now. Raises EnvironmentFailed.
     """
-    rival = RIVALS[name]
+    rival = peers.peer(name)
     home = (directory or default_directory()).expanduser().absolute() / name
     requirements = json.dumps(rival.requirements)
     executable, record = home / "bin" / "python", home / "made_of.json"  # the record is written after installing
@@ -81,29 +75,44 @@ def environment(name: str, *, python: str | None = None, directory: Path | None 
     interpreter = _interpreter(rival, python)
     print(f"installing {', '.join(rival.requirements)} into {home}", file=sys.stderr)
     shutil.rmtree(home, ignore_errors=True)
-    home.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run([interpreter, "-m", "venv", home], check=True, stdout=sys.stderr)
-    install = [executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    unconstrained = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
-    subprocess.run([*install, *rival.requirements], check=True, stdout=sys.stderr, env=unconstrained)
+    home.mkdir(parents=True)
+    constraints = home / "constraints.txt"
+    constraints.write_text("\n".join(constrain))
+    own = {**os.environ, "PIP_CONSTRAINT": str(constraints)}
+    install = [executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *rival.requirements]
+    for command in ([interpreter, "-m", "venv", home], install):
+        done = subprocess.run(command, capture_output=True, text=True, env=own, check=False)
+        if done.returncode:
+            shutil.rmtree(home, ignore_errors=True)
+            raise EnvironmentFailed(f"{name} could not be installed: {last_lines(done.stderr or done.stdout)}")
     record.write_text(requirements)
     return executable
 
 
-def _interpreter(rival: Rival, wanted: str | None) -> str:
+class EnvironmentFailed(SystemExit):
+    """An environment could not be made. A script that does not catch it ends with the message."""
+
+
+def last_lines(text: str, n_characters: int = 600) -> str:
+    """The end of an output, which has the error."""
+    return text.strip()[-n_characters:]
+
+
+def _interpreter(rival: Peer, wanted: str | None) -> str:
     """An interpreter of a version that suits and that really runs (a version manager's stub on PATH may not)."""
     for candidate in [wanted] if wanted else _candidates(rival):
         if rival.least_python <= _version(candidate) < rival.below_python:
             return candidate
     least, below = (".".join(map(str, version)) for version in (rival.least_python, rival.below_python))
     problem = f"{wanted} is not a working" if wanted else "there is no working"
-    sys.exit(f"{problem} Python from {least} to below {below}: give one with --python")
+    raise EnvironmentFailed(f"{problem} Python from {least} to below {below}: give one with --python")
 
 
-def _candidates(rival: Rival) -> Iterator[str]:
+def _candidates(rival: Peer) -> Iterator[str]:
     yield sys.executable
-    for minor in range(rival.least_python[1], _NEWEST_MINOR + 1):
+    for minor in range(rival.least_python[1], peers.NEWEST_MINOR + 1):
         yield f"python3.{minor}"
+        yield from map(str, sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")))
 
 
 def _version(candidate: str) -> tuple[int, ...]:
@@ -115,13 +124,26 @@ def _version(candidate: str) -> tuple[int, ...]:
         return ()
 
 
+def die_with_parent() -> None:
+    """Has the kernel end this process when the process that started it is gone, even if that was killed. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 # ---- measuring
 
 
-def measured(command: Sequence[str | Path], *, work: Path, env: dict[str, str] | None = None) -> Figures:
+class CommandFailed(SystemExit):
+    """A measured command failed. A script that does not catch it ends with the message."""
+
+
+def measured(
+    command: Sequence[str | Path], *, work: Path, env: dict[str, str] | None = None, deadline_s: float | None = None
+) -> Figures:
     """Runs a command and returns its figures. The command prints one JSON document with `seconds` and maybe `versions`.
 
-    Pending writes are synced to disk first. The temporary files of the command go to `work`.
+    Pending writes are synced to disk first. The temporary files of the command go to `work`. After `deadline_s` the
+    command is killed, with all processes that it has started. Raises CommandFailed.
     """
     os.sync()
     errors = work / "stderr.txt"
@@ -129,7 +151,10 @@ def measured(command: Sequence[str | Path], *, work: Path, env: dict[str, str] |
     began = time.perf_counter()
     with (
         errors.open("w") as stderr,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True, start_new_session=True
+        ) as process,
+        killing(process.pid, deadline_s),
     ):
         assert process.stdout is not None
         output = process.stdout.read()
@@ -137,10 +162,30 @@ def measured(command: Sequence[str | Path], *, work: Path, env: dict[str, str] |
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        sys.exit(f"{' '.join(map(str, command))} failed:\n{errors.read_text()[-4000:]}")
+        late = f" after {deadline_s:g} s" if deadline_s and wall >= deadline_s else ""
+        reason = last_lines(errors.read_text(), 4000)
+        raise CommandFailed(f"{' '.join(map(str, command))} failed{late} ({process.returncode}):\n{reason}")
     printed = json.loads(output)
     versions = {"versions": printed["versions"]} if "versions" in printed else {}
     return {"wall_s": wall, "call_s": printed["seconds"], **spent(usage), **versions}
+
+
+@contextlib.contextmanager
+def killing(group: int, deadline_s: float | None) -> Iterator[None]:
+    """Kills a group of processes after `deadline_s`, and what is left of it at the end."""
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+    timer = threading.Timer(deadline_s or 0, kill)
+    if deadline_s:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        kill()
 
 
 def spent(usage: resource.struct_rusage) -> Figures:
@@ -210,50 +255,26 @@ def table(lines: Sequence[Sequence[str]]) -> None:
 # ---- conversions, each run by the Python of its environment
 
 
-def write_anndata(source: str, store: str) -> Callable[[], Any]:
-    """anndata alone: reads the file into memory and writes it as Zarr v3."""
-    import anndata
-
-    anndata.settings.zarr_write_format = 3
-    return lambda: anndata.read_h5ad(source).write_zarr(store)
-
-
-def write_annbatch(source: str, store: str, *, shuffle: bool, zarrs: bool) -> Callable[[], Any]:
-    """annbatch's collection of one file. annbatch recommends the zarrs pipeline for local files."""
-    import annbatch
-    import numpy as np
-    import zarr
-
-    if zarrs:
-        importlib.import_module("zarrs")  # here, so that the import is not timed
-        zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
-    rng = np.random.default_rng(0)
-    return lambda: annbatch.DatasetCollection(store).add_adatas([source], shuffle=shuffle, rng=rng)
-
-
-def write_slafdb(source: str, store: str) -> Callable[[], Any]:
-    """SLAF's converter with its defaults."""
-    from slaf.data import SLAFConverter
-
-    return lambda: SLAFConverter().convert(source, store)
-
-
-def write(conversion: str, source: str, store: str) -> dict[str, Any]:
-    """Runs one conversion: `anndata`, `slafdb`, or `annbatch` with optional suffixes `-shuffled` and `-zarrs`."""
-    name, *parts = conversion.split("-")
-    if name == "anndata" and not parts:
-        convert = write_anndata(source, store)
-    elif name == "slafdb" and not parts:
-        convert = write_slafdb(source, store)
-    elif name == "annbatch" and set(parts) <= {"shuffled", "zarrs"}:
-        convert = write_annbatch(source, store, shuffle="shuffled" in parts, zarrs="zarrs" in parts)
-    else:
-        sys.exit(f"unknown conversion {conversion!r}: give anndata, slafdb, or annbatch with -shuffled and -zarrs")
+def write(conversion: str, sources: list[str], store: str) -> dict[str, Any]:
+    """Runs one conversion: the name of a rival, for annbatch with the optional suffixes -shuffled and -zarrs."""
+    name = conversion if conversion in peers.MODULES else conversion.split("-")[0]
+    if name not in peers.MODULES or not hasattr(peers.module(name), "write"):
+        known = ", ".join(name for name in peers.MODULES if hasattr(peers.module(name), "write"))
+        sys.exit(f"unknown conversion {conversion!r}: give one of {known}, or annbatch with -shuffled and -zarrs")
+    convert = peers.module(name).write(conversion, sources, store)
     began = time.perf_counter()
     convert()
     seconds = time.perf_counter() - began
-    packages = [name, "anndata", "zarr", *(["zarrs"] if "zarrs" in parts else [])]
-    return {"seconds": seconds, "versions": {package: importlib.metadata.version(package) for package in packages}}
+    return {"seconds": seconds, "versions": versions(peers.peer(name).packages)}
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of those packages that are installed in this Python."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def main() -> None:
@@ -261,16 +282,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make", help="create an environment and print the path of its Python")
-    make.add_argument("name", choices=RIVALS)
+    make.add_argument("name", choices=[name for name in peers.MODULES if peers.peer(name).requirements])
     add_options(make)
     conversion = commands.add_parser("write", help="convert with the current Python")
     for argument in ("what", "source", "store"):
         conversion.add_argument(argument)
+    conversion.add_argument("--copies", type=int, default=1, help="copies of the source, one after the other")
+    commands.add_parser("versions", help="print the versions of Python and of packages").add_argument("name")
     options = parser.parse_args()
     if options.command == "make":
-        print(environment(options.name, python=options.python, directory=options.environments))
+        given = {"python": options.python, "directory": options.environments, "constrain": options.constrain}
+        print(environment(options.name, **given))
+    elif options.command == "versions":
+        found = {"python": platform.python_version(), "packages": versions(peers.peer(options.name).packages)}
+        print(json.dumps(found))
     else:
-        print(json.dumps(write(options.what, options.source, options.store)))
+        with os.fdopen(os.dup(1), "w") as answer:
+            os.dup2(2, 1)  # output of libraries goes to stderr
+            die_with_parent()
+            print(json.dumps(write(options.what, [options.source] * options.copies, options.store)), file=answer)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -278,6 +308,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", help="Python interpreter for the rivals' environments (default: one on PATH)")
     parser.add_argument(
         "--environments", type=Path, help=f"directory of the environments (default: {default_directory()})"
+    )
+    parser.add_argument(
+        "--constrain",
+        action="append",
+        default=[],
+        metavar="REQUIREMENT",
+        help="limit the version of a package in new environments, such as torch==2.13.0",
     )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,7 @@ from rivals import Figures
 import zloader as zl
 
 _HERE = Path(__file__).resolve().parent
-_END_S = 20  # for a reader to end by itself
+_ENDING_S = 20.0  # a reader that has not ended so long after its standard input is killed
 RIVALS = ("annbatch", "annbatch, memory kept")
 # glibc then keeps freed memory, as zloader's own setting does (zloader.common.malloc). That one would not be enough for
 # annbatch, whose arrays of 100 MB are above the highest threshold that it can set.
@@ -45,11 +48,26 @@ class StoreLocation:
         """The options of a reader for this location."""
         return {"store": self.url} | ({"storage_options": self.cloud.storage_options()} if self.cloud else {})
 
+    def files(self) -> list[Path]:
+        """The files of the store, or the file that it is."""
+        return [path for path in (self.store, *self.store.rglob("*")) if path.is_file()]
+
     def counted(self, epoch: Callable[[], Figures]) -> Figures:
         """Runs an epoch with the store in the page cache. Adds the server's counts and CPU seconds to its figures."""
-        for path in self.store.rglob("*"):
-            if path.is_file():
-                rivals.read_through(path)
+        for path in self.files():
+            rivals.read_through(path)
+        return self.served(epoch)
+
+    def uncached(self, epoch: Callable[[], Figures]) -> Figures:
+        """Runs an epoch with the store dropped from the page cache, but for the pages that a process has mapped."""
+        for path in self.files():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return self.served(epoch)
+
+    def served(self, epoch: Callable[[], Figures]) -> Figures:
+        """Runs an epoch. Adds the counts and CPU seconds of the server, if there is one, to its figures."""
         if not self.cloud:
             return epoch()
         before = self.cloud.reset()
@@ -75,53 +93,85 @@ def store_location(store: Path, speed: LinkSpeed | None) -> Iterator[StoreLocati
         yield StoreLocation(store=store, url=f"s3://{store.parent.name}/{store.name}", cloud=running)
 
 
+class ReaderFailed(SystemExit):
+    """A reader ended or took too long. A script that does not catch it ends with the message."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """A process of readers.py that reads one store."""
+    """A process of readers.py that reads one store. One that has not answered after `deadline_s` is killed."""
 
     location: StoreLocation
     process: subprocess.Popen[str]
     errors: Path
+    deadline_s: float | None = None
 
     def epoch(self, **request: Any) -> Figures:
         """Runs one epoch with the store in the page cache."""
         return self.location.counted(lambda: self.ask(**request))
 
     def ask(self, **request: Any) -> Figures:
-        """Runs one epoch with the page cache as it is."""
+        """Runs one epoch with the page cache as it is. Raises ReaderFailed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
+        # the last answer was read in full, so nothing can be in the buffer of the text file
+        if self.deadline_s and not select.select([self.process.stdout], [], [], self.deadline_s)[0]:
+            self.kill()
+            raise ReaderFailed(f"the reader of {self.location.url} did not answer for {self.deadline_s:g} s")
         answer = self.process.stdout.readline()
         if not answer:
             self.process.wait()  # the last lines of stderr give the reason
-            sys.exit(f"the reader of {self.location.url} failed:\n{self.errors.read_text()[-4000:]}")
+            reason = rivals.last_lines(self.errors.read_text(), 4000)
+            raise ReaderFailed(f"the reader of {self.location.url} failed:\n{reason}")
         return dict(json.loads(answer))
+
+    def kill(self) -> None:
+        """Kills the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def reader(name: str, python: str | Path, source: StoreLocation, options: Figures, work: Path) -> Iterator[Reader]:
-    """Starts a reader and ends it with the context. The first part of `name` selects the reader of readers.py."""
+def reader(
+    name: str,
+    python: str | Path,
+    source: StoreLocation,
+    options: Figures,
+    work: Path,
+    *,
+    deadline_s: float | None = None,
+) -> Iterator[Reader]:
+    """Starts a reader, and ends it and its worker processes with the context.
+
+    The first part of `name` is the tool. glibc keeps freed memory if "kept" is in the name.
+    """
     kind = name.split(",")[0]
-    errors = work / f"{kind}.txt"
     env = os.environ | (KEPT if "kept" in name else {})
     command = [python, _HERE / "readers.py", kind, json.dumps({**source.options(), **options})]
-    with (
-        errors.open("a") as stderr,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=work, env=env
-        ) as process,
-    ):
+    with tempfile.NamedTemporaryFile("a", prefix=kind, suffix=".txt", dir=work, delete=False) as stderr:
+        errors = Path(stderr.name)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=work,
+            env=env,
+            start_new_session=True,
+        )
+    with process:
+        one = Reader(location=source, process=process, errors=errors, deadline_s=deadline_s)
         try:
-            yield Reader(location=source, process=process, errors=errors)
+            yield one
         finally:
-            assert process.stdin is not None
-            process.stdin.close()  # ends the reader together with its workers, which terminate() would leave running
-            try:
-                process.wait(timeout=_END_S)
-            except subprocess.TimeoutExpired:
-                process.terminate()
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                process.stdin.close()  # it ends by itself, and removes what it shares with its workers
+                process.wait(_ENDING_S)
+            one.kill()
+            errors.unlink()
 
 
 def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:

@@ -1,7 +1,8 @@
-"""The benchmarks: the simulated cloud, the bound of the memory, and the trainings of models.py."""
+"""The benchmarks: the simulated cloud, the bound of the memory, the trainings, and the pieces of run.py."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import importlib
 import json
@@ -10,8 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -147,13 +150,159 @@ def test_the_benchmark_of_memory_says_which_case_exceeds_the_bound(tmp_path, mem
     assert list(tmp_path.iterdir()) == []
 
 
+def scripts(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[list[ModuleType]]:
+    """Modules of benchmarks/, which import their neighbours as scripts do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield [importlib.import_module(name) for name in names]
+    for name in set(sys.modules) - before:
+        if Path(str(getattr(sys.modules[name], "__file__", ""))).is_relative_to(BENCHMARKS):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """benchmarks/models.py, which imports its neighbours as a script does."""
-    monkeypatch.syspath_prepend(str(CLOUD.parent))
-    yield importlib.import_module("models")
-    for name in ("models", "rivals", "screens", "sides", "cloud"):
-        sys.modules.pop(name, None)
+    for (module,) in scripts(monkeypatch, "models"):
+        yield module
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """run.py and what it is made of, by name."""
+    names = ("run", "peers", "scenarios", "session", "inputs", "readers", "sides", "rivals")
+    for modules in scripts(monkeypatch, *names):
+        yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
+
+
+def test_every_peer_is_known_without_its_packages(run):
+    """run.py lists the peers in its own Python, and each one is imported in that of its environment."""
+    code = (
+        "import peers; print(*(name for name in peers.MODULES if peers.peer(name).sides and peers.module(name).epochs))"
+    )
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); {code}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S)
+    assert done.stdout.split() == list(run.peers.MODULES)
+    files = {path.stem for path in (BENCHMARKS / "peers").glob("*.py")} - {"__init__"}
+    assert files == {name.replace("-", "_") for name in run.peers.MODULES}
+
+
+def test_sides_are_consistent(run):
+    sides = [(tool, name, side) for tool in run.peers.MODULES for name, side in run.peers.peer(tool).sides.items()]
+    assert len({name for _, name, _ in sides}) == len(sides)
+    for _, name, side in sides:
+        assert set(side.scenarios) <= set(run.scenarios.SCENARIOS), name
+        assert side.store or "conversion" not in side.scenarios, name
+        assert side.how.endswith("."), name
+    writers = {tool for tool in run.peers.MODULES if hasattr(run.peers.module(tool), "write")}
+    assert {side.store.split("-")[0] for *_, side in sides if side.store} <= {tool.split("-")[0] for tool in writers}
+    taken = {scenario for *_, side in sides for scenario in side.scenarios}
+    assert taken == set(run.scenarios.SCENARIOS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param([], "give --quick or --full", id="no size"),
+        pytest.param(["--full", "--tiny"], "--tiny goes with --quick", id="tiny"),
+        pytest.param(["--quick", "--peers", "zloader,x"], "--peers: unknown: x", id="peers"),
+        pytest.param(["--quick", "--scenario", "cold"], "--scenario: unknown: cold", id="scenario"),
+        pytest.param(["--quick", "--data", "absent.h5ad"], "there is no file absent.h5ad", id="data"),
+    ],
+)
+def test_options_of_a_run(run, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        run.run.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_peers_are_listed(run, capsys):
+    run.run.main(["--list-peers"])
+    assert capsys.readouterr().out.split() == list(run.peers.MODULES)
+
+
+@pytest.fixture
+def session(run, tmp_path) -> Iterator[Any]:
+    with (tmp_path / "run.jsonl").open("w") as output:
+        prices = run.session.Prices()
+        yield run.session.Session(preset=run.run.TINY, prices=prices, speed=None, work=tmp_path, output=output)
+
+
+def lines_of(session: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(session.output.name).read_text().splitlines()]
+
+
+def test_a_hung_peer_is_recorded_and_leaves_nothing_behind(run, session, tmp_path):
+    hanging = tmp_path / "python"  # in place of the Python of an environment
+    hanging.write_text("#!/bin/sh\nsleep 600 &\nsleep 600\n")
+    hanging.chmod(0o755)
+    location = run.sides.StoreLocation(store=tmp_path, url=str(tmp_path))
+    place = run.session.Place(scenario="random", peer="some peer", case={"epoch": "cold"}, turn=1, data="synthetic")
+    failed = set()
+    with (
+        session.attempt(place, failed),
+        run.sides.reader("some peer", hanging, location, {}, tmp_path, deadline_s=0.5) as reader,
+    ):
+        group = reader.process.pid
+        reader.ask()
+    assert failed == {"some peer"}
+    (record,) = lines_of(session)
+    assert record.pop("error").endswith("did not answer for 0.5 s")
+    assert record == {"record": "failed", **vars(place)}
+    deadline = time.monotonic() + PATIENCE_S
+    while members := running(group):  # the kernel ends them when it gets to it
+        assert time.monotonic() < deadline, members
+
+
+def running(group: int) -> list[str]:
+    """The processes of a group, without those that have ended and wait to be reaped."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, of_group, *_ = process.read_text().rpartition(")")[2].split()
+            found += [process.parent.name] * (int(of_group) == group and state != "Z")
+    return found
+
+
+def test_epochs_are_compared_with_the_data(run):
+    data = run.inputs.Data(name="a", path=Path("a"), rows=10, genes=3, values=5, total=100.0, label="plate")
+    side = run.peers.Side(how="As it is.", format="", store=None)
+    right = {"rows": 10, "ended": True, "total": 100.0}
+    run.session.expect(right, data, side)
+    run.session.expect({"rows": 4, "ended": False, "total": 3.0}, data, side)  # it ended early
+    for wrong in ({"rows": 9}, {"rows": 11}, {"rows": 11, "ended": False}, {"total": 100.1}):
+        with pytest.raises(run.session.WrongRows):
+            run.session.expect(right | wrong, data, side)
+    part = replace(side, whole=False)
+    run.session.expect({"rows": 9, "ended": True, "total": 90.0}, data, part)
+    with pytest.raises(run.session.WrongRows):
+        run.session.expect({"rows": 11, "ended": True}, data, part)
+
+
+def test_a_checked_epoch_counts_rows_values_and_entropy(run):
+    minibatches = [np.array([1, 1, 2, 2]), np.array([3, 3, 3, 3]), np.array([7, 8])]
+    epoch = run.peers.Epoch(minibatches=iter(minibatches), values=lambda one: one, labels=lambda one: one)
+    figures = run.readers.measured(lambda _: epoch, {"check": True}, first_fetch=1, batch_size=4)
+    assert (figures["rows"], figures["ended"], figures["total"]) == (10, True, 33)
+    assert figures["entropy"] == 0.5  # of two full minibatches, one bit and none
+
+
+def test_an_epoch_ends_after_so_many_rows(run):
+    epoch = run.peers.Epoch(minibatches=iter([np.zeros(4)] * 3))
+    figures = run.readers.measured(lambda _: epoch, {"rows": 8}, first_fetch=1)
+    assert (figures["rows"], figures["ended"]) == (8, False)
+    assert len(list(epoch.minibatches)) == 1
+
+
+def test_a_peer_that_cannot_be_installed_is_missing(run, session, monkeypatch):
+    def fails(*_: Any, **__: Any) -> Path:
+        raise run.rivals.EnvironmentFailed("no such package")
+
+    monkeypatch.setattr(run.rivals, "environment", fails)
+    session.add(["annbatch"], SimpleNamespace(tiny=False, python=None, environments=None, constrain=[]))
+    assert not session.contenders
+    found = lines_of(session)
+    assert {record["peer"] for record in found} == set(run.peers.peer("annbatch").sides)
+    assert all(record == {"record": "missing", "peer": record["peer"], "reason": "no such package"} for record in found)
 
 
 def test_the_trainings_run_and_compare_with_their_baselines(models, tmp_path, capsys):

@@ -1,0 +1,60 @@
+"""MosaicML Streaming, for comparison with a format of other fields: the same cells as MDS shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side, workers_bytes
+
+PEER = Peer(
+    requirements=("mosaicml-streaming", "anndata"),
+    packages=("mosaicml-streaming", "torch", "numpy"),
+    least_python=(3, 10),
+    below_python=(3, 13),
+    sides={
+        "MosaicML Streaming": Side(
+            how="StreamingDataset(local=..., shuffle=True) in a DataLoader with one worker per core, with batch_size "
+            "given to both, as its page on main concepts says, and the default shuffling. Minibatches are arrays.",
+            format="MDS shards of 64 MiB, without compression: genes (int32), values (float32), label",
+            store="mosaicml-streaming",
+            scenarios=(*EPOCHS, "conversion"),
+        )
+    },
+)
+
+
+def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
+    """MDSWriter with its defaults, row by row from the backed file."""
+    from streaming import MDSWriter
+
+    from peers.datasets import csr_rows
+
+    (source,) = sources
+    columns = {"genes": "ndarray:int32", "values": "ndarray:float32", "label": "int"}
+
+    def convert() -> None:
+        with MDSWriter(out=store, columns=columns) as out:
+            for row in csr_rows(source):
+                out.write(row)
+
+    return convert
+
+
+def epochs(options: Request) -> Epochs:
+    """Epochs of one dataset."""
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    from peers.datasets import collated
+
+    size = options["batch_size"]
+    dataset = StreamingDataset(local=options["store"], shuffle=True, batch_size=size)
+    loader = DataLoader(dataset, batch_size=size, num_workers=options["workers"], collate_fn=collated)
+    return lambda _: Epoch(
+        minibatches=iter(loader),
+        size=lambda minibatch: len(minibatch["label"]),
+        values=lambda minibatch: minibatch["values"],
+        labels=lambda minibatch: minibatch["label"],
+        statistics=lambda: {"workers_bytes": workers_bytes()},
+    )

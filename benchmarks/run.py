@@ -1,0 +1,257 @@
+"""Every peer and zloader in one run: the same rows, in turns, in processes of their own. Writes JSONL.
+
+    python benchmarks/run.py --quick                       # about 25 minutes, after the environments are made
+    python benchmarks/run.py --full                        # hours, and 30 GB of disk
+    python benchmarks/run.py --quick --tiny                # two minutes, without environments
+    python benchmarks/run.py --quick --peers zloader,annbatch --scenario cold_warm_local --data FILE.h5ad
+
+The script makes seeded synthetic counts (synthetic.py), the human pancreas that comes with zloader (or takes the file
+of `--data`) and a synthetic drug screen (screens.py). It makes an environment for each peer with that peer's own newest
+dependencies (rivals.py), starts a simulated cloud (cloud.py), and runs the scenarios of scenarios.py. `--list-peers`
+prints the peers, one a line; the modules of peers/ say how each is tuned. A peer that cannot be installed is recorded
+with the reason, and one that fails or hangs is recorded and left out of the rest of the case.
+
+Every peer gives out all rows and values in an epoch that is checked and not measured; one that does not is recorded as
+failed. Epochs of slow peers end early, and count the rows that they have given out until then.
+
+Each line of the output is a JSON object, written at once, whose `record` says which kind it is:
+
+- "run" (first line): commit, command, machine, data, prices.
+- "peer": a side of a tool, with its version, how it is tuned, its format, and the packages of its environment.
+- "missing": a peer that could not be installed, and the reason.
+- "limit": memcpy, decoding, disk and link of this machine, in bytes/s, and in rows/s of the synthetic data.
+- "measurement": scenario, peer, case, turn, data, rows, seconds (wall), user_s and system_s (of its processes),
+  peak_bytes (resident), first_s (to the first minibatch), gets and bytes (of the cloud's server), wait_share (of a
+  consumer that takes 3 ms per minibatch, after the first fetch), entropy (mean over minibatches, of the first obs
+  column, in bits), dollars (of GETs and egress), load (of the machine), checked (what the checked epoch compared).
+- "failed": the same place, and the error.
+
+Sizes are in bytes and times in seconds. The exit status is 1 if zloader failed, or any peer of a tiny run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import inputs
+import limits
+import peers
+import rivals
+from cloud import LinkSpeed
+from rivals import Figures
+from scenarios import SCENARIOS
+from session import HERE, Preset, Prices, Session
+
+FORMAT = 1
+QUICK = Preset(
+    rows=50_000,
+    genes=62_710,
+    turns=3,
+    most_s=6,
+    check_s=30,
+    deadline_s=120,
+    fetch_rows=16_384,
+    blocks=(4, 64),
+    factors=(16, 256),
+    batch_sizes=(64, 256, 1024, 4096),
+    tokenizers=("Geneformer", "scGPT"),
+    scaling=(10_000, 100_000),
+    metadata=(10_000_000,),
+    processes=(1, 2, 4),
+    screen={"cell_lines": 6, "drugs": 17, "genes": 2000},
+    link_bytes=256 << 20,
+)
+FULL = Preset(
+    rows=100_000,
+    genes=62_710,
+    turns=5,
+    most_s=60,
+    check_s=600,
+    deadline_s=1800,
+    fetch_rows=16_384,
+    blocks=(1, 4, 16, 64, 256),
+    factors=(1, 4, 16, 64, 256),
+    batch_sizes=(64, 256, 1024, 4096),
+    tokenizers=("Geneformer", "scGPT"),
+    scaling=(10_000, 100_000, 1_000_000),
+    metadata=(10_000_000, 100_000_000),
+    processes=(1, 2, 3, 4),
+    screen={"cell_lines": 12, "drugs": 17, "genes": 2000},
+    link_bytes=1 << 30,
+)
+TINY = Preset(
+    rows=1_500,
+    genes=1_000,
+    turns=1,
+    most_s=5,
+    check_s=30,
+    deadline_s=60,
+    fetch_rows=512,
+    blocks=(16,),
+    factors=(4,),
+    batch_sizes=(256,),
+    tokenizers=("Geneformer",),
+    scaling=(1_000,),
+    metadata=(20_000,),
+    processes=(2,),
+    screen={"cell_lines": 2, "drugs": 3, "genes": 50},
+    link_bytes=16 << 20,
+    thorough=False,
+)
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="about 25 minutes")
+    size.add_argument("--full", action="store_true", help="hours")
+    parser.add_argument("--tiny", action="store_true", help="with --quick: two minutes, peers that need no environment")
+    parser.add_argument("--peers", default=",".join(peers.MODULES), help="comma-separated (default: all)")
+    parser.add_argument("--scenario", default=",".join(SCENARIOS), help="comma-separated (default: all)")
+    parser.add_argument("--list-peers", action="store_true", help="print the names of the peers")
+    parser.add_argument("--data", type=Path, metavar="FILE.h5ad", help="real data (default: the human pancreas)")
+    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="default: a new file in this folder")
+    parser.add_argument("--work", type=Path, help="directory for data and stores (default: a temporary directory)")
+    parser.add_argument("--total-mbps", type=float, default=400, help="MB/s of the cloud's link (default: 400)")
+    for name, value in vars(Prices()).items():
+        text = f"dollars of a {name.replace('_', ' ')} (default: {value:g})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=text)
+    rivals.add_options(parser)
+    options = parser.parse_args(arguments)
+    for name, known in (("peers", peers.MODULES), ("scenario", SCENARIOS)):
+        chosen = getattr(options, name).split(",")
+        if unknown := set(chosen) - set(known):
+            parser.error(f"--{name}: unknown: {', '.join(sorted(unknown))} (known: {', '.join(known)})")
+        setattr(options, name, chosen)
+    if not (options.list_peers or options.quick or options.full):
+        parser.error("give --quick or --full")
+    if options.tiny and not options.quick:
+        parser.error("--tiny goes with --quick")
+    if options.data and not options.data.is_file():
+        parser.error(f"--data: there is no file {options.data}")
+    if options.tiny:
+        options.peers = [name for name in options.peers if peers.peer(name).light]
+    return options
+
+
+def about(options: argparse.Namespace, session: Session) -> Figures:
+    """The first record: what is run, where, and on which data."""
+    data = [
+        {"name": each.name, "rows": each.rows, "genes": each.genes, "values": each.values}
+        for each in session.data.values()
+    ]
+    return {
+        "format": FORMAT,
+        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "command": ["python", *sys.argv],
+        "preset": "tiny" if options.tiny else "quick" if options.quick else "full",
+        "sizes": dict(vars(session.preset)),
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "disk": _disk(session.work),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": os.getloadavg(),
+        "rows": session.preset.rows,
+        "data": data,
+        "link": vars(session.speed),
+        "prices": vars(session.prices),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """The output of git about this repository, None outside of one."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(HERE), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _disk(path: Path) -> str | None:
+    """The kind of the file system that holds a path, and where it is mounted from."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, kind = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return " ".join(kind.split()[:2])
+    return None
+
+
+def prepare(session: Session, options: argparse.Namespace) -> None:
+    """Makes the data."""
+    preset, work = session.preset, session.work
+    session.say("making the data")
+    made = [
+        inputs.synthetic(work / "synthetic" / "data.h5ad", rows=preset.rows, genes=preset.genes),
+        inputs.own(options.data) if options.data else inputs.pancreas(work / "pancreas" / "data.h5ad"),
+        inputs.screen(work / "screen" / "data.h5ad", **preset.screen),
+    ]
+    session.data = {each.name: each for each in made}
+
+
+def measure(session: Session, options: argparse.Namespace) -> None:
+    """Records the run, its peers and limits, and runs the scenarios."""
+    prepare(session, options)
+    session.record("run", **about(options, session))
+    session.add(options.peers, options)
+    if any(each.tool == "zloader" for each in session.contenders):
+        session.say("measuring the limits")
+        zloader = next(each for each in session.contenders if each.tool == "zloader")
+        store = session.store(zloader, session.data["synthetic"])
+        for limit in limits.limits(store, session.speed, work=session.work, link_bytes=session.preset.link_bytes):
+            session.record(limit.pop("record"), **limit)
+    for name in options.scenario:
+        began = time.monotonic()
+        SCENARIOS[name](session)
+        session.say(f"{name} took {time.monotonic() - began:.0f} s")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmarks, and prints the name of the output."""
+    options = parsed(arguments)
+    if options.list_peers:
+        print("\n".join(peers.MODULES))
+        return
+    if options.work:
+        options.work.mkdir(parents=True, exist_ok=True)
+    preset = TINY if options.tiny else QUICK if options.quick else FULL
+    output = options.output or Path(time.strftime("run-%Y%m%d-%H%M%S.jsonl"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of the run end with it
+    with tempfile.TemporaryDirectory(dir=options.work) as directory, output.open("w") as lines:
+        session = Session(
+            preset=preset,
+            prices=Prices(**{name: getattr(options, name) for name in vars(Prices())}),
+            speed=LinkSpeed(total_mbps=options.total_mbps),
+            work=Path(directory).absolute(),
+            output=lines,
+        )
+        measure(session, options)
+    print(output)
+    if broken := sorted(name for name in session.failures if options.tiny or name.startswith("zloader")):
+        sys.exit(f"failed or missing: {'; '.join(broken)}")
+
+
+if __name__ == "__main__":
+    main()

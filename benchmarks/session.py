@@ -1,0 +1,284 @@
+"""What the scenarios of run.py share: the peers that can run, their stores, their processes, and the records."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import peers
+import rivals
+from cloud import LinkSpeed
+from inputs import Data
+from peers import Peer, Side
+from rivals import CommandFailed, EnvironmentFailed, Figures
+from sides import Reader, ReaderFailed, reader, store_location
+
+HERE = Path(__file__).resolve().parent
+_DIFFERENCE = 1e-6  # of a sum of values: tools add up float32 in different orders
+Case = Mapping[str, Any]
+
+
+class WrongRows(Exception):
+    """A peer gave out other rows, or other values, than the data has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """The sizes of a run. `most_s` ends a measured epoch early, `check_s` a checked one, and `deadline_s` a process.
+
+    A run that is not `thorough` takes one side of each tool, and one data set for each scenario."""
+
+    rows: int
+    genes: int
+    turns: int
+    most_s: float
+    check_s: float
+    deadline_s: float
+    fetch_rows: int
+    blocks: Sequence[int]
+    factors: Sequence[int]
+    batch_sizes: Sequence[int]
+    tokenizers: Sequence[str]
+    scaling: Sequence[int]
+    metadata: Sequence[int]
+    processes: Sequence[int]
+    screen: Mapping[str, int]
+    link_bytes: int
+    thorough: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Dollars: of a thousand GETs, and of a GB read (0 within a region)."""
+
+    thousand_gets: float = 0.0004
+    gigabyte_egress: float = 0.0
+
+    def of(self, gets: int, n_bytes: int) -> float:
+        """The dollars of an epoch."""
+        return gets / 1e3 * self.thousand_gets + n_bytes / 1e9 * self.gigabyte_egress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A side of a tool, and the Python that runs it."""
+
+    name: str
+    tool: str
+    python: Path
+    side: Side
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A run under way."""
+
+    preset: Preset
+    prices: Prices
+    speed: LinkSpeed
+    work: Path
+    output: TextIO
+    contenders: list[Contender] = field(default_factory=list)
+    data: dict[str, Data] = field(default_factory=dict)
+    failures: set[str] = field(default_factory=set)
+    _stores: dict[tuple[str, str], Path | str] = field(default_factory=dict)
+
+    # ---- records
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Writes one line at once, so that a run that is killed keeps what it has measured."""
+        print(json.dumps({"record": kind, **fields}), file=self.output, flush=True)
+
+    def say(self, text: str) -> None:
+        """Progress."""
+        print(text, file=sys.stderr, flush=True)
+
+    def measurement(self, where: Place, figures: Figures, **more: Any) -> None:
+        """Writes a measurement from the figures of readers.py."""
+        gets, n_bytes = figures.get("requests"), figures.get("served_bytes")
+        fields = {
+            "rows": figures["rows"],
+            "seconds": figures["seconds"],
+            "user_s": figures["user_s"],
+            "system_s": figures["system_s"],
+            "peak_bytes": figures["peak_bytes"] + figures.get("workers_bytes", 0),
+            "first_s": figures.get("first_minibatch_s"),
+            "gets": gets,
+            "bytes": n_bytes,
+            "wait_share": None,
+            "entropy": None,
+            "dollars": None if gets is None else self.prices.of(gets, n_bytes),
+            "load": os.getloadavg()[0],
+        }
+        self.record("measurement", **where.fields(), **fields | more)
+        rate = fields["rows"] / fields["seconds"]
+        self.say(f"{where}: {rate:,.0f} rows/s, {fields['seconds']:.2f} s")
+
+    @contextlib.contextmanager
+    def attempt(self, where: Place, failed: set[str]) -> Iterator[None]:
+        """Writes a `failed` record and adds the peer to `failed` if the code within fails because of the peer."""
+        try:
+            yield
+        except (ReaderFailed, CommandFailed, WrongRows) as error:
+            failed.add(where.peer)
+            self.failures.add(where.peer)
+            reason = rivals.last_lines(str(error))
+            self.record("failed", **where.fields(), error=reason)
+            self.say(f"{where}: FAILED: {' '.join(reason.splitlines()[-1:])}")
+
+    # ---- peers
+
+    def add(self, names: Sequence[str], options: Any) -> None:
+        """Makes the environments of the tools, and records all that can run, and those that cannot."""
+        for name in names:
+            found = peers.peer(name)
+            try:
+                python = self._python(name, found, options)
+                command = [python, HERE / "rivals.py", "versions", name]
+                versions = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            except (EnvironmentFailed, subprocess.CalledProcessError) as error:
+                reason = rivals.last_lines(getattr(error, "stderr", None) or str(error))
+                self.say(f"{name} is missing: {reason}")
+                for side in found.sides:
+                    self.failures.add(side)
+                    self.record("missing", peer=side, reason=reason)
+                continue
+            version = versions["packages"].get(found.packages[0], "?")
+            for side_name, side in found.sides.items():
+                self.record(
+                    "peer", peer=side_name, version=version, **versions, how=side.how, format=side.format, tool=name
+                )
+                self.contenders.append(Contender(name=side_name, tool=name, python=python, side=side))
+
+    def _python(self, name: str, found: Peer, options: Any) -> Path:
+        if name == "zloader" or (options.tiny and found.light):
+            return Path(sys.executable)
+        given = {"python": options.python, "directory": options.environments, "constrain": options.constrain}
+        return rivals.environment(name, **given)
+
+    def taking_part(self, scenario: str) -> list[Contender]:
+        """The contenders of a scenario."""
+        found = [each for each in self.contenders if scenario in each.side.scenarios]
+        if self.preset.thorough:
+            return found
+        return [each for at, each in enumerate(found) if each.tool not in [one.tool for one in found[:at]]]
+
+    # ---- stores
+
+    def store(self, contender: Contender, data: Data) -> Path:
+        """The store of a contender, which is converted when it is first asked for. Raises CommandFailed."""
+        if contender.side.store is None:
+            return data.path
+        key = (contender.side.store, data.name)
+        if key not in self._stores:
+            store = self.stored_at(contender, data)
+            try:
+                self.convert(contender, data, store)
+                self._stores[key] = store
+            except CommandFailed as error:
+                self._stores[key] = str(error)
+        found = self._stores[key]
+        if isinstance(found, str):
+            raise CommandFailed(found)
+        return found
+
+    def put(self, contender: Contender, data: Data, store: Path) -> None:
+        """Says where the store of a contender is."""
+        self._stores[str(contender.side.store), data.name] = store
+
+    def stored_at(self, contender: Contender, data: Data) -> Path:
+        """Where the store of a contender is. Its folder is the bucket of the simulated cloud."""
+        return self.work / data.name / str(contender.side.store)
+
+    def convert(self, contender: Contender, data: Data, store: Path, *, copies: int = 1) -> Figures:
+        """Converts the data, in a process of its own."""
+        self.say(f"converting {data.name} for {contender.name}")
+        shutil.rmtree(store, ignore_errors=True)
+        store.parent.mkdir(parents=True, exist_ok=True)
+        command = [contender.python, HERE / "rivals.py", "write", str(contender.side.store), data.path, store]
+        return rivals.measured(
+            [*command, "--copies", str(copies)], work=self.work, deadline_s=2 * self.preset.deadline_s
+        )
+
+    # ---- processes
+
+    @contextlib.contextmanager
+    def reader(
+        self, contender: Contender, data: Data, options: Case, *, mirror: Path | None = None, cloud: bool = False
+    ) -> Iterator[Reader]:
+        """Starts a process of a contender. Raises CommandFailed if its store cannot be converted."""
+        store = self.store(contender, data)
+        given = {"obs": data.label, "workers": len(os.sched_getaffinity(0)), **self.sizes(), **options}
+        given |= contender.side.options
+        if contender.side.mirrored:
+            given["mirror"] = str(mirror or self.mirror(data))
+        kept = ", kept" if "memory kept" in contender.name else ""
+        with (
+            store_location(store, self.speed if cloud else None) as location,
+            reader(
+                contender.tool + kept, contender.python, location, given, self.work, deadline_s=self.preset.deadline_s
+            ) as one,
+        ):
+            yield one
+
+    def sizes(self, *, block: int = 64, batch_size: int = 64, fetch_rows: int | None = None) -> Figures:
+        """The options of a reader for sizes of blocks, minibatches and fetches."""
+        blocks = max(1, (fetch_rows or self.preset.fetch_rows) // block)
+        return {"chunk_size": block, "preload_nchunks": blocks, "batch_size": batch_size}
+
+    def mirror(self, data: Data) -> Path:
+        """The mirror that the processes of zloader share."""
+        return self.work / "mirrors" / data.name
+
+    def cached(self, one: Reader, data: Data, **request: Any) -> Figures:
+        """An epoch with the store and the mirror in the page cache."""
+        for path in self.mirror(data).rglob("*"):
+            if path.is_file():
+                rivals.read_through(path)
+        return one.epoch(**request)
+
+    def checked(self, one: Reader, data: Data, side: Side) -> Figures:
+        """`entropy` and `checked` of an epoch whose rows and values are compared with the truth. Raises WrongRows."""
+        figures = self.cached(one, data, check=True, most_s=self.preset.check_s)
+        expect(figures, data, side)
+        compared = "rows and values" if "total" in figures else "rows"
+        found: Figures = {"checked": compared if figures["ended"] and side.whole else None}
+        return found | ({"entropy": figures["entropy"]} if "entropy" in figures else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a record belongs."""
+
+    scenario: str
+    peer: str
+    case: Case
+    turn: int
+    data: str
+
+    def fields(self) -> Figures:
+        """As the fields of a record."""
+        return {**vars(self), "case": dict(self.case)}
+
+    def __str__(self) -> str:
+        case = ", ".join(f"{axis} {value}" for axis, value in self.case.items())
+        return f"{self.scenario}, {self.data}, {case}, turn {self.turn}, {self.peer}"
+
+
+def expect(figures: Figures, data: Data, side: Side) -> None:
+    """Raises WrongRows unless an epoch gave out all rows, and the right values if it summed them."""
+    if not side.whole and figures["rows"] <= data.rows:
+        return
+    if figures["rows"] > data.rows or (figures["ended"] and figures["rows"] != data.rows):
+        raise WrongRows(f"an epoch gave {figures['rows']:,} rows, and the data have {data.rows:,}")
+    total = figures.get("total")
+    if figures["ended"] and total is not None and abs(total - data.total) > _DIFFERENCE * abs(data.total):
+        raise WrongRows(f"the values of an epoch add up to {total:,.0f}, and those of the data to {data.total:,.0f}")
