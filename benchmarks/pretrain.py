@@ -4,8 +4,8 @@
     python benchmarks/pretrain.py --store s3://bucket/cells.zarr --vocabulary vocab.json --cache /nvme/zloader \\
         --size 51m --batch-size 240 --tokens 1024 --device cuda --compile --checkpoint run.pt
 
-The model reads `zl.Loader(tokens=zl.tokenizers.ScGPT(..., masked=...))`: the bins of a row's genes, some of them masked.
-It predicts the masked ones; the loss is their mean squared error, as shares of the bins. Sizes are in
+The model reads `zl.Loader(tokens=zl.tokenizers.ScGPT(..., masked=...))`: the bins of a row's genes, some of them
+masked. It predicts the masked ones; the loss is their mean squared error, as shares of the bins. Sizes are in
 pretrain_model.py, and the parameters are counted and printed.
 
 Rows: without --store, an atlas is made in which genes follow programmes (programmes.py), converted, and put into a
@@ -54,7 +54,7 @@ from pretrain_model import SHAPES
 from pretrain_oracle import oracle_losses
 from pretrain_ranks import Ranks, joined, of_torchrun, spawned
 from pretrain_run import Training
-from pretrain_settings import Settings, Source, tokenizer_of, vocabulary_of
+from pretrain_settings import Settings, Source
 from rivals import Figures, in_new_process, table
 
 import zloader as zl
@@ -111,8 +111,8 @@ def oracles(settings: Settings, source: Source) -> dict[str, float]:
     if source.atlas is None:
         return {}
     training = Training(settings, source, Ranks())
-    tokenizer = tokenizer_of(settings, vocabulary_of(source, training.held_out))
-    return oracle_losses(training.held_out, tokenizer, programmes.truth_of(source.atlas), seed=settings.seed)
+    truth = programmes.truth_of(source.atlas)
+    return oracle_losses(training.held_out, training.tokenizer, truth, seed=settings.seed)
 
 
 def document_of(settings: Settings, source: Source, figures: Figures, extra: Figures) -> Figures:
@@ -136,8 +136,8 @@ def print_run(document: Figures) -> None:
     """Prints the figures of each epoch, and what the model has learned."""
     costs, ranks = document["costs"], document["ranks"]
     print(
-        f"{document['settings']['size']}: {costs['parameters']:,} parameters, of which {costs['embedding_parameters']:,} "
-        f"embed genes; {document['device']}, {ranks} ranks; peak {document['peak_flops'] / 1e12:.3g} TFLOP/s "
+        f"{document['settings']['size']}: {costs['parameters']:,} parameters, {costs['embedding_parameters']:,} of them "
+        f"for genes; {document['device']}, {ranks} ranks; peak {document['peak_flops'] / 1e12:.3g} TFLOP/s "
         f"({document['peak_is']}); {document['rows_per_s_alone']:,.0f} rows/s alone"
     )
     lines = [["epoch", "from", "rows/s", "tokens/s", "waited", "first wait s", "CPU s", "GETs", "MB read", "MFU",
@@ -198,6 +198,8 @@ def usable(parser: argparse.ArgumentParser, options: argparse.Namespace, torchru
     for name in ("batch_size", "fetch_factor", "tokens", "epochs", "held_out", "checkpoint_steps", "ranks"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps must be at least 1, not {options.steps}")
     if not 0 < options.masked < 1:
         parser.error(f"--masked must be between 0 and 1, not {options.masked}")
     if torchrun is not None and (options.store is None or options.ranks > 1):

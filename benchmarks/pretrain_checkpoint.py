@@ -1,4 +1,4 @@
-"""The checkpoints of pretrain.py: one file with the model, the optimizer, the loader's state, and all figures so far."""
+"""The checkpoints of pretrain.py: a file with the model, the optimizer, the loader's state, and all figures so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def read(path: Path, identity: dict[str, Any], device: torch.device) -> dict[str
         state = dict(torch.load(path, map_location=device, weights_only=True))
         saved = dict(state.pop("identity"))
     except (RuntimeError, EOFError, LookupError, TypeError, ValueError, OSError) as error:
-        raise SystemExit(f"{path} is no checkpoint of pretrain.py: {error!r}. Remove it, or name another file") from error
+        raise SystemExit(
+            f"{path} is no checkpoint of pretrain.py: {error!r}. Remove it, or name another file"
+        ) from error
     changed = [
         f"{name} was {saved.get(name)!r}, is {identity.get(name)!r}"
         for name in sorted(saved | identity)

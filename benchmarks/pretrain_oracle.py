@@ -13,7 +13,6 @@ to 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +21,7 @@ from programmes import DEPTH_SD, OF_CELL_SD, OF_TYPE_SD, Truth
 from scipy.special import gammaln
 
 import zloader as zl
+from zloader.training.tokens import Tokens
 
 _STEPS = 12  # of Newton's method; the last ones change nothing
 _LARGEST_STEP = 1.0
@@ -34,7 +34,7 @@ def oracle_losses(dataset: zl.Dataset, tokenizer: zl.tokenizers.ScGPT, truth: Tr
     The vocabulary of `tokenizer` has all genes, in their order, after its special tokens.
     """
     n_special = len(tokenizer.vocabulary) - len(truth.level)
-    whole = replace(tokenizer, masked=None, max_length=len(tokenizer.vocabulary))
+    whole = replace(tokenizer, masked=None, max_length=len(tokenizer.vocabulary), pad_to=None)
     loaders = [zl.Loader(dataset, x=None, tokens=each, shuffle=False, seed=seed) for each in (tokenizer, whole)]
     counted = zl.Loader(dataset, layout="dense", shuffle=False, seed=seed)
     errors: dict[str, list[Floats]] = {"true rates": [], "true programmes": []}
@@ -62,7 +62,7 @@ def oracle_losses(dataset: zl.Dataset, tokenizer: zl.tokenizers.ScGPT, truth: Tr
     return {name: float(np.concatenate(each).mean()) for name, each in errors.items()}
 
 
-def _bins_of_counts(full: zl.Minibatch, number: int, counts: NDArray[np.float32], n_special: int) -> Floats:
+def _bins_of_counts(full: Tokens, number: int, counts: NDArray[np.float32], n_special: int) -> Floats:
     """The bin of each count from 0 to the largest of a row; that of a count between two others is interpolated."""
     genes = full.input_ids[number].numpy() - n_special
     known, first = np.unique(counts[genes[genes >= 0]], return_index=True)
@@ -91,10 +91,3 @@ def _inferred(counts: NDArray[np.float32], level: Floats, loadings: Floats) -> F
         step = np.linalg.solve(curvature, design @ (counts - means) - found / variances)
         found = found + step * min(1.0, _LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
     return found
-
-
-def explained(losses: Mapping[str, float], loss: float) -> dict[str, float]:
-    """The share of the baseline's excess over each oracle that a loss has closed, from 0 to 1."""
-    baseline = losses["mean of each gene"]
-    oracles = {name: each for name, each in losses.items() if name.startswith("true ")}
-    return {name: (baseline - loss) / (baseline - each) for name, each in oracles.items()}

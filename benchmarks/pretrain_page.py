@@ -35,11 +35,13 @@ def learned(document: Figures) -> str:
     """What the model has learned, in a sentence or two."""
     held_out = document["held_out"]
     model, baseline = held_out["model"], held_out[_BASELINE]
-    text = f"The held-out loss is {model:.5f}; the mean of each gene has {baseline:.5f}, so the model has {model / baseline:.0%} of it."
+    text = f"The held-out loss is {model:.5f}, {model / baseline:.0%} of that of the mean of each gene, {baseline:.5f}."
     for oracle in ("true programmes", "true rates"):
         if oracle in held_out:
             closed = (baseline - model) / (baseline - held_out[oracle])
-            text += f" An oracle with the {oracle} has {held_out[oracle]:.5f}: the model has closed {closed:.0%} of the gap."
+            text += (
+                f" The model has closed {closed:.0%} of the gap to an oracle with the {oracle}, {held_out[oracle]:.5f}."
+            )
     return text
 
 
@@ -159,9 +161,8 @@ def _facts(document: Figures) -> dict[str, str]:
     if document["ray_cpu_s"]:
         facts["Ray"] = f"{document['ray_cpu_s']:,.0f} processor seconds of its processes"
     if "gpu_peak_bytes" in document:
-        facts["GPU memory"] = (
-            f"{document['gpu_peak_bytes'] / 1e6:,.0f} MB of tensors, {document['gpu_reserved_bytes'] / 1e6:,.0f} MB reserved"
-        )
+        peak, reserved = (document[name] / 1e6 for name in ("gpu_peak_bytes", "gpu_reserved_bytes"))
+        facts["GPU memory"] = f"{peak:,.0f} MB of tensors, {reserved:,.0f} MB reserved"
     return facts
 
 
@@ -184,5 +185,5 @@ def _commands(document: Figures, flags: Sequence[str]) -> dict[str, str]:
     bill = shlex.join(["zloader", "bill", "--measured", "bench.json", *bill_flags(document)])
     return {
         "Run this again.": again,
-        "Forecast the hours of such a run from 'zloader bench --json' of the store, with the speed of steps alone.": bill,
+        "Forecast the hours of such a run, from the output of 'zloader bench --json' for its store.": bill,
     }

@@ -45,7 +45,7 @@ class Atlas:
 class Truth:
     """What counts are drawn from. The rates of row r are `exp(log_depth[r] + level + activity[r] @ loadings)`.
 
-    `types` (rows), `activity` (rows x programmes), `log_depth` (rows), `level` (genes), `loadings` (programmes x genes).
+    `types` and `log_depth` (rows), `activity` (rows x programmes), `level` (genes), `loadings` (programmes x genes).
     """
 
     types: NDArray[np.int64]
