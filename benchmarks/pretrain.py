@@ -136,8 +136,8 @@ def print_run(document: Figures) -> None:
     """Prints the figures of each epoch, and what the model has learned."""
     costs, ranks = document["costs"], document["ranks"]
     print(
-        f"{document['settings']['size']}: {costs['parameters']:,} parameters, {costs['embedding_parameters']:,} of them "
-        f"for genes; {document['device']}, {ranks} ranks; peak {document['peak_flops'] / 1e12:.3g} TFLOP/s "
+        f"{document['settings']['size']}: {costs['parameters']:,} parameters, {costs['embedding_parameters']:,} for "
+        f"genes; {document['device']}, {ranks} ranks; peak {document['peak_flops'] / 1e12:.3g} TFLOP/s "
         f"({document['peak_is']}); {document['rows_per_s_alone']:,.0f} rows/s alone"
     )
     lines = [["epoch", "from", "rows/s", "tokens/s", "waited", "first wait s", "CPU s", "GETs", "MB read", "MFU",

@@ -23,13 +23,13 @@ class Settings:
     """
 
     size: str = "tiny"
-    batch_size: int = 32
-    fetch_factor: int = 32
-    tokens: int = 128
+    batch_size: int = 16
+    fetch_factor: int = 64
+    tokens: int = 64
     masked: float = 0.25
     epochs: int = 8
     steps: int | None = None
-    rate: float = 2e-3
+    rate: float = 3e-3
     warmup: int = 100
     seed: int = 0
     held_out: int = 1000

@@ -1,6 +1,6 @@
 """A synthetic atlas whose genes follow programmes, so that the counts of a cell can be inferred from one another.
 
-    python benchmarks/programmes.py OUT.h5ad [--rows 12000 --genes 400 --programmes 6 --types 12 --seed 0]
+    python benchmarks/programmes.py OUT.h5ad [--rows 12000 --genes 200 --programmes 4 --types 12 --seed 0]
 
 The logarithm of a gene's mean count is its own level plus the activities of the cell's programmes, each times the
 loading of the gene. A gene has loadings in a third of the programmes. A cell has the activities of its type and its
@@ -35,8 +35,8 @@ class Atlas:
     """The sizes and the seed of an atlas."""
 
     rows: int = 12_000
-    genes: int = 400
-    programmes: int = 6
+    genes: int = 200
+    programmes: int = 4
     types: int = 12
     seed: int = 0
 

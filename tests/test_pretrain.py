@@ -193,7 +193,7 @@ def test_a_run_counts_every_row_and_resumes_bit_for_bit(pretrain, source, tmp_pa
     for name, weights in whole.model.state_dict().items():
         assert torch.equal(weights, part.model.state_dict()[name]), name
     other = replace(checkpoint, rate=0.1)
-    with pytest.raises(SystemExit, match=r"rate was 0.002, is 0.1"):
+    with pytest.raises(SystemExit, match=r"rate was 0.003, is 0.1"):
         pretrain.run.Training(other, source, pretrain.ranks.Ranks()).train()
     (tmp_path / "run.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(SystemExit, match="is no checkpoint"):
