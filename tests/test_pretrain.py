@@ -220,8 +220,9 @@ def test_a_run_from_s3_writes_its_page(pretrain, work, tmp_path, capsys, monkeyp
 
 @pytest.mark.slow
 def test_a_run_learns_more_than_the_means(work):
-    """Two thirds of the rows of the default atlas, and a quarter of its steps."""
-    found = result(script("--work", work, "--rows", "8000", "--genes", "100", "--held-out", "300", "--epochs", "6"))
+    """Two thirds of the rows of the default atlas, half of its genes and programmes, and half of the epochs."""
+    sizes = ["--rows", "8000", "--genes", "100", "--tokens", "48", "--held-out", "300"]
+    found = result(script("--work", work, *sizes, "--fetch-factor", "64", "--epochs", "4"))
     held_out = found["held_out"]
     assert held_out["true rates"] < held_out["true programmes"] < held_out["model"]
     assert held_out["model"] < 0.9 * held_out["mean of each gene"]
