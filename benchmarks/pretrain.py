@@ -166,7 +166,7 @@ def arguments() -> argparse.ArgumentParser:
     model.add_argument("--masked", type=float, default=defaults.masked, metavar="SHARE")
     model.add_argument("--rate", type=float, default=defaults.rate, help="the highest learning rate")
     model.add_argument("--steps", type=int, metavar="N", help="end after N steps, in the middle of the run")
-    model.add_argument("--device", default=defaults.device, help="cpu or cuda")
+    model.add_argument("--device", choices=["cpu", "cuda"], default=defaults.device)
     model.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="autocast; default: on a GPU")
     model.add_argument("--compile", action="store_true", help="torch.compile")
     model.add_argument("--peak-tflops", type=float, help="peak of one device; default: known or measured")
