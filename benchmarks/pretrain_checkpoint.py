@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,8 @@ def read(path: Path, identity: dict[str, Any], device: torch.device) -> dict[str
     try:
         state = dict(torch.load(path, map_location=device, weights_only=True))
         saved = dict(state.pop("identity"))
-    except (RuntimeError, EOFError, LookupError, TypeError, ValueError, OSError) as error:
-        raise SystemExit(
-            f"{path} is no checkpoint of pretrain.py: {error!r}. Remove it, or name another file"
-        ) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
+        raise SystemExit(f"{path} is no checkpoint of pretrain.py: remove it, or name another file") from error
     changed = [
         f"{name} was {saved.get(name)!r}, is {identity.get(name)!r}"
         for name in sorted(saved | identity)
