@@ -36,7 +36,7 @@ def learned(document: Figures) -> str:
     held_out = document["held_out"]
     model, baseline = held_out["model"], held_out[_BASELINE]
     text = f"The held-out loss is {model:.5f}, {model / baseline:.0%} of that of the mean of each gene, {baseline:.5f}."
-    for oracle in ("true programmes", "true rates"):
+    for oracle in ("true programmes", "true rates") if model < baseline else ():
         if oracle in held_out:
             closed = (baseline - model) / (baseline - held_out[oracle])
             text += (
