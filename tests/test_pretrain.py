@@ -1,0 +1,294 @@
+"""benchmarks/pretrain.py: its model, its oracles, its figures, and runs that go on after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import PATIENCE_S
+from torch.utils.flop_counter import FlopCounterMode
+
+import zloader as zl
+
+pytestmark = pytest.mark.any_version
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+SIZES = ["--rows", "160", "--genes", "40", "--programmes", "2", "--types", "3", "--held-out", "32"]
+TINY = [*SIZES, "--tokens", "24", "--batch-size", "16", "--fetch-factor", "2", "--peak-tflops", "0.1", "--threads", "1"]
+STEPS = 8  # per epoch of 128 rows
+
+
+@pytest.fixture(scope="module")
+def pretrain() -> Iterator[SimpleNamespace]:
+    """The modules of the benchmark, which import each other as scripts do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        before = set(sys.modules)
+        names = ("model", "costs", "oracle", "page", "ranks", "run", "settings")
+        modules = {name: importlib.import_module(f"pretrain_{name}") for name in names}
+        yield SimpleNamespace(
+            main=importlib.import_module("pretrain"), programmes=importlib.import_module("programmes"), **modules
+        )
+        for name in set(sys.modules) - before:
+            if BENCHMARKS in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+                del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of torch wait for each other, which takes long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def work(pretrain: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as --work that has the atlas of SIZES already."""
+    folder = tmp_path_factory.mktemp("work")
+    atlas = pretrain.programmes.Atlas(rows=160, genes=40, programmes=2, types=3)
+    pretrain.main.convert_atlas(folder / "root" / "bucket" / pretrain.main.store_name(atlas), atlas)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(pretrain: SimpleNamespace, work: Path) -> Any:
+    (store,) = (work / "root" / "bucket").iterdir()
+    return pretrain.settings.Source(url=str(store))
+
+
+def settings_of(pretrain: SimpleNamespace, **options: Any) -> Any:
+    return pretrain.settings.Settings(
+        **{"batch_size": 16, "fetch_factor": 2, "tokens": 24, "epochs": 2, "held_out": 32, "peak_tflops": 0.1,
+           "probe_s": 0.01, **options}
+    )  # fmt: skip
+
+
+def script(*flags: str | Path, **options: Any) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, BENCHMARKS / "pretrain.py", *TINY, "--json", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a run found out. Its status says only whether it has learned something yet."""
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode in (0, 1)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+# ---- model
+
+
+def test_padding_does_not_change_predictions(pretrain):
+    torch.manual_seed(0)
+    model = pretrain.model.MaskedValues(50, pretrain.model.SHAPES["tiny"])
+    ids, values = torch.randint(0, 50, (3, 10)), torch.rand(3, 10)
+    masked, real = torch.rand(3, 10) < 0.3, torch.arange(10) < torch.tensor([[10], [7], [1]])
+    together = model(ids, values, masked, real[:, None, None])
+    for row, length in enumerate((10, 7, 1)):
+        alone = model(ids[row, None, :length], values[row, None, :length], masked[row, None, :length], None)
+        torch.testing.assert_close(together[row, :length], alone[0])
+
+
+def test_a_masked_value_is_not_seen(pretrain):
+    torch.manual_seed(0)
+    model = pretrain.model.MaskedValues(50, pretrain.model.SHAPES["tiny"])
+    ids, values, masked = torch.randint(0, 50, (2, 10)), torch.rand(2, 10), torch.rand(2, 10) < 0.5
+    changed = torch.where(masked, torch.rand(2, 10), values)
+    assert torch.equal(model(ids, values, masked, None), model(ids, changed, masked, None))
+    assert not torch.equal(model(ids, values, masked, None), model(ids, values + 0.1, masked, None))
+
+
+def test_flops_are_those_that_torch_counts(pretrain):
+    """But for a first layer, whose input needs no gradient."""
+    shape = pretrain.model.SHAPES["tiny"]
+    model = pretrain.model.MaskedValues(50, shape)
+    costs, rows, length = pretrain.costs.costs_of(model), 2, 16
+    assert costs.parameters == sum(each.numel() for each in model.parameters())
+    ids, values, masked = torch.randint(0, 50, (rows, length)), torch.rand(rows, length), torch.rand(rows, length) < 0.3
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        model(ids, values, masked, None).sum().backward()
+    without_gradient = 2 * shape.width  # per place, of the first layer
+    expected = rows * length * (costs.flops(length) - without_gradient)
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-6)
+
+
+def test_sizes_are_as_their_names_say(pretrain):
+    def millions(size: str, genes: int) -> float:
+        with torch.device("meta"):
+            model = pretrain.model.MaskedValues(genes + 2, pretrain.model.SHAPES[size])
+        return float(sum(each.numel() for each in model.parameters())) / 1e6
+
+    assert 11.5 < millions("12m", 2000) < 12.5
+    assert 50.5 < millions("51m", 62_710) < 52.5
+
+
+# ---- oracles
+
+
+def test_the_oracles_know_more_than_the_means(pretrain, source):
+    training = pretrain.run.Training(settings_of(pretrain, held_out=100), source, pretrain.ranks.Ranks())
+    truth = pretrain.programmes.truth_of(pretrain.programmes.Atlas(rows=160, genes=40, programmes=2, types=3))
+    losses = pretrain.oracle.oracle_losses(training.held_out, training.tokenizer, truth, seed=0)
+    for minibatch in training.loader:
+        labels = minibatch.tokens.labels
+        training.means.add(minibatch.tokens, labels / 51, labels != -100)
+    baseline = training._held_out()["held_out"]["mean of each gene"]
+    assert losses["true rates"] < losses["true programmes"] < 0.9 * baseline
+
+
+def test_the_rates_are_those_of_the_counts(pretrain, source):
+    truth = pretrain.programmes.truth_of(pretrain.programmes.Atlas(rows=160, genes=40, programmes=2, types=3))
+    dataset = zl.open_dataset(source.url)
+    (minibatch,) = zl.Loader(dataset, batch_size=160, layout="dense", shuffle=False)
+    rates = truth.rates(slice(None))
+    assert minibatch.index.tolist() == list(range(160))
+    surprise = (minibatch.x.numpy() - rates) / np.sqrt(rates)  # of Poisson counts: mean 0, deviation 1
+    assert abs(surprise.mean()) < 0.05
+    assert surprise.std() == pytest.approx(1, abs=0.05)
+
+
+def test_inference_finds_the_activities(pretrain):
+    atlas = pretrain.programmes.Atlas(rows=50, genes=2000, programmes=3, types=3)
+    truth = pretrain.programmes.truth_of(atlas)
+    counts = pretrain.programmes.anndata_of(atlas).X.toarray()
+    for row in range(0, 50, 10):
+        seen = np.flatnonzero(counts[row])
+        found = pretrain.oracle._inferred(counts[row][seen], truth.level[seen], truth.loadings[:, seen])
+        assert np.allclose(found, [truth.log_depth[row], *truth.activity[row]], atol=0.15)
+
+
+# ---- runs
+
+
+def test_a_run_counts_every_row_and_resumes_bit_for_bit(pretrain, source, tmp_path):
+    """Interrupted after a minibatch, at the last minibatch of an epoch, and just after an epoch."""
+    whole = pretrain.run.Training(settings_of(pretrain), source, pretrain.ranks.Ranks())
+    figures = whole.train()
+    assert [epoch["rows"] for epoch in figures["epochs"]] == [128, 128]
+    assert [epoch["steps"] for epoch in figures["epochs"]] == [STEPS, STEPS]
+    for epoch in figures["epochs"]:
+        assert 0 < epoch["tokens"] <= 128 * 24
+        assert 0 <= epoch["wait_share"] <= 1
+        assert epoch["gets"] > 0  # there is no mirror
+        assert epoch["mfu"] > 0
+    checkpoint = settings_of(pretrain, checkpoint=str(tmp_path / "run.pt"), checkpoint_steps=3)
+    for steps in (1, 5, STEPS, STEPS + 1, None):
+        part = pretrain.run.Training(replace(checkpoint, steps=steps), source, pretrain.ranks.Ranks())
+        resumed = part.train()
+    for name in ("step", "order", "losses"):
+        assert resumed[name] == figures[name]
+    assert [epoch["rows"] for epoch in resumed["epochs"]] == [128, 128]
+    assert [epoch["held_out"] for epoch in resumed["epochs"]] == [epoch["held_out"] for epoch in figures["epochs"]]
+    for name, weights in whole.model.state_dict().items():
+        assert torch.equal(weights, part.model.state_dict()[name]), name
+    other = replace(checkpoint, rate=0.1)
+    with pytest.raises(SystemExit, match=r"rate was 0.003, is 0.1"):
+        pretrain.run.Training(other, source, pretrain.ranks.Ranks()).train()
+    (tmp_path / "run.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(SystemExit, match="is no checkpoint"):
+        pretrain.run.Training(checkpoint, source, pretrain.ranks.Ranks()).train()
+
+
+def test_a_run_from_s3_writes_its_page(pretrain, work, tmp_path, capsys, monkeypatch):
+    report = tmp_path / "page.html"
+    flags = ["--work", str(work), "--epochs", "2", "--report", str(report), "--json"]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *TINY, *flags])
+    with pytest.raises(SystemExit):
+        pretrain.main.main()
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    cold, warm = document["epochs"]
+    assert (cold["source"], warm["source"]) == ("cold", "warm")
+    assert document["server"]["bytes_out"] >= cold["bytes_read"] > 0
+    html = report.read_text()
+    assert html.count("<svg") == 2
+    assert "http" not in html.replace("http://www.w3.org", "").replace(document["store"], "")
+
+
+@pytest.mark.slow
+def test_a_run_learns_more_than_the_means(work):
+    """Two thirds of the rows of the default atlas, half of its genes and programmes, and half of the epochs."""
+    sizes = ["--rows", "8000", "--genes", "100", "--tokens", "48", "--held-out", "300"]
+    found = result(script("--work", work, *sizes, "--fetch-factor", "64", "--epochs", "4"))
+    held_out = found["held_out"]
+    assert held_out["true rates"] < held_out["true programmes"] < held_out["model"]
+    assert held_out["model"] < 0.9 * held_out["mean of each gene"]
+
+
+@pytest.mark.slow
+def test_killed_runs_end_as_one_that_was_not(work, tmp_path):
+    """Killed with all their processes, at random moments after another checkpoint. On a slow machine some may end."""
+    flags = ["--work", work, "--epochs", "40", "--checkpoint-steps", "7"]
+    whole = result(script(*flags))
+    rng, checkpoint = random.Random(0), tmp_path / "run.pt"
+    for _ in range(4):
+        process = script(*flags, "--checkpoint", checkpoint, start_new_session=True, stderr=subprocess.DEVNULL)
+        before = written(checkpoint)
+        while process.poll() is None and written(checkpoint) == before:
+            time.sleep(0.01)
+        time.sleep(rng.random() / 4)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    resumed = result(script(*flags, "--checkpoint", checkpoint))
+    for name in ("step", "order", "losses"):
+        assert resumed[name] == whole[name]
+    assert resumed["held_out"] == whole["held_out"]
+
+
+def written(path: Path) -> int:
+    """When a file was written last; 0 if it is not there."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_rows_and_resume(work, tmp_path):
+    flags = ["--work", work, "--epochs", "2", "--ranks", "2"]
+    whole = result(script(*flags))
+    assert [epoch["rows"] for epoch in whole["epochs"]] == [128, 128]
+    assert whole["step"] == STEPS  # half as many of twice the rows
+    checkpoint = tmp_path / "run.pt"
+    part = result(script(*flags, "--checkpoint", checkpoint, "--steps", "3"))
+    assert part["step"] == 3
+    resumed = result(script(*flags, "--checkpoint", checkpoint))
+    for name in ("step", "order", "losses"):
+        assert resumed[name] == whole[name]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks(source, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               "--nproc-per-node", "2", BENCHMARKS / "pretrain.py", *TINY, "--json", "--epochs", "1",
+               "--store", source.url, "--cache", tmp_path / "mirror"]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=PATIENCE_S, check=False)
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert (found["ranks"], found["epochs"][0]["rows"], found["step"]) == (2, 128, STEPS // 2)
+
+
+@pytest.mark.slow
+def test_producers_on_ray_change_nothing(work):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install zloader[ray]")
+    plain, streamed = (result(script("--work", work, "--epochs", "2", *flags)) for flags in ([], ["--producers", "1"]))
+    for name in ("step", "order", "losses", "held_out"):
+        assert streamed[name] == plain[name]
+    assert streamed["ray_cpu_s"] > 0
