@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from zloader.training.devices import PlainDevice
 
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
 producers = pytest.importorskip("zloader.ray.producers")
-production = pytest.importorskip("zloader.ray.production")
+crew = pytest.importorskip("zloader.ray.crew")
+stream_module = pytest.importorskip("zloader.ray.stream")
+window = pytest.importorskip("zloader.ray.window")
 ray = pytest.importorskip("ray")
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
@@ -111,10 +114,10 @@ def in_this_process(loader: zl.Loader) -> Any:
 
         async def produce(put):
             for remaining in work.remaining:
-                for items, _ in producer.make(0, plan, remaining):
+                for items, _ in producer.make(0, plan, remaining, 1 << 20):
                     shared = ray.get(ray.put(items))
                     assert not any(item.index.flags.writeable for item in shared)
-                    await put([production.writable(item) for item in shared], 0)
+                    await put([crew.writable(item) for item in shared], 0)
 
         return Bridge(produce, ready_bytes=1, name="zloader-test"), Counters()
 
@@ -276,6 +279,11 @@ def test_refuses_invalid_options(cluster, store, options, message):
         zr.stream(loader_of(store), **options)
 
 
+def test_a_stream_is_iterable_like_a_loader(stream):
+    with pytest.raises(TypeError, match="'Stream' object is not an iterator"):
+        next(stream)
+
+
 def test_refuses_what_is_no_loader(cluster, store):
     with pytest.raises(OptionError, match=r"zr.stream needs a zl.Loader, not 'cells.zarr'"):
         zr.stream("cells.zarr")
@@ -322,10 +330,23 @@ def test_a_stopped_producer_stops_nobody(cluster, store):
         assert_same_minibatches(found, loader_of(store))
 
 
+def run_driver(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a driver of the cluster in a process of its own."""
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
 @pytest.mark.slow  # a second driver
-def test_resumes_after_the_driver_has_died(cluster, store, tmp_path):
+def test_resumes_after_the_driver_has_died(cluster, store):
     script = f"""
-import json, os, sys
+import json, os
 import ray, zloader.ray as zr
 from test_stream import loader_of
 ray.init(address={cluster.address!r}, log_to_driver=False)
@@ -335,15 +356,7 @@ for number, minibatch in enumerate(minibatches):
         print(json.dumps(minibatches.state_dict()), flush=True)
         os.kill(os.getpid(), 9)
 """
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run_driver(script)
     assert done.returncode == -signal.SIGKILL, done.stderr
     state = json.loads(done.stdout.strip().splitlines()[-1])
     with zr.stream(loader_of(store), producers=1, resources=SMALL) as minibatches:
@@ -406,27 +419,131 @@ def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
     assert producer.held(0, *asked) == [1.0] * 8
 
 
+class CacheOfTheMachine(zl.Cache):
+    """A cache whose directory has the name of the Ray node on which it is unpickled."""
+
+    def __reduce__(self):
+        return cache_of, (self.directory, None)
+
+
+def cache_of(directory: Path, node: str | None) -> zl.Cache:
+    return zl.Cache(directory / (node or ray.get_runtime_context().get_node_id()))
+
+
 @pytest.mark.slow  # two producers of its own
-def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_path):
-    """The machines of the test share one mirror, so only the answers are tested here, and test_window has the rest."""
-    dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
-    loader = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
-    with zr.stream(loader, producers=2, resources={"num_cpus": 0.6}, locality="machine") as minibatches:
-        for _ in range(2):
-            found = list(minibatches)
-            assert_rows_once(found)
-        wanted = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
-        wanted.set_epoch(1)
-        assert_same_minibatches(found, wanted)
-        assert len({member.machine for member in minibatches._crew._members}) == 2
+def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_path, monkeypatch):
+    """The mirror of one machine has the first half of the rows, and that of the other one has the second half."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    for node, half in zip(nodes, (slice(0, 256), slice(256, 503)), strict=True):
+        opened = zl.open_dataset(str(store), cache=cache_of(tmp_path, node))
+        list(zl.Loader(opened[half], batch_size=64, options=zl.FetchOptions(least_read_bytes=0)))
+    dataset = zl.open_dataset(str(store), cache=CacheOfTheMachine(tmp_path))
+    loader = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS, shuffle=False)
+    shares, choices = {}, []
+
+    class Spied(stream_module.Window):
+        def set_home(self, number, of_machines):
+            shares[number] = of_machines
+            super().set_home(number, of_machines)
+
+        def next(self, maker, now_s, machine=""):
+            homes, coming = dict(self.homes), [each.number for each in self.coming(window.LOOK_AHEAD)]
+            fetch = super().next(maker, now_s, machine)
+            if fetch is not None and fetch.number in coming:
+                choices.append((machine, fetch.number, [k for k in coming if homes.get(k) == machine]))
+            return fetch
+
+    monkeypatch.setattr(stream_module, "Window", Spied)
+    options = {"resources": {"num_cpus": 0.6}, "locality": "machine", "ahead_bytes": 100_000}
+    with zr.stream(loader, producers=2, **options) as minibatches:
+        iterator = iter(minibatches)
+        found = [next(iterator)]
+        deadline = time.monotonic() + PATIENCE_S
+        while not shares and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found += iterator
+        assert {member.machine for member in minibatches._crew._members} == set(nodes)
+    assert_rows_once(found)
+    for number, of_machines in shares.items():
+        held = [of_machines[node] for node in nodes]
+        assert held[number >= 16] == 1.0
+        assert held[number < 16] < 1.0
+    chosen = [(number, at_home) for _, number, at_home in choices if at_home]
+    assert all(number in at_home for number, at_home in chosen)  # one of its own, where it had any
+    assert chosen
 
 
-@pytest.mark.slow  # a slow consumer
-def test_makes_ahead_only_so_many_bytes(cluster, store):
+def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
     loader = loader_of(store)
-    with zr.stream(loader, producers=2, resources=SMALL, ahead_bytes=1) as minibatches:
-        held = []
-        for _ in minibatches:
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    plan, (first, *_) = producers.pickled(loader.plan(0)), loader.plan(0).remaining()
+    sizes = {share: [len(items) for items, _ in producer.make(0, plan, first, share)] for share in (1, 1 << 20)}
+    assert sizes == {1: [1] * 4, 1 << 20: [4]}
+
+
+def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
+    """Its fetches share the recipe, and with it the shard indexes, which are read once."""
+    loader = loader_of(store)
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
+    made = [list(producer.make(0, plan, each, 1 << 20))[-1][1] for each in remaining * 2]
+    recipe = producer._epoch[2]
+    known = sum(len(indexes) for part in recipe.x["X"] for indexes in part.indexes.values())
+    spans = sum(counted.gets for counted in made)
+    list(loader)
+    assert sum(counted.bytes_read for counted in made[8:]) < sum(counted.bytes_read for counted in made[:8])
+    assert spans - loader.statistics().gets == sum(counted.gets for counted in made[8:])
+    assert known == sum(array.n_shards for array in loader.dataset.matrix().arrays)
+    assert producer._opened(1, plan)[1] is not recipe
+
+
+@pytest.mark.slow  # a producer of its own
+def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
+    """One fetch has all rows, and `ahead_bytes` room for about five of its 32 minibatches."""
+    loader = loader_of(store, fetch_factor=32)
+    nbytes = 16 * 30 * 8
+    with zr.stream(loader, producers=2, resources=SMALL, ahead_bytes=5 * nbytes) as minibatches:
+        held, found = [], []
+        for minibatch in minibatches:
+            found.append(minibatch)
             (running,) = minibatches._running
-            held.append(len(running._window.open))
-        assert max(held) == 1  # fetch
+            held.append(running._window.ready_bytes)
+        assert_same_minibatches(found, loader_of(store, fetch_factor=32))
+        assert 0 < max(held) < 8 * nbytes
+
+
+@pytest.mark.slow  # a second driver
+def test_the_end_of_ray_is_an_error_and_no_hang(cluster, store):
+    script = f"""
+import threading, time
+import ray, zloader.ray as zr
+from test_stream import loader_of
+def never(minibatch):
+    time.sleep(3600)
+ray.init(address={cluster.address!r}, log_to_driver=False)
+loader = loader_of({str(store)!r}, batch_transform=never)
+minibatches = zr.stream(loader, producers=1, resources={SMALL!r})
+errors = []
+def take():
+    try:
+        next(iter(minibatches))
+    except Exception as error:
+        errors.append(error)
+waiting = threading.Thread(target=take)
+waiting.start()
+while not [member for member in list(minibatches._crew._members) if member.pid]:
+    time.sleep(0.1)
+time.sleep(1)
+ray.shutdown()
+waiting.join()
+ray.init(address={cluster.address!r}, log_to_driver=False)
+take()
+for error in errors:
+    print(type(error).__name__, str(error)[:44])
+minibatches.close()
+"""
+    done = run_driver(script)
+    assert done.stdout.splitlines() == ["ProducerError Ray was shut down in this process after the"] * 2, done.stderr
+    assert done.returncode == 0
