@@ -10,13 +10,13 @@ process and all its children, Ray's included, per 100 000 rows. "put" and "get" 
 the object store and out of it. Needs Ray: pip install "zloader[ray]".
 
 With --simulate, the plan, the reads and the scheduling of `zr.stream` run in virtual time, on machines that are
-simulated (simulated.py). An epoch of 100 million rows has 6 104 fetches, and takes about a minute. The constants are
+simulated (simulated.py). An epoch of 100 million rows has 6 104 fetches, and takes seconds. The constants are
 those that LOG.md has measured. The tables:
 
 - scale: machines x networks, an epoch without mirrors. "bound" is whatever was busy for more than 80 % of the epoch,
   and "order" if nothing was: then minibatches that were ready waited for those that come before them.
 - ahead: the same with less memory for minibatches that wait.
-- mirrors: three epochs of a tenth of the rows with mirrors on the machines of the producers.
+- mirrors: three epochs of a twentieth of the rows with mirrors on the machines of the producers.
 - failures: a machine fails every minute, on average. It is noticed after 15 s, as by Ray's health checks, and another
   one comes after a minute. "lost" is the time that the epoch took longer, per failure.
 
@@ -183,7 +183,7 @@ def simulated(rows: int, machines: Sequence[int]) -> Figures:
         for gib in (1, 2, 4, 16)
     ]
     _show("ahead", ahead, ["ahead GiB"])
-    small = Store(max(rows // 10, 1))
+    small = Store(max(rows // 20, 1))
     three = [Epoch(small, number) for number in range(3)]
     mirrors = []
     for n, locality in ((1, "any"), (4, "any"), (most, "any"), (most, "machine")):
@@ -203,10 +203,7 @@ def simulated(rows: int, machines: Sequence[int]) -> Figures:
 
 
 def _run(store: Store, made: Sequence[Epoch], cluster: Cluster, names: Figures) -> list[Figures]:
-    runs = []
-    for figures in epochs(store, cluster, made):
-        runs.append({**names, **figures})
-    return runs
+    return [{**names, **figures} for figures in epochs(store, cluster, made)]
 
 
 def _show(title: str, runs: Sequence[Figures], names: Sequence[str]) -> None:

@@ -43,7 +43,8 @@ CHUNKS_PER_SHARD = (256 << 20) // (2 * CHUNK)  # 256 MiB of values of 2 bytes
 STORED = {"indices": 0.94, "data": 0.478}  # bytes per value; see LOG.md, codecs
 DECODED = 4  # bytes per value in a mirror
 BATCH, FACTOR = 64, 256
-GROUP = 64  # minibatches; a producer makes smaller groups, which would only make the simulation slow
+GROUP = 128  # minibatches; a producer makes smaller groups, which would only make the simulation slow
+SAMPLED = 64  # fetches of an epoch whose reads without a mirror are planned
 GROUPS_AHEAD = 2  # as in zloader.ray.crew
 
 
@@ -101,7 +102,9 @@ class Store:
             sizes = dict.fromkeys(map(layout.shard_key, range(min(16, layout.n_shards))), size * CHUNKS_PER_SHARD)
             offsets = size * np.arange(CHUNKS_PER_SHARD)
             index = ShardIndex(np.stack([offsets, np.full(CHUNKS_PER_SHARD, size)], axis=1).astype(np.uint64))
-            self.planners.append((planner_of(layout, options, sizes, sweeping=False), defaultdict(lambda index=index: index)))
+            self.planners.append(
+                (planner_of(layout, options, sizes, sweeping=False), defaultdict(lambda index=index: index))
+            )
 
     @cached_property
     def planner(self) -> ReadPlanner:
@@ -148,7 +151,6 @@ class Epoch:
             dataset_rows=store.rows, sampling=stratified(), batch_size=BATCH, fetch_factor=FACTOR, epoch=epoch
         )
         self._chunks: dict[int, NDArray[np.int32]] = {}
-        self._reads: dict[int, tuple[int, int]] = {}
 
     def chunks(self, number: int) -> NDArray[np.int32]:
         """The chunks of a fetch."""
@@ -156,11 +158,13 @@ class Epoch:
             self._chunks[number] = self.store.chunks(self.plan.fetch(number).rows).astype(np.int32)
         return self._chunks[number]
 
-    def reads(self, number: int) -> tuple[int, int]:
-        """GETs and bytes of a fetch without a mirror."""
-        if number not in self._reads:
-            self._reads[number] = self.store.reads(self.chunks(number), into_mirror=False)
-        return self._reads[number]
+    @cached_property
+    def mean_reads(self) -> tuple[int, int]:
+        """GETs and bytes of a fetch without a mirror, on average: of some, because they differ little."""
+        numbers = np.unique(np.linspace(0, self.plan.n_fetches - 1, SAMPLED).astype(int)).tolist()
+        of_each = [self.store.reads(self.chunks(number), into_mirror=False) for number in numbers]
+        gets, n_bytes = np.mean(of_each, axis=0).round().astype(int).tolist()
+        return gets, n_bytes
 
 
 @dataclass(eq=False)
@@ -198,7 +202,7 @@ class Machine:
         """The bytes that a fetch reads from the bucket, and the share of its chunks that must be decoded."""
         chunks = epoch.chunks(number)
         if not self.cluster.mirror:
-            gets, n_bytes, share = *epoch.reads(number), 1.0
+            gets, n_bytes, share = *epoch.mean_reads, 1.0
             shards = np.unique(chunks // CHUNKS_PER_SHARD)
         else:
             missing = chunks_to_read(self.store.planner, chunks, self.held)
@@ -316,11 +320,13 @@ class Crew:
         self._makers: list[Maker] = []
         self._random = random.Random(0)
         self._restarts: set[asyncio.Task[None]] = set()
+        self._freed = asyncio.Event()
 
     async def join(self, others_work: Callable[[], bool]) -> Maker:
         """A producer on a free machine."""
         while not (free := [machine for machine in self._machines if machine.free]):
-            await asyncio.sleep(1.0)
+            self._freed.clear()
+            await self._freed.wait()
         free[0].free = False
         free[0].forget()
         self._makers.append(Maker(free[0], self.trainer))
@@ -330,7 +336,7 @@ class Crew:
         """The producer works again in the next epoch."""
         if maker in self._makers:
             self._makers.remove(maker)
-            maker.at.free = True
+            self._free(maker.at)
 
     def drop(self, maker: Any) -> None:
         """The producer is dead. Its machine comes back later."""
@@ -344,7 +350,11 @@ class Crew:
     async def _restart(self, machine: Machine) -> None:
         await asyncio.sleep(self._cluster.restart_s)
         machine.held[:] = False
+        self._free(machine)
+
+    def _free(self, machine: Machine) -> None:
         machine.free = True
+        self._freed.set()
 
     async def watch(self) -> None:
         """Lets machines fail."""

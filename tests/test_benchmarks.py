@@ -197,15 +197,15 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def test_the_simulated_cluster_reads_what_the_plan_says(scale, tmp_path, capsys):
-    found = scale.simulated(100_000, [1, 2])
+    found = scale.simulated(60_000, [1, 2])
     one, two = found["scale"][:2]
     assert one["rows_per_s"] < two["rows_per_s"] < 2.1 * one["rows_per_s"]
     assert one["rows_per_s"] < scale.SMALL.cold_rows_per_s
     assert found["mirrors"][0]["gets"] > 0 == found["mirrors"][1]["gets"]  # one machine has it all
-    assert found["mirrors"][0]["mirror_bytes"] == found["mirrors"][2]["mirror_bytes"] > 0.99 * 10_000 * 1840 * 4
+    assert found["mirrors"][0]["mirror_bytes"] == found["mirrors"][2]["mirror_bytes"] > 0.95 * 3_000 * 1840 * 4
     scale.draw(found, tmp_path / "scale.svg")
     assert "protoplast" in (tmp_path / "scale.svg").read_text()
-    assert "| bound" in capsys.readouterr().out
+    assert " bound |" in capsys.readouterr().out
 
 
 def test_the_simulated_cluster_loses_time_and_no_minibatches(scale):

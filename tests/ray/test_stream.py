@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -71,6 +72,14 @@ def pids(stream: zr.Stream) -> list[int]:
     return [member.pid for member in list(stream._crew._members) if member.pid]
 
 
+def killed(pid: int) -> bool:
+    """Kills a process, unless it is dead already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
 class Killer:
     """Kills a random producer before random minibatches of an epoch."""
 
@@ -82,8 +91,7 @@ class Killer:
         for minibatch in self.stream:
             found.append(minibatch)
             if self.kills and self.random.random() < 0.2 and (running := pids(self.stream)):
-                os.kill(self.random.choice(running), signal.SIGKILL)
-                self.kills -= 1
+                self.kills -= killed(self.random.choice(running))
         return found
 
 
@@ -326,7 +334,7 @@ def test_a_stopped_producer_stops_nobody(cluster, store):
         try:
             found += minibatches
         finally:
-            os.kill(stopped, signal.SIGKILL)
+            killed(stopped)
         assert_same_minibatches(found, loader_of(store))
 
 
@@ -465,6 +473,8 @@ def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_p
         assert {member.machine for member in minibatches._crew._members} == set(nodes)
     assert_rows_once(found)
     for number, of_machines in shares.items():
+        if number in range(14, 18):
+            continue  # a chunk may hold rows of both halves
         held = [of_machines[node] for node in nodes]
         assert held[number >= 16] == 1.0
         assert held[number < 16] < 1.0
@@ -505,13 +515,17 @@ def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
     loader = loader_of(store, fetch_factor=32)
     nbytes = 16 * 30 * 8
     with zr.stream(loader, producers=2, resources=SMALL, ahead_bytes=5 * nbytes) as minibatches:
-        held, found = [], []
-        for minibatch in minibatches:
-            found.append(minibatch)
-            (running,) = minibatches._running
-            held.append(running._window.ready_bytes)
+        iterator = iter(minibatches)
+        found = [next(iterator)]
+        (running,) = minibatches._running
+        deadline = time.monotonic() + PATIENCE_S
+        while (ready_bytes := running._window.ready_bytes) < 5 * nbytes and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # for more than there is room for
+        assert running._window.ready_bytes < 8 * nbytes
+        found += iterator
+        assert ready_bytes >= 5 * nbytes
         assert_same_minibatches(found, loader_of(store, fetch_factor=32))
-        assert 0 < max(held) < 8 * nbytes
 
 
 @pytest.mark.slow  # a second driver
@@ -541,9 +555,9 @@ waiting.join()
 ray.init(address={cluster.address!r}, log_to_driver=False)
 take()
 for error in errors:
-    print(type(error).__name__, str(error)[:44])
+    print(type(error).__name__, str(error)[:33])
 minibatches.close()
 """
     done = run_driver(script)
-    assert done.stdout.splitlines() == ["ProducerError Ray was shut down in this process after the"] * 2, done.stderr
+    assert done.stdout.splitlines() == ["ProducerError Ray was shut down in this process"] * 2, done.stderr
     assert done.returncode == 0

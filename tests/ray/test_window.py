@@ -68,7 +68,7 @@ def test_minibatches_have_room_in_the_order_of_their_fetches():
     assert list(window.with_room()) == [first]  # whose 40 bytes, with these 30, take all
     first.add(0, [Item(0, 0), Item(0, 1), Item(0, 2), Item(0, 3)], 0.0)
     assert list(window.with_room()) == []
-    items, n_bytes = first.groups.popleft()
+    _, n_bytes = first.groups.popleft()
     first.taken_bytes += n_bytes
     window.open.popleft()
     assert list(window.with_room()) == [second, third]

@@ -56,7 +56,7 @@ class Maker(Protocol):
     lost: bool
 
     def make(self, plan: Any, remaining: Remaining, ready_bytes: int) -> Making:
-        """Begins what remains of a fetch. `ready_bytes` bounds the minibatches that are made before they are asked for."""
+        """Begins what remains of a fetch. `ready_bytes` bounds the minibatches that are made ahead."""
         ...
 
     async def held(self, plan: Any, coming: Sequence[Remaining]) -> list[float]:
@@ -179,8 +179,8 @@ class Production:
         except TimeoutError:
             if fetch.since_s == since_s and self._now_s() >= stalled_s:
                 raise ProducerError(
-                    f"{len(fetch.makers)} of {len(self._at_work)} producers make fetch {fetch.number}, and have made no "
-                    f"progress for {self._stall_s:g} s: look at their machines, or give a larger start_s"
+                    f"{len(fetch.makers)} of {len(self._at_work)} producers make fetch {fetch.number}, and have made "
+                    f"no progress for {self._stall_s:g} s: look at their machines, or give a larger start_s"
                 ) from None
 
     async def _find_homes(self) -> None:
