@@ -132,6 +132,7 @@ def in_this_process(loader: zl.Loader) -> Any:
     return loader.epoch_by(start)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_minibatches_survive_the_object_store(cluster, store, layout):
     """Ray's arrays are read-only, but minibatches may be written to, as those of a Loader."""
@@ -178,6 +179,7 @@ def test_equals_the_loader_bit_for_bit(stream, store, producers):
     assert_threads_end()
 
 
+@pytest.mark.any_version
 def test_counts_epochs_and_resumes_as_the_loader_does(stream, store):
     stream.resize(2)
     stream.set_epoch(0)
@@ -195,6 +197,7 @@ def test_counts_epochs_and_resumes_as_the_loader_does(stream, store):
     assert stream.state_dict()["epoch"] == 1
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # many epochs
 def test_resumes_anywhere(stream):
     stream.resize(2)
@@ -206,6 +209,7 @@ def test_resumes_anywhere(stream):
     assert_resumes_anywhere(again, every=3)
 
 
+@pytest.mark.any_version
 def test_a_killed_producer_costs_nothing(stream):
     stream.resize(2)
     stream.set_epoch(0)
@@ -215,6 +219,7 @@ def test_a_killed_producer_costs_nothing(stream):
     assert_rows_once(list(stream))
 
 
+@pytest.mark.any_version
 def test_producers_join_and_leave_during_an_epoch(stream, store):
     stream.resize(2)
     stream.set_epoch(0)
@@ -225,6 +230,7 @@ def test_producers_join_and_leave_during_an_epoch(stream, store):
     assert_same_minibatches(found, loader_of(store))
 
 
+@pytest.mark.any_version
 def test_an_error_comes_when_its_minibatch_is_due(cluster, store, tmp_path):
     """With the URL and the key, after all minibatches before it."""
     folder = tmp_path / "damaged"
@@ -244,6 +250,7 @@ def test_an_error_comes_when_its_minibatch_is_due(cluster, store, tmp_path):
         assert minibatches.state_dict()["stretches"] == [[1, done]]
 
 
+@pytest.mark.any_version
 def test_an_error_in_opening_names_the_store(cluster, store, tmp_path):
     folder = tmp_path / "moved"
     write_store(ADATA, folder / "counts.zarr", folder)
@@ -257,6 +264,7 @@ def test_an_error_in_opening_names_the_store(cluster, store, tmp_path):
     assert type(caught.value).__module__ == "zloader.common.errors"
 
 
+@pytest.mark.any_version
 def test_resources_that_no_machine_has_are_named(cluster, store):
     with (
         zr.stream(loader_of(store), producers=2, resources={"num_cpus": 77}, start_s=0.5) as minibatches,
@@ -266,6 +274,7 @@ def test_resources_that_no_machine_has_are_named(cluster, store):
     assert_threads_end()
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -287,16 +296,19 @@ def test_refuses_invalid_options(cluster, store, options, message):
         zr.stream(loader_of(store), **options)
 
 
+@pytest.mark.any_version
 def test_a_stream_is_iterable_like_a_loader(stream):
     with pytest.raises(TypeError, match="'Stream' object is not an iterator"):
         next(stream)
 
 
+@pytest.mark.any_version
 def test_refuses_what_is_no_loader(cluster, store):
     with pytest.raises(OptionError, match=r"zr.stream needs a zl.Loader, not 'cells.zarr'"):
         zr.stream("cells.zarr")
 
 
+@pytest.mark.any_version
 def test_a_closed_stream_says_so(cluster, store):
     minibatches = zr.stream(loader_of(store), producers=1, resources=SMALL)
     minibatches.close()
@@ -304,6 +316,7 @@ def test_a_closed_stream_says_so(cluster, store):
         list(minibatches)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # starts a producer and a process of its own for each loss
 def test_random_kills_of_producers_and_of_a_machine(cluster, store):
     machine = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
@@ -322,6 +335,7 @@ def test_random_kills_of_producers_and_of_a_machine(cluster, store):
         assert_same_minibatches(minibatches, loader)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # waits for the producer to be overtaken
 def test_a_stopped_producer_stops_nobody(cluster, store):
     loader = loader_of(store)
@@ -351,6 +365,7 @@ def run_driver(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # a second driver
 def test_resumes_after_the_driver_has_died(cluster, store):
     script = f"""
@@ -372,6 +387,7 @@ for number, minibatch in enumerate(minibatches):
         assert_same_minibatches(minibatches, list(loader_of(store))[10:])
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # a real S3 server, and the start of producers
 def test_store_on_s3(cluster, s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
@@ -399,6 +415,7 @@ class Rank:
         return rows, float(total)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # four processes
 def test_two_ranks_train_with_gloo(cluster, store, tmp_path):
     ranks = [Rank.remote() for _ in range(2)]
@@ -411,6 +428,7 @@ def test_two_ranks_train_with_gloo(cluster, store, tmp_path):
         assert found == [minibatch.index.tolist() for minibatch in wanted]
 
 
+@pytest.mark.any_version
 def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
     dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
     loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, shuffle=False)
@@ -438,6 +456,7 @@ def cache_of(directory: Path, node: str | None) -> zl.Cache:
     return zl.Cache(directory / (node or ray.get_runtime_context().get_node_id()))
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # two producers of its own
 def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_path, monkeypatch):
     """The mirror of one machine has the first half of the rows, and that of the other one has the second half."""
@@ -483,6 +502,7 @@ def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_p
     assert chosen
 
 
+@pytest.mark.any_version
 def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
     loader = loader_of(store)
     producer = producers.Producer()
@@ -492,6 +512,7 @@ def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
     assert sizes == {1: [1] * 4, 1 << 20: [4]}
 
 
+@pytest.mark.any_version
 def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
     """Its fetches share the recipe, and with it the shard indexes, which are read once."""
     loader = loader_of(store)
@@ -509,6 +530,7 @@ def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
     assert producer._opened(1, plan)[1] is not recipe
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # a producer of its own
 def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
     """One fetch has all rows, and `ahead_bytes` room for about five of its 32 minibatches."""
@@ -528,6 +550,7 @@ def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
         assert_same_minibatches(found, loader_of(store, fetch_factor=32))
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # a second driver
 def test_the_end_of_ray_is_an_error_and_no_hang(cluster, store):
     script = f"""

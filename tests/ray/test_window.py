@@ -12,6 +12,7 @@ pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not inst
 window_module = pytest.importorskip("zloader.ray.window")
 MeanBytes, Window = window_module.MeanBytes, window_module.Window
 
+pytestmark = pytest.mark.any_version
 NEVER = 1e9
 
 
