@@ -21,6 +21,7 @@ from rivals import Figures
 import zloader as zl
 
 _HERE = Path(__file__).resolve().parent
+_END_S = 20  # for a reader to end by itself
 RIVALS = ("annbatch", "annbatch, memory kept")
 # glibc then keeps freed memory, as zloader's own setting does (zloader.common.malloc). That one would not be enough for
 # annbatch, whose arrays of 100 MB are above the highest threshold that it can set.
@@ -115,7 +116,12 @@ def reader(name: str, python: str | Path, source: StoreLocation, options: Figure
         try:
             yield Reader(location=source, process=process, errors=errors)
         finally:
-            process.terminate()
+            assert process.stdin is not None
+            process.stdin.close()  # ends the reader together with its workers, which terminate() would leave running
+            try:
+                process.wait(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()
 
 
 def filling_epoch(reader: Reader, work: Path, **request: Any) -> Figures:

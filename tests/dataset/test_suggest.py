@@ -66,6 +66,15 @@ CASES = {
     "a few rows": ({"n_rows": 700}, 64, 11),
     "fewer rows than a minibatch": ({"n_rows": 10}, 64, 1),
     "large minibatches": ({"batch_size": 1024}, 64, 16),
+    "a control per row": ({"n_controls": 1}, 16, 30),
+    "ten controls per row": ({"n_controls": 10}, 16, 3),
+    "sets: as many single rows as blocks would have": (
+        {"sets": zl.CellSets("drug", 64), "rows_per_chunk": 4},
+        1,
+        32,
+    ),
+    "sets: fewer where their chunks do not fit": ({"sets": zl.CellSets("drug", 64)}, 1, 32),
+    "sets with controls: half of that": ({"sets": zl.CellSets("drug", 64), "n_controls": 1}, 1, 16),
 }
 
 
@@ -112,6 +121,26 @@ def test_a_view_takes_the_chunks_that_its_rows_are_in(tmp_path):
         zl.suggest(dataset.where("n_counts < 0"))
 
 
+def test_sets_and_controls_are_counted(tmp_path):
+    adata = counts(4000, 40, density=1)
+    adata.obs["drug"] = np.tile(["a", "b", "c", "DMSO"], 1000)
+    zl.convert(adata, tmp_path / "a.zarr", options=zl.ConvertOptions(chunk_rows=16), progress=False)
+    dataset = zl.open_dataset(tmp_path / "a.zarr")
+    given = {
+        "batch_size": 64,
+        "sampling": zl.CellSets("drug", 16),
+        "controls": zl.MatchedControls("drug == 'DMSO'", match=[], n=2),
+    }
+    suggested = zl.suggest(dataset, memory="64MiB", **given)
+    assert (suggested.sampling, suggested.n_controls) == (given["sampling"], 2)
+    assert f"{suggested.fetch_rows:,} rows and {2 * suggested.fetch_rows:,} controls" in str(suggested)
+    loader = zl.Loader(dataset, fetch_factor=suggested.fetch_factor, **given)
+    assert len(loader.plan(0).fetch(0).rows) <= 3 * suggested.fetch_rows
+    (matrix,) = dataset.matrices("X")
+    assert suggested.fetch_bytes <= sum(a.n_elements * a.dtype.itemsize for a in matrix.arrays)
+    assert sum(map(len, loader)) == 4000 - 4 * (1000 % 16)
+
+
 def test_what_makes_no_sense_is_refused(tmp_path):
     write_store(counts(5, 4), tmp_path / "a.zarr", tmp_path)
     dataset = zl.open_dataset(tmp_path / "a.zarr")
@@ -119,5 +148,11 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         zl.suggest(dataset, batch_size=0)
     with pytest.raises(OptionError, match="memory"):
         zl.suggest(dataset, memory=10)
+    with pytest.raises(OptionError, match="batch_size 64 is not a multiple of set_size 5"):
+        zl.suggest(dataset, sampling=zl.CellSets("a", 5))
+    with pytest.raises(OptionError, match=r"sampling must be a zl.CellSets, not 'random'"):
+        zl.suggest(dataset, sampling="random")
+    with pytest.raises(OptionError, match=r"controls must be a zl.MatchedControls, not 'a == 1'"):
+        zl.suggest(dataset, controls="a == 1")
     with pytest.raises(FormatError, match="layers/none"):
         zl.suggest(dataset, x="layers/none")

@@ -6,7 +6,7 @@ import asyncio
 import re
 import tracemalloc
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anndata
@@ -21,6 +21,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import Mirror
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.order.plan import Fetch, Plan
+from zloader.reading import gather
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart
@@ -88,6 +89,35 @@ def check(minibatches) -> np.ndarray:
         np.testing.assert_array_equal(minibatch.x["X"].indices, wanted.indices)
         np.testing.assert_array_equal(minibatch.x["X"].values, wanted.data)
     return np.concatenate([minibatch.index for minibatch in minibatches])
+
+
+@dataclass(frozen=True)
+class Large:
+    """An item that takes 100 MB."""
+
+    index: np.ndarray
+    nbytes: int = 100_000_000
+
+
+@pytest.mark.parametrize(("grows", "regroups", "size"), [(False, True, 8), (True, True, 1), (True, False, 8)])
+def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store, grows, regroups, size):
+    def cut(together, cuts):
+        return [Large(each.index) for each in gather.cut_apart(together, cuts)]
+
+    recipe = Recipe(
+        x={"X": [part_of(store)]}, columns=dict, dense=False, dtype="int64", cut=cut, grows=grows, regroups=regroups
+    )
+    put = []
+
+    async def keep(items, n_bytes):
+        assert n_bytes == 100_000_000 * len(items)
+        put.append(items)
+
+    fetches = plan(fetch_factor=8, batch_size=4, drop_last=True)
+    asyncio.run(FetchScheduler(recipe, zl.FetchOptions(), BufferPool()).run(fetches, keep))
+    assert max(map(len, put)) == size
+    rows = np.concatenate([item.index for items in put for item in items])
+    assert rows.tolist() == np.concatenate([fetch.rows[fetch.order] for fetch in fetches]).tolist()
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -188,14 +188,7 @@ class BoundCellSets(SharesArrays):
 
     def batched(self, batch_size: int) -> BoundCellSets:
         """The sampling of minibatches of `batch_size` rows. Raises OptionError for sizes that do not fit together."""
-        n_sets, left = divmod(int(batch_size), self.set_size)
-        if left or not n_sets:
-            below, above = n_sets * self.set_size, (n_sets + 1) * self.set_size
-            sizes = f"{below} or {above}" if below else str(above)
-            raise OptionError(
-                f"batch_size {batch_size} is not a multiple of set_size {self.set_size}, but a minibatch consists of "
-                f"whole sets: take {sizes}"
-            )
+        n_sets = whole_sets(batch_size, self.set_size)
         batched = copy.copy(self)
         batched._ordered = None
         if not self.options.distinct:
@@ -269,6 +262,19 @@ class BoundCellSets(SharesArrays):
         if self.has_gaps:
             rows[places >= sizes] = -1
         return rows[start - first * size : stop - first * size]
+
+
+def whole_sets(batch_size: int, set_size: int) -> int:
+    """The number of sets in a minibatch. Raises OptionError if `batch_size` is not a multiple of `set_size`."""
+    n_sets, left = divmod(int(batch_size), set_size)
+    if left or not n_sets:
+        below, above = n_sets * set_size, (n_sets + 1) * set_size
+        sizes = f"{below} or {above}" if below else str(above)
+        raise OptionError(
+            f"batch_size {batch_size} is not a multiple of set_size {set_size}, but a minibatch consists of whole "
+            f"sets: take {sizes}"
+        )
+    return n_sets
 
 
 def _least(options: CellSets) -> int:

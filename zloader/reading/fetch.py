@@ -9,6 +9,7 @@ This module does not import torch: any process can go from plan to minibatch wit
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +52,8 @@ class Recipe:
     that carry them. `tokens` makes tokens of a matrix, which may be left out of `wanted`, the matrices that minibatches
     carry. `sweeping` says that the fetches make up a whole epoch. `transforms` are those of each matrix that has any.
     `cut` makes the items that are put of minibatches gathered as one, and of the rows at which it is cut, from 0 to its
-    last.
+    last. `grows` says that these items may take more memory than what was gathered, and `regroups` that the number of
+    minibatches gathered as one may then change, which `cut` must not notice.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
@@ -67,6 +69,8 @@ class Recipe:
     sweeping: bool = False
     transforms: Mapping[str, Transforming] = field(default_factory=dict)
     cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
+    grows: bool = False
+    regroups: bool = True
 
     @property
     def form(self) -> Form:
@@ -117,9 +121,10 @@ class _Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Minibatches that a thread gathers, and the bytes of their x."""
+    """Minibatches that a thread gathers, the bytes of their x, and those that are held for them."""
 
     minibatches: asyncio.Task[tuple[Sequence[Any], float]]
+    x_bytes: int
     n_bytes: int
 
 
@@ -151,6 +156,8 @@ class FetchScheduler:
         self._ahead = asyncio.Semaphore(2)
         self._most_ahead = options.prefetch - 1  # more fetches that may be loaded ahead, beyond the first one
         self._waits = Waits(options.threads)
+        # Bytes put per byte of x, the most of any group so far. While it is not known, one group is made at a time.
+        self._growth = math.inf if recipe.grows else 1.0
         self._columns: Mapping[str, ObsColumn] = {}
         self._obsm: Mapping[str, NDArray[Any]] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
@@ -259,11 +266,12 @@ class FetchScheduler:
     ) -> None:
         """Begins to gather the minibatches of one fetch in threads, as fast as they fit into memory."""
         for cuts in self._groups(loaded):
-            n_bytes = self._x_bytes(loaded, cuts)
+            x_bytes = max(1, self._x_bytes(loaded, cuts))
             await self._free_jobs.acquire()
+            n_bytes = math.ceil(min(x_bytes * self._growth, self._options.ready_bytes))
             await self._making.acquire(n_bytes)
             minibatches = group.create_task(timed(threads, self._make, loaded, row_arrays, cuts))
-            jobs.put_nowait(_Job(minibatches=minibatches, n_bytes=n_bytes))
+            jobs.put_nowait(_Job(minibatches=minibatches, x_bytes=x_bytes, n_bytes=n_bytes))
         jobs.put_nowait(loaded)
 
     async def _put_in_order(self, jobs: asyncio.Queue[_Job | _Loaded | None], put: Put[MinibatchArrays]) -> None:
@@ -276,16 +284,23 @@ class FetchScheduler:
                 continue
             minibatches, seconds = await job.minibatches
             self.counters.gather_s += seconds
-            await put(minibatches, sum(minibatch.nbytes for minibatch in minibatches))
+            put_bytes = sum(minibatch.nbytes for minibatch in minibatches)
+            if self._recipe.grows:
+                known = 1.0 if math.isinf(self._growth) else self._growth
+                self._growth = max(known, put_bytes / job.x_bytes)
+            await put(minibatches, put_bytes)
             self._making.release(job.n_bytes)
             self._free_jobs.release()
 
     def _groups(self, loaded: _Loaded) -> Iterator[Rows]:
         """For each group of minibatches that are gathered together, their cuts."""
-        cuts = loaded.planned.fetch.cuts
-        least = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # bytes per minibatch, on average
-        size = max(1, min(_GROUP, self._group_bytes // least))
-        return (cuts[begin : begin + size + 1] for begin in range(0, len(cuts) - 1, size))
+        cuts, begin = loaded.planned.fetch.cuts, 0
+        average = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # bytes of x per minibatch
+        while begin < len(cuts) - 1:
+            n_bytes = average * (self._growth if self._recipe.regroups else 1)
+            size = max(1, min(_GROUP, int(self._group_bytes // n_bytes)))
+            yield cuts[begin : begin + size + 1]
+            begin += size
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
         """Bytes of x and of the tokens in the minibatches between cuts, or an upper bound."""

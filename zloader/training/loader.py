@@ -447,6 +447,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             sweeping=sweeping,
             transforms=transforms,
             cut=functools.partial(own.cut, self._converter()) if (own := self._own_transforms) else cut_apart,
+            grows=bool(own),
+            regroups=own.fetch is None,  # a fetch_transform gets the same minibatches at once in every run
         )
 
 
