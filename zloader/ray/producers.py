@@ -63,16 +63,15 @@ class Producer:
         """Yields groups of minibatches, as the loader's recipe makes them, each with what was counted so far.
 
         `plan` is the pickled plan of epoch `number` of the stream. Minibatches that are made, and not yet yielded, have
-        up to a quarter of `ready_bytes`, and a group a sixteenth of it, or one minibatch each.
+        up to a quarter of `ready_bytes`, and a group a sixteenth of it, or one minibatch each. With a fetch_transform,
+        which gets the same minibatches at once as in a loader, the loader's own budget holds instead.
         """
         epoch_plan, recipe = self._opened(number, plan)
         options = self._loader.options
         # All that a producer makes at a time shares the memory of one loader.
-        options = replace(
-            options,
-            in_flight_bytes=options.in_flight_bytes // LANES,
-            ready_bytes=max(1, min(options.ready_bytes // LANES, ready_bytes)),
-        )
+        options = replace(options, in_flight_bytes=options.in_flight_bytes // LANES)
+        if recipe.regroups:  # otherwise groups must be those of the loader, and so must the budget
+            options = replace(options, ready_bytes=max(1, min(options.ready_bytes // LANES, ready_bytes)))
         scheduler = FetchScheduler(recipe, options, self._buffers)
         most_bytes = options.ready_bytes // 4
         with contextlib.closing(_groups(scheduler, epoch_plan.rest_of(remaining), most_bytes)) as groups:
