@@ -38,7 +38,7 @@ OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).random((503, 5), np.float32)
 TOKENS = {name: k for k, name in enumerate(["<pad>", "<mask>", "<cls>", "<eoc>", *ADATA.var_names])}
-SMALL = {"num_cpus": 0.1}  # of the one core that a test machine has
+SMALL = {"num_cpus": 0.1}  # of the two cores that a test machine has
 
 
 @pytest.fixture(scope="module")
@@ -322,14 +322,14 @@ def test_a_closed_stream_says_so(cluster, store):
 
 @pytest.mark.any_version
 @pytest.mark.slow  # starts a producer and a process of its own for each loss
-def test_random_kills_of_producers_and_of_a_machine(cluster, store):
-    machine = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+def test_random_kills_of_producers_and_of_a_machine(two_machines, store):
+    machine = two_machines.add_node(num_cpus=2, object_store_memory=100 << 20)
     with zr.stream(loader_of(store), producers=3, resources={"num_cpus": 0.3}, ahead_bytes=200_000) as minibatches:
         killer = Killer(minibatches, 20)
         epochs = 0
         while killer.kills or epochs < 3:
             if epochs == 1:
-                timer = threading.Timer(0.5, cluster.remove_node, [machine], {"allow_graceful": False})
+                timer = threading.Timer(0.5, two_machines.remove_node, [machine], {"allow_graceful": False})
                 timer.start()
             assert_rows_once(killer.epoch())
             epochs += 1
@@ -371,12 +371,12 @@ def run_driver(script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.any_version
 @pytest.mark.slow  # a second driver
-def test_resumes_after_the_driver_has_died(cluster, store):
+def test_resumes_after_the_driver_has_died(two_machines, store):
     script = f"""
 import json, os
 import ray, zloader.ray as zr
 from test_stream import loader_of
-ray.init(address={cluster.address!r}, log_to_driver=False)
+ray.init(address={two_machines.address!r}, log_to_driver=False)
 minibatches = zr.stream(loader_of({str(store)!r}), producers=1, resources={SMALL!r})
 for number, minibatch in enumerate(minibatches):
     if number == 9:
@@ -393,7 +393,7 @@ for number, minibatch in enumerate(minibatches):
 
 @pytest.mark.any_version
 @pytest.mark.slow  # a real S3 server, and the start of producers
-def test_store_on_s3(cluster, s3, tmp_path):
+def test_store_on_s3(two_machines, s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     options = {"storage_options": s3.storage_options}
     with zr.stream(loader_of(s3.url("counts.zarr"), **options), producers=2, resources=SMALL) as minibatches:
@@ -421,7 +421,7 @@ class Rank:
 
 @pytest.mark.any_version
 @pytest.mark.slow  # four processes
-def test_two_ranks_train_with_gloo(cluster, store, tmp_path):
+def test_two_ranks_train_with_gloo(two_machines, store, tmp_path):
     ranks = [Rank.remote() for _ in range(2)]
     results = ray.get([rank.train.remote(k, 2, str(store), str(tmp_path / "meet")) for k, rank in enumerate(ranks)])
     rows = [row for each, _ in results for minibatch in each for row in minibatch]
@@ -462,7 +462,7 @@ def cache_of(directory: Path, node: str | None) -> zl.Cache:
 
 @pytest.mark.any_version
 @pytest.mark.slow  # two producers of its own
-def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_path, monkeypatch):
+def test_fetches_go_to_the_machine_whose_mirror_holds_them(two_machines, store, tmp_path, monkeypatch):
     """The mirror of one machine has the first half of the rows, and that of the other one has the second half."""
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     for node, half in zip(nodes, (slice(0, 256), slice(256, 503)), strict=True):
@@ -485,7 +485,7 @@ def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_p
             return fetch
 
     monkeypatch.setattr(stream_module, "Window", Spied)
-    options = {"resources": {"num_cpus": 0.6}, "locality": "machine", "ahead_bytes": 100_000}
+    options = {"resources": {"num_cpus": 1.5}, "locality": "machine", "ahead_bytes": 100_000}
     with zr.stream(loader, producers=2, **options) as minibatches:
         iterator = iter(minibatches)
         found = [next(iterator)]
