@@ -57,16 +57,22 @@ class Member:
 
     @property
     def reachable(self) -> bool:
-        """Whether it is worth telling it something."""
+        """Whether it can be told anything. Otherwise Ray, if it was shut down, would start anew for that."""
         return not self.lost and _session() == self.session
+
+    def _require_reachable(self) -> None:
+        if not self.reachable:
+            raise LostError("the producer was dropped, or Ray shut down")
 
     def make(self, plan: SharedPlan, remaining: Remaining, ready_bytes: int) -> RemoteMaking:
         """Begins what remains of a fetch."""
+        self._require_reachable()
         method = self.actor.make.options(num_returns="streaming", _generator_backpressure_num_objects=_GROUPS_AHEAD)
         return RemoteMaking(self, method.remote(plan.number, plan.plan, remaining, ready_bytes))
 
     async def held(self, plan: SharedPlan, coming: Sequence[Remaining]) -> list[float]:
         """The share of each of these fetches that the mirrors of its machine hold."""
+        self._require_reachable()
         with _translated(self):
             shares: list[float] = await self.actor.held.remote(plan.number, plan.plan, list(coming))
         return shares
@@ -74,7 +80,7 @@ class Member:
     async def ended(self) -> None:
         """Returns when the producer is dead."""
         with contextlib.suppress(*_LOST):
-            while True:
+            while self.reachable:
                 await self.actor.answer.remote()
                 await asyncio.sleep(_CHECK_S)
 
@@ -202,6 +208,7 @@ class Crew:
         with self._lock:
             if self._closed:
                 raise ProducerError("the stream was closed during an epoch: close it after its iterators")
+            self._require_ray()
             if self._free:
                 return self._free.pop()
             actor = self._actor.remote()

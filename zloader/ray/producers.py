@@ -72,7 +72,7 @@ class Producer:
         options = replace(options, in_flight_bytes=options.in_flight_bytes // LANES)
         if recipe.regroups:  # otherwise groups must be those of the loader, and so must the budget
             options = replace(options, ready_bytes=max(1, min(options.ready_bytes // LANES, ready_bytes)))
-        scheduler = FetchScheduler(recipe, options, self._buffers)
+        scheduler = FetchScheduler(self._with_own_sources(recipe), options, self._buffers)
         most_bytes = options.ready_bytes // 4
         with contextlib.closing(_groups(scheduler, epoch_plan.rest_of(remaining), most_bytes)) as groups:
             for group in groups:  # Ray sends values into the generator, which `yield from` would pass on
@@ -82,6 +82,18 @@ class Producer:
         """The share of each of these fetches that the mirrors of this machine hold."""
         epoch_plan, recipe = self._opened(number, plan)
         return [held_share(recipe, epoch_plan.rest_of(remaining).rows) for remaining in coming]
+
+    def _with_own_sources(self, recipe: Recipe) -> Recipe:
+        """The recipe for one fetch: a source belongs to one event loop, and each fetch has its own."""
+        stores = self._loader.dataset.whole.stores
+        parts = {
+            name: [
+                replace(part, source=store.source(self._loader.options))
+                for part, store in zip(of_matrix, stores, strict=True)
+            ]
+            for name, of_matrix in recipe.x.items()
+        }
+        return replace(recipe, x=parts)
 
     def _opened(self, number: int, plan: NDArray[np.uint8]) -> tuple[Plan, Recipe]:
         """The plan and the recipe of an epoch, which all its fetches share: it has the shard indexes that were read."""
