@@ -151,12 +151,19 @@ class Epoch:
             dataset_rows=store.rows, sampling=stratified(), batch_size=BATCH, fetch_factor=FACTOR, epoch=epoch
         )
         self._chunks: dict[int, NDArray[np.int32]] = {}
+        self._shards: dict[int, NDArray[np.int64]] = {}
 
     def chunks(self, number: int) -> NDArray[np.int32]:
         """The chunks of a fetch."""
         if number not in self._chunks:
             self._chunks[number] = self.store.chunks(self.plan.fetch(number).rows).astype(np.int32)
         return self._chunks[number]
+
+    def shards(self, number: int) -> NDArray[np.int64]:
+        """The shards of a fetch, by the first row of every 16."""
+        if number not in self._shards:
+            self._shards[number] = np.unique(self.plan.fetch(number).rows[::16] * VALUES // (CHUNK * CHUNKS_PER_SHARD))
+        return self._shards[number]
 
     @cached_property
     def mean_reads(self) -> tuple[int, int]:
@@ -200,11 +207,11 @@ class Machine:
 
     def read(self, epoch: Epoch, number: int) -> tuple[int, float]:
         """The bytes that a fetch reads from the bucket, and the share of its chunks that must be decoded."""
-        chunks = epoch.chunks(number)
         if not self.cluster.mirror:
             gets, n_bytes, share = *epoch.mean_reads, 1.0
-            shards = np.unique(chunks // CHUNKS_PER_SHARD)
+            shards = epoch.shards(number)
         else:
+            chunks = epoch.chunks(number)
             missing = chunks_to_read(self.store.planner, chunks, self.held)
             self.held[missing] = True
             gets, n_bytes = self.store.reads(missing, into_mirror=True) if len(missing) else (0, 0)
