@@ -24,11 +24,14 @@ LIGHT = {
     "paper": "#fcfcfb", "card": "#ffffff", "ink": "#1c2024", "quiet": "#5b636d", "grid": "#e4e7ea",
     "blue": "#1666c0", "orange": "#c2560c", "green": "#1a7f4b", "purple": "#7b4fc9", "pink": "#b8346f",
     "teal": "#0b7a86",
+    # With blue, ink and quiet, these are far apart for readers with any kind of colour blindness too.
+    "vermilion": "#e37257", "olive": "#6a5805", "forest": "#225a30", "sky": "#629cb6", "rose": "#f22f97",
 }  # fmt: skip
 _DARK = {
     "paper": "#14171a", "card": "#1b1f23", "ink": "#eceef0", "quiet": "#a0a8b1", "grid": "#30363d",
     "blue": "#6cb2ff", "orange": "#ffa561", "green": "#5fd08f", "purple": "#b79cff", "pink": "#ff8fb8",
     "teal": "#4fd0dd",
+    "vermilion": "#e65705", "olive": "#f0c233", "forest": "#69ae82", "sky": "#65e2fe", "rose": "#905b78",
 }  # fmt: skip
 COLD, WARM = LIGHT["blue"], LIGHT["orange"]
 SERIES = [LIGHT[name] for name in ("blue", "orange", "green", "purple", "pink", "teal")]
@@ -54,17 +57,22 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
 }
 _CHART_INCHES = (5.2, 4.0)
+_LARGE_INCHES = 6.5  # a wider chart has a row of its own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart. `draw` draws it on a matplotlib figure or subfigure; `description` is for screen readers."""
+    """A chart. `draw` draws it on a matplotlib figure or subfigure; `description` is for screen readers.
+
+    `inches` are the width and height at which the text has its usual size.
+    """
 
     name: str
     title: str
     description: str
     caption: str
     draw: Callable[[Any], None]
+    inches: tuple[float, float] = _CHART_INCHES
 
 
 @contextlib.contextmanager
@@ -81,9 +89,10 @@ def figure_of(charts: Sequence[Chart]) -> Any:
     """The charts side by side, with their titles. Call it, and draw the figure, within `drawing`."""
     from matplotlib.figure import Figure
 
-    width, height = _CHART_INCHES
-    figure = Figure(figsize=(width * len(charts), height + 0.3))
-    for chart, part in zip(charts, figure.subfigures(1, len(charts), squeeze=False)[0], strict=True):
+    widths, heights = zip(*(chart.inches for chart in charts), strict=True)
+    figure = Figure(figsize=(sum(widths), max(heights) + 0.3))
+    parts = figure.subfigures(1, len(charts), squeeze=False, width_ratios=widths)[0]
+    for chart, part in zip(charts, parts, strict=True):
         chart.draw(part)
         part.suptitle(chart.title)
     return figure
@@ -94,17 +103,27 @@ def save_png(charts: Sequence[Chart], path: Path) -> None:
         figure_of(charts).savefig(path, format="png", dpi=150)
 
 
-def _svg(chart: Chart) -> str:
-    """The chart as inline SVG in the page's colours and font."""
+def save_svg(chart: Chart, path: Path) -> None:
+    """Writes a chart as a file of its own, in the light colours. Its title is not drawn."""
+    path.write_text(_drawn(chart), encoding="utf-8")
+
+
+def _drawn(chart: Chart) -> str:
+    """The chart as SVG in the light colours. The same chart gives the same text."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     drawn = StringIO()
     with drawing(), mpl.rc_context({"svg.hashsalt": chart.name}):
-        figure = Figure(figsize=_CHART_INCHES)
+        figure = Figure(figsize=chart.inches)
         chart.draw(figure)
         figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = drawn.getvalue()
+    return drawn.getvalue()
+
+
+def _svg(chart: Chart) -> str:
+    """The chart as inline SVG in the page's colours and font."""
+    svg = _drawn(chart)
     body = svg[svg.index(">", svg.index("<svg")) + 1 :]
     box = re.search(r'viewBox="([^"]+)"', svg)
     assert box is not None
@@ -134,8 +153,16 @@ def _variables(colours: Mapping[str, str]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in colours.items())
 
 
-def section(title: str, *html: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(html) + "</section>"
+def section(title: str, *html: str, name: str = "") -> str:
+    """A section. Links lead to it by its `name`."""
+    target = f' id="{escape(name)}"' if name else ""
+    return f"<section{target}><h2>{escape(title)}</h2>\n" + "\n".join(html) + "</section>"
+
+
+def contents(titles: Mapping[str, str]) -> str:
+    """Links to sections, given as their names and titles."""
+    links = "".join(f'<li><a href="#{escape(name)}">{escape(title)}</a></li>' for name, title in titles.items())
+    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
 
 
 def verdict(text: str) -> str:
@@ -153,12 +180,15 @@ def tiles(figures: Iterable[tuple[str, str]]) -> str:
 
 
 def charts(*drawn: Chart) -> str:
-    """The charts side by side, or one below the other on a narrow screen."""
-    figures = (
-        f"<figure><h3>{escape(chart.title)}</h3>{_svg(chart)}<figcaption>{escape(chart.caption)}</figcaption></figure>"
-        for chart in drawn
-    )
-    return f'<div class="charts">{"".join(figures)}</div>'
+    """The charts side by side, or one below the other on a narrow screen. Large ones have a row of their own."""
+    return f'<div class="charts">{"".join(map(_figure, drawn))}</div>'
+
+
+def _figure(chart: Chart) -> str:
+    """A large chart scrolls on a narrow screen, so it can have the focus of the keyboard."""
+    large = ' class="large" tabindex="0"' if chart.inches[0] > _LARGE_INCHES else ""
+    caption = f"<figcaption>{escape(chart.caption)}</figcaption>"
+    return f"<figure{large}><h3>{escape(chart.title)}</h3>{_svg(chart)}{caption}</figure>"
 
 
 def code(text: str) -> str:
@@ -166,15 +196,24 @@ def code(text: str) -> str:
     return f"<pre><code>{escape(text)}</code></pre>"
 
 
-def table(caption: str, header: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Figures in columns. The first cell of a row is its header."""
+def points(texts: Iterable[str]) -> str:
+    """A list of sentences."""
+    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
+
+
+def table(caption: str, header: Iterable[str], rows: Iterable[Sequence[str]], *, words: bool = False) -> str:
+    """Figures in columns, or words, whose lines break. The first cell of a row is its header.
+
+    A wide table scrolls, so it can have the focus of the keyboard.
+    """
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
         for first, *cells in rows
     )
     return (
-        f'<div class="wide"><table class="figures"><caption>{escape(caption)}</caption>'
+        f'<div class="wide" role="region" tabindex="0" aria-label="{escape(caption)}">'
+        f'<table class="{"words" if words else "figures"}"><caption>{escape(caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

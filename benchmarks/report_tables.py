@@ -1,0 +1,296 @@
+"""The sections of the benchmark report: text, tables and figures, which report.py renders as HTML or as Markdown."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import report_figures
+from records import Key, Records
+from report_results import Entry, Headline, Results
+from report_words import (
+    CEILING,
+    LIMITS,
+    OTHERS,
+    OURS,
+    TERMS,
+    UNFAIR,
+    Figure,
+    axis_name,
+    case_text,
+    is_ours,
+    number,
+    scenario,
+    value_text,
+)  # fmt: skip
+from turns import Spread
+
+from zloader.commands.demo_results import size
+from zloader.commands.page import Chart
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of figures or, if `words` is set, of longer texts. The first cell of each row names it."""
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of the report: paragraphs, a list of points, figures, tables, terms and facts, in this order."""
+
+    title: str
+    text: Sequence[str] = ()
+    points: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+    terms: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def sections(results: Results) -> list[Section]:
+    """The whole report."""
+    return [
+        at_a_glance(results),
+        *_behind(results),
+        *(_scenario(results, name) for name in results.scenarios),
+        *_limits(results.records),
+        _tools(results),
+        *_absent(results.records),
+        _method(results.records),
+        Section(title="What is unfair", points=[*UNFAIR, *results.records.run.notes]),
+        Section(title="What the words mean", terms=TERMS),
+        Section(title="Machine and command", facts=machine(results.records)),
+    ]
+
+
+# ---- overview
+
+
+def verdict(results: Results) -> str:
+    """A sentence for the cold and for the warm epoch from a local disk, or for the first two headlines."""
+    found = results.headlines()
+    chosen = [headline for headline in found if headline.label.endswith("local disk")] or found[:2]
+    return " ".join(map(_sentence, chosen)) or "zloader was not measured in the scenarios that sum up a run."
+
+
+def _sentence(headline: Headline) -> str:
+    ours, other = headline.ours, headline.other
+    said = f"{headline.label[0].upper()}{headline.label[1:]}: {ours.peer} {_with_unit(ours, headline.figure)}"
+    if other is None or other.against is None:
+        return f"{said}."
+    best = f"{other.peer}, the best other tool, {_with_unit(other, headline.figure)}"
+    return f"{said}; {best}. {ours.peer} is {times(other.against)} as fast."
+
+
+def _with_unit(entry: Entry, figure: Figure) -> str:
+    return f"{figure.text(entry.figure.median)}{figure.unit}"
+
+
+def times(measured: Spread) -> str:
+    """A ratio with its range.
+
+    >>> times(Spread(2.0, 1.5, 2.5))
+    '2.0 × (1.5 to 2.5)'
+    """
+    median, low, high = (_ratio(value) for value in (measured.median, measured.low, measured.high))
+    return f"{median} ×" if low == high == median else f"{median} × ({low} to {high})"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 20 else number(value)
+
+
+def at_a_glance(results: Results) -> Section:
+    """zloader beside the best other tool, one row per headline."""
+    rows = []
+    for found in results.headlines():
+        ours = _with_unit(found.ours, found.figure)
+        other = against = ""
+        if found.other:
+            other = f"{found.other.peer}: {_with_unit(found.other, found.figure)}"
+            against = times(found.other.against) if found.other.against else ""
+        rows.append([found.label, ours, other, against])
+    header = ["", OURS, "best other tool", "zloader is … as fast"]
+    return Section(title="At a glance", tables=[Table(_medians(results), header, rows)] if rows else [])
+
+
+def _medians(results: Results) -> str:
+    return (
+        f"Medians over turns, with the data set {results.first_data}. Ratios are medians of the ratios of the turns, "
+        "with their range."
+    )
+
+
+_CEILING = f" {CEILING} is not counted here: it is no loader, and its figures are in each scenario."
+
+
+def _behind(results: Results) -> list[Section]:
+    found = results.behind()
+    rows = []
+    for key, ours, other in found:
+        figure = scenario(key.scenario).figure
+        values = [f"{e.peer}: {_with_unit(e, figure)}" for e in (other, ours)]
+        words = ", ".join(filter(None, [scenario(key.scenario).title, key.data, case_text(key)]))
+        rows.append([words, *values, times(other.against) if other.against else ""])
+    if not any(is_ours(peer) for peer in results.peers):
+        return []
+    header = ["case", "better", OURS, "ratio of zloader"]
+    text = f"In these cases another loader was better than zloader, in the median of the turns.{_CEILING}"
+    none = f"No other loader was better than zloader in any case of this run.{_CEILING}"
+    tables = [Table("The best other tool in each case.", header, rows, words=True)] if rows else []
+    return [Section(title="Where another tool is better", text=[text if rows else none], tables=tables)]
+
+
+# ---- scenarios
+
+
+def _scenario(results: Results, name: str) -> Section:
+    known = scenario(name)
+    data = results.data(name)
+    return Section(
+        title=known.title,
+        text=[known.question] if known.question else [],
+        charts=[chart for each in data for chart in report_figures.charts(results, name, each)],
+        tables=[_table(results, name, each) for each in data],
+    )
+
+
+def _table(results: Results, name: str, data: str) -> Table:
+    """A row per case and peer, the best peer of each case first. Columns without a figure are left out."""
+    figure = scenario(name).figure
+    keys = results.keys(name, data)
+    axes = list(dict.fromkeys(axis for key in keys for axis, _ in key.case))
+    found = [(key, entry) for key in keys for entry in results.entries(key, figure)]
+    others = [other for other in OTHERS if other.name != figure.name and _has(results, keys, other)]
+    compared = any(entry.against for _, entry in found)
+    header = ["tool", *map(axis_name, axes), figure.name, "range", *([figure.against] if compared else [])]
+    rows = []
+    for key, entry in found:
+        case = dict(key.case)
+        cells = [entry.peer, *(value_text(case[axis]) if axis in case else "" for axis in axes), *_entry(entry, figure)]
+        cells += [times(entry.against) if entry.against else ""] if compared else []
+        rows.append(cells + [_median(results, key, entry.peer, other) for other in others])
+    return Table(f"{data}: medians over {_turns(results, keys)}.", [*header, *(other.name for other in others)], rows)
+
+
+def _has(results: Results, keys: Sequence[Key], figure: Figure) -> bool:
+    return any(results.spread(key, peer, figure) for key in keys for peer in results.turns(key))
+
+
+def _entry(entry: Entry, figure: Figure) -> list[str]:
+    measured = entry.figure
+    several = measured.low < measured.high
+    between = f"{figure.text(measured.low)} to {figure.text(measured.high)}" if several else ""
+    return [figure.text(measured.median), between]
+
+
+def _median(results: Results, key: Key, peer: str, figure: Figure) -> str:
+    measured = results.spread(key, peer, figure)
+    return figure.text(measured.median) if measured else ""
+
+
+def _turns(results: Results, keys: Sequence[Key]) -> str:
+    """How many turns there were: `5 turns`, or `1 to 5 turns` if peers have different numbers of them."""
+    counts = sorted({len(turns) for key in keys for turns in results.turns(key).values()})
+    if counts == [1]:
+        return "one turn"
+    return f"{counts[0]} turns" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} turns"
+
+
+# ---- what was measured, with what and where
+
+
+def _limits(records: Records) -> list[Section]:
+    rows = [
+        [LIMITS.get(limit.name, limit.name) + (f" ({limit.data})" if limit.data else ""),
+         f"{size(limit.bytes_per_s)}/s" if limit.bytes_per_s is not None else "",
+         number(limit.rows_per_s) if limit.rows_per_s is not None else ""]
+        for limit in records.limits
+    ]  # fmt: skip
+    text = "No loader on this machine can be faster than these. They are the lines in the figures."
+    tables = [Table("Measured in the same run.", ["limit", "bytes", "cells/s"], rows)]
+    return [Section(title="Limits of the machine", text=[text], tables=tables)] if rows else []
+
+
+def _tools(results: Results) -> Section:
+    rows = [
+        [peer.peer, peer.version, peer.python, peer.format, peer.how,
+         ", ".join(f"{name} {version}" for name, version in peer.packages.items())]
+        for peer in sorted(results.records.peers, key=lambda peer: results.peers.index(peer.peer))
+    ]  # fmt: skip
+    header = ["tool", "version", "Python", "format", "how it is set up", "with"]
+    text = "Each tool runs with the newest versions of its own dependencies, set up as its documentation advises."
+    return Section(title="The tools", text=[text], tables=[Table("Versions and settings.", header, rows, words=True)])
+
+
+def _absent(records: Records) -> list[Section]:
+    missing = [
+        [each.peer, scenario(each.scenario).title if each.scenario else "all", each.reason] for each in records.missing
+    ]
+    failed = [
+        [each.peer, scenario(each.scenario).title,
+         ", ".join([*(f"{axis_name(axis)} {value_text(value)}" for axis, value in each.case.items()),
+                    *([f"turn {each.turn}"] if each.turn is not None else [])]), each.error]
+        for each in records.failed
+    ]  # fmt: skip
+    tables = []
+    if missing:
+        tables.append(Table("Not measured.", ["tool", "scenario", "reason"], missing, words=True))
+    if failed:
+        tables.append(Table("Ended with an error.", ["tool", "scenario", "case", "error"], failed, words=True))
+    text = [] if tables else ["All tools were installed, and none failed."]
+    return [Section(title="Missing and failed", text=text, tables=tables)]
+
+
+def _method(records: Records) -> Section:
+    run = records.run
+    data = [
+        [each.name, value_text(each.rows), *("" if n is None else value_text(n) for n in (each.genes, each.values)),
+         number(each.values / each.rows) if each.values and each.rows else ""]
+        for each in run.data
+    ]  # fmt: skip
+    points = [
+        "Every tool runs in a process of its own, in an environment with its own newest dependencies.",
+        "The tools take turns: in each turn, each of them runs the same case once, on the same cells.",
+        "Every figure is the median over turns. Ratios to zloader are taken within each turn.",
+        "Before it is measured, each tool gives out an epoch whose cells and values are checked. A tool whose cells "
+        "are wrong is listed as failed.",
+        "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
+        "Epochs of slow tools end early. Cells per second count the cells that were given out until then.",
+    ]
+    link = run.extra.get("link")
+    if isinstance(link, dict):
+        points.append(f"The link of the simulated cloud: {_listed(link)}.")
+    if run.prices:
+        points.append(f"Dollars are computed from these prices: {_listed(run.prices)}.")
+    tables = [Table("The data.", ["data set", "cells", "genes", "values", "values per cell"], data)] if data else []
+    return Section(title="Method", points=points, tables=tables)
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+def machine(records: Records) -> dict[str, str]:
+    """When, where and how the run was made."""
+    run = records.run
+    facts = {
+        "began": run.began or "at an unknown time",
+        "commit": (run.commit or "unknown") + (" with uncommitted changes" if run.dirty else ""),
+        "command": shlex.join(run.command),
+        "preset": run.preset,
+        "processor": run.processor + (f", {run.cores} cores" if run.cores else ""),
+        "memory": size(run.memory_bytes) if run.memory_bytes else "",
+        "disk": run.disk or "",
+        "kernel": run.kernel,
+        "Python": run.python,
+        "load at the start": ", ".join(f"{load:g}" for load in run.load) + (" (1, 5, 15 minutes)" if run.load else ""),
+        "records": records.path.name,
+    }
+    return {name: fact for name, fact in facts.items() if fact}

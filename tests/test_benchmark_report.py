@@ -1,0 +1,280 @@
+"""benchmarks/report.py: the page, the figures, the Markdown and README's section, made from synthetic runs."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import benchmark_runs
+import pytest
+import records
+import report
+import report_figures
+import report_looks
+import report_tables
+import report_words
+from benchmark_runs import RUN, measurement, peers, whole_run, write
+from pages import Page, drawn, labels_through_which_a_line_passes, overlapping_ticks
+from report_results import Results
+from turns import Spread
+
+from zloader.commands.page import LIGHT
+
+pytestmark = pytest.mark.any_version
+
+ROOT = Path(__file__).parents[1]
+SUMMED_UP = (None, "cold_warm_local", "order")  # the scenarios whose figures are in the documentation
+FULL_RUN = ROOT / "benchmarks" / "full.jsonl"
+
+
+def results(tmp_path: Path, lines: list[benchmark_runs.Record]) -> Results:
+    return Results(records.read(write(tmp_path / "run.jsonl", lines)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return results(tmp_path_factory.mktemp("run"), whole_run())
+
+
+@pytest.fixture(scope="module")
+def page(whole: Results) -> Page:
+    return Page(report.html(whole))
+
+
+# ---- the page
+
+
+def test_the_page_has_every_scenario_and_tool(whole, page):
+    headings = [section.title for section in report_tables.sections(whole)]
+    assert len(whole.scenarios) == 12
+    for name in whole.scenarios:
+        assert report_tables.scenario(name).title in headings
+    for heading in headings:
+        assert heading in page.text
+    for peer in benchmark_runs.SPEEDS:
+        assert f"{peer} as its documentation says." in page.text
+    for words in ("no wheel for Python 3.12", "ValueError: no <tokenizer> | of that name", "0123456789abcdef"):
+        assert words in page.text
+
+
+def test_the_page_is_one_file_without_scripts(page):
+    assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert {link["href"] for link in page.all("link")} == {"data:,"}
+    assert all(str(link["href"]).startswith("#") for link in page.all("a"))
+
+
+def test_the_page_can_be_read_without_a_mouse_and_without_seeing_it(page):
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {str(link["href"])[1:] for link in page.all("a")} == {section["id"] for section in page.all("section")}
+    for region in page.all("div"):
+        if region.get("class") == "wide":
+            assert (region["tabindex"], region["role"]) == ("0", "region")
+            assert region["aria-label"]
+    drawings = page.all("svg")
+    assert len(drawings) > 15
+    for drawing in drawings:
+        assert drawing["role"] == "img"
+        assert set(str(drawing["aria-labelledby"]).split()) <= set(ids)
+
+
+def test_limits_are_lines_of_the_figures(whole):
+    """Those of the cloud are the link and decoding; memcpy is far beyond the bars of the local disk."""
+    legends = {}
+    for name in ("cold_warm_local", "cold_warm_cloud"):
+        (chart,) = report_figures.charts(whole, name, "synthetic")
+        figure = drawn(chart)
+        (legend,) = figure.subfigs[0].legends
+        legends[name] = [text.get_text() for text in legend.get_texts()]
+        (axes,) = figure.axes
+        (line,) = [line for line in axes.lines if line.get_label() == "limit: decoding alone, 250 000"]
+        assert list(line.get_xdata()) == [250_000, 250_000]
+        assert axes.get_xlim()[1] > 250_000
+    assert "limit: copying memory, 5 000 000 (beyond the axis)" in legends["cold_warm_local"]
+    assert "limit: reading the disk, 300 000" in legends["cold_warm_local"]
+    assert legends["cold_warm_cloud"][:2] == ["cold", "warm"]
+    assert "limit: the link, 120 000" in legends["cold_warm_cloud"]
+
+
+# ---- ratios
+
+
+def one_case(*speeds: tuple[str, list[float]], scenario: str = "random", **more: object) -> list[benchmark_runs.Record]:
+    measured = [
+        measurement(scenario, peer, turn, speed, **more) for peer, of in speeds for turn, speed in enumerate(of, 1)
+    ]
+    return [RUN, *peers(*(peer for peer, _ in speeds)), *measured]
+
+
+def test_ratios_are_paired_by_turn(tmp_path):
+    """Within the turns zloader is 2, 2 and 8 times as fast; the ratio of the medians would be 4."""
+    found = results(tmp_path, one_case(("zloader", [100, 400, 800]), ("annbatch", [50, 200, 100])))
+    (headline,) = found.headlines()
+    assert headline.other is not None
+    assert headline.other.against == Spread(2.0, 2.0, 8.0)
+    assert report_tables.times(headline.other.against) == "2.0 × (2.0 to 8.0)"
+    (table,) = report_tables.at_a_glance(found).tables
+    assert table.rows == [["perfectly random cells", "400 cells/s", "annbatch: 100 cells/s", "2.0 × (2.0 to 8.0)"]]
+
+
+def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
+    lines = one_case(("zloader", [100, 100]), ("annbatch", [200, 200]), ("AnnData in memory", [400, 400]))
+    lines += [measurement("first", peer, 1, 1000, first_s=s) for peer, s in (("zloader", 2.0), ("annbatch", 0.5))]
+    rows = [row for table in report_tables.sections(results(tmp_path, lines))[1].tables for row in table.rows]
+    assert rows == [
+        ["Perfectly random cells, synthetic", "annbatch: 200 cells/s", "zloader: 100 cells/s", "0.50 ×"],
+        ["Time to the first minibatch, synthetic", "annbatch: 0.5 s", "zloader: 2 s", "0.25 ×"],
+    ]
+    ahead = results(tmp_path, one_case(("zloader", [100]), ("annbatch", [50])))
+    (text,) = report_tables.sections(ahead)[1].text
+    assert text.startswith("No other loader was better than zloader in any case of this run.")
+
+
+def test_a_scenario_that_is_not_known_is_shown(tmp_path):
+    lines = one_case(("zloader", [100]), ("annbatch", [50]), scenario="new_one", case={"depth": 3, "way": "up"})
+    text = Page(report.html(results(tmp_path, lines))).text
+    assert "new one" in text
+    assert "zloader 3 up 100" in text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        one_case(("zloader", [100])),
+        one_case(("annbatch", [100, 90])),
+        one_case(("zloader, dense", [100]), ("AnnData in memory", [0.001]), scenario="cold_warm_local",
+                 case={"epoch": "warm"}, peak_bytes=None, user_s=None, first_s=None, load=None),
+        [{"record": "run", "format": 1, "began": "", "commit": ""}, measurement("memory", "x", 1, 5, case={"n": 0})],
+        [RUN, measurement("order", "x", 1, 5, case={"block_rows": 1, "fetch_factor": 1})],
+        [RUN, measurement("scaling", "x", 1, 5, rows=0, case={"rows": 10}), measurement("order", "x", 1, 5)],
+    ],
+    ids=["one", "no zloader", "few figures", "no machine", "one pair of sizes", "no rows"],
+)  # fmt: skip
+def test_small_runs_have_a_report(tmp_path, lines):
+    found = results(tmp_path, lines)
+    assert found.peers[0] in Page(report.html(found)).text
+    assert found.peers[0] in report.markdown(found, "figures")
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path):
+    name = "<script>alert(1)</script>|`*$x$"
+    found = results(
+        tmp_path, [*one_case(("zloader", [100]), (name, [50])), {"record": "missing", "peer": name, "reason": name}]
+    )
+    page = Page(report.html(found))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert name in page.text
+    for line in report.markdown(found, "figures").splitlines():
+        assert "<script" not in line.replace("\\<", "")
+
+
+def test_examples_of_docstrings_are_correct():
+    for module in (report_tables, report_words):
+        done = doctest.testmod(module)
+        assert done.attempted > 0
+        assert done.failed == 0
+
+
+# ---- figures
+
+
+def test_a_peer_looks_the_same_everywhere_and_zloader_stands_out(whole):
+    look = report_looks.looks(whole.peers)
+    assert len({(each.colour, each.marker) for each in look.values()}) == len(look)
+    assert {peer for peer, each in look.items() if each.colour == LIGHT["blue"]} == {"zloader", "zloader, dense"}
+    assert look["zloader"].width > 1.5 * max(each.width for peer, each in look.items() if peer != "zloader")
+    for scenario in ("minibatch", "memory", "processes"):
+        (chart,) = report_figures.charts(whole, scenario, "synthetic")
+        (axes,) = drawn(chart).axes
+        lines = {container.get_label(): container.lines[0] for container in axes.containers}
+        assert {peer: (line.get_color(), line.get_marker()) for peer, line in lines.items()} == {
+            peer: (each.colour, each.marker) for peer, each in look.items()
+        }
+
+
+def test_figures_are_readable(whole):
+    names = []
+    for scenario in whole.scenarios:
+        (data,) = whole.data(scenario)
+        for chart in report_figures.charts(whole, scenario, data):
+            names.append(chart.name)
+            assert re.search(r"\d", chart.description), "the figures as text"
+            if scenario in ("cold_warm_cloud", "order", "memory", "scaling"):
+                figure = drawn(chart)
+                assert labels_through_which_a_line_passes(figure) == []
+                for axes in figure.axes:
+                    assert overlapping_ticks(axes) == []
+                    assert axes.get_xlabel()
+    assert {"order-entropy-synthetic", "order-map-2-annbatch-synthetic", "conversion-cells-s-synthetic"} < {*names}
+    assert "scaling-peak-memory-synthetic-all-sizes" in names
+    assert len(names) == len({*names}) == 12 + len(benchmark_runs.SPEEDS) + 1
+
+
+def test_a_heat_map_has_speed_and_entropy(whole):
+    chart = next(
+        c for c in report_figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic"
+    )
+    (axes,) = drawn(chart).axes
+    words = [text.get_text() for text in axes.texts]
+    assert len(words) == 4
+    assert all(re.fullmatch(r"[\d ]+/s\n2\.\d\d bits", word) for word in words)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "64"]
+
+
+# ---- Markdown and README
+
+
+def test_the_command_writes_page_markdown_figures_and_readme(tmp_path, capsys):
+    run = write(tmp_path / "full.jsonl", [line for line in whole_run(2) if line.get("scenario") in SUMMED_UP])
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# A\n\n{report.BEGIN}\nold\n{report.END}\n\n## B\n")
+    page = tmp_path / "docs" / "benchmarks.md"
+    arguments = [str(run), "--markdown", str(page), "--readme", str(readme)]
+    report.main([*arguments, "--output", str(tmp_path / "report.html")])
+    written = capsys.readouterr().out.split()
+    assert all(Path(path).stat().st_size > 1000 for path in written if not path.endswith("README.md"))
+    text, docs = readme.read_text(), page.read_text()
+    assert text.startswith("# A\n\n<!-- benchmarks -->\n")
+    assert text.endswith("<!-- end of benchmarks -->\n\n## B\n")
+    assert "[docs/benchmarks.md](docs/benchmarks.md)" in text
+    for folder, written, n in ((tmp_path, text, 1), (tmp_path / "docs", docs, 2)):
+        images = re.findall(r"!\[[^]]{20,}\]\(([^)]+)\)", written)
+        assert len(images) == n
+        assert all((folder / image).read_text().rstrip().endswith("</svg>") for image in images)
+    assert {line for line in text.splitlines() if line.startswith("| ")} <= set(docs.splitlines())
+    assert "commit 0123456789abcdef" in docs
+    report.main(arguments)
+    assert (readme.read_text(), page.read_text()) == (text, docs)
+
+
+def test_rows_of_markdown_tables_have_equally_many_cells(whole):
+    tables = re.findall(r"(?:^\|.*\|\n)+", report.markdown(whole, "figures"), re.MULTILINE)
+    assert len(tables) > 15
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+
+
+def test_nothing_is_written_if_the_run_or_the_markers_are_bad(tmp_path):
+    good, bad = write(tmp_path / "good.jsonl", whole_run(1)), write(tmp_path / "bad.jsonl", [RUN])
+    readme = tmp_path / "README.md"
+    readme.write_text("# No markers\n")
+    page = tmp_path / "page.md"
+    with pytest.raises(SystemExit, match="has no measurements"):
+        report.main([str(bad), "--markdown", str(page)])
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(good), "--output", str(good)])
+    with pytest.raises(SystemExit, match=r"README\.md cannot be changed: it must have the lines <!-- benchmarks -->"):
+        report.main([str(good), "--markdown", str(page), "--readme", str(readme)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "bad.jsonl", "good.jsonl"]
+
+
+@pytest.mark.skipif(not FULL_RUN.exists(), reason="no full run is committed yet")
+def test_the_figures_of_the_readme_come_from_the_committed_run():
+    """All of the section, because a figure outside the markers could be from anywhere."""
+    found = Results(records.read(FULL_RUN))
+    readme = (ROOT / "README.md").read_text()
+    section = report.readme_section(found, "docs/benchmarks.md", "docs/figures")
+    (how_fast,) = re.findall(r"^## How fast\n(.*?)^## ", readme, re.DOTALL | re.MULTILINE)
+    assert how_fast.strip() == section
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == report.markdown(found, "figures")
