@@ -1,4 +1,4 @@
-"""The benchmarks: the simulated cloud, the bound of the memory, the trainings, and the pieces of run.py."""
+"""The benchmarks: the simulated cloud, the bound of the memory, the trainings, the simulated cluster, and run.py."""
 
 from __future__ import annotations
 
@@ -333,3 +333,35 @@ def test_a_screen_has_shifts_that_controls_do_not(models):
     means = models.screens.mean_counts(screen, np.random.default_rng(0))
     assert adata.obs["drug"].cat.categories[-1] == models.CONTROL
     assert (np.abs(np.log(means[:, :-1] / means[:, -1:])).max(axis=(1, 2)) > 0.1).all()
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """benchmarks/scale.py"""
+    pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+    monkeypatch.syspath_prepend(str(CLOUD.parent))
+    yield importlib.import_module("scale")
+    for name in ("scale", "simulated", "rivals"):
+        sys.modules.pop(name, None)
+
+
+def test_the_simulated_cluster_reads_what_the_plan_says(scale, tmp_path, capsys):
+    found = scale.simulated(60_000, [1, 2])
+    one, two = found["scale"][:2]
+    assert one["rows_per_s"] < two["rows_per_s"] < 2.1 * one["rows_per_s"]
+    assert one["rows_per_s"] < scale.SMALL.cold_rows_per_s
+    assert found["mirrors"][0]["gets"] > 0 == found["mirrors"][1]["gets"]  # one machine has it all
+    assert found["mirrors"][0]["mirror_bytes"] == found["mirrors"][2]["mirror_bytes"] > 0.95 * 3_000 * 1840 * 4
+    scale.draw(found, tmp_path / "scale.svg")
+    assert "protoplast" in (tmp_path / "scale.svg").read_text()
+    assert " bound |" in capsys.readouterr().out
+
+
+def test_the_simulated_cluster_loses_time_and_no_minibatches(scale):
+    store = scale.Store(300_000)
+    epoch, cluster = scale.Epoch(store, 0), scale.replace(scale.SMALL, machines=3)
+    (whole,) = scale.epochs(store, cluster, [epoch])
+    (broken,) = scale.epochs(store, scale.replace(cluster, fail_every_s=0.4, notice_s=0.5, restart_s=1.0), [epoch])
+    assert broken["failures"] > 0 == whole["failures"]
+    assert broken["seconds"] > whole["seconds"]
+    assert broken["bytes_read"] > whole["bytes_read"]

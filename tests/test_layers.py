@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "ray": {
         "zloader.ray",
         "zloader.ray.producers",
-        "zloader.ray.production",
+        "zloader.ray.crew",
         "zloader.ray.stream",
         "zloader.ray.datasource",
         "zloader.ray.tables",

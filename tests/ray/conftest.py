@@ -24,12 +24,13 @@ os.environ |= {
 }
 
 
+MACHINE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 TESTS = [Path(__file__).parent, Path(__file__).parents[1]]  # whose modules Ray's processes may import
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Two machines of one core each, which are processes on this one."""
+    """One machine of two cores, which is processes on this one."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -39,13 +40,18 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("PYTHONPATH", os.pathsep.join([*map(str, TESTS), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(int(NEVER_S)))
-        node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-        running = Cluster(initialize_head=True, head_node_args=node)
+        running = Cluster(initialize_head=True, head_node_args={**MACHINE, "include_dashboard": False})
         try:
-            running.add_node(num_cpus=1, object_store_memory=100 << 20)
             ray.init(address=running.address, log_to_driver=False)
             yield running
         finally:
             ray.shutdown()
             running.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def two_machines(cluster: Any) -> Any:
+    """The cluster with another machine."""
+    cluster.add_node(**MACHINE)
+    return cluster

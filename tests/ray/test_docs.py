@@ -13,7 +13,7 @@ zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-# What a cluster of two machines with one core each has.
+# What the cluster of the tests has.
 SMALLER = {
     '"s3://bucket/cells.zarr", cache="/nvme/zloader"': "url",
     'producers=16, ahead_bytes="8GiB", resources={"num_cpus": 2}': 'producers=1, resources={"num_cpus": 0.1}',
@@ -28,6 +28,7 @@ def smaller(code: str) -> str:
     return code
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # TorchTrainer starts four processes
 def test_the_code_of_the_page_runs(cluster, tmp_path):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)

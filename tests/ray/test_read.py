@@ -61,6 +61,7 @@ def blocks_of(tasks: list[Any]) -> list[list[Any]]:
     return [list(task()) for task in tasks]
 
 
+@pytest.mark.any_version
 def test_read_tasks_are_stretches_of_the_plan(cluster, dataset):
     """Their blocks have the bytes and the order that the plan says."""
     from zloader.ray.datasource import PlanDatasource, _loader_of
@@ -82,6 +83,7 @@ def test_read_tasks_are_stretches_of_the_plan(cluster, dataset):
     assert [sum(map(len, made)) for made in ray.get(blocks_of.remote(limited))] == [40] * 5
 
 
+@pytest.mark.any_version
 def test_dense_blocks_of_a_view_with_chosen_genes(cluster, dataset):
     view = dataset.where("lane < 3")
     genes = ["gene 5", "gene 90"]
@@ -95,6 +97,7 @@ def test_dense_blocks_of_a_view_with_chosen_genes(cluster, dataset):
         np.testing.assert_array_equal(each["obsm/X_pca"], ADATA.obsm["X_pca"][each["index"]])
 
 
+@pytest.mark.any_version
 def test_batches_for_torch(cluster, dataset):
     ds = zr.read(dataset, fields=["X", "obs/cell_type", "obsm/X_pca"], **SIZES)
     ds = ds.map_batches(lambda table: table.slice(1), batch_format="pyarrow", batch_size=None)  # without a row
@@ -118,12 +121,14 @@ def rows_of(split: Any) -> list[int]:
     return [row for batch in split.iter_batches(batch_format="pyarrow") for row in batch.column("index").to_pylist()]
 
 
+@pytest.mark.any_version
 def test_splits_for_trainers_have_every_row_once(cluster, dataset):
     splits = zr.read(dataset, fields=["X"], **SIZES).streaming_split(2)
     found = ray.get([rows_of.remote(split) for split in splits])
     assert sorted(found[0] + found[1]) == list(range(503))
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [

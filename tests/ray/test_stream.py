@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,16 @@ from zloader.training.devices import PlainDevice
 
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
 producers = pytest.importorskip("zloader.ray.producers")
-production = pytest.importorskip("zloader.ray.production")
+crew = pytest.importorskip("zloader.ray.crew")
+stream_module = pytest.importorskip("zloader.ray.stream")
+window = pytest.importorskip("zloader.ray.window")
 ray = pytest.importorskip("ray")
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]
 ADATA = counts(503, 97)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).random((503, 5), np.float32)
 TOKENS = {name: k for k, name in enumerate(["<pad>", "<mask>", "<cls>", "<eoc>", *ADATA.var_names])}
-SMALL = {"num_cpus": 0.1}  # of the one core that a test machine has
+SMALL = {"num_cpus": 0.1}  # of the two cores that a test machine has
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,14 @@ def pids(stream: zr.Stream) -> list[int]:
     return [member.pid for member in list(stream._crew._members) if member.pid]
 
 
+def killed(pid: int) -> bool:
+    """Kills a process, unless it is dead already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
 class Killer:
     """Kills a random producer before random minibatches of an epoch."""
 
@@ -79,9 +91,12 @@ class Killer:
         for minibatch in self.stream:
             found.append(minibatch)
             if self.kills and self.random.random() < 0.2 and (running := pids(self.stream)):
-                os.kill(self.random.choice(running), signal.SIGKILL)
-                self.kills -= 1
+                self.kills -= killed(self.random.choice(running))
         return found
+
+
+def unchanged(minibatch: zl.Minibatch) -> zl.Minibatch:
+    return minibatch
 
 
 LAYOUTS = {
@@ -111,16 +126,17 @@ def in_this_process(loader: zl.Loader) -> Any:
 
         async def produce(put):
             for remaining in work.remaining:
-                for items, _ in producer.make(0, plan, remaining):
+                for items, _ in producer.make(0, plan, remaining, 1 << 20):
                     shared = ray.get(ray.put(items))
                     assert not any(item.index.flags.writeable for item in shared)
-                    await put([production.writable(item) for item in shared], 0)
+                    await put([crew.writable(item) for item in shared], 0)
 
         return Bridge(produce, ready_bytes=1, name="zloader-test"), Counters()
 
     return loader.epoch_by(start)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_minibatches_survive_the_object_store(cluster, store, layout):
     """Ray's arrays are read-only, but minibatches may be written to, as those of a Loader."""
@@ -167,6 +183,7 @@ def test_equals_the_loader_bit_for_bit(stream, store, producers):
     assert_threads_end()
 
 
+@pytest.mark.any_version
 def test_counts_epochs_and_resumes_as_the_loader_does(stream, store):
     stream.resize(2)
     stream.set_epoch(0)
@@ -184,6 +201,7 @@ def test_counts_epochs_and_resumes_as_the_loader_does(stream, store):
     assert stream.state_dict()["epoch"] == 1
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # many epochs
 def test_resumes_anywhere(stream):
     stream.resize(2)
@@ -195,6 +213,7 @@ def test_resumes_anywhere(stream):
     assert_resumes_anywhere(again, every=3)
 
 
+@pytest.mark.any_version
 def test_a_killed_producer_costs_nothing(stream):
     stream.resize(2)
     stream.set_epoch(0)
@@ -204,6 +223,7 @@ def test_a_killed_producer_costs_nothing(stream):
     assert_rows_once(list(stream))
 
 
+@pytest.mark.any_version
 def test_producers_join_and_leave_during_an_epoch(stream, store):
     stream.resize(2)
     stream.set_epoch(0)
@@ -214,6 +234,7 @@ def test_producers_join_and_leave_during_an_epoch(stream, store):
     assert_same_minibatches(found, loader_of(store))
 
 
+@pytest.mark.any_version
 def test_an_error_comes_when_its_minibatch_is_due(cluster, store, tmp_path):
     """With the URL and the key, after all minibatches before it."""
     folder = tmp_path / "damaged"
@@ -233,6 +254,7 @@ def test_an_error_comes_when_its_minibatch_is_due(cluster, store, tmp_path):
         assert minibatches.state_dict()["stretches"] == [[1, done]]
 
 
+@pytest.mark.any_version
 def test_an_error_in_opening_names_the_store(cluster, store, tmp_path):
     folder = tmp_path / "moved"
     write_store(ADATA, folder / "counts.zarr", folder)
@@ -246,6 +268,7 @@ def test_an_error_in_opening_names_the_store(cluster, store, tmp_path):
     assert type(caught.value).__module__ == "zloader.common.errors"
 
 
+@pytest.mark.any_version
 def test_resources_that_no_machine_has_are_named(cluster, store):
     with (
         zr.stream(loader_of(store), producers=2, resources={"num_cpus": 77}, start_s=0.5) as minibatches,
@@ -255,6 +278,7 @@ def test_resources_that_no_machine_has_are_named(cluster, store):
     assert_threads_end()
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -276,11 +300,19 @@ def test_refuses_invalid_options(cluster, store, options, message):
         zr.stream(loader_of(store), **options)
 
 
+@pytest.mark.any_version
+def test_a_stream_is_iterable_like_a_loader(stream):
+    with pytest.raises(TypeError, match="'Stream' object is not an iterator"):
+        next(stream)
+
+
+@pytest.mark.any_version
 def test_refuses_what_is_no_loader(cluster, store):
     with pytest.raises(OptionError, match=r"zr.stream needs a zl.Loader, not 'cells.zarr'"):
         zr.stream("cells.zarr")
 
 
+@pytest.mark.any_version
 def test_a_closed_stream_says_so(cluster, store):
     minibatches = zr.stream(loader_of(store), producers=1, resources=SMALL)
     minibatches.close()
@@ -288,15 +320,16 @@ def test_a_closed_stream_says_so(cluster, store):
         list(minibatches)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # starts a producer and a process of its own for each loss
-def test_random_kills_of_producers_and_of_a_machine(cluster, store):
-    machine = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+def test_random_kills_of_producers_and_of_a_machine(two_machines, store):
+    machine = two_machines.add_node(num_cpus=2, object_store_memory=100 << 20)
     with zr.stream(loader_of(store), producers=3, resources={"num_cpus": 0.3}, ahead_bytes=200_000) as minibatches:
         killer = Killer(minibatches, 20)
         epochs = 0
         while killer.kills or epochs < 3:
             if epochs == 1:
-                timer = threading.Timer(0.5, cluster.remove_node, [machine], {"allow_graceful": False})
+                timer = threading.Timer(0.5, two_machines.remove_node, [machine], {"allow_graceful": False})
                 timer.start()
             assert_rows_once(killer.epoch())
             epochs += 1
@@ -306,6 +339,7 @@ def test_random_kills_of_producers_and_of_a_machine(cluster, store):
         assert_same_minibatches(minibatches, loader)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # waits for the producer to be overtaken
 def test_a_stopped_producer_stops_nobody(cluster, store):
     loader = loader_of(store)
@@ -318,25 +352,14 @@ def test_a_stopped_producer_stops_nobody(cluster, store):
         try:
             found += minibatches
         finally:
-            os.kill(stopped, signal.SIGKILL)
+            killed(stopped)
         assert_same_minibatches(found, loader_of(store))
 
 
-@pytest.mark.slow  # a second driver
-def test_resumes_after_the_driver_has_died(cluster, store, tmp_path):
-    script = f"""
-import json, os, sys
-import ray, zloader.ray as zr
-from test_stream import loader_of
-ray.init(address={cluster.address!r}, log_to_driver=False)
-minibatches = zr.stream(loader_of({str(store)!r}), producers=1, resources={SMALL!r})
-for number, minibatch in enumerate(minibatches):
-    if number == 9:
-        print(json.dumps(minibatches.state_dict()), flush=True)
-        os.kill(os.getpid(), 9)
-"""
+def run_driver(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a driver of the cluster in a process of its own."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -344,6 +367,23 @@ for number, minibatch in enumerate(minibatches):
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+@pytest.mark.any_version
+@pytest.mark.slow  # a second driver
+def test_resumes_after_the_driver_has_died(two_machines, store):
+    script = f"""
+import json, os
+import ray, zloader.ray as zr
+from test_stream import loader_of
+ray.init(address={two_machines.address!r}, log_to_driver=False)
+minibatches = zr.stream(loader_of({str(store)!r}), producers=1, resources={SMALL!r})
+for number, minibatch in enumerate(minibatches):
+    if number == 9:
+        print(json.dumps(minibatches.state_dict()), flush=True)
+        os.kill(os.getpid(), 9)
+"""
+    done = run_driver(script)
     assert done.returncode == -signal.SIGKILL, done.stderr
     state = json.loads(done.stdout.strip().splitlines()[-1])
     with zr.stream(loader_of(store), producers=1, resources=SMALL) as minibatches:
@@ -351,8 +391,9 @@ for number, minibatch in enumerate(minibatches):
         assert_same_minibatches(minibatches, list(loader_of(store))[10:])
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # a real S3 server, and the start of producers
-def test_store_on_s3(cluster, s3, tmp_path):
+def test_store_on_s3(two_machines, s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     options = {"storage_options": s3.storage_options}
     with zr.stream(loader_of(s3.url("counts.zarr"), **options), producers=2, resources=SMALL) as minibatches:
@@ -378,8 +419,9 @@ class Rank:
         return rows, float(total)
 
 
+@pytest.mark.any_version
 @pytest.mark.slow  # four processes
-def test_two_ranks_train_with_gloo(cluster, store, tmp_path):
+def test_two_ranks_train_with_gloo(two_machines, store, tmp_path):
     ranks = [Rank.remote() for _ in range(2)]
     results = ray.get([rank.train.remote(k, 2, str(store), str(tmp_path / "meet")) for k, rank in enumerate(ranks)])
     rows = [row for each, _ in results for minibatch in each for row in minibatch]
@@ -390,6 +432,7 @@ def test_two_ranks_train_with_gloo(cluster, store, tmp_path):
         assert found == [minibatch.index.tolist() for minibatch in wanted]
 
 
+@pytest.mark.any_version
 def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
     dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
     loader = zl.Loader(dataset, batch_size=16, fetch_factor=4, shuffle=False)
@@ -406,27 +449,144 @@ def test_a_producer_counts_what_its_mirror_holds(cluster, store, tmp_path):
     assert producer.held(0, *asked) == [1.0] * 8
 
 
+class CacheOfTheMachine(zl.Cache):
+    """A cache whose directory has the name of the Ray node on which it is unpickled."""
+
+    def __reduce__(self):
+        return cache_of, (self.directory, None)
+
+
+def cache_of(directory: Path, node: str | None) -> zl.Cache:
+    return zl.Cache(directory / (node or ray.get_runtime_context().get_node_id()))
+
+
+@pytest.mark.any_version
 @pytest.mark.slow  # two producers of its own
-def test_fetches_go_to_the_machine_whose_mirror_holds_them(cluster, store, tmp_path):
-    """The machines of the test share one mirror, so only the answers are tested here, and test_window has the rest."""
-    dataset = zl.open_dataset(str(store), cache=tmp_path / "cache")
-    loader = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
-    with zr.stream(loader, producers=2, resources={"num_cpus": 0.6}, locality="machine") as minibatches:
-        for _ in range(2):
-            found = list(minibatches)
-            assert_rows_once(found)
-        wanted = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS)
-        wanted.set_epoch(1)
-        assert_same_minibatches(found, wanted)
-        assert len({member.machine for member in minibatches._crew._members}) == 2
+def test_fetches_go_to_the_machine_whose_mirror_holds_them(two_machines, store, tmp_path, monkeypatch):
+    """The mirror of one machine has the first half of the rows, and that of the other one has the second half."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    for node, half in zip(nodes, (slice(0, 256), slice(256, 503)), strict=True):
+        opened = zl.open_dataset(str(store), cache=cache_of(tmp_path, node))
+        list(zl.Loader(opened[half], batch_size=64, options=zl.FetchOptions(least_read_bytes=0)))
+    dataset = zl.open_dataset(str(store), cache=CacheOfTheMachine(tmp_path))
+    loader = zl.Loader(dataset, batch_size=16, fetch_factor=1, obs=OBS, shuffle=False)
+    shares, choices = {}, []
+
+    class Spied(stream_module.Window):
+        def set_home(self, number, of_machines):
+            shares[number] = of_machines
+            super().set_home(number, of_machines)
+
+        def next(self, maker, now_s, machine=""):
+            homes, coming = dict(self.homes), [each.number for each in self.coming(window.LOOK_AHEAD)]
+            fetch = super().next(maker, now_s, machine)
+            if fetch is not None and fetch.number in coming:
+                choices.append((machine, fetch.number, [k for k in coming if homes.get(k) == machine]))
+            return fetch
+
+    monkeypatch.setattr(stream_module, "Window", Spied)
+    options = {"resources": {"num_cpus": 1.5}, "locality": "machine", "ahead_bytes": 100_000}
+    with zr.stream(loader, producers=2, **options) as minibatches:
+        iterator = iter(minibatches)
+        found = [next(iterator)]
+        deadline = time.monotonic() + PATIENCE_S
+        while not shares and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found += iterator
+        assert {member.machine for member in minibatches._crew._members} == set(nodes)
+    assert_rows_once(found)
+    for number, of_machines in shares.items():
+        if number in range(14, 18):
+            continue  # a chunk may hold rows of both halves
+        held = [of_machines[node] for node in nodes]
+        assert held[number >= 16] == 1.0
+        assert held[number < 16] < 1.0
+    chosen = [(number, at_home) for _, number, at_home in choices if at_home]
+    assert all(number in at_home for number, at_home in chosen)  # one of its own, where it had any
+    assert chosen
 
 
-@pytest.mark.slow  # a slow consumer
-def test_makes_ahead_only_so_many_bytes(cluster, store):
+@pytest.mark.any_version
+def test_groups_are_as_small_as_the_share_of_a_producer(cluster, store):
     loader = loader_of(store)
-    with zr.stream(loader, producers=2, resources=SMALL, ahead_bytes=1) as minibatches:
-        held = []
-        for _ in minibatches:
-            (running,) = minibatches._running
-            held.append(len(running._window.open))
-        assert max(held) == 1  # fetch
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    plan, (first, *_) = producers.pickled(loader.plan(0)), loader.plan(0).remaining()
+    sizes = {share: [len(items) for items, _ in producer.make(0, plan, first, share)] for share in (1, 1 << 20)}
+    assert sizes == {1: [1] * 4, 1 << 20: [4]}
+    producer.open(producers.pickled(loader_of(store, fetch_transform=unchanged)))
+    assert [len(items) for items, _ in producer.make(1, plan, first, 1)] == [4]  # as many at once as in a loader
+
+
+@pytest.mark.any_version
+def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
+    """Its fetches share the recipe, and with it the shard indexes, which are read once."""
+    loader = loader_of(store)
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
+    made = [list(producer.make(0, plan, each, 1 << 20))[-1][1] for each in remaining * 2]
+    recipe = producer._epoch[2]
+    known = sum(len(indexes) for part in recipe.x["X"] for indexes in part.indexes.values())
+    spans = sum(counted.gets for counted in made)
+    list(loader)
+    assert sum(counted.bytes_read for counted in made[8:]) < sum(counted.bytes_read for counted in made[:8])
+    assert spans - loader.statistics().gets == sum(counted.gets for counted in made[8:])
+    assert known == sum(array.n_shards for array in loader.dataset.matrix().arrays)
+    assert producer._opened(1, plan)[1] is not recipe
+
+
+@pytest.mark.any_version
+@pytest.mark.slow  # a producer of its own
+def test_takes_only_so_many_bytes_of_a_large_fetch(cluster, store):
+    """One fetch has all rows, and `ahead_bytes` room for about five of its 32 minibatches."""
+    loader = loader_of(store, fetch_factor=32)
+    nbytes = 16 * 30 * 8
+    with zr.stream(loader, producers=2, resources=SMALL, ahead_bytes=5 * nbytes) as minibatches:
+        iterator = iter(minibatches)
+        found = [next(iterator)]
+        (running,) = minibatches._running
+        deadline = time.monotonic() + PATIENCE_S
+        while (ready_bytes := running._window.ready_bytes) < 5 * nbytes and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # for more than there is room for
+        assert running._window.ready_bytes < 8 * nbytes
+        found += iterator
+        assert ready_bytes >= 5 * nbytes
+        assert_same_minibatches(found, loader_of(store, fetch_factor=32))
+
+
+@pytest.mark.any_version
+@pytest.mark.slow  # a second driver
+def test_the_end_of_ray_is_an_error_and_no_hang(cluster, store):
+    script = f"""
+import threading, time
+import ray, zloader.ray as zr
+from test_stream import loader_of
+def never(minibatch):
+    time.sleep(3600)
+ray.init(address={cluster.address!r}, log_to_driver=False)
+loader = loader_of({str(store)!r}, batch_transform=never)
+minibatches = zr.stream(loader, producers=1, resources={SMALL!r})
+errors = []
+def take():
+    try:
+        next(iter(minibatches))
+    except Exception as error:
+        errors.append(error)
+waiting = threading.Thread(target=take)
+waiting.start()
+while not [member for member in list(minibatches._crew._members) if member.pid]:
+    time.sleep(0.1)
+time.sleep(1)
+ray.shutdown()
+waiting.join()
+ray.init(address={cluster.address!r}, log_to_driver=False)
+take()
+for error in errors:
+    print(type(error).__name__, str(error)[:33])
+minibatches.close()
+"""
+    done = run_driver(script)
+    assert done.stdout.splitlines() == ["ProducerError Ray was shut down in this process"] * 2, done.stderr
+    assert done.returncode == 0

@@ -1,13 +1,10 @@
-"""The window hands out every fetch, within its bytes, whichever producers are lost or slow."""
+"""The window decides which fetch a producer makes, and whose minibatches have room."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zloader.order.plan import Remaining
 
@@ -15,6 +12,7 @@ pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not inst
 window_module = pytest.importorskip("zloader.ray.window")
 MeanBytes, Window = window_module.MeanBytes, window_module.Window
 
+pytestmark = pytest.mark.any_version
 NEVER = 1e9
 
 
@@ -28,96 +26,12 @@ class Item:
     error: BaseException | None = None
 
 
-@dataclass
-class Maker:
-    """A producer that makes `fetch` from minibatch `at` on."""
-
-    fetch: Any = None
-    at: int = 0
-
-
-@dataclass
-class Run:
-    """An epoch of producers that do one random thing after another, and what its consumer has got."""
-
-    window: Any
-    makers: list[Maker]
-    now_s: float = 0.0
-    got: list[Item] = field(default_factory=list)
-
-    def work(self, number: int, groups: int) -> None:
-        """A producer takes a fetch if it has none, or makes some more of it."""
-        maker = self.makers[number % len(self.makers)]
-        if maker.fetch is None:
-            maker.fetch = self.window.next(number % len(self.makers), self.now_s, f"m{number % len(self.makers)}")
-            maker.at = 0 if maker.fetch is None else maker.fetch.n_made
-            return
-        fetch = maker.fetch
-        first = fetch.begin + maker.at
-        made = [Item(fetch.number, first + k) for k in range(min(groups, fetch.size - maker.at))]
-        fetch.add(maker.at, made, self.now_s)
-        maker.at += len(made)
-        if maker.at >= fetch.size:
-            self.lose(number)
-
-    def lose(self, number: int) -> None:
-        """A producer is lost, and another one takes its place."""
-        maker = self.makers[number % len(self.makers)]
-        if maker.fetch is not None:
-            maker.fetch.makers.discard(number % len(self.makers))
-        maker.fetch = None
-
-    def take(self) -> None:
-        """The consumer takes what is ready."""
-        while (fetch := self.window.head) is not None and (fetch.groups or fetch.complete):
-            if not fetch.groups:
-                self.window.open.popleft()
-                continue
-            items, n_bytes = fetch.groups.popleft()
-            self.got += items
-            fetch.taken_bytes += n_bytes
-
-
-ACTIONS = st.lists(st.tuples(st.sampled_from(["work", "work", "lose", "take", "wait"]), st.integers(0, 9)), max_size=99)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
-    begin=st.integers(0, 4),
-    makers=st.integers(1, 4),
-    ahead_bytes=st.integers(0, 200),
-    actions=ACTIONS,
-    homes=st.dictionaries(st.integers(0, 5), st.sampled_from(["m0", "m1", "m2"])),
-)
-def test_every_minibatch_comes_once_and_in_order(sizes, begin, makers, ahead_bytes, actions, homes):
-    remaining = [Remaining(k, begin if not k else 0, size) for k, size in enumerate(sizes)]
-    mean = MeanBytes(n_bytes=10)
-    run = Run(Window(remaining, mean, ahead_bytes=ahead_bytes, overtake_s=5), [Maker() for _ in range(makers)])
-    run.window.homes |= {number: home for number, home in homes.items() if number < len(sizes)}
-    for action, number in actions:
-        run.now_s += action == "wait" and number
-        if action == "work":
-            run.work(number, 1 + number % 3)
-        elif action == "lose":
-            run.lose(number)
-        elif action == "take":
-            run.take()
-        assert run.window.held_bytes <= max(ahead_bytes, 10 * max(sizes)) + 10 * max(sizes) * bool(homes)
-    for turn in range(100 * makers):  # everything is made in the end, even if all but one are stuck
-        run.now_s += 1
-        run.work(makers * turn, 2)
-        run.take()
-    assert run.window.done
-    wanted = [(k, rest.begin + number) for k, rest in enumerate(remaining) for number in range(rest.size)]
-    assert [(item.fetch, item.number) for item in run.got] == wanted
-
-
 def test_a_fetch_without_progress_is_overtaken_once():
     window = Window([Remaining(0, 0, 4)], MeanBytes(n_bytes=1), ahead_bytes=100, overtake_s=5)
     fetch = window.next("slow", 0.0)
     assert fetch is not None
-    assert window.next_change_s("slow", 1.0) is None  # it cannot overtake itself
-    assert window.next_change_s("other", 1.0) == 4.0
+    assert window.next_change_s("slow") is None  # it cannot overtake itself
+    assert window.next_change_s("other") == 5.0
     assert window.next("other", 4.9) is None
     fetch.add(0, [Item(0, 0)], 4.9)  # progress
     assert window.next("other", 9.8) is None
@@ -140,9 +54,44 @@ def test_fetches_go_home_first_and_still_come_in_order():
     assert window.next(1, 0.0, "b").number == 3
     assert window.next(2, 0.0, "c").number == 2  # which has no home
     assert [fetch.number for fetch in window.open] == [1, 2, 3]
+    assert list(window.with_room()) == list(window.open)  # otherwise nobody might become free for fetch 0
     fetch = window.next(3, 0.0, "b")  # nothing more fits, but the consumer needs this one
     assert (fetch.number, window.head) == (0, fetch)
-    assert window.next(4, 0.0, "a") is None
+    assert window.next(4, 0.0, "a").number == 4  # which now comes next, and is begun wherever it is
+    assert window.next(5, 0.0, "b").number == 5
+
+
+def test_minibatches_have_room_in_the_order_of_their_fetches():
+    window = Window([Remaining(k, 0, 4) for k in range(9)], MeanBytes(n_bytes=10), ahead_bytes=70, overtake_s=NEVER)
+    first, second, third = (window.next(maker, 0.0) for maker in "abc")
+    assert list(window.with_room()) == [first, second]  # 40 bytes each, of which the third has none
+    second.add(0, [Item(1, 0), Item(1, 1), Item(1, 2)], 0.0)
+    assert list(window.with_room()) == [first]  # whose 40 bytes, with these 30, take all
+    first.add(0, [Item(0, 0), Item(0, 1), Item(0, 2), Item(0, 3)], 0.0)
+    assert list(window.with_room()) == []
+    _, n_bytes = first.groups.popleft()
+    first.taken_bytes += n_bytes
+    window.open.popleft()
+    assert list(window.with_room()) == [second, third]
+    third.add(0, [Item(2, number) for number in range(4)], 0.0)  # were more bytes than expected
+    assert list(window.with_room()) == []
+    second.groups.clear()
+    assert list(window.with_room()) == [second]  # because the consumer's next minibatch always has room
+
+
+def test_a_producer_that_waits_for_room_makes_way():
+    window = Window([Remaining(k, 0, 4) for k in range(9)], MeanBytes(n_bytes=10), ahead_bytes=1, overtake_s=5)
+    first, second, third = (window.next(maker, 0.0) for maker in "abc")
+    second.waits = third.waits = True
+    assert window.to_leave(4.9) is None
+    assert window.to_leave(5.0) is third  # the first one is overdue, and the third is needed last
+    first.makers.clear()
+    assert window.to_leave(0.0) is third
+    third.makers = {"a"}
+    first.makers = {"a"}
+    assert window.to_leave(5.0) is second  # because "a" makes the first one already
+    first.error = OSError()
+    assert window.to_leave(NEVER) is None
 
 
 def test_an_error_stops_later_fetches():
@@ -167,13 +116,10 @@ def test_nothing_comes_after_an_error_of_the_users_own_function():
 def test_estimates_are_corrected_by_real_sizes():
     mean = MeanBytes(n_bytes=1000)
     window = Window([Remaining(k, 0, 10) for k in range(9)], mean, ahead_bytes=2000, overtake_s=NEVER)
-    assert window.next("a", 0.0) is not None
-    assert window.next("b", 0.0) is None  # each is expected to take 10 000 bytes
+    fetch = window.next("a", 0.0)
+    assert fetch.held_bytes == 10_000
     mean.add(990, 99)  # they take 10 bytes a minibatch, and the estimate counts for one
     assert mean.of(10) == pytest.approx(200, abs=1)
-    fetch = window.open[0]
+    assert window.next("b", 0.0).held_bytes == pytest.approx(200, abs=1)
     fetch.add(0, [Item(0, number) for number in range(10)], 0.0)
-    assert window.held_bytes == 100
-    for maker in range(8):
-        assert window.next(maker, 0.0) is not None
-    assert window.held_bytes == pytest.approx(1700, abs=10)
+    assert fetch.held_bytes == fetch.ready_bytes == window.ready_bytes == 100

@@ -141,11 +141,16 @@ def _unseen(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[Rows]:
     seen = np.zeros(planner.layout.n_chunks, bool)
     unseen = []
     for turn, chunks in enumerate(wanted):
-        # As in ArrayReader.fill_mirror, a fetch that finds all its chunks reads nothing around them.
-        planned = chunks if seen[chunks].all() else planner.chunks_to_mirror(chunks, first_fetch=not turn)
-        unseen.append(planned[~seen[planned]])
-        seen[planned] = True
+        unseen.append(chunks_to_read(planner, chunks, seen, first_fetch=not turn))
+        seen[unseen[-1]] = True
     return unseen
+
+
+def chunks_to_read(planner: ReadPlanner, chunks: Rows, held: NDArray[np.bool_], *, first_fetch: bool = False) -> Rows:
+    """The chunks that a fetch of `chunks` reads into a mirror that has those of `held`, of all chunks of the array."""
+    # As in ArrayReader.fill_mirror, a fetch that finds all its chunks reads nothing around them.
+    planned = chunks if held[chunks].all() else planner.chunks_to_mirror(chunks, first_fetch=first_fetch)
+    return planned[~held[planned]]
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -14,7 +13,7 @@ import torch.utils.data
 from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Statistics
-from zloader.ray.producers import Crew
+from zloader.ray.crew import Crew
 from zloader.ray.production import Production
 from zloader.ray.window import MeanBytes, Window
 from zloader.reading.bridge import Bridge
@@ -39,6 +38,7 @@ def stream(
     >>> minibatches = zr.stream(loader, producers=16, ahead_bytes="8GiB", resources={"num_cpus": 2})  # doctest: +SKIP
     >>> for minibatch in minibatches:  # each iteration is an epoch, as with the loader
     ...     train(minibatch)
+    >>> first = next(iter(minibatches))  # a look at the first minibatch does not cost an epoch  # doctest: +SKIP
 
     Producers are processes on any machine of the cluster. They read through the cache of their machine, if the dataset
     has one. If some of them die, or machines go away, others make their fetches, and new ones are started where the
@@ -48,20 +48,22 @@ def stream(
         loader: the Loader of this rank. Its `state_dict`, `load_state_dict`, `set_epoch` and `statistics` are those of
             the stream. Every machine must be able to open its stores. A `device` gets minibatches on this machine.
         producers: how many there are. `resize` changes it, even during an epoch.
-        ahead_bytes: minibatches that are made ahead, or being made, as bytes or a string such as "8GiB". They wait in
-            the object store of this machine, which its ranks share. At least one fetch is made. Default: a quarter of
-            the object store, up to 1 GiB.
+        ahead_bytes: minibatches that are made ahead, as bytes or a string such as "8GiB". They wait in the object store
+            of this machine, which its ranks share, in the order in which they are needed. As many bytes again, divided
+            among the producers, wait on their machines. Default: a quarter of the object store, up to 1 GiB.
         resources: what each producer takes of its machine, as options of a Ray actor, such as
             `{"num_cpus": 2, "memory": 4 << 30}`. It uses as many threads as it has cores. Default: one core. By
             default producers are spread over the machines; `{"scheduling_strategy": ...}` says otherwise.
         locality: `"machine"` gives a fetch to a producer on the machine whose mirror holds more of it than the others,
             if one is free. It helps if mirrors hold different parts of the rows. Default: `"any"`.
-        overtake_s: a fetch without progress for so many seconds is made by another producer, too, as soon as one has
-            nothing else to do. The one that is overtaken is replaced. Default: 30.
-        start_s: how long to wait for the first producer, and for a new one when all are lost. Default: 300.
+        overtake_s: a fetch without progress for so many seconds is made by another producer, too. The one that is
+            overtaken is replaced. Default: 30.
+        start_s: how long to wait for the first producer, for a new one when all are lost, and for progress with the
+            fetch that comes next. Default: 300.
 
     Raises OptionError for an invalid option. Iterating raises the errors of a Loader, when their minibatch is due, and
-    ProducerError if no producer can be started, or if one after another dies with the same fetch.
+    ProducerError if no producer can be started, if one after another dies with the same fetch, if none makes progress,
+    or if Ray is shut down in this process.
     """
     return Stream(
         loader,
@@ -103,7 +105,6 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         self.loader = loader
         self._mean = MeanBytes(n_bytes=_expected_bytes(loader))
         self._crew = Crew(loader=loader, size=producers, resources=dict(resources), start_s=start_s)
-        self._numbers = itertools.count()
         self._running: weakref.WeakSet[Production] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Minibatch]:
@@ -113,9 +114,11 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
         return self.loader.epoch_by(self._start)
 
     def _start(self, work: EpochWork) -> tuple[Bridge[Any], Counters]:
+        plan = self._crew.share(work.plan)
         window = Window(work.remaining, self._mean, ahead_bytes=self._ahead_bytes, overtake_s=self._overtake_s)
-        number, by_mirror = next(self._numbers), self._by_mirror
-        production = Production(work, self._crew, self._mean, number=number, window=window, by_mirror=by_mirror)
+        production = Production(
+            self._crew, plan, window, self._mean, by_mirror=self._by_mirror, stall_s=self._crew.start_s
+        )
         self._running.add(production)
         # One byte a group, so that one group is handed over at a time: the window bounds all others.
         return Bridge(production.run, ready_bytes=1, name="zloader-ray"), production.counters

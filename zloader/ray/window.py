@@ -1,10 +1,14 @@
-"""The fetches of an epoch that are being made or wait for the consumer, and which fetch a producer makes next. Pure."""
+"""Decides who makes which fetch of an epoch, and which minibatches may come to the consumer's machine. Pure.
+
+Each producer makes some fetches at a time. All of them read and decode at once. Their minibatches come in the order in
+which the consumer takes them, as far as they fit into `ahead_bytes`. The others wait on the machines of the producers.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +37,7 @@ class MeanBytes:
 
 @dataclass(eq=False, kw_only=True)
 class OpenFetch:
-    """A fetch on its way. `groups` were made and wait for the consumer. `makers` are the producers at work on it."""
+    """A fetch on its way. `groups` are here and wait for the consumer. `makers` are the producers at work on it."""
 
     number: int
     begin: int
@@ -44,6 +48,7 @@ class OpenFetch:
     made_bytes: int = 0
     taken_bytes: int = 0
     makers: set[Any] = field(default_factory=set)
+    waits: bool = False  # for room, so that it can make no progress
     since_s: float = 0.0  # of the last progress
     losses: int = 0  # of producers, since the last progress
     error: BaseException | None = None  # instead of the minibatches that have not been made
@@ -54,8 +59,13 @@ class OpenFetch:
         return self.n_made == self.size or self.error is not None
 
     @property
+    def ready_bytes(self) -> int:
+        """The bytes that wait for the consumer."""
+        return self.made_bytes - self.taken_bytes
+
+    @property
     def held_bytes(self) -> int:
-        """The bytes that it takes, or will take, until the consumer has them."""
+        """The bytes that wait for the consumer, or will."""
         made = self.made_bytes if self.complete else max(self.made_bytes, self.expected_bytes)
         return made - self.taken_bytes
 
@@ -78,20 +88,20 @@ class OpenFetch:
 
 
 class Window:
-    """Begins fetches in order, as far as they fit into `ahead_bytes`; at least one is begun.
+    """Begins fetches in order, one whenever a producer asks for one. Their minibatches have room in order, too.
 
-    Of the fetches that come next, one whose home is the producer's machine is begun first, then one without a home. A
-    fetch that has lost its producer comes before all of them. If a fetch has made no progress for `overtake_s`, a
-    producer that would have nothing else to do makes it, too.
+    Of the fetches that come next, one whose home is the producer's machine is begun first, then one without a home, as
+    far as they fit into `ahead_bytes`. A fetch that has lost its producer comes before all of them. If a fetch has made
+    no progress for `overtake_s`, another producer makes it, too.
     """
 
     def __init__(self, remaining: Iterable[Remaining], mean: MeanBytes, *, ahead_bytes: int, overtake_s: float) -> None:
         self.open: deque[OpenFetch] = deque()  # in order
         self.homes: dict[int, str] = {}  # the machine whose mirror holds more of a fetch than others, by its number
+        self.ahead_bytes = ahead_bytes
         self._later = deque(remaining)
         self._mean = mean
-        self._ahead_bytes = ahead_bytes
-        self._overtake_s = overtake_s
+        self.overtake_s = overtake_s
 
     @property
     def done(self) -> bool:
@@ -104,6 +114,11 @@ class Window:
         begun = self.open and (not self._later or self.open[0].number < self._later[0].number)
         return self.open[0] if begun else None
 
+    @property
+    def ready_bytes(self) -> int:
+        """The bytes of all minibatches that wait for the consumer."""
+        return sum(fetch.ready_bytes for fetch in self.open)
+
     def set_home(self, number: int, shares: Mapping[str, float]) -> None:
         """Sets the home of a fetch, of which the mirrors of machines hold these shares."""
         second, most = sorted([0.0, *shares.values()])[-2:]
@@ -114,22 +129,61 @@ class Window:
         """The fetches that will be begun next."""
         return list(itertools.islice(self._later, n_fetches))
 
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of all fetches that are open."""
-        return sum(fetch.held_bytes for fetch in self.open)
-
     def next(self, maker: Any, now_s: float, machine: str = "") -> OpenFetch | None:
         """The fetch that `maker`, on a machine, should make now, if there is one."""
-        unfinished = [fetch for fetch in self.open if not fetch.complete]
-        fetch = next((fetch for fetch in unfinished if not fetch.makers), None) or self._new(machine)
-        if fetch is None:
-            rivals = (fetch for fetch in unfinished if self._is_rival(maker, fetch))
-            fetch = next((fetch for fetch in rivals if now_s - fetch.since_s >= self._overtake_s), None)
+        unfinished = (fetch for fetch in self.open if not fetch.complete)
+        fetch = next((fetch for fetch in unfinished if self._needs(maker, fetch, now_s)), None) or self._new(machine)
         if fetch is not None:
             fetch.makers.add(maker)
             fetch.since_s = now_s
         return fetch
+
+    def with_room(self) -> Iterator[OpenFetch]:
+        """The fetches whose next minibatches may come to the consumer's machine, in order.
+
+        All that come before those have room already. The consumer's next minibatch always has. If the fetch that comes
+        next has not been begun, all have, so that a producer becomes free for it.
+        """
+        head, earlier_bytes = self.head, 0
+        if head is None:
+            yield from self.open
+            return
+        full = self.ready_bytes >= self.ahead_bytes
+        for fetch in self.open:
+            fits = not full and earlier_bytes + fetch.ready_bytes < self.ahead_bytes
+            if fits or (fetch is head and not fetch.groups):
+                yield fetch
+            earlier_bytes += fetch.held_bytes
+            if full or earlier_bytes >= self.ahead_bytes:
+                return
+
+    def to_leave(self, now_s: float) -> OpenFetch | None:
+        """The fetch whose producer should make the one that comes next instead, which needs it.
+
+        It is the last one that waits for room.
+        """
+        head = self.head
+        if head is None or head.complete or head.waits:
+            return None
+        overdue = now_s >= self.overdue_s(head) and len(head.makers) == 1
+        if head.makers and not overdue:
+            return None
+        waiting = (fetch for fetch in reversed(self.open) if fetch.waits and fetch.makers - head.makers)
+        return next(waiting, None)
+
+    def _needs(self, maker: Any, fetch: OpenFetch, now_s: float) -> bool:
+        return not fetch.makers or (now_s >= self.overdue_s(fetch) and self._is_rival(maker, fetch))
+
+    def overdue_s(self, fetch: OpenFetch) -> float:
+        """When another producer may make a fetch, too, if it makes no progress."""
+        return fetch.since_s + self.overtake_s
+
+    def _is_rival(self, maker: Any, fetch: OpenFetch) -> bool:
+        return not fetch.complete and not fetch.waits and len(fetch.makers) == 1 and maker not in fetch.makers
+
+    def next_change_s(self, maker: Any) -> float | None:
+        """When `maker` may overtake a fetch, if none makes progress; None if there is none to overtake."""
+        return min((self.overdue_s(fetch) for fetch in self.open if self._is_rival(maker, fetch)), default=None)
 
     def _new(self, machine: str) -> OpenFetch | None:
         if not self._later or any(fetch.error is not None for fetch in self.open):
@@ -138,10 +192,13 @@ class Window:
         preference = {machine: 0, "": 1}
         for remaining in sorted(coming, key=lambda each: preference.get(self.homes.get(each.number, ""), 2)):
             expected = self._mean.of(remaining.size)
-            is_head = remaining == coming[0] and (not self.open or remaining.number < self.open[0].number)
-            if is_head or self.held_bytes + expected <= self._ahead_bytes:
+            if remaining is coming[0] or self._held_bytes + expected <= self.ahead_bytes:
                 return self._begun(remaining, expected)
         return None
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(fetch.held_bytes for fetch in self.open)
 
     def _begun(self, remaining: Remaining, expected_bytes: int) -> OpenFetch:
         self._later.remove(remaining)
@@ -152,11 +209,3 @@ class Window:
         if len(self.open) > 1 and self.open[-2].number > number:
             self.open = deque(sorted(self.open, key=lambda each: each.number))
         return fetch
-
-    def _is_rival(self, maker: Any, fetch: OpenFetch) -> bool:
-        return not fetch.complete and len(fetch.makers) == 1 and maker not in fetch.makers
-
-    def next_change_s(self, maker: Any, now_s: float) -> float | None:
-        """Seconds until `maker` may overtake a fetch, if none makes progress; None if there is none to overtake."""
-        waits = [self._overtake_s - (now_s - fetch.since_s) for fetch in self.open if self._is_rival(maker, fetch)]
-        return max(0.0, min(waits)) if waits else None

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from zloader.reading.bridge import ByteBudget
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
 from zloader.selecting.genes import ChosenGenes
-from zloader.storage.layout import MatrixLayout, RowOffsets
+from zloader.storage.layout import MatrixLayout, RowOffsets, ShardIndex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class MatrixPart:
 
     `url` names the store in messages. `indptr` has the row offsets or looks them up; None for a dense matrix.
     `object_sizes` has the bytes per stored object. `genes` are the columns of x; None for the genes as stored.
+    `indexes` grows by the shard indexes that are read, by array and shard, so that all readers of this part read each
+    of them once.
     """
 
     url: str
@@ -37,6 +39,7 @@ class MatrixPart:
     source: ByteSource
     mirror: Mirror | None
     genes: ChosenGenes | None = None
+    indexes: dict[str, dict[int, ShardIndex]] = field(default_factory=dict)
 
     @property
     def n_columns(self) -> int:
@@ -69,6 +72,7 @@ def opened_readers(
                 in_flight=in_flight,
                 sweeping=sweeping,
                 own_buffers=own_buffers,
+                indexes=part.indexes,
             )
             mirrored: Mapping[str, MirrorArray | StoredArray] = {}
             leases = None

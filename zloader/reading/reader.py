@@ -59,6 +59,7 @@ class ArrayReader:
         self._resources = resources
         self._decoder = Decoder(layout)
         self._indexes: dict[int, asyncio.Task[ShardIndex]] = {}
+        self._known = resources.indexes.setdefault(layout.path, {})
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
         self._rereads = min(1, resources.options.retries)
         self._planner = planner_of(layout, resources.options, resources.object_sizes, sweeping=resources.sweeping)
@@ -316,9 +317,11 @@ class ArrayReader:
         return dict(zip(shards, await asyncio.gather(*(self._index(shard, turn) for shard in shards)), strict=True))
 
     async def _index(self, shard: int, turn: int) -> ShardIndex:
-        if shard not in self._indexes:
-            self._indexes[shard] = asyncio.ensure_future(self._read_index(shard, turn))
-        return await self._indexes[shard]
+        if shard not in self._known:
+            if shard not in self._indexes:
+                self._indexes[shard] = asyncio.ensure_future(self._read_index(shard, turn))
+            self._known[shard] = await self._indexes[shard]
+        return self._known[shard]
 
     async def _read_index(self, shard: int, turn: int) -> ShardIndex:
         resources, key = self._resources, self._layout.shard_key(shard)

@@ -1,0 +1,307 @@
+"""The producers of a stream on a Ray cluster: starts them, replaces them, and translates Ray's errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import ray
+import ray.exceptions
+from numpy.typing import NDArray
+
+from zloader.common.errors import OptionError, ProducerError
+from zloader.order.plan import Plan, Remaining
+from zloader.ray.producers import Producer, pickled
+from zloader.ray.production import LANES, FailedError, LostError
+from zloader.reading.resources import Counters
+from zloader.training.loader import Loader
+
+_LOST = (
+    ray.exceptions.RayActorError,  # the actor died, or its machine cannot be reached
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,  # Ray killed it
+    ray.exceptions.ObjectLostError,
+)
+_MOST_FAILED_STARTS = 8  # in a row
+_GROUPS_AHEAD = 2  # groups of a fetch that a producer makes before they are asked for
+_CHECK_S = 0.5  # how often a stream asks whether its producers and Ray are there: Ray does not tell those that wait
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """The plan of an epoch in the object store, and the number of the epoch within the stream."""
+
+    number: int
+    plan: Any
+
+
+@dataclass(eq=False)
+class Member:
+    """A producer of a crew. Its `machine` and `pid` are known once it has opened the stores."""
+
+    actor: Any
+    opened: Any  # the reference to the result of `open`
+    session: str
+    machine: str = ""
+    pid: int = 0
+    lost: bool = False
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it can be told anything. Otherwise Ray, if it was shut down, would start anew for that."""
+        return not self.lost and _session() == self.session
+
+    def _require_reachable(self) -> None:
+        if not self.reachable:
+            raise LostError("the producer was dropped, or Ray shut down")
+
+    def make(self, plan: SharedPlan, remaining: Remaining, ready_bytes: int) -> RemoteMaking:
+        """Begins what remains of a fetch."""
+        self._require_reachable()
+        method = self.actor.make.options(num_returns="streaming", _generator_backpressure_num_objects=_GROUPS_AHEAD)
+        return RemoteMaking(self, method.remote(plan.number, plan.plan, remaining, ready_bytes))
+
+    async def held(self, plan: SharedPlan, coming: Sequence[Remaining]) -> list[float]:
+        """The share of each of these fetches that the mirrors of its machine hold."""
+        self._require_reachable()
+        with _translated(self):
+            shares: list[float] = await self.actor.held.remote(plan.number, plan.plan, list(coming))
+        return shares
+
+    async def ended(self) -> None:
+        """Returns when the producer is dead."""
+        with contextlib.suppress(*_LOST):
+            while self.reachable:
+                await self.actor.answer.remote()
+                await asyncio.sleep(_CHECK_S)
+
+
+class RemoteMaking:
+    """A fetch that a producer makes, as a stream of objects."""
+
+    def __init__(self, member: Member, made: Any) -> None:
+        self._member = member
+        self._made: Any = made
+
+    async def next(self) -> tuple[Sequence[Any], Counters] | None:
+        """The next group; None at the end."""
+        try:
+            with _translated(self._member):
+                reference = await anext(self._made)
+                items, counted = await reference
+        except StopAsyncIteration:
+            self._made = None
+            return None
+        return [writable(item) for item in items], counted
+
+    def cancel(self) -> None:
+        """Ends the making, if it has not ended."""
+        made, self._made = self._made, None
+        if made is not None and self._member.reachable:
+            ray.cancel(made)
+
+
+@contextlib.contextmanager
+def _translated(member: Member) -> Iterator[None]:
+    """Raises LostError or FailedError for what a producer has raised, of which Ray has made errors of its own."""
+    try:
+        yield
+    except _LOST as error:
+        raise LostError(str(error)) from error
+    except ray.exceptions.RayTaskError as error:
+        raise FailedError from cause_of(error, member)
+
+
+def cause_of(error: Any, member: Member) -> BaseException:
+    """The error that a producer has raised, of which Ray has made its own."""
+    cause: BaseException = error.cause if isinstance(error.cause, BaseException) else error
+    where = f", on Ray node {member.machine}, process {member.pid}" if member.machine else ""
+    cause.add_note(f"raised by a producer{where}")
+    return cause
+
+
+@dataclass(kw_only=True)
+class Crew:
+    """Starts up to `size` producers with a copy of the loader, and keeps them from epoch to epoch. Thread-safe."""
+
+    loader: Loader
+    size: int
+    resources: dict[str, Any]
+    start_s: float
+    _members: set[Member] = field(default_factory=set)
+    _free: list[Member] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _failed_starts: int = 0
+    _closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.resources = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.resources}
+        threads = max(1, int(self.resources["num_cpus"] or 1))
+        loader = copy.copy(self.loader)
+        loader.options = replace(loader.options, threads=min(threads, loader.options.threads))
+        try:
+            self._actor = ray.remote(Producer).options(
+                **self.resources,
+                max_concurrency=LANES + 2,  # `held` and `answer` do not wait for fetches
+                max_restarts=0,  # the stream starts another producer, which need not be on the same machine
+                max_task_retries=0,
+                placement_group_capture_child_tasks=False,  # that of a trainer has no room for its producers
+            )
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"resources={self.resources!r:.200}: {error}") from error
+        self._loader = ray.put(pickled(loader))
+        self._session = _session()
+
+    def share(self, plan: Plan) -> SharedPlan:
+        """Puts the plan of an epoch where producers find it. Raises ProducerError if Ray has been shut down."""
+        self._require_ray()
+        return SharedPlan(next(self._numbers), ray.put(pickled(plan)))
+
+    def _require_ray(self) -> None:
+        if _session() != self._session:
+            raise ProducerError(
+                "Ray was shut down in this process after the stream was made, and its producers with it: call ray.init "
+                "and make a new stream. The state_dict of this one says where it was"
+            )
+
+    async def watch(self) -> None:
+        """Raises ProducerError when Ray has been shut down in this process."""
+        while True:
+            self._require_ray()
+            await asyncio.sleep(_CHECK_S)
+
+    async def join(self, others_work: Callable[[], bool]) -> Member:
+        """A producer that is ready to work. Waits for one as long as others work.
+
+        Raises ProducerError if none does and none starts for `start_s`, and any error in opening the stores.
+        """
+        while True:
+            member = self._taken()
+            try:
+                member.machine, member.pid = await self._opened(member, others_work)
+            except _LOST as error:
+                self.drop(member)
+                self._failed_starts += 1
+                if self._failed_starts > _MOST_FAILED_STARTS or getattr(error, "actor_init_failed", False):
+                    raise ProducerError(f"producers die when they start, the last one with: {error}") from error
+            except ray.exceptions.RayTaskError as error:
+                self.drop(member)
+                raise cause_of(error, member) from error
+            except BaseException:
+                self.leave(member)
+                raise
+            else:
+                self._failed_starts = 0
+                return member
+
+    def _taken(self) -> Member:
+        with self._lock:
+            if self._closed:
+                raise ProducerError("the stream was closed during an epoch: close it after its iterators")
+            self._require_ray()
+            if self._free:
+                return self._free.pop()
+            actor = self._actor.remote()
+            member = Member(actor=actor, opened=actor.open.remote(self._loader), session=self._session)
+            self._members.add(member)
+            return member
+
+    async def _opened(self, member: Member, others_work: Callable[[], bool]) -> tuple[str, int]:
+        opened: asyncio.Future[tuple[str, int]] = asyncio.ensure_future(_awaited(member.opened))
+        try:
+            while not (await asyncio.wait({opened}, timeout=self.start_s))[0]:
+                if not others_work():
+                    raise ProducerError(self._why_none_starts())
+            return opened.result()
+        finally:
+            opened.cancel()
+
+    def _why_none_starts(self) -> str:
+        wanted = {name: amount for name, amount in self.resources.items() if name != "scheduling_strategy"}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        shown = [{key: value for key, value in node.items() if not key.startswith("node:")} for node in nodes]
+        return (
+            f"no producer has started for {self.start_s:g} s. Each one asks for {wanted}; of {ray.cluster_resources()} "
+            f"in the cluster, {ray.available_resources()} are free; its machines have {shown!r:.1000}. Give resources= "
+            "that one of the machines has, add machines, or end other work"
+        )
+
+    def leave(self, member: Member) -> None:
+        """Keeps a producer for the next epoch, unless there are more than `size`."""
+        with self._lock:
+            if member.lost:
+                return
+            if len(self._members) <= self.size:
+                self._free.append(member)
+                return
+        self.drop(member)
+
+    def drop(self, member: Member) -> None:
+        """Ends a producer, if it is not dead already."""
+        with self._lock:
+            self._members.discard(member)
+            reachable, member.lost = member.reachable, True
+        if reachable:
+            ray.kill(member.actor)
+
+    def resize(self, size: int) -> None:
+        """Changes the number of producers. Ends those that are free and too many."""
+        with self._lock:
+            self.size = size
+            spare = [self._free.pop() for _ in range(min(len(self._free), max(0, len(self._members) - size)))]
+        for member in spare:
+            self.drop(member)
+
+    def close(self) -> None:
+        """Ends all producers."""
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+        for member in list(self._members):
+            self.drop(member)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def _session() -> str:
+    """What this process is to the cluster: another one after every `ray.init`, and empty without Ray."""
+    if not ray.is_initialized():
+        return ""
+    return str(ray.get_runtime_context().get_worker_id())
+
+
+class _Writable:
+    """The memory of an array that is marked read-only, as the base of a writable one."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array  # keeps the memory
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def writable(value: Any) -> Any:
+    """A minibatch whose arrays are writable, as a Loader's are.
+
+    Ray marks the arrays of its objects as read-only, because processes may share them. Nobody else reads an object
+    with minibatches. The memory is that of the object, and is freed with the last array or tensor in it.
+    """
+    if isinstance(value, np.ndarray):
+        return value if value.flags.writeable else np.asarray(_Writable(value))
+    if isinstance(value, dict):
+        return {name: writable(each) for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: writable(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return dataclasses.replace(value, **parts)
+    return value
