@@ -421,7 +421,7 @@ FILES = {
     "values": ["X%2Fdata.flat"],
     "checksums": ["X%2Fdata.sums"],
     "values and checksums": ["X%2Fdata.flat", "X%2Fdata.sums"],
-    "obs": ["%2Fobs%2Flane.npy"],
+    "obs": ["obs%2Flane.npy"],
     "obsm": ["obsm%2F%58_pca.npy"],
     "listing": ["%2Flisting.kept"],
     "verified marks": ["X%2Fdata.flat", "X%2Fdata.sums", "obsm%2F%58_pca.npy", "proved.json"],
@@ -446,7 +446,7 @@ def test_files_swapped_between_mirrors(stores, cache, names, verified):
 
 def test_files_swapped_between_arrays(stores, cache, caplog):
     directory = entry_of(cache, stores[0]).directory
-    swap(directory / "%2Fobs%2Flane.npy", directory / "%2Fobs%2Fn_counts.npy")
+    swap(directory / "obs%2Flane.npy", directory / "obs%2Fn_counts.npy")
     for suffix in ("flat", "sums"):
         swap(directory / f"X%2Fdata.{suffix}", directory / f"X%2Findices.{suffix}")
     epoch(stores[0], cache, ONE)
