@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from zloader.testing._virtual_time import run_in_virtual_time
 pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
 production = pytest.importorskip("zloader.ray.production")
 window_module = pytest.importorskip("zloader.ray.window")
+crew_module = pytest.importorskip("zloader.ray.crew")
+exceptions = pytest.importorskip("ray.exceptions")
 
 pytestmark = pytest.mark.any_version
 NEVER = 1e6
@@ -42,6 +46,7 @@ class Maker:
     crew: Crew
     machine: str
     group_s: float = 1.0
+    group: int = 2
     lost: bool = False
     dead: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -72,7 +77,7 @@ class Making:
         try:
             await asyncio.wait_for(self.maker.dead.wait(), self.maker.group_s)
         except TimeoutError:
-            n_items = min(self.maker.crew.group, size - self.made)
+            n_items = min(self.maker.group, size - self.made)
             items = [Item(number, begin + self.made + k) for k in range(n_items)]
             self.made += n_items
             return items, Counters(gets=self.made)
@@ -96,12 +101,15 @@ class Crew:
     dropped: list[Maker] = field(default_factory=list)
     began: list[tuple[int, str]] = field(default_factory=list)
     started: int = 0
+    most_started: float = NEVER
     ends_s: float = 10 * NEVER
 
     async def join(self, others_work):
         await asyncio.sleep(0.5)
+        if self.started >= self.most_started:
+            await asyncio.Event().wait()
         self.started += 1
-        maker = Maker(self, f"m{self.started % self.machines}", group_s=self.speed())
+        maker = Maker(self, f"m{self.started % self.machines}", group_s=self.speed(), group=self.group)
         self.members.append(maker)
         return maker
 
@@ -241,6 +249,121 @@ def test_producers_that_make_no_progress_are_an_error():
     assert "2 of 2 producers make fetch 0, and have made no progress for 300 s" in str(error)
 
 
+def test_producers_that_stop_while_nobody_makes_the_fetch_that_comes_next_are_an_error():
+    """One stops for ever with later fetches. The other one dies, and the cluster has no room for a new one."""
+
+    async def kill(crew):
+        await asyncio.sleep(5)
+        crew.drop(crew.members[0])
+
+    crew = Crew(2, speed=lambda: 20.0 if crew.started == 1 else NEVER, most_started=2)
+    epoch = Epoch(crew, [4] * 8, ahead_bytes=1000)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        epoch.run(kill)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, ProducerError)
+    assert "1 of 1 producers make later fetches, and have made no progress for 300 s" in str(error)
+
+
+def test_a_stopped_producer_is_overtaken_after_a_long_pause_of_the_consumer():
+    """The pause is longer than producers may make no progress: nobody has made room for another one meanwhile."""
+
+    async def stop(crew):
+        await asyncio.sleep(1)
+        crew.members[0].group_s = NEVER  # after the first group
+
+    crew = Crew(2)
+    epoch = Epoch(crew, [6] * 4, ahead_bytes=20, pause_s=lambda: 0.0 if epoch.got else 500.0)
+    epoch.run(stop)
+    epoch.check()
+
+
+@pytest.mark.parametrize("other_s", [pytest.param(1.0, id="waits for room"), pytest.param(20.0, id="is at work")])
+def test_a_producer_that_overtakes_goes_on_when_the_slow_one_was_first(other_s):
+    """At 30 s it leaves fetch 3 for fetch 0. The slow one makes fetch 0 at 45 s."""
+    then = []
+
+    async def look(crew):
+        await asyncio.sleep(0.6)
+        slow, other = crew.members
+        slow.group = 6  # a whole fetch
+        await asyncio.sleep(48)
+        then.extend(fetch.number for fetch in epoch.window.open if other in fetch.jobs and not fetch.complete)
+
+    crew = Crew(2, speed=lambda: 45.0 if crew.started == 1 else other_s)
+    epoch = Epoch(crew, [6] * 8, ahead_bytes=10, pause_s=lambda: 100.0)
+    epoch.run(look)
+    epoch.check()
+    assert (0, "m0") in crew.began
+    assert len(then) == production.LANES
+    assert crew.dropped == []
+
+
+def test_a_slow_producer_that_was_overtaken_is_replaced():
+    crew = Crew(2, speed=lambda: 100.0 if crew.started == 1 else 1.0)
+    epoch = Epoch(crew, [4] * 8)
+    epoch.run()
+    epoch.check()
+    assert [maker.machine for maker in crew.dropped[:1]] == ["m1"]
+    assert crew.started == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "raises", "kept"),
+    [
+        pytest.param(exceptions.ActorUnschedulableError("no room"), ProducerError, False, id="no such machine"),
+        pytest.param(exceptions.RuntimeEnvSetupError("no such package"), ProducerError, False, id="no environment"),
+        pytest.param(TypeError("no such class"), TypeError, False, id="any other"),
+        pytest.param(None, ProducerError, True, id="not started yet"),
+    ],
+)
+def test_a_producer_that_cannot_start_is_not_kept(error, raises, kept):
+    async def opened():
+        if error is None:
+            await asyncio.Event().wait()
+        raise error
+
+    class OneMember(crew_module.Crew):
+        def __post_init__(self):
+            self._members.add(member)
+
+        def _taken(self):
+            return member
+
+        def _why_none_starts(self):
+            return "no producer has started"
+
+    member = crew_module.Member(actor=None, opened=opened(), session="of another process")
+    crew = OneMember(loader=None, size=1, resources={}, start_s=300.0)
+    with pytest.raises(raises, match="no "):
+        run_in_virtual_time(crew.join(lambda: False))
+    assert (member.lost, crew._free, crew._members) == ((False, [member], {member}) if kept else (True, [], set()))
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_an_error_in_watching_is_raised_while_ray_is_there(monkeypatch, reachable):
+    async def answer():
+        monkeypatch.setattr(crew_module, "_session", lambda: "this" if reachable else "")
+        raise OSError("no answer")
+
+    monkeypatch.setattr(crew_module, "_session", lambda: "this")
+    actor = SimpleNamespace(answer=SimpleNamespace(remote=answer))
+    ended = crew_module.Member(actor=actor, opened=None, session="this").ended()
+    with pytest.raises(OSError, match="no answer") if reachable else contextlib.nullcontext():
+        run_in_virtual_time(ended)
+
+
+def test_an_error_in_watching_a_producer_ends_the_epoch(monkeypatch):
+    async def ended(maker):
+        await asyncio.sleep(5)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(Maker, "ended", ended)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        Epoch(Crew(1), [4] * 8).run()
+    assert caught.group_contains(OSError, match="no answer")
+
+
 def test_the_end_of_the_cluster_is_an_error():
     epoch = Epoch(Crew(2, speed=lambda: NEVER, ends_s=100), [4] * 8)
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -255,6 +378,17 @@ def test_an_error_comes_after_all_minibatches_before_it():
     (error,) = caught.value.exceptions
     assert isinstance(error, OSError)
     assert [(item.fetch, item.number) for item in epoch.got] == [(k, number) for k in range(2) for number in range(4)]
+
+
+def test_an_error_of_a_fetch_that_was_begun_early_comes_when_it_is_due():
+    """The fast producer has fetches of its own machine, of which one fails, while the other one is far behind."""
+    crew = Crew(2, speed=lambda: 0.1 if crew.started == 1 else 5.0, held=lambda machine, k: machine == f"m{k % 2}")
+    crew.fails = (9,)
+    epoch = Epoch(crew, [4] * 20, ahead_bytes=10_000, by_mirror=True)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        epoch.run()
+    assert str(caught.value.exceptions) == "(OSError('fetch 9'),)"
+    assert [(item.fetch, item.number) for item in epoch.got] == [(k, number) for k in range(9) for number in range(4)]
 
 
 def test_fetches_go_to_the_machine_whose_mirror_holds_them():

@@ -82,26 +82,59 @@ def test_minibatches_have_room_in_the_order_of_their_fetches():
 def test_a_producer_that_waits_for_room_makes_way():
     window = Window([Remaining(k, 0, 4) for k in range(9)], MeanBytes(n_bytes=10), ahead_bytes=1, overtake_s=5)
     first, second, third = (window.next(maker, 0.0) for maker in "abc")
-    second.waits = third.waits = True
+    second.jobs["b"].waits = third.jobs["c"].waits = True
     assert window.to_leave(4.9) is None
-    assert window.to_leave(5.0) is third  # the first one is overdue, and the third is needed last
-    first.makers.clear()
-    assert window.to_leave(0.0) is third
-    third.makers = {"a"}
-    first.makers = {"a"}
-    assert window.to_leave(5.0) is second  # because "a" makes the first one already
-    first.error = OSError()
+    assert window.to_leave(5.0) is third.jobs["c"]  # the first one is overdue, and the third is needed last
+    first.jobs.clear()
+    assert window.to_leave(0.0) is third.jobs["c"]
+    assert window.next("c", 0.0) is first
+    assert window.to_leave(5.0) is second.jobs["b"]  # because "c" makes the first one already
+    first.fail(OSError())
     assert window.to_leave(NEVER) is None
+
+
+def test_a_fetch_waits_as_long_as_any_of_its_producers_does():
+    window = Window([Remaining(0, 0, 4)], MeanBytes(n_bytes=10), ahead_bytes=1, overtake_s=5)
+    fetch = window.next("slow", 0.0)
+    assert window.next("other", 5.0) is fetch
+    fetch.jobs["slow"].waits = fetch.jobs["other"].waits = True
+    del fetch.jobs["slow"]
+    assert fetch.waits
+    assert window.next_change_s("third") is None  # it needs room, and no producer
+    assert window.next("third", NEVER) is None
 
 
 def test_an_error_stops_later_fetches():
     window = Window([Remaining(k, 0, 1) for k in range(3)], MeanBytes(n_bytes=1), ahead_bytes=100, overtake_s=5)
     first, second = window.next("a", 0.0), window.next("b", 0.0)
     assert (first.number, second.number) == (0, 1)
-    second.error = OSError()
+    second.fail(OSError())
     assert window.next("b", 0.0) is None
-    first.makers.clear()
+    first.jobs.clear()
     assert window.next("b", 0.0) is first  # but earlier ones are still made
+
+
+def test_an_error_stops_no_earlier_fetch():
+    """One that was begun early, because a mirror holds it, does not keep those before it from being begun."""
+    window = Window([Remaining(k, 0, 1) for k in range(4)], MeanBytes(n_bytes=1), ahead_bytes=100, overtake_s=5)
+    window.set_home(2, {"m": 1.0})
+    window.set_home(3, {"m": 1.0})
+    failed = window.next("a", 0.0, "m")
+    assert failed.number == 2
+    failed.fail(OSError())
+    assert [window.next(maker, 0.0, "m").number for maker in "bc"] == [0, 1]
+    assert window.next("d", 0.0, "m") is None  # nothing after it is begun, although its home is here
+    for _ in range(2):
+        window.open.popleft()
+    assert window.head is failed
+
+
+def test_an_error_of_one_producer_leaves_what_another_has_completed():
+    window = Window([Remaining(0, 0, 1)], MeanBytes(n_bytes=1), ahead_bytes=100, overtake_s=5)
+    fetch = window.next("slow", 0.0)
+    fetch.add(0, [Item(0, 0)], 0.0)
+    fetch.fail(OSError())
+    assert fetch.error is None
 
 
 def test_nothing_comes_after_an_error_of_the_users_own_function():

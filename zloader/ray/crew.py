@@ -79,10 +79,13 @@ class Member:
 
     async def ended(self) -> None:
         """Returns when the producer is dead."""
-        with contextlib.suppress(*_LOST):
+        try:
             while self.reachable:
                 await self.actor.answer.remote()
                 await asyncio.sleep(_CHECK_S)
+        except Exception as error:
+            if self.reachable and not isinstance(error, _LOST):
+                raise
 
 
 class RemoteMaking:
@@ -189,16 +192,20 @@ class Crew:
             member = self._taken()
             try:
                 member.machine, member.pid = await self._opened(member, others_work)
-            except _LOST as error:
-                self.drop(member)
-                self._failed_starts += 1
-                if self._failed_starts > _MOST_FAILED_STARTS or getattr(error, "actor_init_failed", False):
-                    raise ProducerError(f"producers die when they start, the last one with: {error}") from error
             except ray.exceptions.RayTaskError as error:
                 self.drop(member)
                 raise cause_of(error, member) from error
-            except BaseException:
+            except ray.exceptions.RayError as error:
+                self.drop(member)
+                self._failed_starts += 1
+                again = isinstance(error, _LOST) and not getattr(error, "actor_init_failed", False)
+                if not again or self._failed_starts > _MOST_FAILED_STARTS:
+                    raise ProducerError(f"producers cannot start, the last one because: {error}") from error
+            except (asyncio.CancelledError, ProducerError):  # it may start later
                 self.leave(member)
+                raise
+            except BaseException:
+                self.drop(member)
                 raise
             else:
                 self._failed_starts = 0

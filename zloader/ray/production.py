@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from zloader.common.errors import ProducerError
 from zloader.order.plan import Remaining
-from zloader.ray.window import LOOK_AHEAD, MeanBytes, OpenFetch, Window
+from zloader.ray.window import LOOK_AHEAD, Job, MeanBytes, OpenFetch, Window
 from zloader.reading.bridge import Put
 from zloader.reading.resources import Counters
 
@@ -93,8 +93,8 @@ class Makers(Protocol):
 class Production:
     """The minibatches of an epoch, in order. `run` is the coroutine of a Bridge.
 
-    `plan` is what producers take as the plan. If the fetch that comes next makes no progress for `stall_s`, the epoch
-    ends with an error.
+    `plan` is what producers take as the plan. If the fetch that comes next makes no progress for `stall_s`, or no fetch
+    does while nobody makes that one, the epoch ends with an error.
     """
 
     def __init__(
@@ -110,8 +110,7 @@ class Production:
         self._at_work: set[Maker] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
-        self._waiting: dict[OpenFetch, asyncio.Event] = {}  # for room
-        self._steps: dict[OpenFetch, set[asyncio.Future[Any]]] = {}  # what is expected of its producers
+        self._moved_s = 0.0  # when the consumer took minibatches or a producer came, most recently
 
     def resized(self) -> None:
         """Starts or ends producers, as the size of the crew says. Any thread may call this."""
@@ -123,13 +122,9 @@ class Production:
         """Wakes all coroutines that wait for a change. Of those that wait for room, it wakes those that have it now."""
         self._changed.set()
         self._changed.clear()
-        if self._waiting:
-            for fetch in self._window.with_room():
-                self._wake(fetch)
-
-    def _wake(self, fetch: OpenFetch | None) -> None:
-        if fetch in self._waiting:
-            self._waiting[fetch].set()
+        for fetch in self._window.with_room():
+            for job in fetch.jobs.values():
+                job.woken.set()
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
@@ -153,6 +148,7 @@ class Production:
                 items, n_bytes = fetch.groups.popleft()
                 await put(items, 1)  # waits until the consumer has the group before
                 fetch.taken_bytes += n_bytes
+                self._moved_s = self._now_s()
                 self._change()
             elif fetch is not None and fetch.error is not None:
                 raise fetch.error
@@ -165,23 +161,31 @@ class Production:
     async def _progress_of(self, fetch: OpenFetch | None) -> None:
         """Waits for a change. Finds a producer for the fetch that comes next if it needs one.
 
-        Raises ProducerError if those that it has make no progress.
+        Raises ProducerError if those that it has make no progress, or if it has none and none at work makes progress.
         """
-        self._wake(self._window.to_leave(self._now_s()))
-        if fetch is None or not fetch.makers or fetch.waits:
-            await self._changed.wait()
-            return
-        since_s, overdue_s = fetch.since_s, self._window.overdue_s(fetch)
-        stalled_s = since_s + self._stall_s
+        now_s = self._now_s()
+        leaving = self._window.to_leave(now_s)
+        if leaving is not None:
+            leaving.woken.set()
+        deadlines = [self._stalled_s(fetch)] if self._at_work else []  # `join` has a deadline of its own
+        if fetch is not None and fetch.jobs and self._window.overdue_s(fetch) > now_s:
+            deadlines.append(self._window.overdue_s(fetch))
         try:
-            async with asyncio.timeout_at(overdue_s if self._now_s() < overdue_s else stalled_s):
+            async with asyncio.timeout_at(min(deadlines, default=None)):
                 await self._changed.wait()
         except TimeoutError:
-            if fetch.since_s == since_s and self._now_s() >= stalled_s:
+            if self._at_work and self._now_s() >= self._stalled_s(fetch):
+                made = f"fetch {fetch.number}" if fetch is not None and fetch.jobs else "later fetches"
+                n_makers = len(fetch.jobs) if fetch is not None and fetch.jobs else len(self._at_work)
                 raise ProducerError(
-                    f"{len(fetch.makers)} of {len(self._at_work)} producers make fetch {fetch.number}, and have made "
-                    f"no progress for {self._stall_s:g} s: look at their machines, or give a larger start_s"
+                    f"{n_makers} of {len(self._at_work)} producers make {made}, and have made no progress for "
+                    f"{self._stall_s:g} s: look at their machines, or give a larger start_s"
                 ) from None
+
+    def _stalled_s(self, fetch: OpenFetch | None) -> float:
+        """When producers have made no progress for too long, with this fetch or, if nobody makes it, with any."""
+        makes = [fetch] if fetch is not None and fetch.jobs else self._window.open
+        return max([self._moved_s, *(each.since_s for each in makes)]) + self._stall_s
 
     async def _find_homes(self) -> None:
         """Asks one producer of each machine how much of the coming fetches its mirrors hold."""
@@ -221,14 +225,14 @@ class Production:
         while True:
             maker = await self._crew.join(lambda: bool(self._at_work))
             self._at_work.add(maker)
+            self._moved_s = self._now_s()
             self._change()
-            watching = asyncio.ensure_future(self._drop_when_dead(maker))
             try:
-                async with asyncio.TaskGroup() as lanes:
-                    for _ in range(LANES):
-                        lanes.create_task(self._lane(maker))
+                async with asyncio.TaskGroup() as group:
+                    watching = group.create_task(self._drop_when_dead(maker))
+                    await asyncio.wait([group.create_task(self._lane(maker)) for _ in range(LANES)])
+                    watching.cancel()
             finally:
-                watching.cancel()
                 self._at_work.discard(maker)
                 self._crew.leave(maker)
 
@@ -236,36 +240,37 @@ class Production:
         """Lets a dead producer's fetches be made by others, also while nothing is expected from it."""
         await maker.ended()
         self._crew.drop(maker)
-        for fetch in self._waiting:
-            self._wake(fetch)
+        for fetch in self._window.open:
+            if maker in fetch.jobs:
+                fetch.jobs[maker].woken.set()
         self._change()
 
     async def _lane(self, maker: Maker) -> None:
         """Lets a producer make one fetch after another, until it is lost."""
         while (fetch := await self._next(maker)) is not None:
+            job = fetch.jobs[maker]
             try:
-                await self._make(maker, fetch)
-            except (LostError, _OvertakenError) as error:
+                await self._make(job, fetch)
+            except LostError as error:
                 self._crew.drop(maker)
                 fetch.losses += 1
                 if fetch.losses > _MOST_LOSSES:
-                    fetch.error = _given_up(fetch, error)
+                    fetch.fail(_given_up(fetch, error))
+            except _OvertakenError:
+                if fetch.error is None and not job.rival:  # it was too slow
+                    self._crew.drop(maker)
             except FailedError as error:
-                fetch.error = error.__cause__
+                fetch.fail(error.__cause__)
             except _GivenWayError:
                 pass
             finally:
-                self._ended(maker, fetch)
+                self._ended(job, fetch)
 
-    def _ended(self, maker: Maker, fetch: OpenFetch) -> None:
-        """A producer does not make a fetch any more. If it is complete, nobody does."""
-        fetch.makers.discard(maker)
-        fetch.waits = False
-        if fetch.complete:
-            self._waiting.pop(fetch, None)
-            steps = self._steps.pop(fetch, set())
-            for step in steps if fetch.error is None else ():
-                step.cancel()
+    def _ended(self, job: Job, fetch: OpenFetch) -> None:
+        """A producer does not make a fetch any more."""
+        del fetch.jobs[job.maker]
+        for other in fetch.jobs.values():
+            other.rival = other.rival and fetch.complete
         self._change()
 
     async def _next(self, maker: Maker) -> OpenFetch | None:
@@ -280,16 +285,16 @@ class Production:
                     await self._changed.wait()
         return None
 
-    async def _make(self, maker: Maker, fetch: OpenFetch) -> None:
-        """Lets a producer make what is left of a fetch."""
+    async def _make(self, job: Job, fetch: OpenFetch) -> None:
+        """Lets a producer make what is left of a fetch. Raises _OvertakenError if another one completes it."""
         at, before = fetch.n_made, Counters()
-        making = maker.make(self._plan, fetch.rest(), max(1, self._window.ahead_bytes // self._crew.size))
+        making = job.maker.make(self._plan, fetch.rest(), max(1, self._window.ahead_bytes // self._crew.size))
         try:
             while True:
-                await self._room(maker, fetch)
-                if fetch.complete and at < fetch.size and fetch.error is None:
+                await self._room(job, fetch)
+                if fetch.error is not None or (fetch.complete and at < fetch.size):
                     raise _OvertakenError
-                group = await self._step(fetch, making)
+                group = await self._step(job, making)
                 if group is None:
                     break
                 items, counted = group
@@ -303,38 +308,33 @@ class Production:
         finally:
             making.cancel()
 
-    async def _room(self, maker: Maker, fetch: OpenFetch) -> None:
+    async def _room(self, job: Job, fetch: OpenFetch) -> None:
         """Waits until the next minibatches of a fetch have room here.
 
         Raises LostError if the producer dies meanwhile, and _GivenWayError if it should make another fetch instead.
         """
         window = self._window
         while not fetch.complete and not any(each is fetch for each in window.with_room()):
-            if maker.lost:
+            if job.maker.lost:
                 raise LostError("the producer died while its minibatches waited")
-            fetch.waits = True
-            if window.to_leave(self._now_s()) is fetch:
-                fetch.waits = False
+            job.waits = True
+            if window.to_leave(self._now_s()) is job:
                 raise _GivenWayError
-            room = self._waiting.setdefault(fetch, asyncio.Event())
-            await room.wait()
-            room.clear()
-        if fetch.waits:
-            fetch.waits, fetch.since_s = False, self._now_s()
+            job.woken.clear()
+            await job.woken.wait()
+        if job.waits:
+            job.waits, fetch.since_s = False, self._now_s()
             self._change()
 
-    async def _step(self, fetch: OpenFetch, making: Making) -> tuple[Sequence[Any], Counters] | None:
+    async def _step(self, job: Job, making: Making) -> tuple[Sequence[Any], Counters] | None:
         """The next group of a fetch. Raises _OvertakenError if another producer completes the fetch meanwhile."""
-        step = asyncio.ensure_future(making.next())
-        steps = self._steps.setdefault(fetch, set())
-        steps.add(step)
+        step = job.step = asyncio.ensure_future(making.next())
         try:
             await asyncio.wait({step})
             if step.cancelled():
                 raise _OvertakenError
             return step.result()
         finally:
-            steps.discard(step)
             step.cancel()
 
     def _count(self, counted: Counters, before: Counters) -> None:

@@ -6,7 +6,9 @@ which the consumer takes them, as far as they fit into `ahead_bytes`. The others
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +37,26 @@ class MeanBytes:
         return int(self.n_bytes / self.minibatches * minibatches)
 
 
+@dataclass(eq=False)
+class Job:
+    """A producer's work on a fetch."""
+
+    maker: Any
+    rival: bool = False  # of a producer that began earlier and made no progress
+    waits: bool = False  # for room, so that it can make no progress
+    woken: asyncio.Event = field(default_factory=asyncio.Event)  # to look whether there is room
+    step: asyncio.Future[Any] | None = None  # the group that is expected of the producer
+
+    def stop(self) -> None:
+        """Ends it, because nothing is left to make. It has no effect between two steps."""
+        self.woken.set()
+        if self.step is not None:
+            self.step.cancel()
+
+
 @dataclass(eq=False, kw_only=True)
 class OpenFetch:
-    """A fetch on its way. `groups` are here and wait for the consumer. `makers` are the producers at work on it."""
+    """A fetch on its way. `groups` are here and wait for the consumer. `jobs` are those of the producers at work."""
 
     number: int
     begin: int
@@ -47,8 +66,7 @@ class OpenFetch:
     n_made: int = 0
     made_bytes: int = 0
     taken_bytes: int = 0
-    makers: set[Any] = field(default_factory=set)
-    waits: bool = False  # for room, so that it can make no progress
+    jobs: dict[Any, Job] = field(default_factory=dict)  # by producer, in the order in which they began
     since_s: float = 0.0  # of the last progress
     losses: int = 0  # of producers, since the last progress
     error: BaseException | None = None  # instead of the minibatches that have not been made
@@ -57,6 +75,11 @@ class OpenFetch:
     def complete(self) -> bool:
         """Whether no producer has to make anything of it."""
         return self.n_made == self.size or self.error is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for room, so that it can make no progress."""
+        return any(job.waits for job in self.jobs.values())
 
     @property
     def ready_bytes(self) -> int:
@@ -73,6 +96,12 @@ class OpenFetch:
         """What has not been made."""
         return Remaining(self.number, self.begin + self.n_made, self.size - self.n_made)
 
+    def fail(self, error: BaseException | None) -> None:
+        """Sets the error that comes after the minibatches that were made, unless these are all."""
+        if not self.complete:
+            self.error = error
+            self._stop()
+
     def add(self, first: int, items: Sequence[Any], now_s: float) -> None:
         """Adds minibatches from number `first` on, without those that another producer has made meanwhile."""
         new = items[self.n_made - first :]
@@ -85,6 +114,12 @@ class OpenFetch:
         self.since_s, self.losses = now_s, 0
         if getattr(new[-1], "error", None) is not None:  # of the user's own function: nothing comes after it
             self.size = self.n_made
+        if self.complete:
+            self._stop()
+
+    def _stop(self) -> None:
+        for job in self.jobs.values():
+            job.stop()
 
 
 class Window:
@@ -134,7 +169,7 @@ class Window:
         unfinished = (fetch for fetch in self.open if not fetch.complete)
         fetch = next((fetch for fetch in unfinished if self._needs(maker, fetch, now_s)), None) or self._new(machine)
         if fetch is not None:
-            fetch.makers.add(maker)
+            fetch.jobs[maker] = Job(maker, rival=bool(fetch.jobs))
             fetch.since_s = now_s
         return fetch
 
@@ -157,38 +192,37 @@ class Window:
             if full or earlier_bytes >= self.ahead_bytes:
                 return
 
-    def to_leave(self, now_s: float) -> OpenFetch | None:
-        """The fetch whose producer should make the one that comes next instead, which needs it.
+    def to_leave(self, now_s: float) -> Job | None:
+        """The job whose producer should make the fetch that comes next instead, which needs it.
 
-        It is the last one that waits for room.
+        It is one of the last fetch that waits for room.
         """
         head = self.head
         if head is None or head.complete or head.waits:
             return None
-        overdue = now_s >= self.overdue_s(head) and len(head.makers) == 1
-        if head.makers and not overdue:
+        overdue = now_s >= self.overdue_s(head) and len(head.jobs) == 1
+        if head.jobs and not overdue:
             return None
-        waiting = (fetch for fetch in reversed(self.open) if fetch.waits and fetch.makers - head.makers)
-        return next(waiting, None)
+        jobs = (job for fetch in reversed(self.open) for job in fetch.jobs.values())
+        return next((job for job in jobs if job.waits and job.maker not in head.jobs), None)
 
     def _needs(self, maker: Any, fetch: OpenFetch, now_s: float) -> bool:
-        return not fetch.makers or (now_s >= self.overdue_s(fetch) and self._is_rival(maker, fetch))
+        return not fetch.jobs or (now_s >= self.overdue_s(fetch) and self._is_rival(maker, fetch))
 
     def overdue_s(self, fetch: OpenFetch) -> float:
         """When another producer may make a fetch, too, if it makes no progress."""
         return fetch.since_s + self.overtake_s
 
     def _is_rival(self, maker: Any, fetch: OpenFetch) -> bool:
-        return not fetch.complete and not fetch.waits and len(fetch.makers) == 1 and maker not in fetch.makers
+        return not fetch.complete and not fetch.waits and len(fetch.jobs) == 1 and maker not in fetch.jobs
 
     def next_change_s(self, maker: Any) -> float | None:
         """When `maker` may overtake a fetch, if none makes progress; None if there is none to overtake."""
         return min((self.overdue_s(fetch) for fetch in self.open if self._is_rival(maker, fetch)), default=None)
 
     def _new(self, machine: str) -> OpenFetch | None:
-        if not self._later or any(fetch.error is not None for fetch in self.open):
-            return None
-        coming = self.coming(LOOK_AHEAD) if self.homes else self.coming(1)
+        failed = min((fetch.number for fetch in self.open if fetch.error is not None), default=math.inf)
+        coming = [each for each in self.coming(LOOK_AHEAD if self.homes else 1) if each.number < failed]
         preference = {machine: 0, "": 1}
         for remaining in sorted(coming, key=lambda each: preference.get(self.homes.get(each.number, ""), 2)):
             expected = self._mean.of(remaining.size)
