@@ -328,7 +328,8 @@ class Production:
 
     async def _step(self, job: Job, making: Making) -> tuple[Sequence[Any], Counters] | None:
         """The next group of a fetch. Raises _OvertakenError if another producer completes the fetch meanwhile."""
-        step = job.step = asyncio.ensure_future(making.next())
+        step: asyncio.Future[tuple[Sequence[Any], Counters] | None] = asyncio.ensure_future(making.next())
+        job.step = step
         try:
             await asyncio.wait({step})
             if step.cancelled():
