@@ -243,10 +243,10 @@ def test_a_run_learns_more_than_the_means(work):
 @pytest.mark.slow
 def test_killed_runs_end_as_one_that_was_not(work, tmp_path):
     """Killed with all their processes, at random moments after another checkpoint. On a slow machine some may end."""
-    flags = ["--work", work, "--epochs", "40", "--checkpoint-steps", "7"]
+    flags = ["--work", work, "--epochs", "24", "--checkpoint-steps", "7"]
     whole = result(script(*flags))
     rng, checkpoint = random.Random(0), tmp_path / "run.pt"
-    for _ in range(4):
+    for _ in range(2):
         process = script(*flags, "--checkpoint", checkpoint, start_new_session=True, stderr=subprocess.DEVNULL)
         before = written(checkpoint)
         while process.poll() is None and written(checkpoint) == before:
