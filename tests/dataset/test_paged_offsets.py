@@ -99,6 +99,28 @@ def test_without_a_cache_only_some_pages_stay_in_memory(monkeypatch, caplog):
     assert caplog.text.count("X/indptr of store is too large to stay in memory") == 1
 
 
+def test_pages_of_a_mirror_that_cannot_be_written_are_used_and_others_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(paged_offsets, "_PAGE", 100)
+    check(paged(Stored(1000), tmp_path, 100), np.arange(300))
+    stored = Stored(1000)
+    offsets = paged(stored, tmp_path, 100)
+    offsets._mirror.writable = False
+    for _ in range(2):
+        check(offsets, np.arange(50, 600, 7))
+    assert stored.n_read == 200  # the mirror has pages 0 to 3
+    offsets.load_all()
+    np.testing.assert_array_equal(offsets.whole(), ROW_VALUES * np.arange(1001))
+
+
+def test_pages_that_several_processes_filled_are_recorded_as_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(paged_offsets, "_PAGE", 100)
+    mine = paged(Stored(1000), tmp_path, 100)
+    check(mine, np.arange(500))
+    check(paged(Stored(1000), tmp_path, 100), np.arange(501, 1000))
+    check(mine, np.arange(1000))
+    assert not paged(Stored(1000), tmp_path, 100)._mirror._unrecorded
+
+
 class Wrong(Stored):
     """Stored offsets of which one entry, or all from it on, is too small or too large."""
 
@@ -135,10 +157,11 @@ def test_a_damaged_page_of_the_mirror_is_read_again(tmp_path, monkeypatch):
     assert 0 < again.n_read <= 100
 
 
-def test_a_cache_without_room_leaves_the_offsets_in_memory(tmp_path):
+def test_a_cache_without_room_leaves_the_offsets_in_memory(tmp_path, caplog):
     pages = pages_of("X/indptr", BILLION + 1, 1 << 16)
     directory = MirrorDirectory(Cache(directory=tmp_path, max_bytes=10_000_000), "f" * 32, "store")
     assert open_array(directory, pages) is None
+    assert "there is no room for X/indptr" in caplog.text
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*")) < 2_000_000
 
 
@@ -172,7 +195,7 @@ FORMS: dict[str, dict[str, Any]] = {"v2": {}, "v3": {}, "v3 shards": {"shards": 
 
 
 def by_anndata(adata: ad.AnnData, path: Path, form: str, indptr: np.ndarray) -> Path:
-    """A store that anndata wrote, with an indptr in chunks of 10 entries. Chunks of zeros are left out, as zarr does."""
+    """A store written by anndata, with an indptr in chunks of 10 entries. zarr leaves out chunks of zeros."""
     root = zarr.open_group(path, mode="w", zarr_format=int(form[1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of anndata and zarr, about their formats
