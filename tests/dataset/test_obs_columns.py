@@ -386,5 +386,5 @@ def test_a_damaged_categorical_is_an_error_that_names_it(store, tmp_path, damage
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of zarr, about its format
         zarr.consolidate_metadata(path)
-    with pytest.raises(FormatError, match="cell_type.*the store is damaged"):
+    with pytest.raises(FormatError, match=r"cell_type.*the store is damaged"):
         zl.open_dataset(path).obs(["cell_type"])
