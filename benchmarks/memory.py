@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from joined import N_GENES, N_SHARED, VALUES_PER_ROW, counts
-from readers import tokenizer
+from peers.zloader import tokenizer
 from rivals import table
 
 import zloader as zl

@@ -63,15 +63,21 @@ def one_thread() -> Iterator[None]:
 def work(pretrain: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as --work that has the atlas of SIZES already."""
     folder = tmp_path_factory.mktemp("work")
-    atlas = pretrain.programmes.Atlas(rows=160, genes=40, programmes=2, types=3)
-    pretrain.main.convert_atlas(folder / "root" / "bucket" / pretrain.main.store_name(atlas), atlas)
+    pretrain.main.convert_atlas(atlas_in(pretrain, folder), atlas_of(pretrain))
     return folder
+
+
+def atlas_of(pretrain: SimpleNamespace) -> Any:
+    return pretrain.programmes.Atlas(rows=160, genes=40, programmes=2, types=3)
+
+
+def atlas_in(pretrain: SimpleNamespace, work: Path) -> Path:
+    return work / "root" / "bucket" / pretrain.main.store_name(atlas_of(pretrain))
 
 
 @pytest.fixture(scope="module")
 def source(pretrain: SimpleNamespace, work: Path) -> Any:
-    (store,) = (work / "root" / "bucket").iterdir()
-    return pretrain.settings.Source(url=str(store))
+    return pretrain.settings.Source(url=str(atlas_in(pretrain, work)))
 
 
 def settings_of(pretrain: SimpleNamespace, **options: Any) -> Any:

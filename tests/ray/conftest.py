@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,14 @@ os.environ |= {
 
 MACHINE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 TESTS = [Path(__file__).parent, Path(__file__).parents[1]]  # whose modules Ray's processes may import
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Ray Train leaves a handler of SIGINT behind, which would end the process of the tests."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture(scope="session")

@@ -149,6 +149,7 @@ def _finish_time_axis(axes: Any, shown: Sequence[BenchEpoch]) -> None:
     spans = [(epoch, *_span(epoch)) for epoch in shown]
     first, last = spans[0][1], spans[-1][2]
     axes.set_xlim(first, last)
+    axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("time since the first epoch began (seconds)")
     for epoch, start, stop in spans:
         if stop - start >= _LABELLED * (last - first):
@@ -187,6 +188,7 @@ def waiting_chart(run: BenchRun) -> Chart:
         axes.set_yticks(range(len(bars)), [f"{kind} epoch" for kind in bars])
         axes.set_ylim(len(bars) - 0.4, -0.6)
         axes.set_xlim(0)
+        axes.locator_params(axis="x", nbins=5)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("time of an epoch (seconds)")
         name_colours(figure, dict(zip((name for name, _ in next(iter(bars.values()))), colours, strict=True)))

@@ -57,7 +57,7 @@ def split_rows(
         parts = _parts_of_groups(counts, sizes, key_of(seed))
         found = np.empty(n_rows, parts.dtype)
         for start in range(0, n_rows, _WINDOW):  # NumPy makes an index of 8 bytes per row
-            window = slice(start, start + _WINDOW)
+            window = slice(start, min(start + _WINDOW, n_rows))
             found[window] = parts[groups[window]]  # the code -1 of rows without a label selects the last group
         return found
     if strata:
