@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ import zarr
 from helpers import counts
 
 import zloader as zl
+from zloader.caching import cached_metadata
 from zloader.common.errors import FormatError, OptionError
 from zloader.dataset import obs_columns
 from zloader.dataset.store import OpenedStore
@@ -361,3 +363,28 @@ def test_large_numbers_and_missing_values_are_refused(tmp_path: Path) -> None:
         dataset.obs_column("c")
     dataset = stores(tmp_path / "exact", pd.array([2**53, None], dtype="Int64"))
     assert dataset.obs_column("c").values.tolist()[0] == 2**53
+
+
+def test_labels_too_large_to_be_cached_as_objects_are_available_offline(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(cached_metadata, "_MAX_BYTES", 20)
+    wanted = zl.open_dataset(store).obs_column("cell_type")
+    zl.open_dataset(store, cache=tmp_path / "cache").obs_column("cell_type")
+    found = zl.open_dataset(store, cache=tmp_path / "cache", offline=True).obs_column("cell_type")
+    np.testing.assert_array_equal(found.values, wanted.values)
+    assert found.categories.equals(wanted.categories)
+
+
+@pytest.mark.parametrize("damage", ["ordered", "codes"])
+def test_a_damaged_categorical_is_an_error_that_names_it(store, tmp_path, damage):
+    path = shutil.copytree(store, tmp_path / "a.zarr")
+    column = zarr.open_group(path, mode="r+", use_consolidated=False)["obs/cell_type"]
+    if damage == "ordered":
+        del column.attrs["ordered"]
+    else:
+        del column["codes"]
+        column.create_group("codes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of zarr, about its format
+        zarr.consolidate_metadata(path)
+    with pytest.raises(FormatError, match=r"cell_type.*the store is damaged"):
+        zl.open_dataset(path).obs(["cell_type"])

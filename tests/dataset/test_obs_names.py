@@ -264,3 +264,15 @@ def test_damaged_names_are_refused(tmp_path: Path, write: Callable[..., None], d
         _ = dataset.obs_names
     with pytest.raises(ZloaderError, match=r"obs/_index"):
         list(zl.Loader(dataset, layout="anndata", **SIZES))
+
+
+@pytest.mark.parametrize("warmed", [False, True])
+def test_the_frame_of_a_categorical_index_is_available_offline(tmp_path, warmed):
+    path = store_with(tmp_path / "a.zarr", categorical)
+    online = zl.open_dataset(path, cache=tmp_path / "cache")
+    if warmed:
+        zl.warm(online)
+    else:
+        online.obs()
+    frame = zl.open_dataset(path, cache=tmp_path / "cache", offline=True).obs()
+    assert frame.index.tolist() == NAMES

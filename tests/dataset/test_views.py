@@ -112,6 +112,11 @@ def test_sets_of_rows_are_made_window_by_window(made, start, stop, step):
     assert RowSet.of(mask).digest("print") == found.digest("print")
 
 
+def test_a_range_of_a_step_beyond_64_bits_is_its_first_row():
+    for start in (0, 3):
+        assert np.flatnonzero(RowSet.of_range(9, range(start, 9, 10**30)).mask()).tolist() == [start]
+
+
 @given(made=MASKS, place=st.integers(0, 1999))
 def test_sets_of_other_rows_have_other_digests(made, place):
     mask = mask_like(made)

@@ -13,12 +13,14 @@ from zloader.selecting.columns import ObsColumn
 
 
 def load_obs(directory: MirrorDirectory, name: str, n_rows: int) -> ObsColumn | None:
-    """A column of `n_rows` rows saved by `save_obs`, or None if it is not cached or damaged."""
+    """A column of `n_rows` rows saved by `save_obs` or `save_labels`, or None if it is not cached or damaged."""
     document = load_object(directory, f"/obs/{name}")
-    values = None if document is None else load_column(directory, f"/obs/{name}", shape=(n_rows,))
-    if document is None or values is None:
+    if document is None:
         return None
     description: dict[str, Any] = json.loads(document)
+    values = load_column(directory, description.get("values", f"/obs/{name}"), shape=(n_rows,))
+    if values is None:
+        return None
     labels = description["labels"]
     categories = None if labels is None else pd.Index(labels, dtype=description["dtype"])
     return ObsColumn(values=values, categories=categories, from_strings=description["from_strings"])
@@ -29,14 +31,28 @@ def save_obs(directory: MirrorDirectory, name: str, column: ObsColumn) -> ObsCol
 
     Labels other than str, int and bool are not cached.
     """
-    labels = None if column.categories is None else column.categories.tolist()
-    if labels is not None and not all(type(label) in (str, int, bool) for label in labels):
+    description = _description(column)
+    if description is None:
         return column
-    dtype = None if column.categories is None else str(column.categories.dtype)
-    description = {"labels": labels, "dtype": dtype, "from_strings": column.from_strings}
     shape, kind = column.values.shape, column.values.dtype
     values = save_column(directory, f"/obs/{name}", [column.values], shape=shape, dtype=kind)
     if values is None:
         return column
     save_object(directory, f"/obs/{name}", json.dumps(description).encode())
     return ObsColumn(values=values, categories=column.categories, from_strings=column.from_strings)
+
+
+def save_labels(directory: MirrorDirectory, name: str, column: ObsColumn, *, values: str) -> None:
+    """Saves the labels of a column whose codes are cached as the column `values`. Does nothing without labels."""
+    description = None if column.categories is None else _description(column)
+    if description is not None:
+        save_object(directory, f"/obs/{name}", json.dumps(description | {"values": values}).encode())
+
+
+def _description(column: ObsColumn) -> dict[str, Any] | None:
+    """All of a column but its values, or None if its labels cannot be cached."""
+    labels = None if column.categories is None else column.categories.tolist()
+    if labels is not None and not all(type(label) in (str, int, bool) for label in labels):
+        return None
+    dtype = None if column.categories is None else str(column.categories.dtype)
+    return {"labels": labels, "dtype": dtype, "from_strings": column.from_strings}

@@ -101,8 +101,8 @@ class ChunkFile(ABC):
     def _map(self) -> NDArray[np.uint8]:
         return np.frombuffer(map_file(self._file, self._n_bytes, mmap.ACCESS_READ, mmap.MADV_RANDOM), np.uint8)
 
-    def _map_more(self, n_bytes: int) -> None:
-        """Counts bytes that are read through the map. Maps a large file anew when they have become many.
+    def count_mapped(self, n_bytes: int) -> None:
+        """Counts bytes to be read through the map, `content`. Maps a large file anew when they have become many.
 
         Pages that have been read stay mapped, and each 2 MiB of the file that they lie in take 4 KiB for page tables,
         which are only given back with the map: 12 GB for a file of 6 TB. Arrays made before keep the old map.
@@ -151,7 +151,7 @@ class ChunkFile(ABC):
         missing = ~self._present(chunks)
         unverified = np.flatnonzero(~missing & ~self._verified.contains(chunks))
         starts, stops = self.bounds(chunks[unverified])
-        self._map_more(int((stops - starts).sum()))
+        self.count_mapped(int((stops - starts).sum()))
         for position, start, stop in zip(unverified.tolist(), starts.tolist(), stops.tolist(), strict=True):
             chunk = int(chunks[position])
             if self._words[chunk] == PRESENT | checksum(self.content[start:stop]):

@@ -59,6 +59,7 @@ class MirrorArray(ChunkFile):
 
     def copy(self, firsts: Rows, slots: Sequence[NDArray[Any]]) -> None:
         """Fills each slot with the elements from its `first` on, which have to be in present chunks."""
+        self.count_mapped(sum(slot.nbytes for slot in slots))
         elements = self.elements
         for first, slot in zip(firsts.tolist(), slots, strict=True):
             slot[:] = elements[first : first + len(slot)]
@@ -79,7 +80,7 @@ class MirrorArray(ChunkFile):
         runs = 1 + int(np.count_nonzero(starts[1:] != stops[:-1]))
         n_bytes = int(lengths.sum()) * itemsize
         if n_bytes >= runs * _SHORT_BYTES:
-            self._map_more(n_bytes)
+            self.count_mapped(n_bytes)
             return self.elements, starts
         read = page_cache.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
         return read, np.cumsum(lengths) - lengths
@@ -176,7 +177,10 @@ def open_array(directory: MirrorDirectory, layout: ArrayLayout) -> MirrorArray |
     """
     try:
         array = MirrorArray(directory, layout)
-        return array if array.allocate() else None
+        if array.allocate():
+            return array
+        log.warning("there is no room for %s in %s: it is read again when needed", layout.path, directory.path)
+        return None
     except OSError as error:
         log.warning("cannot keep %s in %s (%s): it is read again when needed", layout.path, directory.path, error)
         return None

@@ -83,6 +83,12 @@ class ObsNames:
             page_cache.release(of_segment.text)
         return names
 
+    def whole(self) -> Any:
+        """The names of all rows, as the index of a frame. Those of a categorical index are strings."""
+        if self._array[1] == "categorical":  # its codes are only cached as names
+            return self.of(np.arange(self._store.n_obs))
+        return self._store.names("obs").array
+
     def load_all(self) -> None:
         """Reads the names of all rows, which writes them to the cache."""
         for number in range(-(-self._store.n_obs // self._segment_rows)):

@@ -28,7 +28,10 @@ def read_column(store: OpenedStore, name: str) -> Any:
     node = store.node(_path(name))
     if _is_categorical(node):
         codes, categories = _codes(store, name)
-        return pd.Categorical.from_codes(codes, categories, ordered=bool(node.attrs["ordered"]))
+        ordered = node.attrs.get("ordered")
+        if ordered is None:
+            raise store.damaged(_path(name), "its metadata do not say whether its categories are ordered")
+        return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
     column = store.element(_path(name))
     _require_shape(store, name, getattr(column, "shape", None))
     return column
@@ -63,7 +66,7 @@ def _codes(store: OpenedStore, name: str) -> tuple[NDArray[np.integer], pd.Index
     except (ValueError, TypeError) as error:
         raise store.damaged(f"{path}/categories", str(error)) from error
     stored = store.node(f"{path}/codes")
-    _require_shape(store, name, stored.shape)
+    _require_shape(store, name, getattr(stored, "shape", None))
     if stored.dtype.kind not in "iu":
         raise store.damaged(f"{path}/codes", f"it holds {stored.dtype}")
 

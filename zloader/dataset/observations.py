@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.caching.cached_columns import load_obs, save_obs
+from zloader.caching.cached_columns import load_obs, save_labels, save_obs
 from zloader.caching.cached_files import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.checks import names_of
@@ -87,7 +87,7 @@ class Observations:
             f"the obs frame of {self.n_rows} rows with their names",
             "read single columns with obs_column(name), which needs no names",
         )
-        index = pd.Index(concatenated("index", [store.names("obs").array for store in self._stores]))
+        index = pd.Index(concatenated("index", concurrently(ObsNames.whole, self._names)))
         return pd.DataFrame({name: concatenated(name, self._read_column(name)) for name in names}, index=index)
 
     def frame_of(self, rows: Rows) -> pd.DataFrame:
@@ -106,7 +106,9 @@ class Observations:
             column = None if self._directory is None else load_obs(self._directory, name, self.n_rows)
             if column is None:
                 column = joined(name, concurrently(lambda store: read_numbers(store, name), self._stores))
-                if self._directory is not None and not page_cache.is_mapped(column.values):
+                if self._directory is not None and page_cache.is_mapped(column.values):
+                    save_labels(self._directory, name, column, values=f"obs/{name}/codes")
+                elif self._directory is not None:
                     column = save_obs(self._directory, name, column)
             self._columns[name] = column
         return self._columns[name]

@@ -21,7 +21,7 @@ import zarr.errors
 from numpy.typing import NDArray
 
 from zloader.access.file_source import FileSource
-from zloader.access.implied_objects import UNDECODABLE, undecodable_key
+from zloader.access.implied_objects import UNDECODABLE, stored_keys, undecodable_key
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject, fingerprint, mirror_fingerprint
@@ -319,7 +319,7 @@ class OpenedStore:
             n_entries, n_values = int(node.shape[0]), min(array.n_elements for array in matrix.arrays)
             if n_entries != matrix.n_rows + 1:
                 raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
-            if n_entries <= _MOST_WHOLE:
+            if n_entries <= _MOST_WHOLE or not self._has_every_object(path):
                 self._offsets[path] = self.column(path, IndptrCheck(where, n_values), "int64")
             else:
                 pages = pages_of(path, n_entries, int(node.chunks[0]))
@@ -327,6 +327,15 @@ class OpenedStore:
                 read = partial(self.window, path)
                 self._offsets[path] = PagedOffsets(pages, read, n_values=n_values, where=where, mirror=mirror)
         return self._offsets[path]
+
+    def _has_every_object(self, path: str) -> bool:
+        """Whether all objects of an array are listed, so that none of them is read as fill values.
+
+        A shard may leave out chunks all the same. They are read as 0, or else this is False.
+        """
+        node = self.node(path)
+        with self._reading(path, node):
+            return not (node.shards and node.fill_value) and all(key in self._sizes for key in stored_keys(node))
 
     def mirror(self, matrix: MatrixLayout) -> Mirror | None:
         """The mirror of a matrix, opened once per process. None without a usable cache."""

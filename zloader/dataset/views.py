@@ -91,9 +91,11 @@ class RowSet(SharesArrays):
         """The rows of an ascending range."""
 
         def of_window(window: slice) -> Mask:
-            numbers = np.arange(window.start, window.stop)
-            within = (numbers >= rows.start) & (numbers < rows.stop)
-            return np.asarray(within & ((numbers - rows.start) % rows.step == 0))
+            mask = np.zeros(window.stop - window.start, bool)
+            passed = max(0, -(-(window.start - rows.start) // rows.step))  # rows before the window
+            first = rows.start + passed * rows.step
+            mask[first - window.start : max(0, rows.stop - window.start) : rows.step] = True
+            return mask
 
         return cls.of_windows(n_all, of_window)
 

@@ -131,6 +131,7 @@ class ArrayReader:
             slot[:] = self._layout.fill_value
         chunks, starts, stops = (each[~absent] for each in (chunks, starts, stops))
         jobs = slots.jobs(chunks, 0, starts, stops - starts)
+        self._mirror.count_mapped(int((stops - starts).sum()))
         errors = self._decoder.decode_all([self._mirror.content], jobs, slots.elements)
         return np.asarray(chunks[[position for position, _ in errors]])
 

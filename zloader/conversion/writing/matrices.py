@@ -33,7 +33,7 @@ from zloader.conversion.writing.encode import (
 from zloader.conversion.writing.object_writer import ObjectWriter
 from zloader.conversion.writing.shards import ShardWriter, Threads, read_shard, stored_layout
 
-_INDPTR_CHUNK = 1 << 16  # entries per chunk; indptr is read whole, and several threads decode its chunks
+_INDPTR_CHUNK = 1 << 16  # entries per chunk: a page of the offsets of a large matrix
 _INDPTR_WINDOW = 1 << 20  # entries written at once
 _SIDE_CHUNK_BYTES = 1 << 16  # least bytes per chunk of obsm and obsp, whose rows are short
 
