@@ -71,7 +71,7 @@ _LONG_FILES = {"test_pretrain.py", "test_stream.py", "test_docs.py", "test_noteb
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks cases of tables as slow, as `every` says. The newest versions run every n-th case only.
 
-    Files that take minutes come first. With --dist loadfile and --no-loadscope-reorder, none of them is left for the end.
+    Files that take minutes come first. With --dist loadfile and --no-loadscope-reorder, none is left for the end.
     """
     items.sort(key=lambda item: item.path.name not in _LONG_FILES)
     seen: Counter[str] = Counter()
