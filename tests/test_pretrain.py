@@ -231,6 +231,7 @@ def test_a_run_from_s3_writes_its_page(pretrain, work, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_learns_more_than_the_means(work):
     """Two thirds of the rows of the default atlas, half of its genes and programmes, and half of the epochs."""
     sizes = ["--rows", "8000", "--genes", "100", "--tokens", "48", "--held-out", "300"]
@@ -241,6 +242,7 @@ def test_a_run_learns_more_than_the_means(work):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_runs_end_as_one_that_was_not(work, tmp_path):
     """Killed with all their processes, at random moments after another checkpoint. On a slow machine some may end."""
     flags = ["--work", work, "--epochs", "24", "--checkpoint-steps", "7"]
@@ -267,6 +269,7 @@ def written(path: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_share_the_rows_and_resume(work, tmp_path):
     flags = ["--work", work, "--epochs", "2", "--ranks", "2"]
     whole = result(script(*flags))
@@ -292,6 +295,7 @@ def test_torchrun_starts_ranks(source, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_producers_on_ray_change_nothing(work):
     pytest.importorskip("ray", reason="Ray is not installed: pip install zloader[ray]")
     plain, streamed = (result(script("--work", work, "--epochs", "2", *flags)) for flags in ([], ["--producers", "1"]))

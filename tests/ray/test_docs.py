@@ -29,6 +29,7 @@ def smaller(code: str) -> str:
 
 
 @pytest.mark.any_version
+@pytest.mark.long
 @pytest.mark.slow  # TorchTrainer starts four processes
 def test_the_code_of_the_page_runs(cluster, tmp_path):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)

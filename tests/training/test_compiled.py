@@ -25,6 +25,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
     return zl.open_dataset(folder / "counts.zarr")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs a C++ compiler")
 def test_the_step_of_the_page_trains_as_it_does_uncompiled(
     dataset: zl.Dataset, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
