@@ -426,7 +426,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: bool = False) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
-        whole = self.dataset.whole
+        whole, own = self.dataset.whole, self._own_transforms
         transforms = {
             name: replace(each, seed=int(self.seed), epoch=epoch) for name, each in self._transforming.items()
         }
@@ -446,7 +446,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             wanted=self._matrices,
             sweeping=sweeping,
             transforms=transforms,
-            cut=functools.partial(own.cut, self._converter()) if (own := self._own_transforms) else cut_apart,
+            cut=functools.partial(own.cut, self._converter()) if own else cut_apart,
             grows=bool(own),
             regroups=own.fetch is None,  # a fetch_transform gets the same minibatches at once in every run
         )
