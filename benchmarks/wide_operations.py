@@ -53,6 +53,12 @@ def first_of(view: zl.Dataset, **options: Any) -> Any:
     return next(iter(zl.Loader(view, obs=["drug"], **options))).index[0].item()
 
 
+def controls_of(dataset: zl.Dataset) -> Any:
+    """The controls of one fetch, of which half the rows are."""
+    controls = zl.MatchedControls("n_counts > 4000", match=["cell_line", "drug"], fallback=["cell_line"])
+    return loaded(dataset, controls=controls)
+
+
 OPERATIONS: dict[str, Operation] = {
     "obs_column (int16)": lambda dataset: dataset.obs_column("drug"),
     "obs_column (float32)": lambda dataset: dataset.obs_column("n_counts"),
@@ -68,6 +74,10 @@ OPERATIONS: dict[str, Operation] = {
     "split stratified": lambda dataset: dataset.split([0.9, 0.1], stratify="cell_line"),
     "split, hold_out": lambda dataset: dataset.split(hold_out={"cell_line": ["cell_line 1"]}),
     "pickle of a view": lambda dataset: len(pickle.dumps(dataset.where("plate != 'plate 3'"))),
+    "pickle of a Loader, and back": lambda dataset: len(pickle.loads(pickle.dumps(zl.Loader(dataset, obs=["drug"])))),
+    "take 3 rows": lambda dataset: dataset.take([5, dataset.n_obs // 2, 3]),
+    "obs() of a view of 1000 rows": lambda dataset: dataset[5000:6000].obs(),
+    "obs() of a view of half": lambda dataset: dataset[::2].obs(["plate"]),
     "resume, set_epoch, ranks": resumed,
     "ClassBalancedSampling": lambda dataset: loaded(dataset, sampling=zl.ClassBalancedSampling("drug")),
     "weights by label": lambda dataset: loaded(
@@ -93,6 +103,9 @@ OPERATIONS: dict[str, Operation] = {
     "obs_names": lambda dataset: dataset.obs_names,
     "obs()": lambda dataset: dataset.obs(["plate"]),
     "without a cache: first minibatch": lambda dataset: first_of(zl.open_dataset(dataset.url)),
+    "fetch of 16 384 controls": lambda dataset: controls_of(dataset),
+    "zloader cache ls": lambda dataset: command("cache", "ls", str(dataset.cache.directory)),
+    "zloader cache verify": lambda dataset: command("cache", "verify", str(dataset.cache.directory)),
     "zloader info": lambda dataset: command("info", dataset.url),
     "zloader quality": lambda dataset: command("quality", dataset.url, "--label", "plate"),
 }

@@ -17,7 +17,7 @@ from test_mirror import _layout, _truth
 
 import zloader as zl
 from zloader.caching.cached_files import save_column
-from zloader.caching.checksums import parse_sidecar
+from zloader.caching.checksums import Sidecar
 from zloader.caching.directory import MirrorDirectory, MirrorEntry, drop, mirrors
 from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
 from zloader.caching.leases import Leases
@@ -105,7 +105,8 @@ def copy(whole, store, tmp_path) -> Copy:
 
 def chunk_bytes(copy: Copy, name: str) -> int:
     file = copy.file(f"{name}.sums")
-    return int(parse_sidecar(file, file.read_bytes()).stops[0])
+    with file.open("rb") as opened:
+        return int(next(Sidecar(file, opened.fileno()).windows()).stops[0])
 
 
 # ---- inspection
@@ -195,6 +196,17 @@ def test_chunks_larger_than_one_read(tmp_path):
 
 
 # ---- damaged mirrors
+
+
+def test_the_windows_of_an_inspection_do_not_show(copy, monkeypatch):
+    seen, size = inspect_mirror(copy.entry), chunk_bytes(copy, "X%2Fdata")
+    monkeypatch.setattr("zloader.caching.checksums._WINDOW", 2)
+    assert inspect_mirror(copy.entry) == seen
+    assert verify(copy.directory) == []
+    copy.flip("X%2Fdata.flat", 3 * size)
+    assert verify(copy.directory) == ["X/data: chunk 3 differs from its checksum"]
+    assert inspect_mirror(copy.entry).chunks_held == seen.chunks_held - 1
+    copy.heals()
 
 
 @settings(max_examples=15)

@@ -23,7 +23,9 @@ COLUMN = ObsColumn(values=np.arange(N), categories=None)
 WEIGHTS = np.arange(N, dtype=np.float32)
 
 NEEDS: dict[str, tuple[int, str, Callable[[], Any]]] = {
-    "groups": (8 * N, "fewer stores", lambda: groups_of(["lane"], lambda name: _labels(), N)),
+    "groups": (N, "fewer stores", lambda: groups_of(["lane"], lambda name: _labels(), N)),
+    "groups by two columns": (2 * N, "fewer stores", lambda: groups_of(["lane", "day"], lambda name: _labels(), N)),
+    "sets": (5 * N, "fewer stores", lambda: zl.CellSets("lane", set_size=10).bound(_Table())),
     "classes of numbers": (16 * N, "column of categories", lambda: COLUMN.classes("obs column 'lane'")),
     "single rows by weight": (18 * N, "larger blocks", lambda: zl.BlockWeightedSampling(WEIGHTS + 1, block_size=1)),
     "rows without a weight": (16 * (N - 1), "take a view", lambda: zl.BlockWeightedSampling(WEIGHTS)),
@@ -32,7 +34,19 @@ NEEDS: dict[str, tuple[int, str, Callable[[], Any]]] = {
 
 
 def _labels() -> ObsColumn:
-    return ObsColumn(values=np.zeros(N, np.int8), categories=pd.Index(["a"]))
+    return ObsColumn(values=(np.arange(N) % 2).astype(np.int8), categories=pd.Index(["a", "b"]))
+
+
+class _Table:
+    """A dataset with one column."""
+
+    n_obs = N
+
+    def obs_column(self, column: str) -> ObsColumn:
+        return _labels()
+
+    def rows_of(self, group: Any) -> Any:
+        raise NotImplementedError
 
 
 def _drawn_without_replacement() -> Any:
@@ -56,6 +70,7 @@ def test_the_names_of_too_many_rows_are_refused(monkeypatch, example_dataset):
         with pytest.raises(OptionError, match=r"names .*would take .* of memory here"):
             read()
     assert len(example_dataset.names_of([0, 1])) == 2
+    assert len(example_dataset[:19].obs()) == 19
     monkeypatch.setattr(machine, "available_bytes", lambda: 200 * len(example_dataset))
     assert len(example_dataset.obs_names) == len(example_dataset.obs()) == len(example_dataset)
 

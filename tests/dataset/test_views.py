@@ -21,7 +21,7 @@ import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 from zloader.dataset.cost import epoch_costs
 from zloader.dataset.matrices import as_scipy
-from zloader.dataset.splits import split_rows
+from zloader.dataset.splits import Among, part_windows
 from zloader.dataset.views import RowSet, Within, mask_of
 from zloader.order.plan import Plan
 from zloader.selecting.columns import ObsColumn, as_numbers
@@ -97,14 +97,14 @@ def test_a_set_of_rows_knows_its_rows(made, of_it):
     np.testing.assert_array_equal(chosen.numbers(np.arange(len(rows))[::-3]), rows[::-3])
     np.testing.assert_array_equal(chosen.positions(rows[::-3]), np.arange(len(rows))[::-3])
     inner = np.random.default_rng(1).random(len(rows)) < of_it
-    np.testing.assert_array_equal(np.flatnonzero(chosen.narrowed(inner).mask()), rows[inner])
+    np.testing.assert_array_equal(np.flatnonzero(chosen.narrowed(RowSet.of(inner)).mask()), rows[inner])
 
 
 @given(made=MASKS, start=st.integers(0, 2000), stop=st.integers(0, 2000), step=st.integers(1, 700))
 def test_sets_of_rows_are_made_window_by_window(made, start, stop, step):
     mask = mask_like(made)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zloader.dataset.views._WINDOW", 512)
+        patch.setattr("zloader.dataset.views.PART_WINDOW", 512)
         found, in_range = RowSet.of(mask), RowSet.of_range(len(mask), range(start, stop, step))
     np.testing.assert_array_equal(found.mask(), mask)
     np.testing.assert_array_equal(found.numbers(np.arange(len(found))), np.flatnonzero(mask))
@@ -131,6 +131,12 @@ def test_sets_of_other_rows_have_other_digests(made, place):
 
 
 # ------------------------------------------------------------------------------------------------ splitting
+
+
+def split_rows(shares, of, n_rows, **how) -> np.ndarray:
+    """The part of each of `n_rows` rows."""
+    return np.concatenate([np.empty(0, np.uint8), *part_windows(shares, of, Among(n_rows), **how)])
+
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=4).map(
     lambda weights: [weight / max(1, sum(weights)) for weight in weights]
@@ -335,10 +341,36 @@ def test_conditions_that_make_no_sense_are_refused(condition, message):
         mask_of(condition, column(), 10)
 
 
+@given(
+    seed=st.integers(0, 99),
+    n=st.integers(0, 3000),
+    inner=st.floats(0, 1),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_the_windows_of_a_row_set_do_not_show(seed, n, inner, cut):
+    rng = np.random.default_rng(seed)
+    mask, values = rng.random(n) < 0.6, rng.integers(0, 99, (n, 2))
+    part, of_part = np.zeros(n, np.uint8), rng.random(np.count_nonzero(mask)) < inner
+    part[mask] = 1 + of_part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zloader.dataset.views.PART_WINDOW", 512)
+        rows = RowSet.of(mask)
+        windows = [part[first : first + 512] for first in range(0, n, 512)]
+        rest, outer, narrow = RowSet.of_parts(n, 3, windows)
+        assert rows.all_numbers().tolist() == np.flatnonzero(mask).tolist()
+        np.testing.assert_array_equal(rows.taken(values), values[mask])
+        begin, end = sorted(int(each * n) for each in cut)
+        assert rows.within(slice(begin, end)).tolist() == mask[begin:end].tolist()
+        assert rows.narrowed(RowSet.of(of_part)).all_numbers().tolist() == narrow.all_numbers().tolist()
+    assert narrow.all_numbers().tolist() == np.flatnonzero(mask)[of_part].tolist()
+    assert rest.mask().tolist() == (~mask).tolist()
+    assert len(outer) + len(narrow) == len(rows)
+
+
 @pytest.mark.any_version
 @pytest.mark.slow
 def test_many_rows_take_little_memory():
-    """Only arrays: one byte per row for each mask, and one bit per row for a RowSet."""
+    """Only arrays: one byte per row for the mask, and one bit per row for each RowSet."""
     n = 20_000_000
     codes = (np.arange(n, dtype=np.int64) // 70_000 % 250).astype(np.uint8).view(np.int8) % 100
     of = column(donor=ObsColumn(values=codes, categories=pd.Index([f"d{number}" for number in range(100)])))
@@ -353,8 +385,8 @@ def test_many_rows_take_little_memory():
             {"by": None, "stratify": "donor"},
             {"by": None, "stratify": None},
         ):
-            parts = split_rows([0.8, 0.1, 0.1], of, n, **way, seed=0)
-            assert parts.nbytes == n
+            parts = RowSet.of_parts(n, 3, part_windows([0.8, 0.1, 0.1], of, Among(n), **way, seed=0))
+            assert sum(map(len, parts)) == n
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

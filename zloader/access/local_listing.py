@@ -9,7 +9,6 @@ mount.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import stat
@@ -17,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
+from zloader.access.stored_objects import TRUSTED_SINCE, Listing, StoredObject
 
 # File systems with stable inode numbers, by the magic number in statfs(2). Others, such as FUSE and exFAT, may give a
 # file a new number each time it is looked up.
@@ -53,7 +52,7 @@ def stored_file(status: os.stat_result, *, stable_inode: bool) -> StoredObject:
     return StoredObject(size=status.st_size, tag=repr(status.st_mtime), stamp=stamp if trusted else "")
 
 
-def listing(root: str) -> dict[str, StoredObject]:
+def listing(root: str) -> Listing:
     """Every file below a directory, by relative path. If `root` is a file, that file under the key "". Follows links.
 
     Raises OSError if `root` does not exist or a directory below it cannot be read.
@@ -61,9 +60,9 @@ def listing(root: str) -> dict[str, StoredObject]:
     stable_inode = has_stable_inodes(root)
     status = Path(root).stat()
     if not stat.S_ISDIR(status.st_mode):
-        return {"": stored_file(status, stable_inode=stable_inode)}
+        return Listing([("", stored_file(status, stable_inode=stable_inode))])
     files = _files(root, "", [(status.st_dev, status.st_ino)])
-    return {key: stored_file(status, stable_inode=stable_inode) for key, status in sorted(files)}
+    return Listing((key, stored_file(status, stable_inode=stable_inode)) for key, status in files)
 
 
 def find(root: str, key: str) -> StoredObject:
@@ -75,13 +74,19 @@ def _files(directory: str, prefix: str, ancestors: list[tuple[int, int]]) -> Ite
     """Every file below a directory. `ancestors` are the device and inode of the directories that lead to it."""
     with os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # deleted since the scan
+            try:
                 status = _status(entry)
-                identity = (status.st_dev, status.st_ino)
-                if not entry.is_dir():
-                    yield prefix + entry.name, status
-                elif identity not in ancestors:  # otherwise a link to a directory that contains it
+            except FileNotFoundError:  # deleted since the scan
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                yield prefix + entry.name, status
+                continue
+            identity = (status.st_dev, status.st_ino)
+            if identity not in ancestors:  # otherwise a link to a directory that contains it
+                try:
                     yield from _files(entry.path, f"{prefix}{entry.name}/", [*ancestors, identity])
+                except FileNotFoundError:  # deleted since the scan
+                    continue
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result:

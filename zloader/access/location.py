@@ -24,7 +24,7 @@ import zarr.storage
 
 from zloader.access import local_listing
 from zloader.access.access_errors import access_errors, denials
-from zloader.access.stored_objects import StoredObject
+from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.nearest import suggestion
 
@@ -170,7 +170,7 @@ class Location:
             return zarr.storage.LocalStore(self.path, read_only=read_only)
         return zarr.storage.FsspecStore(self.filesystem(asynchronous=True), read_only=read_only, path=self.path)
 
-    def listing(self) -> dict[str, StoredObject]:
+    def listing(self) -> Listing:
         """Every object below the URL, by relative key, from one listing. An object at the URL itself has the key "".
 
         On a web server, the objects that the consolidated metadata implies and that exist, at one request per object.
@@ -181,20 +181,20 @@ class Location:
 
             filesystem = self.filesystem()
             try:
-                return web.listing(filesystem, self.path, self.zarr_store(read_only=True))
+                return Listing(web.listing(filesystem, self.path, self.zarr_store(read_only=True)).items())
             except StoreNotFoundError:
                 found = self._hdf5_file(filesystem)
                 if not found:
                     raise
-                return found
+                return Listing(found.items())
         with self._translated("list"):
             try:
-                found = self._found()
+                listed = self._found()
             except (FileNotFoundError, NotADirectoryError):
-                found = {}
-        if not found:
+                listed = Listing([])
+        if not listed:
             raise StoreNotFoundError(self._why_nothing())
-        return found
+        return listed
 
     def _why_nothing(self) -> str:
         """Why nothing is found at the location, and what to do."""
@@ -213,12 +213,14 @@ class Location:
             beside = [entry.name for entry in path.parent.iterdir()]
         return f"no such directory: {path}{suggestion(path.name, beside) or '. Check the path'}"
 
-    def _found(self) -> dict[str, StoredObject]:
+    def _found(self) -> Listing:
         if self.scheme == "file":
             return local_listing.listing(self.path)
         found = self.filesystem().find(self.path, detail=True)
         # S3 consoles create an empty object whose key ends in a slash to represent a folder.
-        return {key[len(self.path) + 1 :]: _stored_object(entry) for key, entry in found.items() if key[-1] != "/"}
+        return Listing(
+            (key[len(self.path) + 1 :], _stored_object(entry)) for key, entry in found.items() if key[-1] != "/"
+        )
 
     def names(self) -> set[str]:
         """The first part of every key of `listing`, from one non-recursive listing; empty if nothing exists here.

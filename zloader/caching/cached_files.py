@@ -66,6 +66,11 @@ def save_column(
     return load_column(directory, name, shape=shape, dtype=dtype) if saved else None
 
 
+def has_object(directory: MirrorDirectory, key: str) -> bool:
+    """Whether an object saved by `save_object` is there and undamaged. Does not load it."""
+    return _is_valid(directory, cached_path(directory.path, key, "kept"))
+
+
 def load_object(directory: MirrorDirectory, key: str, size: int | None = None) -> bytes | None:
     """The bytes of an object saved by `save_object`, or None if it is not cached, damaged, or not of `size` bytes."""
     path = cached_path(directory.path, key, "kept")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from zarr.storage import MemoryStore
 
 from zloader.access.listed_store import ListedStore, is_metadata
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject
-from zloader.caching.cached_files import load_object, read_object, save_object
+from zloader.access.stored_objects import Listing, StoredObject
+from zloader.caching.cached_files import has_object, load_object, read_object, save_object
 from zloader.caching.directory import MirrorDirectory, mirrors
 from zloader.common.errors import CacheError, ReadError
 from zloader.common.records import Span
@@ -35,12 +35,9 @@ _CACHED_AS_COLUMNS = re.compile(r"(^|/)indptr/|^obsm/|^obs/[^/]+/codes/")
 class CachedMetadataStore(ListedStore):
     """A zarr store that is read through its mirror."""
 
-    def __init__(
-        self, location: Location, objects: Mapping[str, StoredObject], directory: MirrorDirectory, *, offline: bool
-    ) -> None:
+    def __init__(self, location: Location, objects: Listing, directory: MirrorDirectory, *, offline: bool) -> None:
         store = MemoryStore(read_only=True) if offline else location.zarr_store(read_only=True)
-        sizes = {key: entry.size for key, entry in objects.items()}
-        super().__init__(store, location.url, sizes, all_listed=offline or not location.is_web)
+        super().__init__(store, location.url, objects.sizes, all_listed=offline or not location.is_web)
         self._location, self._directory, self._offline = location, directory, offline
 
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
@@ -77,14 +74,14 @@ def _slice(byte_range: ByteRequest | None, size: int) -> slice:
     return slice(0, size)
 
 
-def save_listing(directory: MirrorDirectory, origin: str, objects: Mapping[str, StoredObject]) -> None:
+def save_listing(directory: MirrorDirectory, origin: str, objects: Listing) -> None:
     """Saves origin and objects of a store for `load_listing`, unless they are saved already."""
-    if load_object(directory, _LISTING) is None:
-        listed = {key: [entry.size, entry.tag, entry.stamp] for key, entry in objects.items()}
+    if not has_object(directory, _LISTING):
+        listed = {key: list(entry) for key, entry in objects.entries()}
         save_object(directory, _LISTING, json.dumps({"origin": origin, "objects": listed}).encode())
 
 
-def load_listing(place: Path, location: Location) -> tuple[str, dict[str, StoredObject]]:
+def load_listing(place: Path, location: Location) -> tuple[str, Listing]:
     """Origin and objects of the store at a location, as of the last time it was opened.
 
     Raises CacheError if the cache contains no mirror of the store.
@@ -94,10 +91,8 @@ def load_listing(place: Path, location: Location) -> tuple[str, dict[str, Stored
             content = read_object(entry.directory, _LISTING)
             if content is not None:
                 listed: dict[str, Any] = json.loads(content)
-                objects = listed["objects"].items()
-                return listed["origin"], {
-                    key: StoredObject(size=size, tag=tag, stamp=stamp) for key, (size, tag, stamp) in objects
-                }
+                objects = ((key, StoredObject(*entry)) for key, entry in listed["objects"].items())
+                return listed["origin"], Listing(objects)
     raise CacheError(
         f"there is no mirror of {location.url} in {place}: open it once without offline=True, or run 'zloader warm'"
     )

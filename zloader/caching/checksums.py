@@ -35,6 +35,7 @@ PRESENT = 1 << 32  # set in the word of every present chunk, since a checksum ca
 _MAGIC = {"sums": int.from_bytes(b"zloader3", "little"), "places": int.from_bytes(b"zplaces3", "little")}
 _WORDS = {"sums": 1, "places": 3}  # per chunk
 _HEADER = 8  # words
+_WINDOW = 1 << 20  # chunks read at a time
 
 
 def open_file(path: Path) -> int:
@@ -88,48 +89,70 @@ def bounds_of(places: NDArray[np.uint64], n_bytes: int) -> tuple[Rows, Rows]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sidecar:
-    """The content of a sidecar file. Chunk i is bytes `[starts[i], stops[i])` of its array's file of `n_bytes`.
+class Places:
+    """Consecutive chunks of a sidecar file, of which `first` is the first. `words` are their words.
 
-    `decoded_sizes` has the decoded bytes of each chunk, and `checksums` its crc32c, or -1 if it is absent.
+    Chunk `first + i` is bytes `[starts[i], stops[i])` of its array's file. `decoded_sizes` has the decoded bytes of
+    each chunk.
     """
 
-    n_bytes: int
+    first: int
+    words: NDArray[np.uint64]
     starts: Rows
     stops: Rows
     decoded_sizes: Rows
-    checksums: NDArray[np.int64]
+
+    @property
+    def present(self) -> Rows:
+        """The indices here of the chunks that are present."""
+        return np.flatnonzero(self.words & np.uint64(PRESENT))
+
+    def checksums(self, at: Rows) -> NDArray[np.int64]:
+        """The crc32c of present chunks, by their indices here."""
+        return (self.words[at] & np.uint64(PRESENT - 1)).astype(np.int64)
 
 
-def parse_sidecar(path: Path, content: bytes) -> Sidecar:
-    """Parses a sidecar file. Raises ValueError with the reason if the file is not valid."""
-    n_rows = _WORDS[_suffix(path)]
-    header = np.frombuffer(content[: len(content) // 8 * 8], "<u8", min(len(content) // 8, _HEADER))
-    if not len(header) or header[0] != _MAGIC[_suffix(path)]:
-        raise ValueError("is from another version of zloader")
-    if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
-        raise ValueError("differs from its checksum")
-    if (header[5:7] != _name_words(path)).any():
-        raise ValueError("belongs to another array or mirror")
-    n_elements, chunk_elements, itemsize, kind = (int(word) for word in header[1:5])
-    n_chunks = -(-n_elements // chunk_elements)
-    size = 8 * (_HEADER + n_rows * n_chunks)
-    if len(content) != size:
-        raise ValueError(f"has {len(content)} bytes instead of {size}")
-    words = np.frombuffer(content, "<u8")[_HEADER:].reshape(n_rows, n_chunks)
-    starts = np.arange(n_chunks) * (chunk_elements * itemsize)
-    stops = np.minimum(starts + chunk_elements * itemsize, n_elements * itemsize)
-    present = (words[0] & np.uint64(PRESENT)) != 0
-    decoded = _suffix(path) == "sums"
-    n_bytes = n_elements * itemsize if decoded else kind
-    bounds = (starts, stops) if decoded else bounds_of(words[1:], n_bytes)
-    return Sidecar(
-        n_bytes=n_bytes,
-        starts=bounds[0],
-        stops=bounds[1],
-        decoded_sizes=stops - starts,
-        checksums=np.where(present, words[0] & np.uint64(PRESENT - 1), np.uint64(2**64 - 1)).view(np.int64),
-    )
+class Sidecar:
+    """A sidecar file, read in windows: the words of 60 million chunks take 500 MB.
+
+    `n_chunks` and `decoded_bytes` describe the array, and `n_bytes` is the size of the file with its chunks. Raises
+    ValueError with the reason if the file is not valid.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        content = os.pread(file, 8 * _HEADER, 0)
+        header = np.frombuffer(content[: len(content) // 8 * 8], "<u8")
+        if not len(header) or header[0] != _MAGIC[_suffix(path)]:
+            raise ValueError("is from another version of zloader")
+        if len(header) < _HEADER or header[-1] != checksum(header[:-1]):
+            raise ValueError("differs from its checksum")
+        if (header[5:7] != _name_words(path)).any():
+            raise ValueError("belongs to another array or mirror")
+        n_elements, chunk_elements, itemsize, kind = (int(word) for word in header[1:5])
+        self._file, self._decoded = file, _suffix(path) == "sums"
+        self.n_chunks, self.decoded_bytes = -(-n_elements // chunk_elements), n_elements * itemsize
+        self.n_bytes, self._chunk_bytes = self.decoded_bytes if self._decoded else kind, chunk_elements * itemsize
+        size, found = 8 * (_HEADER + _WORDS[_suffix(path)] * self.n_chunks), os.fstat(file).st_size
+        if found != size:
+            raise ValueError(f"has {found} bytes instead of {size}")
+
+    def windows(self) -> Iterator[Places]:
+        """All chunks, in windows."""
+        for first in range(0, self.n_chunks, _WINDOW):
+            last = min(first + _WINDOW, self.n_chunks)
+            starts = np.arange(first, last) * self._chunk_bytes
+            stops = np.minimum(starts + self._chunk_bytes, self.decoded_bytes)
+            sizes, words = stops - starts, self._words(0, first, last)
+            if not self._decoded:
+                places = np.stack([self._words(row, first, last) for row in (1, 2)])
+                starts, stops = bounds_of(places, self.n_bytes)
+            yield Places(first=first, words=words, starts=starts, stops=stops, decoded_sizes=sizes)
+
+    def _words(self, row: int, first: int, last: int) -> NDArray[np.uint64]:
+        content = os.pread(self._file, 8 * (last - first), word_offset(row * self.n_chunks + first))
+        if len(content) < 8 * (last - first):
+            raise OSError("a file of the mirror was truncated while it was read")
+        return np.frombuffer(content, "<u8")
 
 
 def word_offset(chunk: int) -> int:

@@ -29,7 +29,7 @@ from zloader.storage.layout import ArrayLayout
 log = logging.getLogger("zloader")
 
 _PIECE_BYTES = 256 * 1024  # disk space per allocation
-_WINDOW = 1 << 20  # chunks looked at at a time
+_WINDOW = 1 << 17  # chunks looked at at a time
 _MANY_CHUNKS = 1 << 21  # their words take 16 MiB
 # A smaller file stays mapped from epoch to epoch, because mapping its pages again costs a warm epoch a few percent.
 _LARGE_FILE, _MOST_MAPPED = 8 << 30, 256 << 20
@@ -128,9 +128,14 @@ class ChunkFile(ABC):
         return np.asarray((self._words[chunks] & np.uint64(PRESENT)) != 0)
 
     def _present_windows(self) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-        """Which chunks are present, in windows, each with its first chunk. There may be 60 million chunks."""
+        """Which chunks are present, in windows, each with its first chunk. There may be 60 million chunks.
+
+        Windows without any are left out. So an almost empty mirror takes hardly any memory here: neither bits of chunks
+        that were never touched, nor masks.
+        """
         for first in range(0, self.layout.n_chunks, _WINDOW):
-            yield first, self._present(slice(first, first + _WINDOW))
+            if self._words[first : first + _WINDOW].any():
+                yield first, self._present(slice(first, first + _WINDOW))
             page_cache.release(self._words)
 
     def contains(self, chunks: Rows) -> bool:

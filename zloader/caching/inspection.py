@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.cached_files import matches_checksum
-from zloader.caching.checksums import Sidecar, parse_sidecar, word_offset
+from zloader.caching.checksums import Places, Sidecar, word_offset
 from zloader.caching.directory import MirrorEntry, is_of_this_version, is_renamed
 from zloader.caching.verified import VerifiedMarks
 from zloader.common.errors import CacheError
@@ -86,19 +86,26 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     files = _files(entry.directory)
     arrays = {}
     for path in [*files["sums"], *files["places"]]:
-        with contextlib.suppress(OSError, ValueError):
-            with _opened(path, os.O_RDONLY) as file:
-                sidecar = parse_sidecar(path, _content(file))
-            present = sidecar.checksums >= 0
-            arrays[_name(path)] = ArrayInspection(
-                chunks=len(present),
-                chunks_held=int(present.sum()),
-                bytes_in_all=int(sidecar.decoded_sizes.sum()),
-                bytes_held=int(sidecar.decoded_sizes[present].sum()),
-                bytes_in_file=int((sidecar.stops - sidecar.starts)[present].sum()),
-            )
+        with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as file:
+            arrays[_name(path)] = _inspect_array(Sidecar(path, file))
     kept_bytes = sum(map(_size, [*files["npy"], *files["kept"]]))
     return MirrorInspection(arrays=arrays, columns=len(files["npy"]), objects=len(files["kept"]), kept_bytes=kept_bytes)
+
+
+def _inspect_array(sidecar: Sidecar) -> ArrayInspection:
+    chunks_held = bytes_held = bytes_in_file = 0
+    for places in sidecar.windows():
+        present = places.present
+        chunks_held += len(present)
+        bytes_held += int(places.decoded_sizes[present].sum())
+        bytes_in_file += int((places.stops - places.starts)[present].sum())
+    return ArrayInspection(
+        chunks=sidecar.n_chunks,
+        chunks_held=chunks_held,
+        bytes_in_all=sidecar.decoded_bytes,
+        bytes_held=bytes_held,
+        bytes_in_file=bytes_in_file,
+    )
 
 
 def verify(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
@@ -158,51 +165,56 @@ class _Check:
 
     def _check_array(self, path: Path) -> None:
         with _opened(path, os.O_RDWR) as sums_file:
-            stored = _content(sums_file)
             try:
-                sidecar = parse_sidecar(path, stored)
+                sidecar = Sidecar(path, sums_file)
             except ValueError as error:
                 self.problems.append(f"{path.name} {error}: all chunks of {_name(path)} count as absent")
                 return
             stem, _, suffix = path.name.rpartition(".")
-            content = path.with_name(f"{stem}.{_CONTENT[suffix]}")
+            content, differing = path.with_name(f"{stem}.{_CONTENT[suffix]}"), [np.empty(0, np.int64)]
             try:
                 with _opened(content, os.O_RDWR) as file:
                     before = os.fstat(file)
                     if before.st_size != sidecar.n_bytes:
                         self.problems.append(f"{content.name} has {before.st_size} bytes instead of {sidecar.n_bytes}")
                         os.ftruncate(file, sidecar.n_bytes)  # missing chunks are now zeros, and differ
-                    differing = self._differing(file, sidecar)
+                    for places in sidecar.windows():
+                        differing.append(self._differing(file, places))
+                        self._mark_absent(sums_file, places, differing[-1])
                     if _stamp(os.fstat(file)) == _stamp(before):  # no process has written to it meanwhile
                         self._verified += [content, path]
             except OSError as error:
-                differing = np.flatnonzero(sidecar.checksums >= 0)
-                if len(differing):
+                differing = [np.empty(0, np.int64)]
+                for places in sidecar.windows():
+                    differing.append(places.first + places.present)
+                    self._mark_absent(sums_file, places, differing[-1])
+                if any(map(len, differing)):
                     self.problems.append(f"{content.name} cannot be read: {error.strerror}")
-            self._mark_absent(sums_file, stored, differing)
-        self.problems += [f"{_name(path)}: {chunks}" for chunks in _runs(differing)]
+        self.problems += [f"{_name(path)}: {chunks}" for chunks in _runs(np.concatenate(differing))]
 
-    def _differing(self, file: int, sidecar: Sidecar) -> NDArray[np.int64]:
+    def _differing(self, file: int, places: Places) -> NDArray[np.int64]:
         """The chunks that are present but differ from their checksums."""
-        chunks = np.flatnonzero(sidecar.checksums >= 0)
-        starts, sizes = sidecar.starts[chunks], (sidecar.stops - sidecar.starts)[chunks]
+        chunks = places.present
+        checksums = places.checksums(chunks)
+        starts, sizes = places.starts[chunks], (places.stops - places.starts)[chunks]
         step = max(1, _TASK * len(chunks) // max(1, int(sizes.sum())))
         tasks = [slice(first, first + step) for first in range(0, len(chunks), step)]
 
         def compare(task: slice) -> NDArray[np.bool_]:
-            return _compare(file, starts[task], sizes[task], sidecar.checksums[chunks[task]])
+            return _compare(file, starts[task], sizes[task], checksums[task])
 
         wrong = [np.zeros(0, bool)]
         for task, found in zip(tasks, self._threads.map(compare, tasks), strict=True):
             wrong.append(found)
             self._on_bytes(int(sizes[task].sum()))
-        return np.asarray(chunks[np.concatenate(wrong)])
+        return np.asarray(places.first + chunks[np.concatenate(wrong)])
 
     @staticmethod
-    def _mark_absent(sums_file: int, stored: bytes, chunks: NDArray[np.int64]) -> None:
-        """Sets the words of chunks to 0, unless another process has changed them since `stored` was read."""
-        for offset in map(word_offset, chunks.tolist()):
-            if os.pread(sums_file, 8, offset) == stored[offset : offset + 8]:
+    def _mark_absent(sums_file: int, places: Places, chunks: NDArray[np.int64]) -> None:
+        """Sets the words of chunks to 0, unless another process has changed them since `places` were read."""
+        for chunk, word in zip(chunks.tolist(), places.words[chunks - places.first], strict=True):
+            offset = word_offset(chunk)
+            if os.pread(sums_file, 8, offset) == word.tobytes():
                 os.pwrite(sums_file, bytes(8), offset)
 
     def _check_cached_files(self, paths: Sequence[Path]) -> None:
@@ -286,11 +298,6 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
-
-
-def _content(file: int) -> bytes:
-    with open(file, "rb", closefd=False) as whole:
-        return whole.read()
 
 
 def _stamp(found: os.stat_result) -> tuple[int, int]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject
+from zloader.access.stored_objects import Listing
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics
@@ -208,7 +208,7 @@ class BaseDataset:
         return self.store.location
 
     @property
-    def objects(self) -> dict[str, StoredObject]:
+    def objects(self) -> Listing:
         """The stored objects by key, as listed when the store was opened."""
         return self.store.objects
 
@@ -225,6 +225,6 @@ class BaseDataset:
         """The indptr of a CSR matrix (rows + 1, int64); None for a dense matrix."""
         return self.store.indptr(matrix)
 
-    def object_sizes(self) -> dict[str, int]:
+    def object_sizes(self) -> Mapping[str, int]:
         """The size in bytes of each stored object, by key."""
         return self.store.object_sizes()

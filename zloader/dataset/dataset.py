@@ -28,13 +28,12 @@ from zloader.dataset.description import described
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy
-from zloader.dataset.observations import NAME_BYTES, Observations
+from zloader.dataset.observations import NAME_BYTES, Observations, require_frame
 from zloader.dataset.opening import open_all
-from zloader.dataset.splits import Names, Shares, SplitRule, condition_of
-from zloader.dataset.views import Condition, RowSet, Within, mask_of, moved, rows_matching
+from zloader.dataset.splits import Names, Shares, SplitRule, condition_of, listed
+from zloader.dataset.views import Condition, RowSet, Within, moved, rows_matching
 from zloader.order.sampling import Sampling, Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
-from zloader.selecting.expressions import Mask
 from zloader.selecting.genes import Genes
 from zloader.selecting.joined_genes import GeneJoin
 from zloader.selecting.rows import RowChoice, positions_of, range_of
@@ -294,11 +293,10 @@ class Dataset(BaseDataset):
             if hold_out is None:
                 raise OptionError("give the parts as a list such as [0.9, 0.1], or a dict by name")
             parts = {"train": 0.0, "test": 1.0}
-        masks = [None if each is None else self.rows_of(each).mask() for each in (condition_of(hold_out), controls)]
+        held, chosen = (None if each is None else self.rows_of(each) for each in (condition_of(hold_out), controls))
         rule = SplitRule(by=by, stratify=stratify, held_by=list(hold_out or ()), seed=seed)
-        part_of_row = rule.parts(parts, self.obs_column, self.n_obs, held=masks[0], controls=masks[1])
-        found = (_rows_of_part(part_of_row, number) for number in range(len(parts)))
-        views = [self._view(rows) for rows in found]
+        part_of_row = rule.parts(parts, self.obs_column, self.n_obs, held=held, controls=chosen)
+        views = [self._view(rows) for rows in RowSet.of_parts(self.n_obs, len(listed(parts)), part_of_row)]
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 
     def _view(self, rows: RowSet) -> View:
@@ -307,17 +305,18 @@ class Dataset(BaseDataset):
     def _matching(self, condition: Condition) -> RowSet:
         return rows_matching(condition, self.obs_column, self.n_obs, self.obs_columns)
 
-    def _mask(self) -> Mask:
+    @property
+    def _row_set(self) -> RowSet:
         """Which rows of `whole` these are."""
-        return np.ones(self.n_obs, bool)
+        return RowSet.of_range(self.n_obs, range(self.n_obs))
 
-    def in_whole(self, group: Dataset | Condition) -> Mask:
+    def in_whole(self, group: Dataset | Condition) -> RowSet:
         """Which rows of `whole` are in a group as in `rows_of`, which may also have rows that this dataset lacks."""
-        if isinstance(group, Dataset):
-            return moved(group._mask(), group.whole.stores, self.whole.stores)
-        rows = self._mask()
-        rows[rows] = mask_of(group, self.obs_column, self.n_obs, self.obs_columns)
-        return rows
+        if not isinstance(group, Dataset):
+            return self._matching(group)
+        if group.whole.stores is self.whole.stores:
+            return group._row_set
+        return RowSet.of(moved(group._row_set.mask(), group.whole.stores, self.whole.stores))
 
     def rows_of(self, group: Dataset | Condition) -> RowSet:
         """The rows in a group: a dataset of some of its stores, a view of it or of them, or a condition as in `where`.
@@ -326,7 +325,9 @@ class Dataset(BaseDataset):
         """
         if not isinstance(group, Dataset):
             return self._matching(group)
-        wanted, own = self.in_whole(group), self._mask()
+        if self.whole is self:
+            return self.in_whole(group)
+        wanted, own = self.in_whole(group).mask(), self._row_set.mask()
         outside = np.flatnonzero(wanted & ~own)
         if len(outside):
             raise OptionError(
@@ -449,10 +450,6 @@ class Dataset(BaseDataset):
         return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var)
 
 
-def _rows_of_part(part_of_row: NDArray[np.integer], number: int) -> RowSet:
-    return RowSet.of_windows(len(part_of_row), lambda window: part_of_row[window] == number)
-
-
 def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
     """An AnnData of rows, which may have the same name if rows are repeated."""
     with warnings.catch_warnings():
@@ -509,7 +506,7 @@ class View(Dataset):
     @property
     def row_numbers(self) -> Rows:
         """The row numbers in `whole`, ascending (int64)."""
-        return np.flatnonzero(self._chosen.mask())
+        return self._chosen.all_numbers()
 
     @property
     def n_obs(self) -> int:
@@ -518,23 +515,29 @@ class View(Dataset):
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The obs frame of the view, or only some of its columns."""
-        return super().obs(columns).loc[self._chosen.mask()]
+        require_frame(self.n_obs)
+        return self._observations.frame_of(self.row_numbers, columns)
 
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column of the view as numbers. Its categories are those of the whole dataset."""
         of_all = super().obs_column(column)
-        return replace(of_all, values=of_all.values[self._chosen.mask()])
+        return replace(of_all, values=self._chosen.taken(of_all.values))
 
     def obsm_array(self, name: str) -> NDArray[Any]:
         """One obsm array of the view."""
-        of_all: NDArray[Any] = super().obsm_array(name)
-        return of_all[self._chosen.mask()]
+        return self._chosen.taken(super().obsm_array(name))
 
-    def _mask(self) -> Mask:
-        return self._chosen.mask()
+    @property
+    def _row_set(self) -> RowSet:
+        return self._chosen
+
+    def in_whole(self, group: Dataset | Condition) -> RowSet:
+        """Which rows of `whole` are in a group."""
+        rows = super().in_whole(group)
+        return rows if isinstance(group, Dataset) else self._chosen.narrowed(rows)
 
     def _view(self, rows: RowSet) -> View:
-        return View(self._whole, self._chosen.narrowed(rows.mask()))
+        return View(self._whole, self._chosen.narrowed(rows))
 
     def _rows_of_whole(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
         return self._chosen.numbers(super()._rows_of_whole(indices))

@@ -11,6 +11,7 @@ import zarr
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
+from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
 from zloader.selecting.columns import NUMBERS, ObsColumn, as_labels, as_numbers, kind_of, of_strings
 from zloader.selecting.strings import StringCoder
@@ -23,18 +24,25 @@ def kinds_in(stores: Sequence[OpenedStore], name: str) -> list[str]:
     return [kind_of(store.node(_path(name))) for store in stores]
 
 
-def read_column(store: OpenedStore, name: str) -> Any:
-    """A column as anndata reads it. Raises FormatError if it has not one value per row."""
+def read_column(store: OpenedStore, name: str, rows: Rows | None = None) -> Any:
+    """A column as anndata reads it, or some rows of it. Raises FormatError if it has not one value per row.
+
+    Of labels and of plain numbers, only these rows are in memory if the store has a mirror.
+    """
     node = store.node(_path(name))
     if _is_categorical(node):
         codes, categories = _codes(store, name)
+        codes = codes if rows is None else codes[rows]
         ordered = node.attrs.get("ordered")
         if ordered is None:
             raise store.damaged(_path(name), "its metadata do not say whether its categories are ordered")
         return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
+    if rows is not None and isinstance(node, zarr.Array) and node.dtype.kind in NUMBERS:
+        _require_shape(store, name, node.shape)
+        return store.column(_path(name))[rows]
     column = store.element(_path(name))
     _require_shape(store, name, getattr(column, "shape", None))
-    return column
+    return column if rows is None else column[rows]
 
 
 def read_numbers(store: OpenedStore, name: str) -> ObsColumn:

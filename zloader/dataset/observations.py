@@ -33,6 +33,15 @@ from zloader.selecting.columns import ObsColumn, concatenated, joined, require_e
 NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
 
 
+def require_frame(n_rows: int) -> None:
+    """Raises OptionError if an obs frame of so many rows would take more than half of the memory."""
+    require_memory(
+        NAME_BYTES * n_rows,
+        f"the obs frame of {n_rows} rows with their names",
+        "read single columns with obs_column(name), which needs no names",
+    )
+
+
 class Observations:
     """obs and obsm over the rows of all stores, one store after another."""
 
@@ -82,18 +91,21 @@ class Observations:
     def frame(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """All obs columns, or some of them, with the obs names as the index."""
         names = self.column_names if columns is None else names_of(columns=columns)
-        require_memory(
-            NAME_BYTES * self.n_rows,
-            f"the obs frame of {self.n_rows} rows with their names",
-            "read single columns with obs_column(name), which needs no names",
-        )
+        require_frame(self.n_rows)
         index = pd.Index(concatenated("index", concurrently(ObsNames.whole, self._names)))
         return pd.DataFrame({name: concatenated(name, self._read_column(name)) for name in names}, index=index)
 
-    def frame_of(self, rows: Rows) -> pd.DataFrame:
-        """All obs columns of some rows, with their obs names as the index."""
-        columns = {name: concatenated(name, self._read_column(name))[rows] for name in self.column_names}
-        return pd.DataFrame(columns, index=pd.Index(self.names(rows)))
+    def frame_of(self, rows: Rows, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """All obs columns of some rows, or some of the columns, with the obs names of the rows as the index."""
+        names = self.column_names if columns is None else names_of(columns=columns)
+        return pd.DataFrame({name: self._column_of(name, rows) for name in names}, index=pd.Index(self.names(rows)))
+
+    def _column_of(self, name: str, rows: Rows) -> Any:
+        """A column of some rows, as anndata reads it."""
+        if len(self._stores) > 1:  # the labels are joined over all rows
+            return concatenated(name, self._read_column(name))[rows]
+        self.require_columns([name])
+        return read_column(self._stores[0], name, rows)
 
     def column(self, name: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.

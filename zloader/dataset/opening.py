@@ -7,12 +7,12 @@ Opening costs one listing per URL and one metadata object per store, and reads n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject, joint_fingerprint
+from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
 from zloader.access.unconverted import refuse_unconverted
 from zloader.caching.cached_metadata import load_listing
 from zloader.caching.directory import MirrorDirectory
@@ -112,13 +112,13 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
 
 
 def _members(
-    location: Location, objects: Mapping[str, StoredObject], *, origin: str, cache: Cache | None, offline: bool
+    location: Location, objects: Listing, *, origin: str, cache: Cache | None, offline: bool
 ) -> Iterator[OpenedStore]:
     """The stores of an annbatch collection, in the order of their numbers."""
-    members: dict[int, dict[str, StoredObject]] = {}
-    for key, stored in objects.items():
+    members: dict[int, list[tuple[str, StoredObject]]] = {}
+    for key, stored in objects.entries():
         if match := re.fullmatch(r"dataset_(0|[1-9]\d*)/(.+)", key):
-            members.setdefault(int(match[1]), {})[match[2]] = stored
+            members.setdefault(int(match[1]), []).append((match[2], stored))
     missing = set(range(max(members, default=0) + 1)) - members.keys()
     if missing:
         raise FormatError(
@@ -127,6 +127,6 @@ def _members(
     for number in sorted(members):
         member = replace(location, url=f"{location.url.rstrip('/')}/dataset_{number}")
         member_origin = origin and f"{origin}/dataset_{number}"
-        store = OpenedStore(member, members[number], origin=member_origin, cache=cache, offline=offline)
+        store = OpenedStore(member, Listing(members[number]), origin=member_origin, cache=cache, offline=offline)
         store.require_anndata()
         yield store

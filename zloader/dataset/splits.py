@@ -4,40 +4,40 @@ Rows may be held out, such as those of a cell line: then only these are split, a
 Controls are split apart from the other rows and stratified, so that every part has some of its own.
 
 A keyed permutation takes the place of random numbers, so a seed gives the same split on every machine. The cost per row
-is constant. Splitting by whole labels takes one pass over the labels, largest first, and then at most 20,000 attempts
-to improve the sizes.
+is constant, and rows are handled in windows, so that no array over all rows is made.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common import page_cache
 from zloader.common.checks import one_or_more
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
+from zloader.dataset.group_parts import parts_of_groups
+from zloader.dataset.views import PART_WINDOW, RowSet
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.expressions import Mask
-from zloader.selecting.groups import groups_of
+from zloader.selecting.groups import count_codes, groups_of
 
 Names = str | Sequence[str]
 Shares = Sequence[float] | Mapping[str, float]
-_WINDOW = 1 << 20  # rows handled at a time
+_WINDOW = PART_WINDOW  # rows handled at a time
 _ROUNDING = 1e-6  # tolerance for fractions that should add up to 1, such as float32 values
-_TRIES = 20_000  # attempts at an exchange between two parts; takes well below a second
 
 
-def split_rows(
-    shares: Shares, column: Column, n_rows: int, *, by: Names | None, stratify: Names | None, seed: int
-) -> NDArray[np.integer]:
-    """The number of the part of each of `n_rows` rows. Rows left over get the number after the last part.
+def part_windows(
+    shares: Shares, column: Column, among: Among, *, by: Names | None, stratify: Names | None, seed: int
+) -> Iterator[NDArray[np.integer]]:
+    """The number of the part of each row that is split, window by window. Rows left over get the last number plus one.
 
     Raises OptionError or MissingColumnError.
     """
@@ -46,26 +46,72 @@ def split_rows(
     by_columns, strata = _names(by=by), _names(stratify=stratify)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise OptionError(f"seed must be a whole number of at least 0, not {seed!r}")
-    sizes = _sizes(_listed(shares), n_rows)
+    sizes = _sizes(listed(shares), len(among))
     if by_columns:
-        groups, counts = _classes(by_columns, column, n_rows)
+        codes, counts = _classes(by_columns, column, among)
         needed, there = np.count_nonzero(sizes[:-1]), np.count_nonzero(counts)
         if needed > there:
             raise OptionError(
                 f"{needed} parts need as many labels, but {_named(by_columns)} has {there}: give fewer parts"
             )
-        parts = _parts_of_groups(counts, sizes, key_of(seed))
-        found = np.empty(n_rows, parts.dtype)
-        for start in range(0, n_rows, _WINDOW):  # NumPy makes an index of 8 bytes per row
-            window = slice(start, min(start + _WINDOW, n_rows))
-            found[window] = parts[groups[window]]  # the code -1 of rows without a label selects the last group
-        return found
-    if strata:
-        return _spread(*_classes(strata, column, n_rows), sizes, seed)
-    return _spread(None, np.array([n_rows]), sizes, seed)
+        parts = parts_of_groups(counts, sizes, key_of(seed))
+        for window in codes():
+            yield parts[window]  # the code -1 of rows without a label selects the last group
+    elif strata:
+        codes, counts = _classes(strata, column, among)
+        yield from _spread(codes(), counts, sizes, seed)
+    else:
+        yield from _spread(among.blank(), np.array([len(among)]), sizes, seed)
 
 
-def _listed(shares: Shares) -> list[float]:
+@dataclass(frozen=True)
+class Among:
+    """The rows that are split: all `n_all` rows, or those `chosen`."""
+
+    n_all: int
+    chosen: RowSet | None = None
+
+    def __len__(self) -> int:
+        return self.n_all if self.chosen is None else len(self.chosen)
+
+    def windows(self) -> Iterator[slice]:
+        """Windows of all rows."""
+        return (slice(first, min(first + _WINDOW, self.n_all)) for first in range(0, self.n_all, _WINDOW))
+
+    def of(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """The values of these rows in each window, of an array with one entry for each of all rows."""
+        for window in self.windows():
+            yield values[window] if self.chosen is None else values[window][self.chosen.within(window)]
+            page_cache.release(values)
+
+    def cut(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """The values of these rows in each window, of an array with one entry for each of these rows."""
+        first = 0
+        for blank in self.blank():
+            yield values[first : first + len(blank)]
+            first += len(blank)
+
+    def blank(self) -> Iterator[NDArray[Any]]:
+        """A zero for each of these rows, window by window."""
+        for window in self.windows():
+            n_rows = window.stop - window.start
+            n_chosen = n_rows if self.chosen is None else int(np.count_nonzero(self.chosen.within(window)))
+            yield np.zeros(n_chosen, np.uint8)
+
+    def restrict(self, column: Column) -> Column:
+        """Looks up obs columns of these rows only."""
+        if self.chosen is None or len(self.chosen) == self.n_all:
+            return column
+        return functools.partial(_restricted, column, self.chosen)
+
+
+def _restricted(column: Column, chosen: RowSet, name: str) -> ObsColumn:
+    of_all = column(name)
+    return replace(of_all, values=chosen.taken(of_all.values))
+
+
+def listed(shares: Shares) -> list[float]:
+    """The shares as a list. Raises OptionError for anything but a list or a mapping."""
     try:
         return list(shares.values() if isinstance(shares, Mapping) else shares)
     except TypeError as error:
@@ -105,29 +151,51 @@ class SplitRule:
     seed: int
 
     def parts(
-        self, shares: Shares, column: Column, n_rows: int, *, held: Mask | None, controls: Mask | None
-    ) -> NDArray[np.integer]:
-        """The number of the part of each row. Without a mask of rows held out, all rows are split.
+        self, shares: Shares, column: Column, n_rows: int, *, held: RowSet | None, controls: RowSet | None
+    ) -> Iterator[NDArray[np.integer]]:
+        """The number of the part of each row, window by window. Without rows held out, all rows are split.
 
         All other rows get the first part. Controls among the rows held out are split apart, stratified by the columns
         of `by` and `held_by`.
         """
         if held is None and controls is None:
-            return split_rows(shares, column, n_rows, by=self.by, stratify=self.stratify, seed=self.seed)
-        held = np.ones(n_rows, bool) if held is None else held
-        controls = np.zeros(n_rows, bool) if controls is None else controls & held
-        if not held.any():
+            yield from part_windows(shares, column, Among(n_rows), by=self.by, stratify=self.stratify, seed=self.seed)
+            return
+        if held is not None and not len(held):
             raise OptionError("no row has all of the labels in hold_out, so there is nothing to hold out")
-        sizes = _listed(shares)
-        if controls.any() and sizes and all(isinstance(size, int | np.integer) for size in sizes):
+        rest, controls = _apart(n_rows, held, controls)
+        sizes = listed(shares)
+        if len(controls) and sizes and all(isinstance(size, int | np.integer) for size in sizes):
             raise OptionError(f"give fractions of the rows when there are controls to be split too, not {sizes!r}")
         strata = list(dict.fromkeys([*_names(by=self.by), *self.held_by])) or self.stratify
-        parts = np.zeros(n_rows, np.min_scalar_type(len(sizes)))
-        for chosen, by, within in ((held & ~controls, self.by, self.stratify), (controls, None, strata)):
-            if chosen.any():
-                among, n_chosen = functools.partial(_among, column, chosen), int(np.count_nonzero(chosen))
-                parts[chosen] = split_rows(shares, among, n_chosen, by=by, stratify=within, seed=self.seed)
-        return parts
+        splits = [
+            (rows, part_windows(shares, column, Among(n_rows, rows), by=by, stratify=within, seed=self.seed))
+            for rows, by, within in ((rest, self.by, self.stratify), (controls, None, strata))
+            if len(rows)
+        ]
+        for window in Among(n_rows).windows():
+            parts = np.zeros(window.stop - window.start, np.min_scalar_type(len(sizes)))
+            for rows, part_of_row in splits:
+                parts[rows.within(window)] = next(part_of_row)
+            yield parts
+
+
+def _apart(n_rows: int, held: RowSet | None, controls: RowSet | None) -> tuple[RowSet, RowSet]:
+    """The rows held out (None: all rows) that are no controls, and those that are."""
+
+    def masks(window: slice) -> tuple[Mask, Mask]:
+        n = window.stop - window.start
+        is_held = np.ones(n, bool) if held is None else held.within(window)
+        return is_held, np.zeros(n, bool) if controls is None else controls.within(window)
+
+    def rest_of(window: slice) -> Mask:
+        is_held, is_control = masks(window)
+        return np.asarray(is_held & ~is_control)
+
+    def controls_of(window: slice) -> Mask:
+        return np.asarray(np.logical_and(*masks(window)))
+
+    return RowSet.of_windows(n_rows, rest_of), RowSet.of_windows(n_rows, controls_of)
 
 
 def condition_of(hold_out: Mapping[str, Any] | None) -> str | None:
@@ -162,120 +230,64 @@ def _names(**given: Names | None) -> list[str]:
     return found
 
 
-def _among(column: Column, chosen: Mask, name: str) -> ObsColumn:
-    """A column of the chosen rows only."""
-    of_all = column(name)
-    return of_all if chosen.all() else replace(of_all, values=of_all.values[chosen])
-
-
 def _named(names: Sequence[str]) -> str:
     return f"obs column {names[0]!r}" if len(names) == 1 else f"{len(names)} obs columns together ({', '.join(names)})"
 
 
-def _classes(names: Sequence[str], column: Column, n_rows: int) -> tuple[NDArray[np.integer], Rows]:
-    """The label code of each row (-1 for none), and the number of rows per code, with that of -1 at the end.
+def _classes(
+    names: Sequence[str], column: Column, among: Among
+) -> tuple[Callable[[], Iterator[NDArray[np.integer]]], Rows]:
+    """The label codes of the rows (-1 for none) in windows, and the rows per code, with those of -1 at the end.
 
     With several columns, a label is one of each, and a row that lacks one of them has none.
     """
     if len(names) > 1:
-        groups = groups_of(names, column, n_rows)
+        groups = groups_of(names, among.restrict(column), len(among))
         numbers = np.where(groups.complete, np.cumsum(groups.complete) - 1, -1)
         counts = np.append(groups.sizes[groups.complete], groups.sizes[~groups.complete].sum())
-        return numbers[groups.codes], counts
-    codes, n_labels = column(names[0]).classes(f"obs column {names[0]!r}")
+        return lambda: (numbers[window] for window in among.cut(groups.codes)), counts
+    found, called = column(names[0]), f"obs column {names[0]!r}"
+    if found.categories is None:  # of numbers, only those of these rows are labels
+        codes, n_labels = among.restrict(column)(names[0]).classes(called)
+        windows = functools.partial(among.cut, codes)
+    else:
+        codes, n_labels = found.classes(called)
+        windows = functools.partial(among.of, codes)
     counts = np.zeros(n_labels + 1, np.int64)
-    for start in range(0, len(codes), _WINDOW):
-        counts += np.bincount(codes[start : start + _WINDOW].astype(np.int64) % (n_labels + 1), minlength=n_labels + 1)
-    return codes, counts
+    for window in windows():
+        count_codes(window, counts)
+    return windows, counts
 
 
-def _parts_of_groups(counts: Rows, sizes: Rows, key: int) -> NDArray[np.integer]:
-    """The part of each group of rows with the same label.
+def _spread(
+    codes: Iterable[NDArray[np.integer]], counts: Rows, sizes: Rows, seed: int
+) -> Iterator[NDArray[np.integer]]:
+    """The part of each row, window by window. Parts have these sizes, and their share of each label to within one row.
 
-    First a greedy pass: groups go, largest first, to the part that lacks most rows; groups whose sizes have the same
-    power of two are in random order. Then every empty part that should have rows gets a group. Finally groups are moved
-    or exchanged between two parts for as long as that brings the sizes of both, taken together, closer to the target.
+    With a single label, its code does not matter.
     """
-    order = np.lexsort((permute(np.arange(len(counts)), len(counts), key), -np.frexp(counts)[1]))
-    dealt = counts[order[counts[order] > 0]]
-    deficit, parts = sizes.copy(), np.zeros(len(dealt), np.intp)
-    for group, count in enumerate(dealt.tolist()):
-        part = parts[group] = np.argmax(deficit)
-        deficit[part] -= count
-    needed = np.append(sizes[:-1] > 0, False)  # the rows left over may be empty
-    _fill(dealt, parts, deficit, needed)
-    tries, nearer = 0, True
-    while nearer and tries < _TRIES:
-        before = deficit.copy()
-        pairs = product(np.flatnonzero(deficit < 0).tolist(), np.flatnonzero(deficit > 0).tolist())
-        for giver, taker in islice(pairs, _TRIES - tries):
-            _exchange(dealt, parts, deficit, needed, giver, taker)
-            tries += 1
-        nearer = not np.array_equal(deficit, before)
-    of_group = np.zeros(len(counts), np.min_scalar_type(len(sizes)))
-    of_group[order[: len(dealt)]] = parts
-    return of_group
-
-
-def _fill(dealt: Rows, parts: NDArray[np.intp], deficit: Rows, needed: Mask) -> None:
-    """Gives each empty part that needs a group the group whose move costs least in total deviation."""
-    for taker in np.flatnonzero(needed & (np.bincount(parts, minlength=len(deficit)) == 0)).tolist():
-        spare = (np.bincount(parts, minlength=len(deficit)) > 1) | ~needed
-        groups = np.flatnonzero(spare[parts])
-        short = deficit[parts[groups]]
-        costs = abs(short + dealt[groups]) - abs(short) + abs(deficit[taker] - dealt[groups])
-        group = groups[np.argmin(costs)]
-        deficit[parts[group]] += dealt[group]
-        deficit[taker] -= dealt[group]
-        parts[group] = taker
-
-
-def _exchange(dealt: Rows, parts: NDArray[np.intp], deficit: Rows, needed: Mask, giver: int, taker: int) -> None:
-    """Moves a group from a part with too many rows to one with too few, perhaps in exchange for another, if that helps.
-
-    The net number of rows moved should be the number that `taker` lacks. So for each group given, the best group to
-    return is one of two neighbours among the groups of `taker` sorted by size, found by binary search.
-    """
-    given, returned = np.flatnonzero(parts == giver), np.flatnonzero(parts == taker)
-    returned = returned[np.argsort(dealt[returned], kind="stable")]
-    if len(given) > 1 or not needed[giver]:
-        returned = np.append(-1, returned)  # -1: return no group
-    if not len(given) or not len(returned):
-        return
-    back = np.where(returned < 0, 0, dealt[returned])
-    after = np.searchsorted(back, dealt[given] - deficit[taker])
-    positions = np.clip([after - 1, after], 0, len(back) - 1)
-    moved = dealt[given] - back[positions]
-    apart = abs(deficit[giver] + moved) + abs(deficit[taker] - moved)
-    best = np.unravel_index(np.argmin(apart), apart.shape)
-    if apart[best] < abs(deficit[giver]) + abs(deficit[taker]):
-        deficit[giver] += moved[best]
-        deficit[taker] -= moved[best]
-        parts[given[best[1]]] = taker
-        if returned[positions[best]] >= 0:
-            parts[returned[positions[best]]] = giver
-
-
-def _spread(codes: NDArray[np.integer] | None, counts: Rows, sizes: Rows, seed: int) -> NDArray[np.integer]:
-    """The part of each row. Parts have exactly these sizes, and their share of each label to within one row."""
     ends = np.cumsum(_quotas(counts, sizes), axis=1)
-    n_rows, n_labels = int(sizes.sum()), len(counts)
-    parts = np.empty(n_rows, np.min_scalar_type(len(sizes)))
-    reached = np.zeros(n_labels, np.int64)
-    for start in range(0, n_rows, _WINDOW):
-        stop = min(start + _WINDOW, n_rows)
-        labels = np.zeros(stop - start, np.uint8)
-        if codes is not None:  # in the smallest dtype, which sorts fastest
-            labels = (codes[start:stop].astype(np.int64) % n_labels).astype(np.min_scalar_type(n_labels))
-        order = np.argsort(labels, kind="stable")
-        firsts = np.searchsorted(labels[order], np.arange(n_labels + 1))
-        for label in np.flatnonzero(np.diff(firsts)).tolist():
-            rows = order[firsts[label] : firsts[label + 1]]
-            number = reached[label] + np.arange(len(rows))  # rank of each row among the rows with its label
+    n_labels, reached = len(counts), np.zeros(len(counts), np.int64)
+    for window in codes:
+        parts = np.empty(len(window), np.min_scalar_type(len(sizes)))
+        for label, rows in _by_label(window, n_labels):
+            number = reached[label] + np.arange(len(parts[rows]))  # rank of each row among the rows with its label
             position = permute(number, int(counts[label]), key_of(seed, label))
-            parts[start + rows] = np.searchsorted(ends[label], position, side="right")
-            reached[label] += len(rows)
-    return parts
+            parts[rows] = np.searchsorted(ends[label], position, side="right")
+            reached[label] += len(number)
+        yield parts
+
+
+def _by_label(codes: NDArray[np.integer], n_labels: int) -> Iterator[tuple[int, Rows | slice]]:
+    """The rows of each label in a window, ascending. The code -1 counts as the last label."""
+    if n_labels == 1:
+        yield 0, slice(None)
+        return
+    labels = (codes.astype(np.int64) % n_labels).astype(np.min_scalar_type(n_labels))  # small, which sorts fastest
+    order = np.argsort(labels, kind="stable")
+    firsts = np.searchsorted(labels[order], np.arange(n_labels + 1))
+    for label in np.flatnonzero(np.diff(firsts)).tolist():
+        yield label, order[firsts[label] : firsts[label + 1]]
 
 
 def _quotas(counts: Rows, sizes: Rows) -> Rows:

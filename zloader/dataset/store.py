@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from zloader.access.file_source import FileSource
 from zloader.access.implied_objects import UNDECODABLE, stored_keys, undecodable_key
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject, fingerprint, mirror_fingerprint
+from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
 from zloader.access.zarr_groups import open_zarr_group
 from zloader.caching.cached_files import load_column, save_column
 from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, save_listing
@@ -53,7 +53,7 @@ class OpenedStore:
     def __init__(
         self,
         location: Location,
-        objects: dict[str, StoredObject],
+        objects: Listing,
         *,
         origin: str,
         cache: Cache | None,
@@ -66,7 +66,7 @@ class OpenedStore:
         self.location = location
         self.objects = objects
         self.offline = offline
-        self._sizes = {key: entry.size for key, entry in objects.items()}
+        self._sizes = objects.sizes
         self.fingerprint = fingerprint(objects)
         self.mirror_fingerprint = None if cache is None else mirror_fingerprint(location.url, origin, objects)
         self.mirror_directory = None
@@ -130,7 +130,11 @@ class OpenedStore:
             raise
         except Exception as error:
             key = undecodable_key(node, start, stop)
-            damaged = f", whose object {key} ({self.objects[key].size} bytes) is damaged" if key in self.objects else ""
+            damaged = (
+                f", whose object {key} ({self._sizes[key]} bytes) is damaged"
+                if key is not None and key in self._sizes
+                else ""
+            )
             raise FormatError(f"cannot read {path} of {self.location.url}{damaged}: {error}") from error
 
     def node(self, path: str) -> Any:
@@ -355,7 +359,7 @@ class OpenedStore:
         dtypes = recorded.get("dtype") if isinstance(recorded, dict) else None
         return dtypes if isinstance(dtypes, dict) else {}
 
-    def object_sizes(self) -> dict[str, int]:
+    def object_sizes(self) -> Mapping[str, int]:
         """The size in bytes of each stored object, by key."""
         return self._sizes
 

@@ -87,15 +87,14 @@ class StoreSummary:
 def summarize(dataset: Dataset) -> StoreSummary:
     """Summarizes a dataset from its metadata alone."""
     stores = dataset.stores
-    objects = [entry for store in stores for entry in store.objects.values()]
     return StoreSummary(
         url=dataset.url,
         stores=len(stores),
         fingerprint=dataset.fingerprint,
         rows=dataset.n_obs,
         genes=dataset.n_vars,
-        objects=len(objects),
-        stored_bytes=sum(entry.size for entry in objects),
+        objects=sum(len(store.objects) for store in stores),
+        stored_bytes=sum(store.objects.total_bytes() for store in stores),
         obs=[_column(stores, name) for name in dataset.obs_columns],
         matrices=[_matrix(dataset, name) for name in dataset.matrix_names],
         others=[f"{group}/{key}" for group in _OTHERS for key in _in_all([store.keys(group) for store in stores])],
@@ -209,5 +208,5 @@ def _codec(codec: Mapping[str, Any]) -> str:
 
 def stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:
     """The size in bytes of the objects that hold an array."""
-    keys = map(array.shard_key, range(array.n_shards))
-    return sum(store.objects[key].size for key in keys if key in store.objects)
+    sizes = store.object_sizes()
+    return sum(sizes.get(array.shard_key(shard), 0) for shard in range(array.n_shards))

@@ -8,7 +8,7 @@ position of a row is such a scan alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common import page_cache
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.nearest import suggestion
@@ -28,7 +29,7 @@ from zloader.selecting.expressions import Mask, matching, row_test
 
 Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series
 _STRIDE = 64  # bytes of the bit set per running count: 512 rows
-_WINDOW = 1 << 20  # rows whose mask is made at a time: a multiple of the rows per running count
+PART_WINDOW = 1 << 20  # rows whose mask is made at a time: a multiple of the rows per running count
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 
@@ -77,14 +78,20 @@ class RowSet(SharesArrays):
     @classmethod
     def of_windows(cls, n_all: int, mask_of_window: Callable[[slice], Mask]) -> RowSet:
         """The rows at which a mask is True that is made window by window, so that it is never in memory as a whole."""
-        bits = np.empty(-(-n_all // 8), np.uint8)
-        counts = np.empty(-(-len(bits) // _STRIDE), np.int64)
-        for start in range(0, n_all, _WINDOW):
-            chosen = np.packbits(mask_of_window(slice(start, min(start + _WINDOW, n_all))), bitorder="little")
-            bits[start // 8 : start // 8 + len(chosen)] = chosen
-            of_window = np.add.reduceat(np.bitwise_count(chosen), np.arange(0, len(chosen), _STRIDE), dtype=np.int64)
-            counts[start // 8 // _STRIDE : start // 8 // _STRIDE + len(of_window)] = of_window
-        return cls(n_all=n_all, bits=bits, before=np.append(0, np.cumsum(counts)))
+        filling = _Filling(n_all)
+        for window in _windows(n_all):
+            filling.add(window.start, mask_of_window(window))
+        return filling.done()
+
+    @classmethod
+    def of_parts(cls, n_all: int, n_parts: int, part_of_row: Iterable[NDArray[np.integer]]) -> list[RowSet]:
+        """The rows of each of `n_parts` parts, from the number of each row's part in windows of PART_WINDOW rows."""
+        filling, start = [_Filling(n_all) for _ in range(n_parts)], 0
+        for window in part_of_row:
+            for number, part in enumerate(filling):
+                part.add(start, window == number)
+            start += len(window)
+        return [part.done() for part in filling]
 
     @classmethod
     def of_range(cls, n_all: int, rows: range) -> RowSet:
@@ -104,7 +111,32 @@ class RowSet(SharesArrays):
 
     def mask(self) -> Mask:
         """A boolean mask over the `n_all` rows."""
-        return np.unpackbits(self.bits, count=self.n_all, bitorder="little").view(bool)
+        return self.within(slice(0, self.n_all))
+
+    def within(self, window: slice) -> Mask:
+        """The part of the mask from row `window.start` to `window.stop`."""
+        first, last = window.start // 8, -(-window.stop // 8)
+        mask = np.unpackbits(self.bits[first:last], bitorder="little").view(bool)
+        return mask[window.start - 8 * first : window.stop - 8 * first]
+
+    def taken(self, values: NDArray[Any]) -> NDArray[Any]:
+        """`values[self.mask()]` of an array with one entry per row, without a mask over all rows."""
+        found, filled = np.empty((len(self), *values.shape[1:]), values.dtype), 0
+        for window in _windows(self.n_all):
+            chosen = values[window][self.within(window)]
+            found[filled : filled + len(chosen)] = chosen
+            filled += len(chosen)
+            page_cache.release(values)
+        return found
+
+    def all_numbers(self) -> Rows:
+        """The rows, ascending (int64)."""
+        found, filled = np.empty(len(self), np.int64), 0
+        for window in _windows(self.n_all):
+            rows = window.start + np.flatnonzero(self.within(window))
+            found[filled : filled + len(rows)] = rows
+            filled += len(rows)
+        return found
 
     def numbers(self, positions: Rows) -> Rows:
         """The rows at some positions in the set, each from 0 to its length - 1, as in `array_of_rows[positions]`."""
@@ -118,15 +150,48 @@ class RowSet(SharesArrays):
         _rank(self.bits, self.before, _BITS_SET, np.ascontiguousarray(numbers, np.int64).reshape(-1), out)
         return out.reshape(numbers.shape)
 
-    def narrowed(self, mask: Mask) -> RowSet:
-        """The rows of the set at which a mask over the set is True."""
-        wide = self.mask()
-        wide[wide] = mask
-        return RowSet.of(wide)
+    def narrowed(self, rows: RowSet) -> RowSet:
+        """The rows of the set that `rows` has, which numbers them from 0."""
+        seen = 0
+
+        def of_window(window: slice) -> Mask:
+            nonlocal seen
+            mask = self.within(window)
+            before, seen = seen, seen + int(np.count_nonzero(mask))
+            mask[mask] = rows.within(slice(before, seen))
+            return mask
+
+        return RowSet.of_windows(self.n_all, of_window)
 
     def digest(self, fingerprint: str) -> str:
         """The fingerprint of these rows of a dataset with that fingerprint: 32 hexadecimal digits."""
-        return hashlib.sha256(f"{fingerprint} {self.n_all} ".encode() + self.bits.tobytes()).hexdigest()[:32]
+        hashed = hashlib.sha256(f"{fingerprint} {self.n_all} ".encode())
+        hashed.update(np.ascontiguousarray(self.bits).data)
+        return hashed.hexdigest()[:32]
+
+
+class _Filling:
+    """The bits and counts of a RowSet, filled window by window."""
+
+    def __init__(self, n_all: int) -> None:
+        self._n_all = n_all
+        self._bits = np.empty(-(-n_all // 8), np.uint8)
+        self._counts = np.empty(-(-len(self._bits) // _STRIDE), np.int64)
+
+    def add(self, start: int, mask: Mask) -> None:
+        """Adds the mask of the rows from `start` on, which is a multiple of the rows per running count."""
+        chosen, first = np.packbits(mask, bitorder="little"), start // 8
+        self._bits[first : first + len(chosen)] = chosen
+        counts = np.add.reduceat(np.bitwise_count(chosen), np.arange(0, len(chosen), _STRIDE), dtype=np.int64)
+        self._counts[first // _STRIDE : first // _STRIDE + len(counts)] = counts
+
+    def done(self) -> RowSet:
+        """The RowSet, once all rows were added."""
+        return RowSet(n_all=self._n_all, bits=self._bits, before=np.append(0, np.cumsum(self._counts)))
+
+
+def _windows(n_rows: int) -> list[slice]:
+    return [slice(start, min(start + PART_WINDOW, n_rows)) for start in range(0, n_rows, PART_WINDOW)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +236,7 @@ class Within:
         """The rows of the whole dataset that the sampling draws from."""
         positions = getattr(self.sampling, "indices", None)
         if positions is None:
-            return np.flatnonzero(self.chosen.mask())
+            return self.chosen.all_numbers()
         return self.chosen.numbers(np.asarray(positions))
 
     def n_rows(self, dataset_rows: int) -> int:

@@ -1,7 +1,8 @@
 """Control rows for each row of a minibatch, such as untreated cells of the same cell line. Pure.
 
 Controls are drawn among the rows that meet a condition and agree with the row in some obs columns. The draws for a row
-depend on the seed, the epoch and the row alone. The table takes 4 bytes per row of the dataset and 8 per control.
+depend on the seed, the epoch and the row alone. The table takes 1 byte per row of the dataset, or 2 or 4 if there are
+many groups, and 8 per control.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import one_or_more, require_count
 from zloader.common.errors import OptionError
+from zloader.common.machine import require_memory
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import key_of, words_at
@@ -26,6 +28,7 @@ from zloader.selecting.groups import Groups, groups_of
 
 log = logging.getLogger("zloader")
 _WINDOW = 1 << 20  # rows counted at a time
+_CONTROL_BYTES = 25  # per control while the table is made
 _DRAWS = 0xC0  # tells the keys of these draws from those of samplings
 
 
@@ -42,6 +45,24 @@ class WholeTable(Protocol):
         ...
 
 
+class RowsOfWhole(Protocol):
+    """Some rows of a dataset, in ascending order."""
+
+    def __len__(self) -> int: ...
+
+    def all_numbers(self) -> Rows:
+        """The rows."""
+        ...
+
+    def numbers(self, positions: Rows) -> Rows:
+        """The rows at some positions in the set."""
+        ...
+
+    def within(self, window: slice) -> NDArray[np.bool_]:
+        """A mask over the rows from `window.start` to `window.stop`."""
+        ...
+
+
 class ControlTable(Protocol):
     """A dataset or view in which controls are looked up."""
 
@@ -50,7 +71,7 @@ class ControlTable(Protocol):
         """The dataset that this is a view of."""
         ...
 
-    def in_whole(self, group: Any) -> NDArray[np.bool_]:
+    def in_whole(self, group: Any) -> RowsOfWhole:
         """Which rows of `whole` are in a group: a condition on these rows, or a dataset or view."""
         ...
 
@@ -126,9 +147,15 @@ class BoundControls(SharesArrays):
     def __init__(self, options: MatchedControls, dataset: ControlTable, sampling: Sampling) -> None:
         self.n = int(options.n)
         whole = dataset.whole
-        pool = np.flatnonzero(dataset.in_whole(options.where))
-        if not len(pool):
+        chosen = dataset.in_whole(options.where)
+        if not len(chosen):
             raise OptionError(f"no row can be a control: none meets the condition {options.where!r:.100}")
+        require_memory(
+            _CONTROL_BYTES * len(chosen),
+            f"the table of {len(chosen)} controls",
+            "give a condition that fewer rows meet",
+        )
+        pool = chosen.all_numbers()
         groups = groups_of(options.levels[0], whole.obs_column, whole.n_obs)
         self._groups = groups.codes
         self._begins, self._sizes = np.zeros(len(groups), np.int64), np.zeros(len(groups), np.int64)
@@ -212,11 +239,15 @@ class BoundControls(SharesArrays):
 
 def _came(groups: Groups, dataset: ControlTable, sampling: Sampling) -> Rows:
     """The number of rows of each group that the sampling may yield."""
-    mask, chosen = dataset.in_whole(dataset), getattr(sampling, "indices", None)
+    rows, chosen = dataset.in_whole(dataset), getattr(sampling, "indices", None)
     if chosen is not None:
-        return np.bincount(groups.codes[np.flatnonzero(mask)[chosen]], minlength=len(groups))
-    counts = np.zeros(len(groups), np.int64)
-    for first in range(0, len(mask), _WINDOW):
-        window = slice(first, first + _WINDOW)
-        counts += np.bincount(groups.codes[window][mask[window]], minlength=len(groups))
+        positions = np.asarray(chosen, np.int64)
+        wrong = positions[(positions < 0) | (positions >= len(rows))]
+        if len(wrong):
+            raise OptionError(f"indices holds row {wrong[0]}, but the rows of the dataset are 0 to {len(rows) - 1}")
+        return np.bincount(groups.codes[rows.numbers(positions)], minlength=len(groups))
+    counts, n_rows = np.zeros(len(groups), np.int64), len(groups.codes)
+    for first in range(0, n_rows, _WINDOW):
+        window = slice(first, min(first + _WINDOW, n_rows))
+        counts += np.bincount(groups.codes[window][rows.within(window)], minlength=len(groups))
     return counts

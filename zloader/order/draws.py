@@ -22,11 +22,13 @@ until another epoch is planned.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common import page_cache
 from zloader.common.checks import require_count
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
@@ -269,28 +271,37 @@ def _positive(
     table: NDArray[Any], codes: Codes | None, indices: Rows | None
 ) -> tuple[Rows | None, NDArray[Any], Codes | None]:
     """The rows that can be drawn (None for all rows), with their table and codes."""
-    positive = table > 0
-    if codes is not None:
-        positive = _looked_up(positive, codes)
+    n_rows = len(table if codes is None else codes)
     if indices is not None:
-        require_within(indices, len(positive))
-        taken = positive[indices]
-        rows = indices if taken.all() else indices[taken]  # one array serves both
-    elif positive.all():
-        return None, table, codes
+        require_within(indices, n_rows)
+        positive = np.concatenate([np.empty(0, bool), *_are_positive(table, codes, indices)])
+        rows = indices if positive.all() else indices[positive]  # one array serves both
     else:
+        n_positive = sum(int(np.count_nonzero(window)) for window in _are_positive(table, codes, n_rows))
+        if n_positive == n_rows:
+            return None, table, codes
         require_memory(
-            16 * int(np.count_nonzero(positive)),
+            16 * n_positive,
             "the row numbers of a weighted sampling in which some rows have no weight",
             "take a view of the rows that have one, or give every row a weight above 0",
         )
-        rows = np.flatnonzero(positive)
+        rows, filled = np.empty(n_positive, np.int64), 0
+        for number, window in enumerate(_are_positive(table, codes, n_rows)):
+            found = np.flatnonzero(window)
+            rows[filled : filled + len(found)] = number * _WINDOW + found
+            filled += len(found)
     return (rows, table[rows], None) if codes is None else (rows, table, codes[rows])
 
 
-def _looked_up(table: NDArray[Any], codes: Codes) -> NDArray[Any]:
-    """`table[codes]`, in windows, because NumPy makes an index of 8 bytes per row."""
-    found = np.empty(len(codes), table.dtype)
-    for first in range(0, len(codes), _WINDOW):
-        found[first : first + _WINDOW] = table[codes[first : first + _WINDOW]]
-    return found
+def _are_positive(table: NDArray[Any], codes: Codes | None, rows: Rows | int) -> Iterator[NDArray[np.bool_]]:
+    """Whether the weight of each of some rows, or of the first `rows` rows, is above 0, in windows.
+
+    A mask over all rows would take a byte per row, and NumPy makes an index of 8 bytes per row.
+    """
+    positive = table > 0 if codes is not None else None
+    for first in range(0, rows if isinstance(rows, int) else len(rows), _WINDOW):
+        window = slice(first, first + _WINDOW)
+        chosen = window if isinstance(rows, int) else rows[window]
+        yield np.asarray(table[chosen] > 0 if codes is None or positive is None else positive[codes[chosen]])
+        if codes is not None:
+            page_cache.release(codes)

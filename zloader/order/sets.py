@@ -31,6 +31,7 @@ from zloader.selecting.groups import Groups, groups_of, sorted_rows
 
 log = logging.getLogger("zloader")
 BALANCED = "balanced"
+_ROW_BYTES = 4  # of the table of rows by group
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +145,7 @@ class BoundCellSets(SharesArrays):
         self.options, self.set_size = options, int(options.set_size)
         self.has_gaps = options.rest == "keep"
         self.repeats = options.rest == "fill" or options.per_group is not None or options.weights is not None
-        groups = groups_of(list(options.group), dataset.obs_column, dataset.n_obs)
+        groups = groups_of(list(options.group), dataset.obs_column, dataset.n_obs, row_bytes=_ROW_BYTES)
         self._dataset_rows, self._unit = dataset.n_obs, self.set_size
         chosen = _chosen(groups, options, dataset.obs_column)
         weights = _weights(groups, chosen, options, dataset.obs_column)

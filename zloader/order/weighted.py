@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.checks import require_count
-from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.draws import Codes, Draws, require_within
 from zloader.order.sampling import DEFAULT_BLOCK_SIZE, Table, checked_once
 from zloader.selecting.columns import ObsColumn, as_numbers
+from zloader.selecting.groups import count_codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,16 +180,9 @@ class ClassBalancedSampling(_Weighted):
         if self._chosen is not None:
             require_within(self._chosen, len(codes))
         counts = np.zeros(n_classes + 1, np.int64)
-        _count(codes if self._chosen is None else codes[self._chosen], counts)
+        count_codes(codes if self._chosen is None else codes[self._chosen], counts)
         counts[-1] = 0  # rows without a label are never drawn
         return self._draw(np.divide(1.0, counts, out=np.zeros(n_classes + 1), where=counts > 0), codes)
-
-
-@compiled
-def _count(codes: Codes, counts: Rows) -> None:
-    """Adds the number of occurrences of each code to `counts`. Code -1 counts in the last entry."""
-    for code in codes:
-        counts[code] += 1
 
 
 def _require_options(sampling: _Weighted) -> None:

@@ -1,7 +1,8 @@
 """Groups of rows that agree in some obs columns. Pure.
 
-Rows are handled in windows. The groups take four bytes per row, and a bit for each combination of labels that could
-occur.
+Rows are handled in windows. The groups take one byte per row if there are at most 256 of them, two up to 65,536 and
+else four; while they are made by several columns, up to twice as much. Each combination of labels that could occur
+takes five bytes meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common import page_cache
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
@@ -34,7 +36,7 @@ class Groups(SharesArrays):
     """
 
     columns: Sequence[str]
-    codes: NDArray[np.int32] = field(repr=False)
+    codes: NDArray[np.unsignedinteger] = field(repr=False)
     sizes: Rows = field(repr=False)
     first: Rows = field(repr=False)
     complete: NDArray[np.bool_] = field(repr=False)
@@ -55,17 +57,23 @@ class Groups(SharesArrays):
         return shown + (f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else "")
 
 
-def groups_of(columns: Sequence[str], column: Column, n_rows: int) -> Groups:
+def groups_of(columns: Sequence[str], column: Column, n_rows: int, *, row_bytes: int = 0) -> Groups:
     """The groups of `n_rows` rows by their labels in `columns`; without columns, a single group.
 
-    Raises OptionError for columns that hold fractions or that have too many labels, and any error of `column`.
+    `row_bytes` is the memory per row that the caller needs beside the groups. Raises OptionError for columns that hold
+    fractions or that have too many labels, for too little memory, and any error of `column`.
     """
-    require_memory(
-        8 * n_rows,
-        f"grouping {n_rows} rows by {', '.join(columns)}",
-        "open fewer stores at a time, or use a machine with more memory",
-    )
-    codes, n_groups, complete = np.zeros(n_rows, np.int32), 1, np.ones(1, bool)
+
+    def require(of_groups: int) -> None:
+        require_memory(
+            (of_groups + row_bytes) * n_rows,
+            f"grouping {n_rows} rows by {', '.join(columns)}",
+            "open fewer stores at a time, or use a machine with more memory",
+        )
+
+    require(1)
+    codes: NDArray[np.unsignedinteger] = np.zeros(n_rows, np.uint8)  # takes no memory until it is written
+    n_groups, complete = 1, np.ones(1, bool)
     for name in columns:
         classes, n_classes = column(name).classes(f"obs column {name!r}")
         n_classes += 1  # the last is for missing labels
@@ -77,11 +85,16 @@ def groups_of(columns: Sequence[str], column: Column, n_rows: int) -> Groups:
         there = np.zeros(n_groups * n_classes, bool)
         for window in _windows(n_rows):
             there[_combined(codes[window], classes[window], n_classes)] = True
+            page_cache.release(classes)
         found = np.flatnonzero(there)
-        numbers = np.zeros(len(there), np.int32)
+        dtype = np.min_scalar_type(max(1, len(found)) - 1)
+        require(dtype.itemsize + (codes.itemsize if n_groups > 1 else 0))
+        numbers, numbered = np.zeros(len(there), dtype), np.empty(n_rows, dtype)
         numbers[found] = np.arange(len(found))
         for window in _windows(n_rows):
-            codes[window] = numbers[_combined(codes[window], classes[window], n_classes)]
+            numbered[window] = numbers[_combined(codes[window], classes[window], n_classes)]
+            page_cache.release(classes)
+        codes = numbered
         complete = complete[found // n_classes] & (found % n_classes < n_classes - 1)
         n_groups = len(found)
     sizes, first = np.zeros(n_groups, np.int64), np.zeros(n_groups, np.int64)
@@ -93,13 +106,20 @@ def _windows(n_rows: int) -> list[slice]:
     return [slice(start, start + _WINDOW) for start in range(0, n_rows, _WINDOW)]
 
 
-def _combined(codes: NDArray[np.int32], classes: NDArray[np.integer], n_classes: int) -> Rows:
+def _combined(codes: NDArray[np.unsignedinteger], classes: NDArray[np.integer], n_classes: int) -> Rows:
     """One number for each pair of a group and a class, which is -1 for a missing label."""
     return codes.astype(np.int64) * n_classes + classes.astype(np.int64) % n_classes
 
 
 @compiled
-def _count(codes: NDArray[np.int32], sizes: Rows, first: Rows) -> None:
+def count_codes(codes: NDArray[np.integer], counts: Rows) -> None:
+    """Adds the number of occurrences of each code to `counts`. The code -1 counts in the last entry."""
+    for code in codes:
+        counts[code] += 1
+
+
+@compiled
+def _count(codes: NDArray[np.unsignedinteger], sizes: Rows, first: Rows) -> None:
     for row in range(len(codes)):
         if not sizes[codes[row]]:
             first[codes[row]] = row
@@ -107,7 +127,7 @@ def _count(codes: NDArray[np.int32], sizes: Rows, first: Rows) -> None:
 
 
 @compiled
-def _sort(codes: NDArray[np.int32], into: Rows, ends: Rows, out: NDArray[Any]) -> None:
+def _sort(codes: NDArray[np.unsignedinteger], into: Rows, ends: Rows, out: NDArray[Any]) -> None:
     for row in range(len(codes)):
         group = into[codes[row]]
         if group >= 0:
