@@ -3,8 +3,9 @@
 X has 62 710 genes and 2 048 values per row on average: 2e12 values for a billion rows. Rows repeat every SHARD_ROWS
 rows, and their values fill exactly one shard, so one shard of `indices` and one of `data` are written as `zloader
 convert` writes them, and all others are links to them. indptr is real, and so are the codes of the obs columns plate
-(sorted), drug (runs of 3 000 rows) and cell_line (random), in chunks of 64 KiB as `zloader convert` writes them. n_counts
-and the obs names repeat, and their chunks are links, too. A billion rows take 4 GB of disk, and would take 2 TB without links. Everything in it opens with anndata.
+(sorted), drug (runs of 3 000 rows) and cell_line (random), in chunks of 64 KiB as `zloader convert` writes them.
+n_counts and the obs names repeat, and their chunks are links, too. A billion rows take 4 GB of disk, and would take 2
+TB without links. Everything in it opens with anndata.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def read_categories(store: OpenedStore, name: str) -> pd.Index:
 def require_codes(
     store: OpenedStore, path: str, n_categories: int, codes: NDArray[np.integer], rows: int | Rows
 ) -> None:
-    """Raises FormatError for codes of no category. `rows` are the rows that have them, or the first of adjacent ones."""
+    """Raises FormatError for a code of no category. `rows` are the rows that have the codes, or the first of a run."""
     wrong = np.flatnonzero((codes < -1) | (codes >= n_categories))
     if len(wrong):
         row = rows + int(wrong[0]) if isinstance(rows, int) else int(rows[wrong[0]])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,21 +22,18 @@ from numpy.typing import NDArray
 
 from zloader.caching.cached_files import is_saved
 from zloader.caching.mirror import Mirror, MirrorArray, open_array
-from zloader.common import page_cache
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.obs_columns import is_categorical, read_categories, require_codes
+from zloader.dataset.opening import OpenedStores
+from zloader.dataset.store import OpenedStore
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.paged_columns import PagedColumn
 from zloader.selecting.columns import NUMBERS, as_labels, joined_labels
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, MatrixLayout
-
-if TYPE_CHECKING:
-    from zloader.dataset.opening import OpenedStores
-    from zloader.dataset.store import OpenedStore
 
 _MOST_WHOLE = 32 << 20  # bytes, over all stores
 _WIDEST = 8  # bytes of a value of an obs column
@@ -153,27 +150,6 @@ class Labels:
     @cached_property
     def _tables(self) -> list[NDArray[np.integer]]:
         return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)[1]
-
-
-def completed(store: OpenedStore, path: str) -> NDArray[Any] | None:
-    """The whole of an array that is kept chunk by chunk, memory-mapped, after reading the chunks that are missing.
-
-    None if the mirror does not take them.
-    """
-    array, node = store.paged[path], store.node(path)
-    chunk_rows = array.layout.chunk_elements // int(np.prod(node.shape[1:]))
-    for first, stop in store.windows_of(node):
-        chunks = np.arange(first // chunk_rows, -(-stop // chunk_rows))
-        if len(array.missing(chunks)):
-            if not array.writable:
-                return None
-            window = store.window(path, first, stop)
-            array.put(first // chunk_rows, np.ascontiguousarray(window, array.layout.dtype).reshape(-1))
-        page_cache.release(array.content)  # which was compared with its checksums
-    if not array.contains(np.arange(array.layout.n_chunks)):
-        return None
-    array.record_verified()
-    return array.whole().reshape(node.shape)
 
 
 def _takes_chunks(array: MirrorArray) -> bool:

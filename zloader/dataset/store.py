@@ -35,7 +35,6 @@ from zloader.common.nearest import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.dataset.elements import read_element
-from zloader.dataset.paged_columns import completed
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.columns import as_names
@@ -225,10 +224,11 @@ class OpenedStore:
         An array that is kept chunk by chunk stays in its stored dtype, and is checked after it was cached.
         """
         node = self.node(path)
-        if path in self.paged and (whole := completed(self, path)) is not None:
-            for first, stop in self.windows_of(node) if check is not None else ():
-                check(first, whole[first:stop])
-                page_cache.release(whole)
+        if path in self.paged and (whole := self._completed(path, node)) is not None:
+            if check is not None:
+                for first, stop in self.windows_of(node):
+                    check(first, whole[first:stop])
+                    page_cache.release(whole)
             return whole
         kind = np.dtype(dtype or node.dtype).newbyteorder("=")
         directory, column = self.mirror_directory, None
@@ -244,6 +244,25 @@ class OpenedStore:
                 column[filled : filled + len(window)] = window
                 filled += len(window)
         return column
+
+    def _completed(self, path: str, node: Any) -> NDArray[Any] | None:
+        """The whole of an array that is kept chunk by chunk, memory-mapped, after reading the chunks that are missing.
+
+        None if the mirror does not take them.
+        """
+        array = self.paged[path]
+        chunk_rows = array.layout.chunk_elements // int(np.prod(node.shape[1:]))
+        for first, stop in self.windows_of(node):
+            if len(array.missing(np.arange(first // chunk_rows, -(-stop // chunk_rows)))):
+                if not array.writable:
+                    return None
+                window = self.window(path, first, stop)
+                array.put(first // chunk_rows, np.ascontiguousarray(window, array.layout.dtype).reshape(-1))
+            page_cache.release(array.content)  # which was compared with its checksums
+        if not array.contains(np.arange(array.layout.n_chunks)):
+            return None
+        array.record_verified()
+        return array.whole().reshape(node.shape)
 
     def window(self, path: str, start: int, stop: int) -> NDArray[Any]:
         """The rows `[start, stop)` of an array. Raises FormatError if they cannot be read."""

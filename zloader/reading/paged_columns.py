@@ -89,7 +89,7 @@ def plan_column(
     at: Mapping[int, Rows | slice],
     ends: Rows,
 ) -> PlannedColumn:
-    """Plans the reads of some rows. Store k has `readers[k]`, ends before row `ends[k]`, and has the rows at `at[k]`."""
+    """Plans the reads of some rows. Store k has `readers[k]`, the rows at positions `at[k]`, and ends at `ends[k]`."""
     stores = []
     for number, here in at.items():
         matrix, (reader,) = column.parts[number].matrix, readers[number]
