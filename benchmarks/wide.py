@@ -6,8 +6,8 @@
 Without --keep, the store and its mirror are deleted afterwards. `wide_operations.py` measures views, splits, samplings
 and commands on the same store.
 
-The first process begins with an empty mirror. Its first minibatch reads and mirrors the row offsets and the values of
-one fetch, and whole obs columns. Then further processes start one after another, and all stay alive. Each one imports
+The first process begins with an empty mirror. Its first minibatch reads and mirrors the row offsets, the values and the
+obs codes of one fetch. Then further processes start one after another, and all stay alive. Each one imports
 zloader and torch, opens the store (open_dataset and Loader), takes the first minibatch of an epoch (64 rows, blocks of
 64 in fetches of 16 384, three obs columns), checks its values, and idles in that epoch. With --minibatches N, the first
 process goes on to the N-th minibatch, and its memory is read again. Everything is in the page cache.

@@ -3,8 +3,9 @@
 X has 62 710 genes and 2 048 values per row on average: 2e12 values for a billion rows. Rows repeat every SHARD_ROWS
 rows, and their values fill exactly one shard, so one shard of `indices` and one of `data` are written as `zloader
 convert` writes them, and all others are links to them. indptr is real, and so are the codes of the obs columns plate
-(sorted), drug (runs of 3 000 rows) and cell_line (random). n_counts and the obs names repeat, and their chunks are
-links, too. A billion rows take 4 GB of disk, and would take 2 TB without links. Everything in it opens with anndata.
+(sorted), drug (runs of 3 000 rows) and cell_line (random), in chunks of 64 KiB as `zloader convert` writes them.
+n_counts and the obs names repeat, and their chunks are links, too. A billion rows take 4 GB of disk, and would take 2
+TB without links. Everything in it opens with anndata.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ROW_VALUES = 2048  # on average
 CHUNK = 16 * ROW_VALUES  # values
 LABELS = {"plate": 14, "drug": 1100, "cell_line": 50}
 _MOST_APART = 38  # genes of a row, which is 19 on average
-_CHUNK_ROWS = 1 << 20  # of obs columns
+_CODES, _SHARD_CODES = 1 << 16, 1 << 24  # bytes per chunk, and rows per shard, of columns of codes
+_CHUNK_ROWS = 1 << 20  # of n_counts
 _CHUNK_NAMES = 1 << 17
 _OFFSETS, _SHARD_OFFSETS = 1 << 16, 1 << 25  # entries of indptr per chunk and per shard
 _PIECE_ROWS = 1 << 12
@@ -121,21 +123,22 @@ def _write_obs(store: Path, root: zarr.Group, n_rows: int) -> None:
         column = obs.create_group(name, attributes={**_encoding("categorical", "0.2.0"), "ordered": False})
         _strings(column, "categories", np.array([f"{name} {number}" for number in range(n_labels)]))
         dtype = np.min_scalar_type(-n_labels)
-        codes[name] = _column(column, "codes", n_rows, dtype)
-    for first in range(0, n_rows, 8 * _CHUNK_ROWS):
-        rows = np.arange(first, min(n_rows, first + 8 * _CHUNK_ROWS))
+        shards = (min(_SHARD_CODES, -(-n_rows // _CODES) * _CODES),)
+        codes[name] = _column(column, "codes", n_rows, dtype, chunks=(_CODES // dtype.itemsize,), shards=shards)
+    for first in range(0, n_rows, _SHARD_CODES):
+        rows = np.arange(first, min(n_rows, first + _SHARD_CODES))
         for name, values in codes_of(rows, n_rows).items():
             codes[name][first : first + len(rows)] = values.astype(codes[name].dtype)
-    counts = _column(obs, "n_counts", n_rows, np.dtype("f4"))
+    counts = _column(obs, "n_counts", n_rows, np.dtype("f4"), chunks=(min(n_rows, _CHUNK_ROWS),))
     first = np.resize(lengths(), min(n_rows, _CHUNK_ROWS))
     counts[: len(first)] = 2.0 * first
     _link(store / "obs" / "n_counts", -(-n_rows // _CHUNK_ROWS))
 
 
-def _column(group: zarr.Group, name: str, n_rows: int, dtype: np.dtype[Any]) -> zarr.Array[Any]:
+def _column(group: zarr.Group, name: str, n_rows: int, dtype: np.dtype[Any], **grid: Any) -> zarr.Array[Any]:
     attributes = _encoding("array", "0.2.0")
-    chunks, codecs = (min(n_rows, _CHUNK_ROWS),), zarr_codecs("lz4", dtype)
-    return group.create_array(name, shape=(n_rows,), dtype=dtype, chunks=chunks, attributes=attributes, **codecs)
+    codecs = zarr_codecs("lz4", dtype)
+    return group.create_array(name, shape=(n_rows,), dtype=dtype, attributes=attributes, **grid, **codecs)
 
 
 def _frame(root: zarr.Group, name: str, columns: list[str], names: Any, n_rows: int | None = None) -> zarr.Group:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.mirror import Mirror
+from zloader.caching.mirror import Mirror, open_mirror
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
 from zloader.order.plan import Fetch, Plan
 from zloader.reading import gather
@@ -47,7 +47,7 @@ def mirror_directory(directory: Path, form: str = "decoded") -> MirrorDirectory:
 
 
 def mirror_of(part, directory: Path, form: str = "decoded") -> Mirror:
-    return Mirror(mirror_directory(directory, form), part.matrix.arrays, part.object_sizes)
+    return open_mirror(mirror_directory(directory, form), part.matrix.arrays, part.object_sizes)
 
 
 EITHER_FORM = pytest.mark.parametrize("form", ["decoded", "stored"])
@@ -377,7 +377,7 @@ def test_values_beyond_2_to_the_32(tmp_path, mirrored):
     )
     rows = np.array([5, 1, 3, 6, 1])
     fetch = Fetch(number=0, rows=rows, order=np.arange(5), cuts=np.array([0, 2, 5]))
-    mirror = Mirror(mirror_directory(tmp_path), matrix.arrays) if mirrored else None
+    mirror = open_mirror(mirror_directory(tmp_path), matrix.arrays) if mirrored else None
     for _ in range(2):
         minibatches, counters = run(part, Endless(), [fetch], mirror=mirror)
         wanted = np.concatenate([np.arange(indptr[row], indptr[row + 1]) % 251 for row in rows])

@@ -45,6 +45,11 @@ def load_column(
     return column
 
 
+def is_saved(directory: MirrorDirectory, name: str) -> bool:
+    """Whether `save_column` has saved an array. Does not verify it."""
+    return cached_path(directory.path, name, "npy").exists()
+
+
 def save_column(
     directory: MirrorDirectory,
     name: str,

@@ -124,6 +124,11 @@ class ChunkFile(ABC):
         """Whether the cache has limits, so that acquiring chunks allocates disk space."""
         return self._directory.space.limited
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the whole file has its disk space."""
+        return os.fstat(self._file).st_blocks * 512 >= self._n_bytes
+
     def _present(self, chunks: Rows | slice) -> NDArray[np.bool_]:
         return np.asarray((self._words[chunks] & np.uint64(PRESENT)) != 0)
 
@@ -190,7 +195,7 @@ class ChunkFile(ABC):
 
     def _allocated(self, chunks: Rows) -> Rows:
         """Allocates disk space for chunks; returns the leading ones that fit."""
-        if not self.writable or not len(chunks) or not self._directory.space.limited:
+        if not self.writable or not len(chunks) or not self.limited or self.is_allocated:
             return chunks if self.writable else chunks[:0]
         piece = max(1, _PIECE_BYTES * self.layout.n_chunks // max(1, len(self.content)))
         first, last = self.bounds(chunks)

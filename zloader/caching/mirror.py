@@ -17,7 +17,7 @@ processes can fill and read a mirror at once, because they all write the same by
 from __future__ import annotations
 
 import logging
-import os
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.caching.atomic_files import cached_path
+from zloader.caching.checksums import map_file
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
@@ -85,12 +86,15 @@ class MirrorArray(ChunkFile):
         read = page_cache.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
         return read, np.cumsum(lengths) - lengths
 
+    def whole(self) -> NDArray[Any]:
+        """All elements, in a memory map of their own that is made for reading from start to end."""
+        return np.frombuffer(map_file(self._file, self._n_bytes, mmap.ACCESS_READ), self.layout.dtype)
+
     def allocate(self) -> bool:
         """Allocates the disk space of the whole file, if the cache has limits; returns whether it fits."""
-        n_bytes = len(self.content)
-        if not self.limited or os.fstat(self._file).st_blocks * 512 >= n_bytes:
+        if not self.limited or self.is_allocated:
             return True
-        return bool(self._directory.space.allocate(self._file, [(0, n_bytes)]))
+        return bool(self._directory.space.allocate(self._file, [(0, len(self.content))]))
 
     def put(self, first: int, elements: NDArray[Any]) -> None:
         """Writes consecutive decoded chunks from chunk `first` on. After a failure (full disk), writes no more."""
@@ -124,21 +128,11 @@ def contents_of(arrays: Iterable[ChunkFile]) -> MirrorContents:
 
 
 class Mirror:
-    """The mirror of some arrays of one store, in the form of its cache.
+    """The mirror of some arrays of one store, by path."""
 
-    The stored form needs the bytes of each object, `object_sizes`.
-    """
-
-    arrays: Mapping[str, MirrorArray | StoredArray]
-
-    def __init__(
-        self, directory: MirrorDirectory, arrays: Sequence[ArrayLayout], object_sizes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, directory: MirrorDirectory, arrays: Sequence[MirrorArray | StoredArray]) -> None:
         self._directory = directory
-        if directory.form == "stored":
-            self.arrays = {layout.path: StoredArray(directory, layout, object_sizes or {}) for layout in arrays}
-        else:
-            self.arrays = {layout.path: MirrorArray(directory, layout) for layout in arrays}
+        self.arrays: Mapping[str, MirrorArray | StoredArray] = {array.layout.path: array for array in arrays}
 
     def leases(self) -> Leases:
         """A new owner of leases."""
@@ -162,9 +156,14 @@ def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDir
 def open_mirror(
     directory: MirrorDirectory, arrays: Sequence[ArrayLayout], object_sizes: Mapping[str, int] | None = None
 ) -> Mirror | None:
-    """The mirror of some arrays of a store, or None, with a warning, if its files cannot be created."""
+    """The mirror of some arrays of a store in the form of its cache; the stored form needs the bytes of each object.
+
+    Returns None, with a warning, if its files cannot be created.
+    """
     try:
-        return Mirror(directory, arrays, object_sizes)
+        if directory.form == "stored":
+            return Mirror(directory, [StoredArray(directory, layout, object_sizes or {}) for layout in arrays])
+        return Mirror(directory, [MirrorArray(directory, layout) for layout in arrays])
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
         return None

@@ -22,6 +22,7 @@ from zloader.dataset.observations import Observations
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.paged_columns import PagedColumn
 from zloader.reading.transformed import Transforming, computing_dtype
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, Genes
@@ -148,10 +149,24 @@ class BaseDataset:
         order of first appearance. A view has the labels of the whole dataset.
         Raises OptionError for a column of numbers or dates, and the errors of `obs_column`.
         """
-        categories = self._observations.column(column).categories
-        if categories is None:
+        labels = self.labels(column)
+        if not isinstance(labels, pd.Index):
             raise OptionError(f"obs column {column!r} holds numbers or dates, not categories")
-        return categories
+        return labels
+
+    def labels(self, column: str) -> pd.Index | np.dtype[Any]:
+        """The meaning of the numbers of an obs column in minibatches: the labels of its codes, or the stored dtype."""
+        return self._observations.labels(column)
+
+    def paged_obs(self, columns: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
+        """Those of some obs columns whose rows are loaded with each fetch, because the columns are large."""
+        paged = {name: self._observations.paged_column(name, options) for name in columns}
+        return {name: column for name, column in paged.items() if column is not None}
+
+    def paged_obsm(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
+        """Those of some obsm arrays whose rows are loaded with each fetch, because the arrays are large."""
+        paged = {name: self._observations.paged_array(name, options) for name in names}
+        return {name: array for name, array in paged.items() if array is not None}
 
     def require_obs(self, columns: Sequence[str]) -> None:
         """Raises the error that `obs_column` would raise for the first unusable column, from metadata alone."""

@@ -442,7 +442,7 @@ class Dataset(BaseDataset):
         """A minibatch as an AnnData with the matrix `x`, its obs columns (labels, not codes), its obsm, and `var`."""
         obs = pd.DataFrame(index=pd.Index(minibatch.names))
         for name, values in minibatch.obs.items():
-            labels = self._observations.column(name).labels
+            labels = self._observations.labels(name)
             if isinstance(labels, pd.Index):
                 obs[name] = pd.Categorical.from_codes(values, labels)
             else:

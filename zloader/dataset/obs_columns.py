@@ -30,7 +30,7 @@ def read_column(store: OpenedStore, name: str, rows: Rows | None = None) -> Any:
     Of labels and of plain numbers, only these rows are in memory if the store has a mirror.
     """
     node = store.node(_path(name))
-    if _is_categorical(node):
+    if is_categorical(node):
         codes, categories = _codes(store, name)
         codes = codes if rows is None else codes[rows]
         ordered = node.attrs.get("ordered")
@@ -53,7 +53,7 @@ def read_numbers(store: OpenedStore, name: str) -> ObsColumn:
     node = store.node(_path(name))
     if kind_of(node) == "strings":
         return _coded(store, name, node)
-    if _is_categorical(node):
+    if is_categorical(node):
         codes, categories = _codes(store, name)
         return ObsColumn(values=codes, categories=as_labels(categories))
     if isinstance(node, zarr.Array) and node.dtype.kind in NUMBERS:
@@ -62,30 +62,42 @@ def read_numbers(store: OpenedStore, name: str) -> ObsColumn:
     return as_numbers(name, read_column(store, name))
 
 
-def _is_categorical(node: Any) -> bool:
+def is_categorical(node: Any) -> bool:
     return isinstance(node, zarr.Group) and node.attrs.get("encoding-type") == "categorical"
 
 
 def _codes(store: OpenedStore, name: str) -> tuple[NDArray[np.integer], pd.Index]:
     """The codes of a categorical column, in the narrowest dtype, and its categories."""
-    path = _path(name)
-    try:
-        categories = pd.Categorical.from_codes([], store.element(f"{path}/categories")).categories
-    except (ValueError, TypeError) as error:
-        raise store.damaged(f"{path}/categories", str(error)) from error
+    path, categories = _path(name), read_categories(store, name)
     stored = store.node(f"{path}/codes")
     _require_shape(store, name, getattr(stored, "shape", None))
     if stored.dtype.kind not in "iu":
         raise store.damaged(f"{path}/codes", f"it holds {stored.dtype}")
 
     def check(first: int, window: NDArray[Any]) -> None:
-        wrong = np.flatnonzero((window < -1) | (window >= len(categories)))
-        if len(wrong):
-            row, code = first + int(wrong[0]), window[wrong[0]]
-            raise store.damaged(f"{path}/codes", f"row {row} has the code {code} of {len(categories)} categories")
+        require_codes(store, f"{path}/codes", len(categories), window, first)
 
     dtype = np.min_scalar_type(-max(1, len(categories)))
     return store.column(f"{path}/codes", check, dtype.name), categories
+
+
+def read_categories(store: OpenedStore, name: str) -> pd.Index:
+    """The categories of a categorical column."""
+    path = f"{_path(name)}/categories"
+    try:
+        return pd.Categorical.from_codes([], store.element(path)).categories
+    except (ValueError, TypeError) as error:
+        raise store.damaged(path, str(error)) from error
+
+
+def require_codes(
+    store: OpenedStore, path: str, n_categories: int, codes: NDArray[np.integer], rows: int | Rows
+) -> None:
+    """Raises FormatError for a code of no category. `rows` are the rows that have the codes, or the first of a run."""
+    wrong = np.flatnonzero((codes < -1) | (codes >= n_categories))
+    if len(wrong):
+        row = rows + int(wrong[0]) if isinstance(rows, int) else int(rows[wrong[0]])
+        raise store.damaged(path, f"row {row} has the code {codes[wrong[0]]} of {n_categories} categories")
 
 
 def _coded(store: OpenedStore, name: str, node: Any) -> ObsColumn:

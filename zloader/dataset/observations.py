@@ -1,7 +1,8 @@
 """The rows of one or several stores: their obs columns and obsm arrays.
 
 A column is read when it is first used, from all stores at once, and then stays in memory. With a cache it is written
-there once and memory-mapped, so that the processes of a machine share one copy.
+there once and memory-mapped, so that the processes of a machine share one copy. Of large columns, minibatches read only
+the rows that they need (paged_columns.py).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
 from zloader.common.machine import require_memory
 from zloader.common.nearest import suggestion
+from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames
 from zloader.dataset.obs_columns import kinds_in, read_column, read_numbers
 from zloader.dataset.opening import OpenedStores
+from zloader.dataset.paged_columns import PagedColumns
 from zloader.reading.fetch import shares
+from zloader.reading.paged_columns import PagedColumn
 from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
 
 NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
@@ -50,6 +54,7 @@ class Observations:
         self._stores = opened.stores
         self._directory = opened.mirror_directory
         self._names = [ObsNames(store) for store in opened.stores]
+        self._paged = PagedColumns(opened)
         self._columns: dict[str, ObsColumn] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
 
@@ -117,6 +122,7 @@ class Observations:
             self.require_usable([name])
             column = None if self._directory is None else load_obs(self._directory, name, self.n_rows)
             if column is None:
+                self._paged.keep_obs(name)
                 column = joined(name, concurrently(lambda store: read_numbers(store, name), self._stores))
                 if self._directory is not None and page_cache.is_mapped(column.values):
                     save_labels(self._directory, name, column, values=f"obs/{name}/codes")
@@ -124,6 +130,22 @@ class Observations:
                     column = save_obs(self._directory, name, column)
             self._columns[name] = column
         return self._columns[name]
+
+    def labels(self, name: str) -> pd.Index | np.dtype[Any]:
+        """The meaning of a column's numbers, as `ObsColumn.labels`; of a large column, without reading its rows."""
+        if name not in self._columns:
+            self.require_usable([name])
+            labels = self._paged.labels(name)
+            if labels is not None:
+                return labels
+        return self.column(name).labels
+
+    def paged_column(self, name: str, options: FetchOptions) -> PagedColumn | None:
+        """A large obs column whose rows are loaded with each fetch. None for any other, and if it was read whole."""
+        if name in self._columns:
+            return None
+        self.require_usable([name])
+        return self._paged.obs(name, options)
 
     def require_columns(self, names: Sequence[str]) -> None:
         """Raises MissingColumnError for the first name that some store lacks."""
@@ -152,6 +174,7 @@ class Observations:
         self.require_columns([name])
         if (differ := unalike(name, kinds_in(self._stores, name), self._opened.urls)) is not None:
             raise differ
+        self._paged.keep_obs(name)
         return concurrently(lambda store: read_column(store, name), self._stores)
 
     def array(self, name: str) -> NDArray[Any]:
@@ -162,9 +185,17 @@ class Observations:
         """
         if not isinstance(name, str) or name not in self._arrays:
             self.require_arrays([name])
+            self._paged.keep(f"obsm/{name}")
             arrays = concurrently(lambda store: store.column(f"obsm/{name}"), self._stores)
             self._arrays[name] = arrays[0] if len(arrays) == 1 else self._concatenated(f"obsm/{name}", arrays)
         return self._arrays[name]
+
+    def paged_array(self, name: str, options: FetchOptions) -> PagedColumn | None:
+        """A large obsm array whose rows are loaded with each fetch. None for any other, and if it was read whole."""
+        if name in self._arrays:
+            return None
+        self.require_arrays([name])
+        return self._paged.obsm(name, options)
 
     def _concatenated(self, name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """The arrays of all stores as one array, memory-mapped if there is a cache."""

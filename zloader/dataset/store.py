@@ -28,7 +28,8 @@ from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerpri
 from zloader.access.zarr_groups import open_zarr_group
 from zloader.caching.cached_files import load_column, save_column
 from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, save_listing
-from zloader.caching.mirror import Mirror, open_array, open_mirror, open_mirror_directory
+from zloader.caching.mirror import Mirror, MirrorArray, open_array, open_mirror, open_mirror_directory
+from zloader.common import page_cache
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.nearest import suggestion
 from zloader.common.options import Cache, FetchOptions
@@ -79,6 +80,7 @@ class OpenedStore:
             save_listing(self.mirror_directory, origin, objects)
         self._mirrors: dict[str, Mirror | None] = {}
         self._offsets: dict[str, NDArray[np.integer] | PagedOffsets] = {}
+        self.paged: dict[str, MirrorArray] = {}  # the large columns that are kept chunk by chunk (paged_columns.py)
 
     @property
     def root(self) -> Any:
@@ -223,8 +225,15 @@ class OpenedStore:
         """A whole array of numbers, in the stored dtype or in `dtype`; memory-mapped if there is a mirror.
 
         It is read in windows of about 32 MiB. `check(first_row, window)` is called on each window before it is cached.
+        An array that is kept chunk by chunk stays in its stored dtype, and is checked after it was cached.
         """
         node = self.node(path)
+        if path in self.paged and (whole := self._completed(path, node)) is not None:
+            if check is not None:
+                for first, stop in self.windows_of(node):
+                    check(first, whole[first:stop])
+                    page_cache.release(whole)
+            return whole
         kind = np.dtype(dtype or node.dtype).newbyteorder("=")
         directory, column = self.mirror_directory, None
         if directory is not None:
@@ -240,22 +249,47 @@ class OpenedStore:
                 filled += len(window)
         return column
 
+    def _completed(self, path: str, node: Any) -> NDArray[Any] | None:
+        """The whole of an array that is kept chunk by chunk, memory-mapped, after reading the chunks that are missing.
+
+        None if the mirror does not take them.
+        """
+        array = self.paged[path]
+        chunk_rows = array.layout.chunk_elements // int(np.prod(node.shape[1:]))
+        for first, stop in self.windows_of(node):
+            if len(array.missing(np.arange(first // chunk_rows, -(-stop // chunk_rows)))):
+                if not array.writable:
+                    return None
+                window = self.window(path, first, stop)
+                array.put(first // chunk_rows, np.ascontiguousarray(window, array.layout.dtype).reshape(-1))
+            page_cache.release(array.content)  # which was compared with its checksums
+        if not array.contains(np.arange(array.layout.n_chunks)):
+            return None
+        array.record_verified()
+        return array.whole().reshape(node.shape)
+
     def window(self, path: str, start: int, stop: int) -> NDArray[Any]:
         """The rows `[start, stop)` of an array. Raises FormatError if they cannot be read."""
         node = self.node(path)
         with self._reading(path, node, start, stop):
             return np.asarray(node[start:stop])
 
-    def _windows(self, path: str, node: Any, check: Check | None) -> Iterator[NDArray[Any]]:
+    def windows_of(self, node: Any) -> Iterator[tuple[int, int]]:
+        """The first row of each window of an array, and the row after its last: whole objects, of about 32 MiB."""
         stored = (node.shards or node.chunks)[0]
         step = max(1, _WINDOW_BYTES // max(1, stored * node.dtype.itemsize * int(np.prod(node.shape[1:])))) * stored
         for first in range(0, node.shape[0], step):
-            window = self.window(path, first, first + step)
+            yield first, min(first + step, node.shape[0])
+
+    def _windows(self, path: str, node: Any, check: Check | None) -> Iterator[NDArray[Any]]:
+        for first, stop in self.windows_of(node):
+            window = self.window(path, first, stop)
             if check is not None:
                 check(first, window)
             yield window
 
-    def _array_layout(self, path: str) -> ArrayLayout:
+    def array_layout(self, path: str) -> ArrayLayout:
+        """The layout of an array of numbers. Raises FormatError if it cannot be read chunk by chunk."""
         node = self.node(path)
         try:
             return layout_of(node, absent_is_fill="zloader" not in self.root.attrs)
@@ -284,7 +318,7 @@ class OpenedStore:
         node = self.node(name)
         if isinstance(node, zarr.Array):
             n_rows, n_genes = self.shape(name)
-            return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self._array_layout(name), genes=None)
+            return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self.array_layout(name), genes=None)
         encoding = node.attrs.get("encoding-type")
         if encoding != "csr_matrix":
             raise FormatError(
@@ -292,11 +326,11 @@ class OpenedStore:
                 "or a dense array. Run 'zloader convert' on it"
             )
         n_rows, n_genes = self.shape(name)
-        genes = replace(self._array_layout(f"{name}/indices"), below=n_genes)
+        genes = replace(self.array_layout(f"{name}/indices"), below=n_genes)
         for path, dtype in ((genes.path, genes.dtype), (f"{name}/indptr", self.node(f"{name}/indptr").dtype)):
             if dtype.kind not in "iu":
                 raise FormatError(f"{path} of {self.location.url} holds {dtype}, not integers: the store is damaged")
-        values = self._array_layout(f"{name}/data")
+        values = self.array_layout(f"{name}/data")
         return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
 
     def shape(self, name: str) -> tuple[int, int]:

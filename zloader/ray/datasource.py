@@ -24,6 +24,7 @@ from zloader.order.plan import Fetch, Plan
 from zloader.ray.producers import pickled, unpickled
 from zloader.ray.tables import table_of
 from zloader.reading.fetch import FetchScheduler, shares
+from zloader.reading.paged_columns import rows_of
 from zloader.reading.resources import BufferPool
 from zloader.training.loader import Loader
 
@@ -207,8 +208,8 @@ def _no_rows(loader: Loader) -> MinibatchArrays:
             )
     return MinibatchArrays(
         x=x,
-        obs={name: column.taken(none) for name, column in recipe.columns().items()},
-        obsm={name: array[none] for name, array in recipe.obsm().items()},
+        obs={name: rows_of(column, none, {}) for name, column in recipe.columns().items()},
+        obsm={name: rows_of(array, none, {}) for name, array in recipe.obsm().items()},
         index=none,
         names=None if recipe.names is None else np.empty(0, object),
     )

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common import page_cache
 from zloader.common.compiled import load_compiler
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenizer, TokenRows, X
@@ -29,6 +28,7 @@ from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, by_value, load_rows, plan_rows
+from zloader.reading.paged_columns import LoadedColumn, PagedColumn, PlannedColumn, plan_column, release, rows_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, Waits, timed
 from zloader.reading.transformed import Transforming
@@ -48,6 +48,7 @@ class Recipe:
 
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `columns` and `obsm`
     return the obs columns and obsm arrays of all rows of the dataset; they are called while the first rows are read.
+    `paged` has those of them whose rows are loaded with each fetch.
     `dense`, `dtype`, `narrow` and `empty` are the form of x. `names` looks up the obs names of rows, for minibatches
     that carry them. `tokens` makes tokens of a matrix, which may be left out of `wanted`, the matrices that minibatches
     carry. `sweeping` says that the fetches make up a whole epoch. `transforms` are those of each matrix that has any.
@@ -57,12 +58,13 @@ class Recipe:
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
-    columns: Callable[[], Mapping[str, ObsColumn]]
+    columns: Callable[[], Mapping[str, ObsColumn | PagedColumn]]
     dense: bool
     dtype: str | None
     narrow: bool = False
     empty: gather.Empty = np.empty
-    obsm: Callable[[], Mapping[str, NDArray[Any]]] = dict
+    obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
+    paged: Sequence[PagedColumn] = ()
     names: Callable[[Rows], NDArray[np.object_]] | None = None
     tokens: RowTokenizer | None = None
     wanted: Collection[str] | None = None
@@ -80,7 +82,7 @@ class Recipe:
     @property
     def ends(self) -> Rows:
         """The row before which each store ends."""
-        parts = next(iter(self.x.values()), [])
+        parts = next(iter([*self.x.values(), *(column.parts for column in self.paged)]), [])
         return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
 
 
@@ -94,10 +96,11 @@ def shares(ends: Rows, rows: Rows) -> Sequence[tuple[int, Rows | slice]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A fetch before its reads. `x` has its rows in each matrix."""
+    """A fetch before its reads. `x` has its rows in each matrix, `columns` those in each paged column."""
 
     fetch: Fetch
     x: list[PlannedRows]
+    columns: list[PlannedColumn]
 
     @property
     def n_bytes(self) -> int:
@@ -116,6 +119,7 @@ class _Loaded:
 
     planned: _Planned
     x: list[LoadedRows]
+    columns: Mapping[PagedColumn, LoadedColumn]
     buffer: NDArray[np.uint8]
 
 
@@ -158,8 +162,8 @@ class FetchScheduler:
         self._waits = Waits(options.threads)
         # Bytes put per byte of x, the most of any group so far. While it is not known, one group is made at a time.
         self._growth = math.inf if recipe.grows else 1.0
-        self._columns: Mapping[str, ObsColumn] = {}
-        self._obsm: Mapping[str, NDArray[Any]] = {}
+        self._columns: Mapping[str, ObsColumn | PagedColumn] = {}
+        self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
         parts = (part for of_matrix in recipe.x.values() for part in of_matrix)
@@ -180,6 +184,7 @@ class FetchScheduler:
         jobs: asyncio.Queue[_Job | _Loaded | None] = asyncio.Queue()
         counters, sweeping = self.counters, self._recipe.sweeping
         parts = [part for of_matrix in self._recipe.x.values() for part in of_matrix]
+        parts += [part for column in self._recipe.paged for part in column.parts]
         # Gathering has its own threads, so that minibatches do not queue behind the decoding of later fetches.
         with (
             opened_readers(parts, self._options, counters, sweeping=sweeping) as readers,
@@ -198,7 +203,7 @@ class FetchScheduler:
                         rows, names = loaded.planned.fetch.rows, None
                         if self._recipe.names is not None:  # aside, because it may read from the store
                             names = await aside(self._recipe.names, rows)
-                        row_arrays, _ = await timed(gathering, self._take_row_arrays, rows, names)
+                        row_arrays, _ = await timed(gathering, self._take_row_arrays, loaded, names)
                         await self._gather(loaded, row_arrays, gathering, group, jobs)
                     jobs.put_nowait(None)
             finally:
@@ -234,9 +239,15 @@ class FetchScheduler:
     def _plan(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
         rows, n_stores = fetch.rows, len(self._ends)
         at = dict(shares(self._ends, rows)) if n_stores else {}
-        of_matrices = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
-        matrices = zip(self._recipe.x.values(), of_matrices, strict=True)
-        return _Planned(fetch=fetch, x=[plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices])
+        of_arrays = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
+        n_matrices = len(self._recipe.x)
+        matrices = zip(self._recipe.x.values(), of_arrays[:n_matrices], strict=True)
+        columns = zip(self._recipe.paged, of_arrays[n_matrices:], strict=True)
+        return _Planned(
+            fetch=fetch,
+            x=[plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices],
+            columns=[plan_column(column, each, rows, at, self._ends) for column, each in columns],
+        )
 
     async def _load(self, planned: _Planned, turn: int) -> _Loaded:
         buffer, used = self._buffers.take(planned.n_bytes), 0
@@ -246,17 +257,24 @@ class FetchScheduler:
                 slot = buffer[used : used + rows.n_bytes]
                 used += rows.n_bytes
                 loads.append(group.create_task(load_rows(rows, slot, turn=turn)))
-        return _Loaded(planned=planned, x=[load.result() for load in loads], buffer=buffer)
+            columns = {each.column: group.create_task(each.load(turn)) for each in planned.columns}
+        return _Loaded(
+            planned=planned,
+            x=[load.result() for load in loads],
+            columns={column: load.result() for column, load in columns.items()},
+            buffer=buffer,
+        )
 
-    def _take_row_arrays(self, rows: Rows, names: NDArray[np.object_] | None) -> _RowArrays:
+    def _take_row_arrays(self, loaded: _Loaded, names: NDArray[np.object_] | None) -> _RowArrays:
         """The obs and obsm of a fetch, taken for all rows at once, block by block."""
+        rows = loaded.planned.fetch.rows
         row_arrays = _RowArrays(
-            obs={name: column.taken(rows) for name, column in self._columns.items()},
-            obsm={name: array[rows] for name, array in self._obsm.items()},
+            obs={name: rows_of(column, rows, loaded.columns) for name, column in self._columns.items()},
+            obsm={name: rows_of(array, rows, loaded.columns) for name, array in self._obsm.items()},
             names=names,
         )
-        for array in (*(column.values for column in self._columns.values()), *self._obsm.values()):
-            page_cache.release(array)
+        for column in (*self._columns.values(), *self._obsm.values()):
+            release(column)
         return row_arrays
 
     async def _gather(

@@ -25,6 +25,9 @@ from zloader.storage.layout import (
 # A mirror keeps every chunk that is read, so the chunks in a small gap are planned as chunks of their own, unless they
 # are already there. Bytes that belong to no chunk are read over up to this many: some writers pad between chunks.
 PADDING_BYTES = 4096
+# What costs little to read may cost much to decode: sorted labels shrink to a hundredth. Reads are not extended by more
+# decoded bytes than this for each stored byte of the options.
+_MOST_SHRUNK = 16
 # Decoded bytes per task. See `batches`.
 _BATCH_DECODED = 32 << 20
 
@@ -79,10 +82,13 @@ def planner_of(
 
     The average size of a stored chunk, from `object_sizes` (bytes per key), converts the options' bytes to chunks.
     """
+    decoded_bytes = layout.chunk_elements * layout.dtype.itemsize
+    most_in_run = max(1, _MOST_SHRUNK * options.least_read_bytes // decoded_bytes)
+    most_in_gap = _MOST_SHRUNK * options.gap_bytes // decoded_bytes
     return ReadPlanner(
         layout=layout,
-        run_chunks=layout.chunks_in(options.least_read_bytes, object_sizes) if sweeping else 1,
-        gap_chunks=int(options.gap_bytes / max(1.0, layout.chunk_bytes(object_sizes))),
+        run_chunks=min(most_in_run, layout.chunks_in(options.least_read_bytes, object_sizes)) if sweeping else 1,
+        gap_chunks=min(most_in_gap, int(options.gap_bytes / max(1.0, layout.chunk_bytes(object_sizes)))),
         gap_bytes=options.gap_bytes,
         max_read_bytes=options.max_read_bytes,
     )

@@ -209,24 +209,31 @@ def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
     """
     if len(columns) == 1:
         return columns[0]
-    from_strings = all(column.from_strings for column in columns)
-    labels = list(dict.fromkeys(label for column in columns for label in _labels(column)))
-    if from_strings:
-        labels.sort()
     if columns[0].categories is None:
         return ObsColumn(values=_end_to_end(name, [column.values for column in columns]), categories=None)
-    code_of = {label: code for code, label in enumerate(labels)}
-    dtype = np.min_scalar_type(-max(1, len(labels)))
+    from_strings = all(column.from_strings for column in columns)
+    labels, tables = joined_labels([_labels(column) for column in columns], ordered=from_strings)
     recoded = []
-    for column in columns:
-        codes = np.array([*(code_of[label] for label in _labels(column)), -1], dtype)  # code -1 selects the last entry
+    for column, codes in zip(columns, tables, strict=True):
         starts = range(0, len(column.values), _WINDOW)  # NumPy makes an index of 8 bytes per row
         recoded += [codes[column.values[start : start + _WINDOW]] for start in starts]
-    return ObsColumn(
-        values=np.concatenate([np.empty(0, dtype), *recoded]),
-        categories=as_labels(pd.Index(labels)),
-        from_strings=from_strings,
-    )
+    values = np.concatenate([tables[0][:0], *recoded])
+    return ObsColumn(values=values, categories=labels, from_strings=from_strings)
+
+
+def joined_labels(labels: Sequence[Sequence[Any]], *, ordered: bool) -> tuple[pd.Index, list[NDArray[np.integer]]]:
+    """The labels of several stores as one index, and for each store a table of the new code of each of its codes.
+
+    The last entry of a table is -1, so that code -1 selects it. Labels are in order of first appearance, or sorted if
+    `ordered`.
+    """
+    found = list(dict.fromkeys(label for of_store in labels for label in of_store))
+    if ordered:
+        found.sort()
+    code_of = {label: code for code, label in enumerate(found)}
+    dtype = np.min_scalar_type(-max(1, len(found)))
+    tables = [np.array([*(code_of[label] for label in of_store), -1], dtype) for of_store in labels]
+    return as_labels(pd.Index(found)), tables
 
 
 def _end_to_end(name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -231,9 +231,10 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         """The meaning of the numbers in `minibatch.obs`, for each column.
 
         For categories and strings, the labels in the order of their codes: `labels["cell_type"][codes]`. For numbers
-        and dates, the dtype of their values: `column.numpy().view(labels["date"])` are the dates. Reads the columns.
+        and dates, the dtype of their values: `column.numpy().view(labels["date"])` are the dates. Reads the columns,
+        except large ones of categories or numbers.
         """
-        return {name: self.dataset.whole.obs_column(name).labels for name in self.obs}
+        return {name: self.dataset.whole.labels(name) for name in self.obs}
 
     @property
     def set_counts(self) -> SetCounts | None:
@@ -433,10 +434,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
         later = {name for name, each in transforms.items() if each.genes is not None}
         genes = {name: genes for name, genes in self._genes.items() if name not in later}
+        obs, obsm = whole.paged_obs(self.obs, self.options), whole.paged_obsm(self.obsm, self.options)
         return Recipe(
             x={name: self.dataset.parts(name, self.options, genes.get(name)) for name in self._loaded},
-            columns=lambda: {name: whole.obs_column(name) for name in self.obs},
-            obsm=lambda: {name: whole.obsm_array(name) for name in self.obsm},
+            columns=lambda: {
+                name: obs[name].prepared() if name in obs else whole.obs_column(name) for name in self.obs
+            },
+            obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
+            paged=[*obs.values(), *obsm.values()],
             dense=self.layout == "dense",
             dtype=self._dtype,
             narrow=self.layout == "packed" or self.device is not None,

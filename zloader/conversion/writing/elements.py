@@ -25,6 +25,8 @@ from zloader.conversion.writing.encode import ConvertOptions, grid, small_codecs
 
 _LOSSLESS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # by array kind, objects that read back equal
 _CHUNK_BYTES = MiB  # these arrays are read whole: few chunks, but enough to decode in several threads
+# Of a larger array of numbers, a fetch reads only the chunks that hold its rows, a few hundred of them.
+_LARGE_BYTES, _CHUNK_BYTES_OF_LARGE = 32 * MiB, MiB // 16
 
 
 class ElementWriter:
@@ -129,7 +131,8 @@ class ElementWriter:
         else:
             is_scalar = isinstance(leaf, (np.ndarray, np.generic, str, int, float, complex))
             return {"compressors": small_codecs("none")} if is_scalar else {}
-        chunk = _CHUNK_BYTES // max(1, item_bytes)
+        large = length * item_bytes > _LARGE_BYTES and isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
+        chunk = (_CHUNK_BYTES_OF_LARGE if large else _CHUNK_BYTES) // max(1, item_bytes)
         cut = grid(length, chunk=chunk, item_bytes=item_bytes, shard_bytes=self._options.shard_bytes)
         # zarr cannot shard structured arrays, because it cannot hash their fill value.
         is_plain = not isinstance(leaf, np.ndarray) or leaf.dtype.kind != "V"

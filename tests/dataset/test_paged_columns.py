@@ -1,0 +1,442 @@
+"""Large obs columns and obsm arrays, read chunk by chunk: equal to whole ones, and as safe."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from helpers import PATIENCE_S, check_minibatch, counts, write_store
+
+import zloader as zl
+from zloader.caching.mirror import MirrorArray
+from zloader.common.errors import FormatError, MissingObjectError, ReadError
+from zloader.conversion.writing import elements
+from zloader.dataset import paged_columns
+from zloader.reading.paged_columns import PagedColumn, rows_of
+
+pytestmark = pytest.mark.any_version
+
+N_ROWS = 300
+SIZES: dict[str, Any] = {"batch_size": 8, "fetch_factor": 2, "sampling": zl.BlockShuffling(8)}
+NARROW = zl.FetchOptions(gap_bytes=0, least_read_bytes=0, prefetch=1)  # reads only what a fetch needs
+OBS = ["cell_type", "donor", "n_counts", "passed", "lane", "maybe"]
+OBSM = ["pca", "cube"]
+PAGED = ["obs/cell_type/codes", "obs/lane", "obs/n_counts", "obs/passed", "obsm/cube", "obsm/pca"]
+FORMS: dict[str, dict[str, Any]] = {"v2": {}, "v3": {}, "v3 shards": {"shards": (40,)}}
+
+
+def table(n_rows: int = N_ROWS, seed: int = 3) -> ad.AnnData:
+    adata = counts(n_rows, 41, seed=seed)
+    rng = np.random.default_rng(seed)
+    adata.obs["maybe"] = pd.array([None if row % 5 == 3 else row for row in range(n_rows)], dtype="Int64")
+    adata.obsm["pca"] = rng.standard_normal((n_rows, 5)).astype(np.float32)
+    adata.obsm["cube"] = rng.integers(0, 99, (n_rows, 2, 3)).astype(np.int16)
+    return adata
+
+
+ADATA = table()
+
+
+def by_anndata(adata: ad.AnnData, path: Path, form: str) -> Path:
+    """A store written by anndata, with chunks of 10 rows in obs and obsm. zarr leaves out chunks of zeros."""
+    root = zarr.open_group(path, mode="w", zarr_format=int(form[1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of anndata and zarr, about their formats
+        ad.io.write_elem(root, "/", adata)
+        for name in PAGED:
+            values, attributes, (above, _, last) = root[name][...], dict(root[name].attrs), name.rpartition("/")
+            shards = {key: (*rows, *values.shape[1:]) for key, rows in FORMS[form].items()}
+            del root[name]
+            array = root[above].create_array(last, data=values, chunks=(10, *values.shape[1:]), **shards)
+            array.attrs.update(attributes)
+        zarr.consolidate_metadata(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store written by `convert`, with many chunks in each column."""
+    folder = tmp_path_factory.mktemp("converted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(elements, "_CHUNK_BYTES", 64)
+        write_store(ADATA, folder / "a.zarr", folder)
+    return folder / "a.zarr"
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
+    monkeypatch.setattr(paged_columns, "_LEAST_OF_STORE", 1)
+
+
+def loader_of(dataset: zl.Dataset, obs: Any = OBS, obsm: Any = OBSM, **options: Any) -> zl.Loader:
+    return zl.Loader(dataset, obs=obs, obsm=obsm, **(SIZES | options))
+
+
+def check(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
+    """Compares a minibatch with the AnnData. Returns its rows."""
+    maybe = minibatch.obs["maybe"].numpy() if "maybe" in minibatch.obs else None
+    rows = minibatch.index.numpy()
+    if maybe is not None:
+        np.testing.assert_array_equal(maybe, adata.obs["maybe"].iloc[rows].to_numpy("float64", na_value=np.nan))
+    others = {name: values for name, values in minibatch.obs.items() if name != "maybe"}
+    check_minibatch(zl.Minibatch(**{**vars(minibatch), "obs": others}), adata)
+    for name, values in minibatch.obsm.items():
+        wanted = adata.obsm[name][rows]
+        assert values.numpy().dtype == wanted.dtype
+        np.testing.assert_array_equal(values.numpy(), wanted)
+    return rows
+
+
+def check_epoch(loader: zl.Loader, adata: ad.AnnData) -> None:
+    seen = [check(minibatch, adata) for minibatch in loader]
+    assert sorted(np.concatenate(seen)) == list(range(adata.n_obs))
+
+
+def arrays_of(dataset: zl.Dataset) -> dict[str, MirrorArray]:
+    return dict(sorted(dataset.store.paged.items()))
+
+
+@pytest.mark.parametrize("form", ["converted", *FORMS])
+def test_epochs_read_columns_chunk_by_chunk_and_then_from_the_mirror(tmp_path, store, form):
+    path = store if form == "converted" else by_anndata(ADATA, tmp_path / "a.zarr", form)
+    for epoch in range(2):
+        dataset = zl.open_dataset(path, cache=tmp_path / "cache")
+        loader = loader_of(dataset)
+        first = next(iter(loader))
+        assert list(first.obs) == OBS
+        assert {name: values.dtype for name, values in first.obs.items()} == {
+            name: values.dtype for name, values in next(iter(loader_of(zl.open_dataset(path)))).obs.items()
+        }
+        check_epoch(loader, ADATA)
+        assert list(arrays_of(dataset)) == PAGED
+        assert bool(loader.statistics().gets) == (epoch == 0)
+    assert not [name for name in PAGED if list(tmp_path.glob(f"cache/*/{name.replace('/', '%2F')}.npy"))]
+
+
+def test_a_fetch_reads_the_chunks_of_its_rows_only(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    loader = loader_of(dataset, obs=["n_counts", "cell_type"], obsm=[], options=NARROW)
+    rows = loader.plan(0).fetch(0).rows
+    next(iter(loader))
+    array = arrays_of(dataset)["obs/n_counts"]
+    chunks = np.unique(rows // array.layout.chunk_elements)
+    assert not len(array.missing(chunks))
+    assert array.n_present < array.layout.n_chunks
+    without = loader_of(zl.open_dataset(store, cache=tmp_path / "b"), obs=[], obsm=[])
+    counted = loader_of(zl.open_dataset(store, cache=tmp_path / "c"), obs=["n_counts"], obsm=[])
+    check_epoch(without, ADATA)
+    check_epoch(counted, ADATA)
+    assert counted.statistics().gets > without.statistics().gets
+    assert counted.statistics().bytes_read > without.statistics().bytes_read
+
+
+def test_obs_without_x(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    check_epoch(loader_of(dataset, x=None), ADATA)
+
+
+def test_whole_columns_complete_the_mirror(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    next(iter(loader_of(dataset, options=NARROW)))
+    whole = zl.open_dataset(store)
+    for name in OBS:
+        found, wanted = dataset.obs_column(name), whole.obs_column(name)
+        np.testing.assert_array_equal(found.values, wanted.values)
+        assert found.values.dtype == wanted.values.dtype
+        assert (found.categories is None) == (wanted.categories is None)
+        if wanted.categories is not None:
+            pd.testing.assert_index_equal(found.categories, wanted.categories)
+    for name in OBSM:
+        np.testing.assert_array_equal(dataset.obsm_array(name), ADATA.obsm[name])
+    assert all(array.n_present == array.layout.n_chunks for array in arrays_of(dataset).values())
+    assert dataset.where("lane == 3").n_obs == (ADATA.obs["lane"] == 3).sum()
+    pd.testing.assert_frame_equal(dataset.obs(), whole.obs())
+    check_epoch(loader_of(dataset), ADATA)
+    again = zl.open_dataset(store, cache=tmp_path)
+    wanted = (ADATA.obs["lane"] != 3) & (ADATA.obs["cell_type"] == "a")
+    assert again.where("lane != 3 and cell_type == 'a'").n_obs == wanted.sum()
+    np.testing.assert_array_equal(again.obs_column("n_counts").values, ADATA.obs["n_counts"])
+    assert not arrays_of(again)["obs/n_counts"]._unrecorded
+    assert not list(tmp_path.glob("*/obs%2Fn_counts.npy"))
+
+
+def test_warming_fills_columns_for_reading_offline(tmp_path, store):
+    zl.warm(zl.open_dataset(store, cache=tmp_path))
+    offline = zl.open_dataset(store, cache=tmp_path, offline=True)
+    check_epoch(loader_of(offline), ADATA)
+    assert list(offline.categories("cell_type")) == ["a", "b", "c", "never used"]
+
+
+def test_columns_that_are_not_in_the_mirror_cannot_be_read_offline(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    check_epoch(loader_of(dataset, obs=[], obsm=[]), ADATA)
+    next(iter(loader_of(dataset, obs=["lane"], obsm=[], options=NARROW)))
+    offline = zl.open_dataset(store, cache=tmp_path, offline=True)
+    with pytest.raises(ReadError, match=r"obs/lane/c/0.*the store was opened offline"):
+        check_epoch(loader_of(offline, obs=["lane"], obsm=[]), ADATA)
+
+
+def test_labels_need_no_rows(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    loader = loader_of(dataset)
+    assert list(dataset.categories("cell_type")) == list(loader.labels["cell_type"]) == ["a", "b", "c", "never used"]
+    assert loader.labels["n_counts"] == np.float32
+    assert loader.labels["maybe"] == np.float64
+    assert not any(array.n_present for array in arrays_of(dataset).values())
+    pd.testing.assert_index_equal(loader.labels["cell_type"], zl.open_dataset(store).obs_column("cell_type").labels)
+
+
+def test_minibatches_as_anndata(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    minibatch = next(iter(loader_of(dataset, obs=["cell_type", "lane"], obsm=["pca"], layout="anndata")))
+    wanted = ADATA[minibatch.x.obs_names]
+    assert minibatch.x.obs["cell_type"].fillna("a").tolist() == wanted.obs["cell_type"].fillna("a").tolist()
+    np.testing.assert_array_equal(minibatch.x.obs["lane"], wanted.obs["lane"])
+    np.testing.assert_array_equal(minibatch.x.obsm["pca"], wanted.obsm["pca"])
+    assert not dataset._observations._columns
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_several_stores(tmp_path, unlike):
+    """Labels of all stores are joined. Numbers of different dtypes are read whole."""
+    first, second = table(150, seed=1), table(120, seed=2)
+    second.obs["cell_type"] = second.obs["cell_type"].cat.rename_categories({"a": "z", "c": "a"})
+    if unlike:
+        second.obs["lane"] = second.obs["lane"].astype(np.int64)
+    urls = [by_anndata(each, tmp_path / f"{number}.zarr", "v3 shards") for number, each in enumerate((first, second))]
+    dataset, whole = zl.open_dataset(urls, cache=tmp_path / "cache"), zl.open_dataset(urls)
+    assert ("obs/lane" in dataset.stores[1].paged) is False
+    loader = loader_of(dataset)
+    rows = []
+    wanted = {name: whole.obs_column(name) for name in OBS}
+    for minibatch in loader:
+        rows.append(minibatch.index.numpy())
+        for name, column in wanted.items():
+            assert minibatch.obs[name].numpy().dtype == column.minibatch_dtype
+            np.testing.assert_array_equal(minibatch.obs[name].numpy(), column.taken(rows[-1]))
+        for name in OBSM:
+            np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows[-1]])
+    assert sorted(np.concatenate(rows)) == list(range(270))
+    assert ("obs/lane" in dataset.stores[1].paged) != unlike
+    assert "obs/cell_type/codes" in dataset.stores[0].paged
+    pd.testing.assert_index_equal(dataset.categories("cell_type"), wanted["cell_type"].categories)
+    np.testing.assert_array_equal(dataset.obs_column("cell_type").values, wanted["cell_type"].values)
+    again = zl.open_dataset(urls, cache=tmp_path / "cache")
+    assert again._observations.paged_column("cell_type", zl.FetchOptions()) is None, "it is in the cache, joined"
+
+
+def test_a_view_and_its_controls(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    view = dataset.where("lane < 3")
+    seen = [check(minibatch, ADATA) for minibatch in loader_of(view)]
+    assert sorted(np.concatenate(seen)) == np.flatnonzero(ADATA.obs["lane"] < 3).tolist()
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_lost_object_of_a_converted_store_is_never_read_as_zeros(tmp_path, store, name):
+    path = tmp_path / "a.zarr"
+    shutil.copytree(store, path)
+    objects = [file for file in path.glob(f"{name}/c/**/*") if file.is_file()]
+    objects[len(objects) // 2].unlink()
+    kind, column = name.split("/")[:2]
+    options: dict[str, Any] = {"obs": [], "obsm": []} | {kind: [column]}
+    for cache in (tmp_path / "cache", None):
+        with pytest.raises(MissingObjectError, match=f"{name}/c/.* is not there|{name}/c/.* is missing"):
+            check_epoch(loader_of(zl.open_dataset(path, cache=cache), **options), ADATA)
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache")
+    with pytest.raises(MissingObjectError, match=f"{name}/c/.* is missing"):
+        dataset.obs_column(column) if kind == "obs" else dataset.obsm_array(column)
+
+
+def test_an_object_that_is_lost_while_the_store_is_open(tmp_path, store):
+    path = tmp_path / "a.zarr"
+    shutil.copytree(store, path)
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache")
+    loader = loader_of(dataset, obs=["lane"], obsm=[])
+    (path / "obs/lane/c/0").unlink()
+    with pytest.raises(ReadError, match="obs/lane/c/0"):
+        check_epoch(loader, ADATA)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_that_other_writers_leave_out_are_fill_values(tmp_path, form):
+    adata = table()
+    adata.obs["lane"] = np.where(np.arange(N_ROWS) % 100 < 60, 0, adata.obs["lane"]).astype(np.int32)
+    path = by_anndata(adata, tmp_path / "a.zarr", form)
+    check_epoch(loader_of(zl.open_dataset(path, cache=tmp_path / "cache")), adata)
+    np.testing.assert_array_equal(
+        zl.open_dataset(path, cache=tmp_path / "other").obs_column("lane").values, adata.obs["lane"]
+    )
+
+
+@pytest.mark.parametrize("code", [-2, 4])
+def test_a_code_without_a_label_is_an_error(tmp_path, code):
+    path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
+    zarr.open_group(path)["obs/cell_type/codes"][123] = code
+    message = f"obs/cell_type/codes of .*row 123 has the code {code} of 4 categories"
+    with pytest.raises(FormatError, match=message):
+        check_epoch(loader_of(zl.open_dataset(path, cache=tmp_path / "cache")), ADATA)
+    with pytest.raises(FormatError, match=message):
+        zl.open_dataset(path, cache=tmp_path / "cache").obs_column("cell_type")
+
+
+def test_a_damaged_chunk_of_the_store_is_an_error(tmp_path, store):
+    path = tmp_path / "a.zarr"
+    shutil.copytree(store, path)
+    target = path / "obs/n_counts/c/0"
+    content = bytearray(target.read_bytes())
+    content[5] ^= 1
+    target.write_bytes(content)
+    with pytest.raises(ReadError, match="chunk 0 of obs/n_counts"):
+        check_epoch(loader_of(zl.open_dataset(path, cache=tmp_path / "cache"), obsm=[]), ADATA)
+
+
+def test_a_process_that_was_killed_leaves_whole_chunks(tmp_path, store):
+    """The marks of verified files are missing, and one chunk has other bytes than its checksum says."""
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    next(iter(loader_of(dataset, options=NARROW)))
+    array = arrays_of(dataset)["obs/n_counts"]
+    chunk = int(np.flatnonzero(array._present(slice(None)))[0])
+    (flat,) = tmp_path.glob("*/obs%2Fn_counts.flat")
+    with flat.open("r+b") as file:
+        file.seek(chunk * array.layout.chunk_elements * 4)
+        file.write(b"\xff\xff\xff")
+    next(tmp_path.glob("*/proved.json")).unlink(missing_ok=True)
+    again = zl.open_dataset(store, cache=tmp_path)
+    check_epoch(loader_of(again), ADATA)
+    np.testing.assert_array_equal(
+        zl.open_dataset(store, cache=tmp_path).obs_column("n_counts").values, ADATA.obs["n_counts"]
+    )
+
+
+def test_two_loaders_fill_one_mirror(tmp_path, store):
+    loaders = [loader_of(zl.open_dataset(store, cache=tmp_path), seed=seed) for seed in (1, 2)]
+    seen = []
+    for pair in zip(*loaders, strict=True):
+        seen += [check(minibatch, ADATA) for minibatch in pair]
+    assert sorted(np.concatenate(seen)) == np.repeat(np.arange(N_ROWS), 2).tolist()
+    third = loader_of(zl.open_dataset(store, cache=tmp_path))
+    check_epoch(third, ADATA)
+    assert third.statistics().gets == 0
+
+
+def test_a_cache_without_room_reads_whole_columns(tmp_path, store, caplog):
+    dataset = zl.open_dataset(store, cache=zl.Cache(tmp_path, max_bytes="60KB"))
+    check_epoch(loader_of(dataset), ADATA)
+    assert "cannot keep obs/n_counts" in caplog.text
+    np.testing.assert_array_equal(dataset.obs_column("n_counts").values, ADATA.obs["n_counts"])
+
+
+def test_a_disk_that_fills_up_in_mid_epoch(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    loader = loader_of(dataset, options=NARROW)
+    seen = []
+    for number, minibatch in enumerate(loader):
+        seen.append(check(minibatch, ADATA))
+        if number == 3:
+            for array in arrays_of(dataset).values():
+                array._stop_writing(OSError("no space left"))
+    assert sorted(np.concatenate(seen)) == list(range(N_ROWS))
+    assert any(array.n_present < array.layout.n_chunks for array in arrays_of(dataset).values())
+    np.testing.assert_array_equal(dataset.obs_column("n_counts").values, ADATA.obs["n_counts"])
+    check_epoch(loader_of(dataset), ADATA)
+
+
+def test_without_a_cache_columns_are_read_whole(store):
+    dataset = zl.open_dataset(store)
+    check_epoch(loader_of(dataset), ADATA)
+    assert not dataset.store.paged
+
+
+def test_a_column_that_is_cached_whole_stays_whole(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 1 << 30)
+    check_epoch(loader_of(zl.open_dataset(store, cache=tmp_path)), ADATA)
+    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    loader = loader_of(dataset)
+    check_epoch(loader, ADATA)
+    assert not dataset.store.paged
+    assert loader.statistics().gets == 0
+
+
+def test_chunks_that_are_too_large_or_hold_parts_of_rows_are_read_whole(tmp_path, monkeypatch):
+    path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
+    root = zarr.open_group(path)
+    attributes = dict(root["obsm/pca"].attrs)
+    del root["obsm/pca"]
+    root["obsm"].create_array("pca", data=ADATA.obsm["pca"], chunks=(10, 2)).attrs.update(attributes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(path)
+    monkeypatch.setattr(paged_columns, "_LARGEST_CHUNK", 39)
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache")
+    check_epoch(loader_of(dataset), ADATA)
+    assert list(arrays_of(dataset)) == ["obs/cell_type/codes", "obs/passed"]
+
+
+def test_failing_reads_raise_in_the_training_loop(tmp_path, store, sim):
+    shutil.copytree(store, tmp_path / "bucket" / "a.zarr")
+    server = sim()
+    storage_options = {"key": "any", "secret": "any", "endpoint_url": server.url}
+    url = "s3://bucket/a.zarr"
+    dataset = zl.open_dataset(url, cache=tmp_path / "cache", storage_options=storage_options)
+    check_epoch(loader_of(dataset, obs=["lane"], obsm=["pca"]), ADATA)
+    dataset = zl.open_dataset(url, cache=tmp_path / "cache", storage_options=storage_options)
+    options = zl.FetchOptions(retries=1, deadline_s=PATIENCE_S)
+    server.faults = [{"kind": "status", "match": "obs/n_counts/c/"}]
+    with pytest.raises(ReadError, match=r"obs/n_counts/c/\d"):
+        check_epoch(loader_of(dataset, obs=["n_counts"], obsm=[], options=options), ADATA)
+    server.faults = [{"kind": "status", "match": "obs/n_counts/c/", "count": 1}]
+    check_epoch(loader_of(dataset, obs=["n_counts"], obsm=[], options=options), ADATA)
+
+
+def test_a_loader_in_another_process(tmp_path, store):
+    import torch.utils.data
+
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    workers = torch.utils.data.DataLoader(loader_of(dataset), batch_size=None, num_workers=2)
+    seen = [check(minibatch, ADATA) for minibatch in workers]
+    assert sorted(np.concatenate(seen)) == list(range(N_ROWS))
+
+
+def test_no_rows_have_dtypes_too(tmp_path, store):
+    dataset, none = zl.open_dataset(store, cache=tmp_path), np.empty(0, np.int64)
+    recipe = loader_of(dataset).recipe(0)
+    columns, arrays = recipe.columns(), recipe.obsm()
+    assert isinstance(columns["cell_type"], PagedColumn)
+    assert {name: rows_of(column, none, {}).dtype.name for name, column in columns.items()} == {
+        "cell_type": "int64",
+        "donor": "int64",
+        "n_counts": "float32",
+        "passed": "bool",
+        "lane": "int32",
+        "maybe": "float64",
+    }
+    assert [rows_of(arrays[name], none, {}).shape for name in OBSM] == [(0, 5), (0, 2, 3)]
+    with pytest.raises(KeyError):
+        rows_of(columns["lane"], np.arange(3), {})
+
+
+def test_convert_writes_large_columns_in_small_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(elements, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(elements, "_CHUNK_BYTES_OF_LARGE", 100)
+    write_store(ADATA, tmp_path / "a.zarr", tmp_path)
+    root = zarr.open_group(tmp_path / "a.zarr", mode="r")
+    chunks = {name: root[name].chunks[0] for name in PAGED}
+    assert chunks == {
+        "obs/cell_type/codes": N_ROWS,  # 300 bytes are not large
+        "obs/lane": 25,
+        "obs/n_counts": 25,
+        "obs/passed": N_ROWS,
+        "obsm/cube": 8,
+        "obsm/pca": 102,  # matrices have chunks of a few rows
+    }
+    check_epoch(loader_of(zl.open_dataset(tmp_path / "a.zarr", cache=tmp_path / "cache")), ADATA)

@@ -1,0 +1,185 @@
+"""Large obs columns and obsm arrays, of which a fetch reads only the chunks that hold its rows.
+
+A billion rows have 1 GB of codes in each column, and a fetch needs those of a few hundred blocks. So with a cache, an
+array of more than 32 MiB is kept chunk by chunk in a file of the mirror, and is complete there once all of its rows
+have been used, or once something needs all of it, such as a condition or a split. Without a cache, and wherever the
+mirror takes no such file, it is read whole, like smaller ones.
+
+Columns of strings, nullable columns and dates are read whole, too: labels and dtypes depend on all of their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import zarr
+from numpy.typing import NDArray
+
+from zloader.caching.cached_files import is_saved
+from zloader.caching.mirror import Mirror, MirrorArray, open_array
+from zloader.common.concurrent_calls import concurrently
+from zloader.common.errors import FormatError
+from zloader.common.options import FetchOptions
+from zloader.common.records import Rows
+from zloader.dataset.obs_columns import is_categorical, read_categories, require_codes
+from zloader.dataset.opening import OpenedStores
+from zloader.dataset.store import OpenedStore
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.paged_columns import PagedColumn
+from zloader.selecting.columns import NUMBERS, as_labels, joined_labels
+from zloader.storage.decode import Decoder
+from zloader.storage.layout import ArrayLayout, MatrixLayout
+
+_MOST_WHOLE = 32 << 20  # bytes, over all stores
+_WIDEST = 8  # bytes of a value of an obs column
+_LEAST_OF_STORE = 1 << 20  # bytes per store on average, because each array of a store takes two open files
+_LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch as much as whole columns do
+
+
+class PagedColumns:
+    """The large obs columns and obsm arrays of some stores, and their mirrors."""
+
+    def __init__(self, opened: OpenedStores) -> None:
+        self._stores, self._directory = opened.stores, opened.mirror_directory
+        self._opened: dict[str, bool] = {}  # whether an array is kept chunk by chunk, by path
+        self._labels: dict[str, Labels] = {}
+
+    def obs(self, name: str, options: FetchOptions) -> PagedColumn | None:
+        """An obs column whose rows are loaded with each fetch, or None if it has to be read whole."""
+        path = self.keep_obs(name)
+        if path is None:
+            return None
+        labels, parts = self._labels.get(name), self._parts(path, options)
+        if labels is None:
+            return PagedColumn(parts=parts)
+        return PagedColumn(parts=parts, recode=labels.recode, prepare=lambda: labels.joined)
+
+    def obsm(self, name: str, options: FetchOptions) -> PagedColumn | None:
+        """An obsm array whose rows are loaded with each fetch, or None if it has to be read whole."""
+        path = f"obsm/{name}"
+        if not self.keep(path):
+            return None
+        return PagedColumn(parts=self._parts(path, options), row_shape=self._stores[0].node(path).shape[1:])
+
+    def labels(self, name: str) -> pd.Index | np.dtype[Any] | None:
+        """What `ObsColumn.labels` is for a column that is kept chunk by chunk; None for any other. Reads no rows."""
+        path = self.keep_obs(name)
+        if path is None:
+            return None
+        labels = self._labels.get(name)
+        return self._stores[0].paged[path].layout.dtype if labels is None else labels.joined
+
+    def keep_obs(self, name: str) -> str | None:
+        """Keeps the codes or numbers of an obs column as `keep` does. Returns their path, or None if it does not."""
+        if self._directory is None or self._n_rows * _WIDEST <= _MOST_WHOLE:
+            return None
+        if not is_categorical(self._stores[0].node(f"obs/{name}")):
+            return f"obs/{name}" if self.keep(f"obs/{name}") else None
+        path = f"obs/{name}/codes"
+        if not self.keep(path, "i"):
+            return None
+        self._labels.setdefault(name, Labels(stores=self._stores, name=name))
+        return path
+
+    @cached_property
+    def _n_rows(self) -> int:
+        return sum(concurrently(lambda store: store.n_obs, self._stores))
+
+    def keep(self, path: str, kinds: str = NUMBERS) -> bool:
+        """Keeps a large array chunk by chunk from now on, if its dtype is of these kinds; returns whether it does.
+
+        `OpenedStore.column` then reads only the chunks that are missing.
+        """
+        if path not in self._opened:
+            self._opened[path] = self._open(path, kinds)
+        return self._opened[path] and all(_takes_chunks(store.paged[path]) for store in self._stores)
+
+    def _open(self, path: str, kinds: str) -> bool:
+        name = path.removesuffix("/codes")
+        if self._directory is None or is_saved(self._directory, path) or is_saved(self._directory, f"/{name}"):
+            return False  # it is in the cache, whole
+        layouts = [_layout(store, path, kinds) for store in self._stores]
+        known = [layout for layout in layouts if layout is not None]
+        least = max(_MOST_WHOLE, _LEAST_OF_STORE * len(layouts))
+        if len(known) < len(layouts) or len({layout.dtype for layout in known}) > 1:
+            return False
+        if sum(layout.n_elements * layout.dtype.itemsize for layout in known) <= least:
+            return False
+        for store, layout in zip(self._stores, known, strict=True):
+            directory = store.mirror_directory
+            array = None if directory is None else open_array(directory, layout)
+            if array is None:
+                return False
+            store.paged[path] = array
+        return True
+
+    def _parts(self, path: str, options: FetchOptions) -> list[MatrixPart]:
+        return [_part(store, path, options) for store in self._stores]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """The labels of a column of codes, read from all stores when they are first needed."""
+
+    stores: Sequence[OpenedStore]
+    name: str
+
+    @cached_property
+    def joined(self) -> pd.Index:
+        """The labels of all stores, as `selecting.columns.joined` joins them."""
+        if len(self.stores) == 1:
+            return self._of_stores[0]
+        return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)[0]
+
+    def recode(self, number: int, rows: Rows, codes: NDArray[Any]) -> NDArray[Any]:
+        """Codes of store `number` as codes of all stores. Raises FormatError for a code without a label."""
+        store, n_labels = self.stores[number], len(self._of_stores[number])
+        first = sum(store.n_obs for store in self.stores[:number])
+        require_codes(store, f"obs/{self.name}/codes", n_labels, codes, rows - first)
+        return codes if len(self.stores) == 1 else self._tables[number][codes]
+
+    @cached_property
+    def _of_stores(self) -> list[pd.Index]:
+        return concurrently(lambda store: as_labels(read_categories(store, self.name)), self.stores)
+
+    @cached_property
+    def _tables(self) -> list[NDArray[np.integer]]:
+        return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)[1]
+
+
+def _takes_chunks(array: MirrorArray) -> bool:
+    """Whether the mirror has all chunks of an array or still accepts them."""
+    return array.writable or array.n_present == array.layout.n_chunks
+
+
+def _layout(store: OpenedStore, path: str, kinds: str) -> ArrayLayout | None:
+    """The layout of an array with one row per row of a store; None if it cannot be read chunk by chunk."""
+    try:
+        node = store.node(path)
+        if not isinstance(node, zarr.Array) or node.shape[:1] != (store.n_obs,) or node.dtype.kind not in kinds:
+            return None
+        layout = store.array_layout(path)
+        Decoder(layout)
+    except FormatError:  # reading it whole raises the error, or succeeds
+        return None
+    fills = not layout.absent_is_fill or isinstance(layout.fill_value, (bool, int, float, np.generic))
+    return layout if fills and layout.chunk_elements * layout.dtype.itemsize <= _LARGEST_CHUNK else None
+
+
+def _part(store: OpenedStore, path: str, options: FetchOptions) -> MatrixPart:
+    array, width = store.paged[path], int(np.prod(store.node(path).shape[1:]))
+    matrix = MatrixLayout(path=path, n_rows=store.n_obs, n_genes=width, values=array.layout, genes=None)
+    assert store.mirror_directory is not None
+    return MatrixPart(
+        url=store.location.url,
+        matrix=matrix,
+        indptr=None,
+        object_sizes=store.object_sizes(),
+        source=store.source(options),
+        mirror=Mirror(store.mirror_directory, [array]),
+    )
