@@ -33,18 +33,21 @@ def cold_warm_cloud(session: Session) -> None:
 
 
 def base(session: Session) -> list[Data]:
-    """The synthetic data, and the real ones, which alone are enough if the run is not thorough."""
+    """The synthetic data and the real ones, or only the real ones."""
     both = [data for data in session.data.values() if data.name != "screen"]
-    return both if session.preset.thorough else both[-1:]
+    return both[-1:] if session.preset.one_data else both
 
 
 def cold_warm(session: Session, data: Data, *, cloud: bool) -> None:
-    """Two epochs of every contender in turns. In the first turn an epoch is checked, and two measure the waiting."""
+    """Two epochs of every contender in turns. In the first turn an epoch is checked, and others measure the waiting.
+
+    The waiting in cold epochs takes processes of its own, and is measured only where it is longest, in a cloud.
+    """
     scenario = "cold_warm_cloud" if cloud else "cold_warm_local"
     for _ in session.left(scenario, data.name, [{}]):
         left_out, checked = set[str](), dict[str, Figures]()
-        for turn in session.preset.turns_of(scenario):
-            for each in session.taking_part(scenario, turn):
+        for turn in session.preset.turns_of(scenario, data.name):
+            for each in session.taking_part(scenario, turn, data.name):
                 place = partial(Place, scenario=scenario, peer=each.name, turn=turn, data=data.name)
                 if each.name in left_out:
                     continue
@@ -69,7 +72,7 @@ def two_epochs(
         if first:
             more["checked"] = session.checked(one, data, each.side, thoroughly=True)
             more["warm"] = waiting(one.epoch(work_s=WORK_S, most_s=most_s))
-    if first and session.preset.thorough:
+    if first and cloud:
         with from_nothing(session, each, data, cloud=cloud) as one:
             more["cold"] = waiting(cold(one, session.most_s(each.side), work_s=WORK_S))
     return epochs, more

@@ -98,12 +98,10 @@ def processes(session: Session) -> None:
                         continue
                     with session.attempt(place, left_out):
                         if not turn:
-                            started = [
-                                stack.enter_context(session.reader(each, data, {})) for _ in range(case["processes"])
-                            ]
-                            groups[each.name] = started
-                            for one in started:  # the first fills the mirror
-                                session.checked(one, data, each.side)
+                            group = [session.reader(each, data, {}) for _ in range(case["processes"])]
+                            groups[each.name] = [stack.enter_context(one) for one in group]
+                            session.checked(groups[each.name][0], data, each.side)  # fills the mirror
+                            at_once(groups[each.name], each, data, session.preset.most_s)
                             continue
                         figures = at_once(groups[each.name], each, data, session.preset.most_s)
                         session.measurement(place, figures, pss_bytes=figures["pss_bytes"])

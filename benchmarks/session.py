@@ -70,6 +70,7 @@ class Session:
     earlier: Earlier = field(default_factory=Earlier)
     failures: set[str] = field(default_factory=set)
     _used: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of a peer in a case
+    _preparing_s: float = 0.0  # spent on stores that a case was the first to need
     _stores: dict[tuple[str, str], Path | str] = field(default_factory=dict)
 
     # ---- records
@@ -120,10 +121,10 @@ class Session:
 
         A peer that has used its time for a case is also left out, but not before its first measured turn.
         """
-        began = time.monotonic()
+        began = time.monotonic() - self._preparing_s
         try:
             yield
-            self._used[str(replace(where, turn=0))] += time.monotonic() - began
+            self._used[str(replace(where, turn=0))] += time.monotonic() - self._preparing_s - began
             if where.turn and self._used[str(replace(where, turn=0))] > self.preset.peer_s:
                 left_out.add(where.peer)
         except (ReaderFailed, CommandFailed, WrongRows) as error:
@@ -171,10 +172,10 @@ class Session:
         given = {"python": options.python, "directory": options.environments, "constrain": options.constrain}
         return rivals.environment(name, **given)
 
-    def taking_part(self, scenario: str, turn: int) -> list[Contender]:
+    def taking_part(self, scenario: str, turn: int, data: str = "synthetic") -> list[Contender]:
         """The contenders of a turn of a scenario: every other turn in reverse order."""
         found = [each for each in self.contenders if scenario in each.side.scenarios]
-        if not self.preset.thorough:
+        if self.preset.main_sides or data not in ("synthetic", "screen"):
             found = [each for at, each in enumerate(found) if each.tool not in [one.tool for one in found[:at]]]
         return found[:: 1 if turn % 2 else -1]
 
@@ -186,12 +187,13 @@ class Session:
             return data.path
         key = (contender.side.store, data.name)
         if key not in self._stores:
-            store = self.stored_at(contender, data)
+            store, began = self.stored_at(contender, data), time.monotonic()
             try:
                 self.convert(contender, data, store)
                 self._stores[key] = store
             except CommandFailed as error:
                 self._stores[key] = str(error)
+            self._preparing_s += time.monotonic() - began
         found = self._stores[key]
         if isinstance(found, str):
             raise CommandFailed(found)

@@ -446,6 +446,33 @@ def test_a_peer_that_has_used_its_time_has_fewer_turns(run, tmp_path):
     assert not session.output.exists()  # it has not failed
 
 
+@pytest.mark.slow  # two tiny runs of zloader
+def test_a_run_that_was_killed_goes_on(run, tmp_path):
+    output, scenarios = tmp_path / "run.jsonl", ["random", "minibatch", "first"]
+    command = [sys.executable, BENCHMARKS / "run.py", "--quick", "--tiny", "--peers", "zloader", "--work", tmp_path]
+    command += ["--scenario", ",".join(scenarios)]
+    with subprocess.Popen([*command, "--output", output]) as killed:
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while not (output.exists() and '"done", "scenario": "random"' in output.read_text()):
+            assert killed.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        killed.kill()
+    with output.open("a") as file:
+        file.write('{"record": "measu')
+    before = output.read_text()
+    done = subprocess.run([*command, "--resume", output], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for words in ("was not finished and is cut off", "random, synthetic, {}: done before"):
+        assert words in done.stderr
+    found = run.records.read(output)
+    assert [each.scenario for each in found.measurements] == scenarios
+    assert next(line for line in before.splitlines() if '"random", "peer"' in line) in output.read_text().splitlines()
+    assert (found.end.failures, len(found.resumed), len(found.limits)) == ([], 1, 4)
+    again = subprocess.run([*command, "--resume", output], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (again.returncode, "its run has ended" in again.stderr) == (1, True)
+
+
 def test_a_peer_that_cannot_be_installed_is_missing(run, session, monkeypatch):
     def fails(*_: Any, **__: Any) -> Path:
         raise run.rivals.EnvironmentFailed("no such package")

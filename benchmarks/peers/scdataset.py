@@ -27,7 +27,7 @@ PEER = Peer(
             how=_HOW,
             format="AnnData Zarr v3, with anndata's defaults",
             store="anndata",
-            scenarios=("cold_warm_local", "order"),
+            scenarios=("cold_warm_local",),
         ),
         "scDataset, Zarr in S3": Side(
             how=f"{_HOW} zarr opens the store with s3fs (user guide, remote storage), anew in each worker.",
