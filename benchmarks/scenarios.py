@@ -1,9 +1,9 @@
 """The scenarios of run.py. Each is a function of the session that runs its peers in turns and writes the records.
 
-SCENARIOS has them by name. A peer says in its module of peers/ in which of them it takes part. Those of new_processes.py
-start a process for every peer and turn. `kept` starts one for every peer and case, whose first epoch is checked and not
-measured; then the peers take turns. The turns of a case are made in one stretch, also if the run is stopped and resumed
-(`Session.left`).
+SCENARIOS has them by name. A peer says in its module of peers/ in which of them it takes part. The scenarios of
+new_processes.py start a process for every peer and turn. `kept` starts one for every peer and case, whose first epoch
+is checked and not measured; then the peers take turns. The turns of a case are made in one stretch, also if the run is
+stopped and resumed (`Session.left`).
 """
 
 from __future__ import annotations

@@ -429,7 +429,9 @@ def test_a_run_goes_on_only_as_it_began(run, session, tmp_path):
             earlier.expect_run({**RUN, **changed})
     earlier.expect_side("zloader", {"record": "peer", "peer": "zloader", "version": "1", "packages": {"zarr": "3.1"}})
     with pytest.raises(SystemExit, match=r"packages of zloader was \{'zarr': '3.1'\}, and is now \{'zarr': '3.2'\}"):
-        earlier.expect_side("zloader", {"record": "peer", "peer": "zloader", "version": "1", "packages": {"zarr": "3.2"}})
+        earlier.expect_side(
+            "zloader", {"record": "peer", "peer": "zloader", "version": "1", "packages": {"zarr": "3.2"}}
+        )
     with pytest.raises(SystemExit, match="record of zloader was 'peer', and is now 'missing'"):
         earlier.expect_side("zloader", {"record": "missing", "peer": "zloader", "reason": "none"})
 
