@@ -1,7 +1,7 @@
 """The sizes of a run of run.py: `--quick`, `--full`, and `--quick --tiny`.
 
-Most of a run is spent on starting processes, and on the first minibatches of slow peers. The times that run.py promises
-were measured with all peers on two cores.
+Most of a run is spent on starting processes, and on the first minibatches of slow peers. The times that run.py gives
+are estimates for all peers on two cores.
 """
 
 from __future__ import annotations
@@ -75,7 +75,14 @@ FULL = Preset(
     rows=50_000,
     genes=62_710,
     turns=3,
-    other_turns={"cold_warm_local": 5, "cold_warm_cloud": 5, "order": 5, "minibatch": 5, "memory": 2},
+    other_turns={
+        "cold_warm_local": 5,
+        "cold_warm_cloud": 5,
+        "order": 5,
+        "minibatch": 5,
+        "conversion": 2,
+        "memory": 1,
+    },
     peer_s=45,
     most_s=1.5,
     check_s=10,

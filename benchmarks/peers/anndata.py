@@ -14,8 +14,7 @@ PEER = Peer(
     sides={
         "AnnData in memory": Side(
             how="anndata.read_h5ad, then scipy's rows of the CSR matrix by a random permutation of all rows, and the "
-            "codes of one obs column. The first epoch includes reading the file. Minibatches are scipy matrices. Both "
-            "index arrays are given the same dtype first; otherwise scipy copies all indices for every minibatch.",
+            "codes of one obs column. The first epoch includes reading the file. Minibatches are scipy matrices.",
             format=".h5ad, held in memory",
             store=None,
             scenarios=EPOCHS,
@@ -43,7 +42,6 @@ def epochs(options: Request) -> Epochs:
     """Epochs of random minibatches, from a file that is read in the first one."""
     import anndata
     import numpy as np
-    import scipy.sparse
 
     rng, size = np.random.default_rng(0), options["batch_size"]
     held: list[Any] = []
@@ -51,8 +49,7 @@ def epochs(options: Request) -> Epochs:
     def minibatches() -> Iterator[Any]:
         if not held:
             adata = anndata.read_h5ad(options["store"])
-            parts = (adata.X.data, adata.X.indices, adata.X.indptr)
-            held[:] = [scipy.sparse.csr_matrix(parts, adata.shape), adata.obs[options["obs"]].cat.codes.to_numpy()]
+            held[:] = [adata.X, adata.obs[options["obs"]].cat.codes.to_numpy()]
         x, codes = held
         order = rng.permutation(x.shape[0])
         for start in range(0, len(order), size):

@@ -37,9 +37,9 @@ PEER = Peer(
             options={"raw_mode": True, "use_mixture_of_scanners": False, "by_fragment": False, "batches_per_chunk": 50},
         ),
         "SLAF, S3": Side(
-            how=f"{_RAW} From S3 with parallelize_fragment_reads=True, which the docstring of SLAFDataLoader advises for "
-            "data in a cloud, in its default order. Not with 16 batches per chunk, which it advises too: version 0.5.2 "
-            "then gives out no rows of a small table.",
+            how=f"{_RAW} From S3 with parallelize_fragment_reads=True, which the docstring of SLAFDataLoader advises "
+            "for data in a cloud, in its default order. Not with 16 batches per chunk, which it advises too: version "
+            "0.5.2 then gives out no rows of a small table.",
             format=_FORMAT,
             store="slafdb",
             scenarios=("cold_warm_cloud",),
