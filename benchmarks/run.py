@@ -16,7 +16,7 @@ Every peer gives out all rows and values in an epoch that is checked and not mea
 failed. Epochs of slow peers end early, and count the rows that they have given out until then. (The checked epochs of
 the slowest peers end early too. Those over the pancreas do not.)
 
-A run that was stopped, even by a power failure, goes on with `--resume` and its other options. Cases whose turns have
+A run that was stopped goes on with `--resume` and its other options. Cases whose turns have
 all been made are not measured again. A case that was under way is measured anew, because turns are compared with one
 another. Commit, preset, peers and their versions, data, prices, link and machine must be the same.
 
