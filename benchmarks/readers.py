@@ -11,7 +11,8 @@ since the process started. Other requests may contain:
 
 - `work_s`: seconds that the consumer works on every minibatch. It sleeps, like a process whose GPU is busy.
 - `stalls`, `stall_s`: the minibatches after which the consumer stalls, and for how many seconds.
-- `rows`, `most_s`: the epoch stops after this many rows, or with the first minibatch after this many seconds.
+- `rows`, `most_s`: the epoch stops after this many rows, or with the first minibatch that comes this many seconds
+  after the first one.
 - `check`: adds the sum of all values, and the mean label entropy of full minibatches, if the tool gives them.
 - `mirror`: a directory, or null for no mirror. The epoch then includes opening the store. zloader only.
 - `drop`: a directory whose files are dropped from the page cache before and after the epoch.
@@ -118,20 +119,21 @@ def measured(epoch: Epochs, request: Request, *, first_fetch: int, batch_size: i
     checked = Checked(given, batch_size) if request.get("check") else None
     # map() frees each minibatch before it asks for the next one
     sizes = map(checked.size if checked else given.size, given.minibatches)
-    rows, waits, after, ended = 0, [], began, False
+    rows, waits, first, after, ended = 0, [], 0.0, began, False
     stalls = set(request.get("stalls", ()))
     while True:
         asked = time.perf_counter() if waits else began
         size = next(sizes, None)
         now = time.perf_counter()
         waits.append(now - asked)
+        first = first or now
         if len(waits) == first_fetch:
             after = now
         ended = size is None
         if ended:
             break
         rows += size
-        if rows >= request.get("rows", math.inf) or now - began > request.get("most_s", math.inf):
+        if rows >= request.get("rows", math.inf) or now - first > request.get("most_s", math.inf):
             break
         if "work_s" in request:
             time.sleep(request["work_s"])

@@ -1,7 +1,8 @@
 """The records of a benchmark run, which run.py writes and report.py and compare.py read.
 
-A run is a JSONL file: one JSON object per line, and `record` says of which kind it is. The first line is the `run`. The
-other kinds are `peer`, `missing`, `limit`, `measurement` and `failed`; the dataclasses below have their keys. All sizes
+A run is a JSONL file: one JSON object per line, and `record` says of which kind it is. The first line is the `run`, and
+the last the `end`. The other kinds are `peer`, `missing`, `limit`, `measurement`, `failed`, `done` and `resumed`; the
+dataclasses below have their keys. All sizes
 are in bytes and all times in seconds. Keys that a dataclass lacks are kept in `extra`. A figure that does not apply is
 null or left out.
 
@@ -151,8 +152,38 @@ class Failed:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """All turns of a case have been made. `seconds` includes the conversions and checks for it."""
+
+    scenario: str
+    data: str
+    case: Mapping[str, Value] = field(default_factory=dict)
+    seconds: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """The run was stopped and went on here. `load` is as in Run."""
+
+    began: str = ""
+    load: list[float] = field(default_factory=list)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The run was not stopped. `seconds` have passed since it began or was resumed."""
+
+    seconds: float
+    failures: list[str] = field(default_factory=list)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
 _KINDS: dict[str, type] = {
     "run": Run, "peer": Peer, "missing": Missing, "limit": Limit, "measurement": Measurement, "failed": Failed,
+    "done": Done, "resumed": Resumed, "end": End,
 }  # fmt: skip
 
 
@@ -185,6 +216,8 @@ class Records:
     limits: list[Limit]
     measurements: list[Measurement]
     failed: list[Failed]
+    resumed: list[Resumed]
+    end: End | None
 
     def turns(self) -> dict[Key, dict[str, Turns]]:
         """The measurements by case, peer and turn, each in the order in which they first come."""
@@ -226,7 +259,8 @@ def read(path: Path) -> Records:
         raise RecordsError(f"{path} has no measurements; did its run end early?")
     return Records(
         path=path, run=found["run"][0], peers=found["peer"], missing=found["missing"], limits=found["limit"],
-        measurements=found["measurement"], failed=found["failed"],
+        measurements=found["measurement"], failed=found["failed"], resumed=found["resumed"],
+        end=found["end"][-1] if found["end"] else None,
     )  # fmt: skip
 
 
@@ -256,7 +290,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
         if not text.endswith("\n") and text.startswith("{") and len(text) < _LONGEST_LINE:
             raise RecordsError(
                 f"{where}: the file ends within this record, as after a run that was ended. To use the records before "
-                "it, delete this line"
+                "it, delete this line. `run.py --resume` goes on with the run"
             ) from error
         raise RecordsError(f"{where}: not JSON, so this is not a file of run.py: {shortened(text.strip())}") from error
     if not isinstance(found, dict) or found.get("record") not in _KINDS:

@@ -245,6 +245,8 @@ def _absent(records: Records) -> list[Section]:
     if failed:
         tables.append(Table("Ended with an error.", ["tool", "scenario", "case", "error"], failed, words=True))
     text = [] if tables else ["All tools were installed, and none failed."]
+    if records.end is None:
+        text.append("The run was stopped before its end, so cases or scenarios may be missing.")
     return [Section(title="Missing and failed", text=text, tables=tables)]
 
 
@@ -291,6 +293,7 @@ def machine(records: Records) -> dict[str, str]:
         "kernel": run.kernel,
         "Python": run.python,
         "load at the start": ", ".join(f"{load:g}" for load in run.load) + (" (1, 5, 15 minutes)" if run.load else ""),
+        "resumed": ", ".join(each.began for each in records.resumed),
         "records": records.path.name,
     }
     return {name: fact for name, fact in facts.items() if fact}

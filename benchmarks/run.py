@@ -1,9 +1,10 @@
 """Every peer and zloader in one run: the same rows, in turns, in processes of their own. Writes JSONL.
 
-    python benchmarks/run.py --quick                       # about 25 minutes, after the environments are made
-    python benchmarks/run.py --full                        # hours, and 30 GB of disk
+    python benchmarks/run.py --quick                       # about half an hour, after the environments are made
+    python benchmarks/run.py --full                        # about an hour, and 15 GB of disk
     python benchmarks/run.py --quick --tiny                # two minutes, without environments
     python benchmarks/run.py --quick --peers zloader,annbatch --scenario cold_warm_local --data FILE.h5ad
+    python benchmarks/run.py --full --resume FILE.jsonl    # goes on where a run was stopped
 
 The script makes seeded synthetic counts (synthetic.py), the human pancreas that comes with zloader (or takes the file
 of `--data`) and a synthetic drug screen (screens.py). It makes an environment for each peer with that peer's own newest
@@ -12,7 +13,12 @@ prints the peers, one a line; the modules of peers/ say how each is tuned. A pee
 with the reason, and one that fails or hangs is recorded and left out of the rest of the case.
 
 Every peer gives out all rows and values in an epoch that is checked and not measured; one that does not is recorded as
-failed. Epochs of slow peers end early, and count the rows that they have given out until then.
+failed. Epochs of slow peers end early, and count the rows that they have given out until then. (The checked epochs of
+the slowest peers end early too. Those over the pancreas do not.)
+
+A run that was stopped goes on with `--resume` and its other options. Cases whose turns have
+all been made are not measured again. A case that was under way is measured anew, because turns are compared with one
+another. Commit, preset, peers and their versions, data, prices, link and machine must be the same.
 
 Each line of the output is a JSON object, written at once, whose `record` says which kind it is:
 
@@ -25,6 +31,10 @@ Each line of the output is a JSON object, written at once, whose `record` says w
   consumer that takes 3 ms per minibatch, after the first fetch), entropy (mean over minibatches, of the first obs
   column, in bits), dollars (of GETs and egress), load (of the machine), checked (what the checked epoch compared).
 - "failed": the same place, and the error.
+- "done": all turns of this scenario, data and case have been made. `seconds` includes conversions and checks.
+- "resumed": the run was stopped, and goes on here: when, the load of the machine, and how many records were dropped.
+- "end" (last line): seconds since the run began or was resumed, and the sides that failed or are missing. A file
+  without it is of a run that was stopped.
 
 Sizes are in bytes and times in seconds. The exit status is 1 if zloader failed, or any peer of a tiny run.
 """
@@ -46,82 +56,32 @@ from pathlib import Path
 import inputs
 import limits
 import peers
+import resuming
 import rivals
 from cloud import LinkSpeed
+from presets import FULL, QUICK, TINY
 from rivals import Figures
 from scenarios import SCENARIOS
-from session import HERE, Preset, Prices, Session
+from session import HERE, Prices, Session
 
 FORMAT = 1
-QUICK = Preset(
-    rows=50_000,
-    genes=62_710,
-    turns=3,
-    most_s=6,
-    check_s=30,
-    deadline_s=120,
-    fetch_rows=16_384,
-    blocks=(4, 64),
-    factors=(16, 256),
-    batch_sizes=(64, 256, 1024, 4096),
-    tokenizers=("Geneformer", "scGPT"),
-    scaling=(10_000, 100_000),
-    metadata=(10_000_000,),
-    processes=(1, 2, 4),
-    screen={"cell_lines": 6, "drugs": 17, "genes": 2000},
-    link_bytes=256 << 20,
-)
-FULL = Preset(
-    rows=100_000,
-    genes=62_710,
-    turns=5,
-    most_s=60,
-    check_s=600,
-    deadline_s=1800,
-    fetch_rows=16_384,
-    blocks=(1, 4, 16, 64, 256),
-    factors=(1, 4, 16, 64, 256),
-    batch_sizes=(64, 256, 1024, 4096),
-    tokenizers=("Geneformer", "scGPT"),
-    scaling=(10_000, 100_000, 1_000_000),
-    metadata=(10_000_000, 100_000_000),
-    processes=(1, 2, 3, 4),
-    screen={"cell_lines": 12, "drugs": 17, "genes": 2000},
-    link_bytes=1 << 30,
-)
-TINY = Preset(
-    rows=1_500,
-    genes=1_000,
-    turns=1,
-    most_s=5,
-    check_s=30,
-    deadline_s=60,
-    fetch_rows=512,
-    blocks=(16,),
-    factors=(4,),
-    batch_sizes=(256,),
-    tokenizers=("Geneformer",),
-    scaling=(1_000,),
-    metadata=(20_000,),
-    processes=(2,),
-    screen={"cell_lines": 2, "drugs": 3, "genes": 50},
-    link_bytes=16 << 20,
-    thorough=False,
-)
+PRESETS = {"tiny": TINY, "quick": QUICK, "full": FULL}
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="about 25 minutes")
-    size.add_argument("--full", action="store_true", help="hours")
+    size.add_argument("--quick", action="store_true", help="about half an hour")
+    size.add_argument("--full", action="store_true", help="about an hour")
     parser.add_argument("--tiny", action="store_true", help="with --quick: two minutes, peers that need no environment")
     parser.add_argument("--peers", default=",".join(peers.MODULES), help="comma-separated (default: all)")
     parser.add_argument("--scenario", default=",".join(SCENARIOS), help="comma-separated (default: all)")
     parser.add_argument("--list-peers", action="store_true", help="print the names of the peers")
     parser.add_argument("--data", type=Path, metavar="FILE.h5ad", help="real data (default: the human pancreas)")
-    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="default: a new file in this folder")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--output", type=Path, metavar="FILE.jsonl", help="default: a new file in this folder")
+    output.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="the output of a run that was stopped")
     parser.add_argument("--work", type=Path, help="directory for data and stores (default: a temporary directory)")
     parser.add_argument("--total-mbps", type=float, default=400, help="MB/s of the cloud's link (default: 400)")
     for name, value in vars(Prices()).items():
@@ -140,6 +100,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--tiny goes with --quick")
     if options.data and not options.data.is_file():
         parser.error(f"--data: there is no file {options.data}")
+    if options.output and options.output.is_file() and options.output.stat().st_size:
+        parser.error(f"--output: {options.output} exists; to go on with its run, give --resume {options.output}")
+    options.preset = "tiny" if options.tiny else "quick" if options.quick else "full"
     if options.tiny:
         options.peers = [name for name in options.peers if peers.peer(name).light]
     return options
@@ -153,12 +116,13 @@ def about(options: argparse.Namespace, session: Session) -> Figures:
     ]
     return {
         "format": FORMAT,
-        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "began": now(),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "command": ["python", *sys.argv],
-        "preset": "tiny" if options.tiny else "quick" if options.quick else "full",
+        "preset": options.preset,
         "sizes": dict(vars(session.preset)),
+        "tools": options.peers,
         "cores": len(os.sched_getaffinity(0)),
         "processor": _processor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -171,6 +135,11 @@ def about(options: argparse.Namespace, session: Session) -> Figures:
         "link": vars(session.speed),
         "prices": vars(session.prices),
     }
+
+
+def now() -> str:
+    """Date and time."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _git(*arguments: str) -> str | None:
@@ -211,15 +180,33 @@ def prepare(session: Session, options: argparse.Namespace) -> None:
     session.data = {each.name: each for each in made}
 
 
-def measure(session: Session, options: argparse.Namespace) -> None:
-    """Records the run, its peers and limits, and runs the scenarios."""
-    prepare(session, options)
-    session.record("run", **about(options, session))
+def begin(session: Session, options: argparse.Namespace) -> None:
+    """Records the run, or that it goes on, and its peers."""
+    first, earlier = about(options, session), session.earlier
+    if earlier.path is None:
+        session.output.write_text("")
+        session.record("run", **first)
+    else:
+        earlier.expect_run(first)
+        resuming.write(earlier)
+        session.failures |= earlier.failures
+        kept = len(earlier.records)
+        session.say(f"resuming {earlier.path}: {kept} records are kept, {earlier.n_dropped} are dropped")
+        session.record("resumed", began=now(), load=os.getloadavg(), kept=kept, dropped=earlier.n_dropped)
     session.add(options.peers, options)
-    if any(each.tool == "zloader" for each in session.contenders):
+
+
+def measure(session: Session, options: argparse.Namespace) -> None:
+    """Measures the limits, and runs the scenarios."""
+    synthetic = session.data["synthetic"]
+    zloader = next((each for each in session.contenders if each.tool == "zloader"), None)
+    for _ in session.left("limits", synthetic.name, [{}] if zloader else []):
         session.say("measuring the limits")
-        zloader = next(each for each in session.contenders if each.tool == "zloader")
-        store = session.store(zloader, session.data["synthetic"])
+        store = session.store(zloader, synthetic)
+        for each in session.contenders:  # zloader compiles its loops once per installation, when they first run
+            if each.tool == "zloader":
+                with session.reader(each, synthetic, {}) as one:
+                    one.epoch()
         for limit in limits.limits(store, session.speed, work=session.work, link_bytes=session.preset.link_bytes):
             session.record(limit.pop("record"), **limit)
     for name in options.scenario:
@@ -230,24 +217,28 @@ def measure(session: Session, options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the benchmarks, and prints the name of the output."""
-    options = parsed(arguments)
+    options, began = parsed(arguments), time.monotonic()
     if options.list_peers:
         print("\n".join(peers.MODULES))
         return
     if options.work:
         options.work.mkdir(parents=True, exist_ok=True)
-    preset = TINY if options.tiny else QUICK if options.quick else FULL
-    output = options.output or Path(time.strftime("run-%Y%m%d-%H%M%S.jsonl"))
+    earlier = resuming.read(options.resume) if options.resume else resuming.Earlier()
+    output = options.resume or options.output or Path(time.strftime("run-%Y%m%d-%H%M%S.jsonl"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of the run end with it
-    with tempfile.TemporaryDirectory(dir=options.work) as directory, output.open("w") as lines:
+    with tempfile.TemporaryDirectory(dir=options.work) as directory:
         session = Session(
-            preset=preset,
+            preset=PRESETS[options.preset],
             prices=Prices(**{name: getattr(options, name) for name in vars(Prices())}),
             speed=LinkSpeed(total_mbps=options.total_mbps),
             work=Path(directory).absolute(),
-            output=lines,
+            output=output,
+            earlier=earlier,
         )
+        prepare(session, options)
+        begin(session, options)
         measure(session, options)
+        session.record("end", seconds=time.monotonic() - began, failures=sorted(session.failures))
     print(output)
     if broken := sorted(name for name in session.failures if options.tiny or name.startswith("zloader")):
         sys.exit(f"failed or missing: {'; '.join(broken)}")

@@ -8,16 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import peers
 import rivals
 from cloud import LinkSpeed
 from inputs import Data
 from peers import Peer, Side
+from presets import Preset
+from resuming import Earlier
 from rivals import CommandFailed, EnvironmentFailed, Figures
 from sides import Reader, ReaderFailed, reader, store_location
 
@@ -28,31 +32,6 @@ Case = Mapping[str, Any]
 
 class WrongRows(Exception):
     """A peer gave out other rows, or other values, than the data has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """The sizes of a run. `most_s` ends a measured epoch early, `check_s` a checked one, and `deadline_s` a process.
-
-    A run that is not `thorough` takes one side of each tool, and one data set for each scenario."""
-
-    rows: int
-    genes: int
-    turns: int
-    most_s: float
-    check_s: float
-    deadline_s: float
-    fetch_rows: int
-    blocks: Sequence[int]
-    factors: Sequence[int]
-    batch_sizes: Sequence[int]
-    tokenizers: Sequence[str]
-    scaling: Sequence[int]
-    metadata: Sequence[int]
-    processes: Sequence[int]
-    screen: Mapping[str, int]
-    link_bytes: int
-    thorough: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +64,35 @@ class Session:
     prices: Prices
     speed: LinkSpeed
     work: Path
-    output: TextIO
+    output: Path
     contenders: list[Contender] = field(default_factory=list)
     data: dict[str, Data] = field(default_factory=dict)
+    earlier: Earlier = field(default_factory=Earlier)
     failures: set[str] = field(default_factory=set)
+    _used: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of a peer in a case
+    _preparing_s: float = 0.0  # spent on stores that a case was the first to need
     _stores: dict[tuple[str, str], Path | str] = field(default_factory=dict)
 
     # ---- records
 
     def record(self, kind: str, **fields: Any) -> None:
         """Writes one line at once, so that a run that is killed keeps what it has measured."""
-        print(json.dumps({"record": kind, **fields}), file=self.output, flush=True)
+        with self.output.open("a") as lines:
+            print(json.dumps({"record": kind, **fields}), file=lines)
 
     def say(self, text: str) -> None:
         """Progress."""
         print(text, file=sys.stderr, flush=True)
+
+    def left(self, scenario: str, data: str, cases: Iterable[Case]) -> Iterator[Case]:
+        """The cases that the file of a resumed run lacks. Each is recorded as done when the next one is asked for."""
+        for case in cases:
+            if self.earlier.has(scenario, data, case):
+                self.say(f"{scenario}, {data}, {dict(case)}: done before")
+                continue
+            began = time.monotonic()
+            yield case
+            self.record("done", scenario=scenario, data=data, case=dict(case), seconds=time.monotonic() - began)
 
     def measurement(self, where: Place, figures: Figures, **more: Any) -> None:
         """Writes a measurement from the figures of readers.py."""
@@ -123,12 +116,19 @@ class Session:
         self.say(f"{where}: {rate:,.0f} rows/s, {fields['seconds']:.2f} s")
 
     @contextlib.contextmanager
-    def attempt(self, where: Place, failed: set[str]) -> Iterator[None]:
-        """Writes a `failed` record and adds the peer to `failed` if the code within fails because of the peer."""
+    def attempt(self, where: Place, left_out: set[str]) -> Iterator[None]:
+        """Writes a `failed` record and adds the peer to `left_out` if the code within fails because of the peer.
+
+        A peer that has used its time for a case is also left out, but not before its first measured turn.
+        """
+        began = time.monotonic() - self._preparing_s
         try:
             yield
+            self._used[str(replace(where, turn=0))] += time.monotonic() - self._preparing_s - began
+            if where.turn and self._used[str(replace(where, turn=0))] > self.preset.peer_s:
+                left_out.add(where.peer)
         except (ReaderFailed, CommandFailed, WrongRows) as error:
-            failed.add(where.peer)
+            left_out.add(where.peer)
             self.failures.add(where.peer)
             reason = rivals.last_lines(str(error))
             self.record("failed", **where.fields(), error=reason)
@@ -140,6 +140,8 @@ class Session:
         """Makes the environments of the tools, and records all that can run, and those that cannot."""
         for name in names:
             found = peers.peer(name)
+            if self.earlier.missing.issuperset(found.sides):
+                continue
             try:
                 python = self._python(name, found, options)
                 command = [python, HERE / "rivals.py", "versions", name]
@@ -149,14 +151,20 @@ class Session:
                 self.say(f"{name} is missing: {reason}")
                 for side in found.sides:
                     self.failures.add(side)
-                    self.record("missing", peer=side, reason=reason)
+                    self._once(side, "missing", peer=side, reason=reason)
                 continue
             version = versions["packages"].get(found.packages[0], "?")
             for side_name, side in found.sides.items():
-                self.record(
-                    "peer", peer=side_name, version=version, **versions, how=side.how, format=side.format, tool=name
-                )
+                fields = {"version": version, **versions, "how": side.how, "format": side.format, "tool": name}
+                self._once(side_name, "peer", peer=side_name, **fields)
                 self.contenders.append(Contender(name=side_name, tool=name, python=python, side=side))
+
+    def _once(self, side: str, kind: str, **fields: Any) -> None:
+        """Writes the record of a side, unless the file of a resumed run has it. Exits if the side has changed."""
+        if side not in self.earlier.sides:
+            self.record(kind, **fields)
+        else:
+            self.earlier.expect_side(side, {"record": kind, **fields})
 
     def _python(self, name: str, found: Peer, options: Any) -> Path:
         if name == "zloader" or (options.tiny and found.light):
@@ -164,12 +172,12 @@ class Session:
         given = {"python": options.python, "directory": options.environments, "constrain": options.constrain}
         return rivals.environment(name, **given)
 
-    def taking_part(self, scenario: str) -> list[Contender]:
-        """The contenders of a scenario."""
+    def taking_part(self, scenario: str, turn: int, data: str = "synthetic") -> list[Contender]:
+        """The contenders of a turn of a scenario: every other turn in reverse order."""
         found = [each for each in self.contenders if scenario in each.side.scenarios]
-        if self.preset.thorough:
-            return found
-        return [each for at, each in enumerate(found) if each.tool not in [one.tool for one in found[:at]]]
+        if self.preset.main_sides or data not in ("synthetic", "screen"):
+            found = [each for at, each in enumerate(found) if each.tool not in [one.tool for one in found[:at]]]
+        return found[:: 1 if turn % 2 else -1]
 
     # ---- stores
 
@@ -179,12 +187,13 @@ class Session:
             return data.path
         key = (contender.side.store, data.name)
         if key not in self._stores:
-            store = self.stored_at(contender, data)
+            store, began = self.stored_at(contender, data), time.monotonic()
             try:
                 self.convert(contender, data, store)
                 self._stores[key] = store
             except CommandFailed as error:
                 self._stores[key] = str(error)
+            self._preparing_s += time.monotonic() - began
         found = self._stores[key]
         if isinstance(found, str):
             raise CommandFailed(found)
@@ -238,6 +247,10 @@ class Session:
         """The mirror that the processes of zloader share."""
         return self.work / "mirrors" / data.name
 
+    def most_s(self, side: Side) -> float:
+        """When an epoch ends early that may fill a mirror. Later epochs are warm only if it ends late."""
+        return self.preset.check_s if side.mirrored else self.preset.most_s
+
     def cached(self, one: Reader, data: Data, **request: Any) -> Figures:
         """An epoch with the store and the mirror in the page cache."""
         for path in self.mirror(data).rglob("*"):
@@ -245,9 +258,13 @@ class Session:
                 rivals.read_through(path)
         return one.epoch(**request)
 
-    def checked(self, one: Reader, data: Data, side: Side) -> Figures:
-        """`entropy` and `checked` of an epoch whose rows and values are compared with the truth. Raises WrongRows."""
-        figures = self.cached(one, data, check=True, most_s=self.preset.check_s)
+    def checked(self, one: Reader, data: Data, side: Side, *, thoroughly: bool = False) -> Figures:
+        """`entropy` and `checked` of an epoch whose rows and values are compared with the truth. Raises WrongRows.
+
+        Unless `thoroughly`, it ends as early as a measured one.
+        """
+        most_s = self.preset.check_s if thoroughly else self.most_s(side)
+        figures = self.cached(one, data, check=True, most_s=most_s)
         expect(figures, data, side)
         compared = "rows and values" if "total" in figures else "rows"
         found: Figures = {"checked": compared if figures["ended"] and side.whole else None}

@@ -176,6 +176,18 @@ def test_examples_of_docstrings_are_correct():
         assert done.failed == 0
 
 
+def test_a_run_that_was_stopped_or_resumed_says_so(tmp_path, page):
+    stopped = "The run was stopped before its end"
+    assert stopped not in page.text
+    assert stopped in Page(report.html(results(tmp_path, one_case(("zloader", [100]))))).text
+    again = {"record": "resumed", "began": "2026-11-23T09:00:00Z", "load": [0.1, 0.2, 0.3]}
+    done = {"record": "done", "scenario": "random", "data": "synthetic", "case": {}, "seconds": 5.0}
+    lines = [*one_case(("zloader", [100])), done, again, {"record": "end", "seconds": 9.0, "failures": []}]
+    text = Page(report.html(results(tmp_path, lines))).text
+    assert stopped not in text
+    assert "2026-11-23T09:00:00Z" in text
+
+
 # ---- figures
 
 

@@ -169,7 +169,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """run.py and what it is made of, by name."""
-    names = ("run", "peers", "scenarios", "session", "inputs", "readers", "sides", "rivals")
+    names = ("run", "peers", "scenarios", "session", "inputs", "readers", "sides", "rivals", "resuming", "records")
     for modules in scripts(monkeypatch, *names):
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -207,6 +207,8 @@ def test_sides_are_consistent(run):
         pytest.param(["--quick", "--peers", "zloader,x"], "--peers: unknown: x", id="peers"),
         pytest.param(["--quick", "--scenario", "cold"], "--scenario: unknown: cold", id="scenario"),
         pytest.param(["--quick", "--data", "absent.h5ad"], "there is no file absent.h5ad", id="data"),
+        pytest.param(["--quick", "--output", __file__], f"give --resume {__file__}", id="output"),
+        pytest.param(["--quick", "--output", "a", "--resume", "b"], "not allowed with", id="output and resume"),
     ],
 )
 def test_options_of_a_run(run, capsys, arguments, message):
@@ -221,14 +223,19 @@ def test_the_peers_are_listed(run, capsys):
 
 
 @pytest.fixture
-def session(run, tmp_path) -> Iterator[Any]:
-    with (tmp_path / "run.jsonl").open("w") as output:
-        prices = run.session.Prices()
-        yield run.session.Session(preset=run.run.TINY, prices=prices, speed=None, work=tmp_path, output=output)
+def session(run, tmp_path) -> Any:
+    return session_of(run, tmp_path)
+
+
+def session_of(run: SimpleNamespace, work: Path, **more: Any) -> Any:
+    prices = run.session.Prices()
+    return run.session.Session(
+        preset=run.run.TINY, prices=prices, speed=None, work=work, output=work / "run.jsonl", **more
+    )
 
 
 def lines_of(session: Any) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(session.output.name).read_text().splitlines()]
+    return [json.loads(line) for line in session.output.read_text().splitlines()]
 
 
 def test_a_hung_peer_is_recorded_and_leaves_nothing_behind(run, session, tmp_path):
@@ -291,6 +298,178 @@ def test_an_epoch_ends_after_so_many_rows(run):
     figures = run.readers.measured(lambda _: epoch, {"rows": 8}, first_fetch=1)
     assert (figures["rows"], figures["ended"]) == (8, False)
     assert len(list(epoch.minibatches)) == 1
+
+
+def test_an_epoch_ends_early_counted_from_its_first_minibatch(run):
+    """Otherwise a tool that reads a lot first would be measured by a single minibatch."""
+
+    def slow_at_first() -> Iterator[np.ndarray]:
+        time.sleep(0.01)
+        for _ in range(3):
+            yield np.zeros(4)
+
+    epoch = run.peers.Epoch(minibatches=slow_at_first())
+    figures = run.readers.measured(lambda _: epoch, {"most_s": 0.0}, first_fetch=1)
+    assert (figures["rows"], figures["ended"]) == (8, False)
+
+
+# ---- a run that is stopped and resumed
+
+FIGURES = {"rows": 10, "seconds": 0.5, "user_s": 0.1, "system_s": 0.1, "peak_bytes": 1000}
+RUN = {"format": 1, "commit": "0123", "preset": "tiny", "sizes": {"blocks": (1, 2)}, "prices": {"gets": 0.5}}
+
+
+class Stopped(Exception):
+    """In place of a kill."""
+
+
+def measure(run: SimpleNamespace, session: Any, *, turns: int = 2, until: tuple[int, int] = (9, 9)) -> None:
+    """Three cases of a scenario. It is stopped before the turn and case `until`."""
+    for case in session.left("order", "synthetic", [{"block_rows": rows} for rows in (1, 2, 3)]):
+        for turn in range(1, turns + 1):
+            if (case["block_rows"], turn) == until:
+                raise Stopped
+            place = run.session.Place(scenario="order", peer="zloader", case=case, turn=turn, data="synthetic")
+            session.measurement(place, FIGURES)
+
+
+def resumed(run: SimpleNamespace, work: Path) -> Any:
+    """A session that goes on with the file of an earlier one."""
+    earlier = run.resuming.read(work / "run.jsonl")
+    run.resuming.write(earlier)
+    return session_of(run, work, earlier=earlier)
+
+
+@pytest.mark.parametrize("until", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)], ids=str)
+def test_a_resumed_run_measures_whole_cases_once(run, session, tmp_path, until):
+    session.record("run", **RUN)
+    with pytest.raises(Stopped):
+        measure(run, session, until=until)
+    before = [line for line in lines_of(session) if line["record"] == "done"]
+    assert len(before) == until[0] - 1
+    again = resumed(run, tmp_path)
+    left = [line for line in lines_of(again) if line["record"] == "measurement"]
+    assert [line["case"] for line in left] == [line["case"] for line in before for _ in range(2)]
+    measure(run, again)
+    again.record("end", seconds=1, failures=[])
+    found = run.records.read(again.output)
+    assert [(each.case["block_rows"], each.turn) for each in found.measurements] == [
+        (rows, turn) for rows in (1, 2, 3) for turn in (1, 2)
+    ]
+    assert found.end is not None
+    with pytest.raises(SystemExit, match="its run has ended"):
+        run.resuming.read(again.output)
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_line_that_was_not_finished_is_cut_off(run, session, tmp_path, capsys, cut):
+    session.record("run", **RUN)
+    measure(run, session)
+    whole = session.output.read_text()
+    session.output.write_text(whole[:-cut])
+    assert len(resumed(run, tmp_path).earlier.records) == 1 + 4 + 2 + (3 if cut == 1 else 0)
+    assert ("was not finished and is cut off" in capsys.readouterr().err) == (cut > 1)
+    assert session.output.read_text() == whole[: len(session.output.read_text())]
+
+
+def test_sides_that_failed_or_are_missing_stay_so(run, session, tmp_path):
+    session.record("run", **RUN)
+    session.record("missing", peer="annbatch", reason="none")
+    place = run.session.Place(scenario="order", peer="zloader", case={"block_rows": 1}, turn=1, data="synthetic")
+    for _ in session.left("order", "synthetic", [{"block_rows": 1}]):
+        with session.attempt(place, set()):
+            raise run.session.WrongRows("rows")
+    earlier = resumed(run, tmp_path).earlier
+    assert (earlier.missing, earlier.failures) == ({"annbatch"}, {"annbatch", "zloader"})
+
+
+def test_epochs_of_a_case_belong_to_it(run, session, tmp_path):
+    """The cold and the warm epoch are cases of their own, but are measured together."""
+    session.record("run", **RUN)
+    for data in ("synthetic", "pancreas"):
+        for _ in session.left("cold_warm_local", data, [{}]):
+            for epoch in ("cold", "warm"):
+                place = {"scenario": "cold_warm_local", "peer": "zloader", "case": {"epoch": epoch}, "turn": 1}
+                session.measurement(run.session.Place(**place, data=data), FIGURES)
+            if data == "pancreas":
+                break
+    kept = [each["data"] for each in resumed(run, tmp_path).earlier.records if each["record"] == "measurement"]
+    assert kept == ["synthetic"] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(None, "No such file", id="absent"),
+        pytest.param("", "does not begin with the record of a run", id="empty"),
+        pytest.param('{"record": "pe', "line 1 is not a record", id="half a line"),
+        pytest.param('{"record": "peer", "peer": "a"}\n', "does not begin with the record of a run", id="no run"),
+        pytest.param('{"record": "run"}\nhello\n{"record": "peer"}\n', "line 2 is not a record", id="other lines"),
+    ],
+)
+def test_files_that_cannot_be_resumed(run, tmp_path, content, message):
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        run.resuming.read(path)
+
+
+def test_a_run_goes_on_only_as_it_began(run, session, tmp_path):
+    session.record("run", **RUN)
+    session.record("peer", peer="zloader", version="1", packages={"zarr": "3.1"})
+    earlier = resumed(run, tmp_path).earlier
+    earlier.expect_run({**RUN, "load": [1.0]})
+    for changed in ({"commit": "4567"}, {"sizes": {"blocks": [1]}}, {"prices": {"gets": 1}}, {"link": {"ttfb_ms": 1}}):
+        (name,) = changed
+        with pytest.raises(SystemExit, match=f"cannot be resumed: its {name} is "):
+            earlier.expect_run({**RUN, **changed})
+    earlier.expect_side("zloader", {"record": "peer", "peer": "zloader", "version": "1", "packages": {"zarr": "3.1"}})
+    with pytest.raises(SystemExit, match=r"packages of zloader was \{'zarr': '3.1'\}, and is now \{'zarr': '3.2'\}"):
+        earlier.expect_side(
+            "zloader", {"record": "peer", "peer": "zloader", "version": "1", "packages": {"zarr": "3.2"}}
+        )
+    with pytest.raises(SystemExit, match="record of zloader was 'peer', and is now 'missing'"):
+        earlier.expect_side("zloader", {"record": "missing", "peer": "zloader", "reason": "none"})
+
+
+def test_a_peer_that_has_used_its_time_has_fewer_turns(run, tmp_path):
+    session = session_of(run, tmp_path)
+    session.preset = replace(session.preset, peer_s=0.0)
+    left_out: set[str] = set()
+    for turn in (0, 1):
+        place = run.session.Place(scenario="order", peer="slow", case={}, turn=turn, data="synthetic")
+        with session.attempt(place, left_out):
+            pass
+        assert left_out == ({"slow"} if turn else set())  # every peer has one measured turn
+    assert not session.output.exists()  # it has not failed
+
+
+@pytest.mark.slow  # two tiny runs of zloader
+def test_a_run_that_was_killed_goes_on(run, tmp_path):
+    output, scenarios = tmp_path / "run.jsonl", ["random", "minibatch", "first"]
+    command = [sys.executable, BENCHMARKS / "run.py", "--quick", "--tiny", "--peers", "zloader", "--work", tmp_path]
+    command += ["--scenario", ",".join(scenarios)]
+    with subprocess.Popen([*command, "--output", output]) as killed:
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while not (output.exists() and '"done", "scenario": "random"' in output.read_text()):
+            assert killed.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        killed.kill()
+    with output.open("a") as file:
+        file.write('{"record": "measu')
+    before = output.read_text()
+    done = subprocess.run([*command, "--resume", output], stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for words in ("was not finished and is cut off", "random, synthetic, {}: done before"):
+        assert words in done.stderr
+    found = run.records.read(output)
+    assert [each.scenario for each in found.measurements] == scenarios
+    assert next(line for line in before.splitlines() if '"random", "peer"' in line) in output.read_text().splitlines()
+    assert (found.end.failures, len(found.resumed), len(found.limits)) == ([], 1, 4)
+    again = subprocess.run([*command, "--resume", output], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (again.returncode, "its run has ended" in again.stderr) == (1, True)
 
 
 def test_a_peer_that_cannot_be_installed_is_missing(run, session, monkeypatch):

@@ -67,7 +67,7 @@ class Side:
     - `format`: its store, in words.
     - `store`: the conversion that writes its store, as `rivals.py write` knows it. None: it reads the .h5ad file.
     - `options`: what `epochs` is given besides the options of the scenario.
-    - `mirrored`: whether it keeps a mirror of the store on the local disk.
+    - `mirrored`: whether it keeps a mirror of the store on the local disk, in the directory `mirror` of its options.
     - `whole`: whether an epoch is meant to give out all rows. If not, `how` says which are left out.
     """
 
@@ -110,6 +110,21 @@ def peer(name: str) -> Peer:
 def fetch_rows(options: Request) -> int:
     """The rows of a fetch: `preload_nchunks` blocks of `chunk_size` rows."""
     return int(options["chunk_size"] * options["preload_nchunks"])
+
+
+def aws_variables(options: Request) -> dict[str, str]:
+    """The environment variables by which AWS's client libraries find the cloud of a store, {} for a local one."""
+    if "storage_options" not in options:
+        return {}
+    given = options["storage_options"]
+    return {
+        "AWS_ENDPOINT_URL": given["endpoint_url"],
+        "AWS_ACCESS_KEY_ID": given["key"],
+        "AWS_SECRET_ACCESS_KEY": given["secret"],
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }
 
 
 def workers_bytes() -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side, fetch_rows, workers_bytes
+from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side, aws_variables, fetch_rows, workers_bytes
 
 _FORMAT = "Arrow, written by Dataset.save_to_disk: lists of genes (int32) and values (float32), a label"
 _HOW = (
@@ -15,8 +16,8 @@ _HOW = (
 )
 
 PEER = Peer(
-    requirements=("datasets", "anndata", "torch"),
-    packages=("datasets", "pyarrow", "torch", "numpy"),
+    requirements=("datasets", "anndata", "torch", "s3fs"),
+    packages=("datasets", "pyarrow", "torch", "s3fs", "numpy"),
     sides={
         "HF Datasets": Side(
             how=f"{_HOW} Random rows (shuffle=True): the DataLoader asks for the rows of a minibatch at once. "
@@ -33,6 +34,14 @@ PEER = Peer(
             scenarios=("cold_warm_local", "order"),
             options={"iterable": True},
         ),
+        "HF Datasets, S3": Side(
+            how="load_dataset('arrow', data_files='s3://...', streaming=True), as the pages 'Stream' and 'Cloud "
+            "storage' have it, in a DataLoader with one worker per core, and shuffled in a buffer of a fetch of rows.",
+            format=_FORMAT,
+            store="datasets",
+            scenarios=("cold_warm_cloud",),
+            options={"iterable": True},
+        ),
     },
 )
 _SHARDS = 64
@@ -41,6 +50,7 @@ _WINDOW = 4096  # rows read at a time
 
 def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
     """An Arrow table, written row by row from the backed file."""
+    import anndata.io  # noqa: F401 - csr_rows needs it
     from datasets import Dataset, Features, Sequence, Value
 
     (source,) = sources
@@ -89,17 +99,20 @@ def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def epochs(options: Request) -> Epochs:
     """Epochs of a DataLoader."""
-    from datasets import load_from_disk
+    from datasets import load_dataset, load_from_disk
     from torch.utils.data import DataLoader
 
-    table = load_from_disk(options["store"]).with_format("numpy")
-
     given = {"batch_size": options["batch_size"], "num_workers": options["workers"], "collate_fn": collated}
+    os.environ |= aws_variables(options)
+    if "storage_options" in options:
+        shards = load_dataset("arrow", data_files=f"{options['store']}/*.arrow", split="train", streaming=True)
+    elif options.get("iterable"):
+        shards = load_from_disk(options["store"]).with_format("numpy").to_iterable_dataset(num_shards=_SHARDS)
     if options.get("iterable"):
-        shards = table.to_iterable_dataset(num_shards=_SHARDS).shuffle(seed=0, buffer_size=fetch_rows(options))
-        loader = DataLoader(shards.with_format("numpy"), **given)
+        shuffled = shards.shuffle(seed=0, buffer_size=fetch_rows(options))
+        loader = DataLoader(shuffled.with_format("numpy"), **given)
     else:
-        loader = DataLoader(table, shuffle=True, **given)
+        loader = DataLoader(load_from_disk(options["store"]).with_format("numpy"), shuffle=True, **given)
     return lambda _: Epoch(
         minibatches=iter(loader),
         size=lambda minibatch: len(minibatch["label"]),

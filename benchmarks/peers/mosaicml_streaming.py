@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
-from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side, workers_bytes
+from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side, aws_variables, workers_bytes
+
+_FORMAT = "MDS shards of 64 MiB, without compression: genes (int32), values (float32), label"
+_HOW = (
+    "in a DataLoader with one worker per core, with batch_size given to both, as its page on main concepts says, and "
+    "the default shuffling. Minibatches are arrays."
+)
 
 PEER = Peer(
     requirements=("mosaicml-streaming", "anndata"),
@@ -14,18 +21,26 @@ PEER = Peer(
     below_python=(3, 13),
     sides={
         "MosaicML Streaming": Side(
-            how="StreamingDataset(local=..., shuffle=True) in a DataLoader with one worker per core, with batch_size "
-            "given to both, as its page on main concepts says, and the default shuffling. Minibatches are arrays.",
-            format="MDS shards of 64 MiB, without compression: genes (int32), values (float32), label",
+            how=f"StreamingDataset(local=..., shuffle=True) {_HOW}",
+            format=_FORMAT,
             store="mosaicml-streaming",
             scenarios=(*EPOCHS, "conversion"),
-        )
+        ),
+        "MosaicML Streaming, S3": Side(
+            how=f"StreamingDataset(remote='s3://...', local=..., shuffle=True) {_HOW} It keeps the shards that it has "
+            "downloaded in the local directory, and reads them from there in later epochs.",
+            format=_FORMAT,
+            store="mosaicml-streaming",
+            mirrored=True,
+            scenarios=("cold_warm_cloud",),
+        ),
     },
 )
 
 
 def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
     """MDSWriter with its defaults, row by row from the backed file."""
+    import anndata.io  # noqa: F401 - csr_rows needs it
     from streaming import MDSWriter
 
     from peers.datasets import csr_rows
@@ -48,8 +63,10 @@ def epochs(options: Request) -> Epochs:
 
     from peers.datasets import collated
 
-    size = options["batch_size"]
-    dataset = StreamingDataset(local=options["store"], shuffle=True, batch_size=size)
+    size, variables = options["batch_size"], aws_variables(options)
+    where = {"remote": options["store"], "local": options["mirror"]} if variables else {"local": options["store"]}
+    os.environ |= variables | ({"S3_ENDPOINT_URL": variables["AWS_ENDPOINT_URL"]} if variables else {})
+    dataset = StreamingDataset(**where, shuffle=True, batch_size=size)
     loader = DataLoader(dataset, batch_size=size, num_workers=options["workers"], collate_fn=collated)
     return lambda _: Epoch(
         minibatches=iter(loader),

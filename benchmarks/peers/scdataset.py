@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side, workers_bytes
@@ -13,8 +14,8 @@ _HOW = (
 )
 
 PEER = Peer(
-    requirements=("scdataset", "anndata", "torch"),
-    packages=("scdataset", "torch", "anndata", "zarr", "h5py", "numpy"),
+    requirements=("scdataset", "anndata", "torch", "s3fs"),
+    packages=("scdataset", "torch", "anndata", "zarr", "h5py", "s3fs", "numpy"),
     sides={
         "scDataset, h5ad": Side(
             how=_HOW,
@@ -26,7 +27,13 @@ PEER = Peer(
             how=_HOW,
             format="AnnData Zarr v3, with anndata's defaults",
             store="anndata",
-            scenarios=("cold_warm_local", "order"),
+            scenarios=("cold_warm_local",),
+        ),
+        "scDataset, Zarr in S3": Side(
+            how=f"{_HOW} zarr opens the store with s3fs (user guide, remote storage), anew in each worker.",
+            format="AnnData Zarr v3, with anndata's defaults",
+            store="anndata",
+            scenarios=("cold_warm_cloud",),
         ),
     },
 )
@@ -40,13 +47,16 @@ def epochs(options: Request) -> Epochs:
     from scdataset import BlockShuffling, scDataset
     from torch.utils.data import DataLoader
 
+    def group() -> zarr.Group:
+        return zarr.open_group(options["store"], mode="r", storage_options=options.get("storage_options"))
+
     if options["store"].endswith(".h5ad"):
         backed = anndata.read_h5ad(options["store"], backed="r")
         x, obs = backed.X, backed.obs
+        rows = _Rows(lambda: x, obs[options["obs"]].cat.codes.to_numpy())
     else:
-        group = zarr.open_group(options["store"], mode="r")
-        x, obs = anndata.io.sparse_dataset(group["X"]), anndata.io.read_elem(group["obs"])
-    rows = _Rows(x, obs[options["obs"]].cat.codes.to_numpy())
+        obs = anndata.io.read_elem(group()["obs"])
+        rows = _Rows(lambda: anndata.io.sparse_dataset(group()["X"]), obs[options["obs"]].cat.codes.to_numpy())
     factor = max(1, options["chunk_size"] * options["preload_nchunks"] // options["batch_size"])
     dataset = scDataset(
         rows,
@@ -68,10 +78,18 @@ def epochs(options: Request) -> Epochs:
 
 
 class _Rows:
-    """A matrix on disk and the codes of the labels, as one collection."""
+    """A matrix, which every process opens for itself, and the codes of the labels, as one collection."""
 
-    def __init__(self, x: Any, codes: Any) -> None:
-        self.x, self.codes = x, codes
+    def __init__(self, opened: Callable[[], Any], codes: Any) -> None:
+        self._opened, self.codes = opened, codes
+        self._x: Any = None
+
+    @property
+    def x(self) -> Any:
+        """The matrix."""
+        if self._x is None:
+            self._x = self._opened()
+        return self._x
 
     def __len__(self) -> int:
-        return int(self.x.shape[0])
+        return len(self.codes)

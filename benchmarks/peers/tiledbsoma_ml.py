@@ -16,10 +16,11 @@ PEER = Peer(
         "TileDB-SOMA-ML": Side(
             how="ExperimentDataset with shuffle=True, shuffle_chunk_size of a block and io_batch_size of a fetch, "
             "return_sparse_X=True, in experiment_dataloader (README). No worker processes, its default: it has "
-            "threads of its own. Minibatches are scipy matrices and DataFrames.",
+            "threads of its own. In S3 with the vfs.s3 settings of TileDB's configuration. Minibatches are scipy "
+            "matrices and DataFrames.",
             format="TileDB-SOMA, by tiledbsoma.io.from_h5ad with its defaults",
             store="tiledbsoma-ml",
-            scenarios=(*EPOCHS, "order", "conversion"),
+            scenarios=(*EPOCHS, "order", "cold_warm_cloud", "conversion"),
         )
     },
 )
@@ -38,7 +39,7 @@ def epochs(options: Request) -> Epochs:
     import tiledbsoma
     from tiledbsoma_ml import ExperimentDataset, experiment_dataloader
 
-    experiment = tiledbsoma.open(options["store"])
+    experiment = tiledbsoma.open(options["store"], context=tiledbsoma.SOMATileDBContext(tiledb_config=_s3(options)))
     dataset = ExperimentDataset(
         experiment.axis_query("RNA"),
         layer_name="data",
@@ -58,3 +59,19 @@ def epochs(options: Request) -> Epochs:
         labels=lambda minibatch: minibatch[1][options["obs"]],
         statistics=lambda: {"workers_bytes": workers_bytes()},
     )
+
+
+def _s3(options: Request) -> dict[str, str]:
+    """TileDB's configuration for the cloud of a store, {} for a local one."""
+    if "storage_options" not in options:
+        return {}
+    given = options["storage_options"]
+    scheme, _, address = given["endpoint_url"].partition("://")
+    return {
+        "vfs.s3.scheme": scheme,
+        "vfs.s3.endpoint_override": address,
+        "vfs.s3.use_virtual_addressing": "false",
+        "vfs.s3.region": "us-east-1",
+        "vfs.s3.aws_access_key_id": given["key"],
+        "vfs.s3.aws_secret_access_key": given["secret"],
+    }

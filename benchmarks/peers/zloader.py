@@ -56,9 +56,11 @@ PEER = Peer(
 
 def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
     """`zl.convert` with its defaults."""
-    import zloader as zl
+    from zloader import convert  # `import zloader` alone would leave its imports to the first call
+    from zloader.common.compiled import load_compiler
 
-    return lambda: zl.convert(sources, store, progress=False)
+    load_compiler()
+    return lambda: convert(sources, store, progress=False)
 
 
 def epochs(options: Request) -> Epochs:
