@@ -63,7 +63,10 @@ def cold_warm(session: Session, data: Data, *, cloud: bool) -> None:
 def two_epochs(
     session: Session, each: Contender, data: Data, *, cloud: bool, first: bool
 ) -> tuple[dict[str, Figures], dict[str, Figures]]:
-    """The figures of a cold and a warm epoch. In the first turn also those of the checked epoch, and of the waiting."""
+    """The figures of a cold and a warm epoch. In the first turn also those of the checked epoch, and of the waiting.
+
+    The waiting of very slow peers is not measured.
+    """
     most_s, more = session.preset.most_s, dict[str, Figures]()
     with from_nothing(session, each, data, cloud=cloud) as one:
         epochs = {"cold": cold(one, session.most_s(each.side)), "warm": one.epoch(most_s=most_s)}
@@ -71,8 +74,9 @@ def two_epochs(
             expect(figures, data, each.side)
         if first:
             more["checked"] = session.checked(one, data, each.side, thoroughly=True)
-            more["warm"] = waiting(one.epoch(work_s=WORK_S, most_s=most_s))
-    if first and cloud:
+            slow = sum(figures["seconds"] for figures in epochs.values()) > session.preset.peer_s / 2
+            more["warm"] = {} if slow else waiting(one.epoch(work_s=WORK_S, most_s=most_s))
+    if first and cloud and not slow:
         with from_nothing(session, each, data, cloud=cloud) as one:
             more["cold"] = waiting(cold(one, session.most_s(each.side), work_s=WORK_S))
     return epochs, more

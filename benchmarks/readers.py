@@ -11,8 +11,9 @@ since the process started. Other requests may contain:
 
 - `work_s`: seconds that the consumer works on every minibatch. It sleeps, like a process whose GPU is busy.
 - `stalls`, `stall_s`: the minibatches after which the consumer stalls, and for how many seconds.
-- `rows`, `most_s`: the epoch stops after this many rows, or with the first minibatch that comes this many seconds
-  after the first one.
+- `rows`, `most_s`: the epoch stops after this many rows, or when a minibatch comes later than this many seconds after
+  the first one. That minibatch does not count, and the wait for it counts only towards the waiting of a consumer that
+  works. Otherwise a tool would be charged for a whole fetch and credited with its first minibatch.
 - `check`: adds the sum of all values, and the mean label entropy of full minibatches, if the tool gives them.
 - `mirror`: a directory, or null for no mirror. The epoch then includes opening the store. zloader only.
 - `drop`: a directory whose files are dropped from the page cache before and after the epoch.
@@ -125,15 +126,19 @@ def measured(epoch: Epochs, request: Request, *, first_fetch: int, batch_size: i
         asked = time.perf_counter() if waits else began
         size = next(sizes, None)
         now = time.perf_counter()
+        ended = size is None
+        late = not ended and bool(waits) and now - first > request.get("most_s", math.inf)
+        if late and "work_s" not in request:
+            now = asked
+            break
         waits.append(now - asked)
         first = first or now
         if len(waits) == first_fetch:
             after = now
-        ended = size is None
-        if ended:
+        if ended or late:
             break
         rows += size
-        if rows >= request.get("rows", math.inf) or now - first > request.get("most_s", math.inf):
+        if rows >= request.get("rows", math.inf):
             break
         if "work_s" in request:
             time.sleep(request["work_s"])
