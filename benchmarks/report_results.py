@@ -22,12 +22,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Headline:
-    """A case that stands for its scenario: zloader beside the best other tool, None if there is no other."""
+    """A case that stands for its scenario: zloader beside the best other tool, None if there is no other.
+
+    `turns` is the number of turns in which both were measured.
+    """
 
     label: str
     figure: Figure
     ours: Entry
     other: Entry | None
+    turns: int = 0
 
 
 _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
@@ -128,8 +132,14 @@ class Results:
                 ours = self.reference(keys[0], figure) if keys else None
                 if ours:
                     others = [entry for entry in self.entries(keys[0], figure) if is_rival(entry.peer)]
-                    found.append(Headline(label, figure, ours, others[0] if others else None))
+                    other = others[0] if others else None
+                    of = label if data == self.first_data else f"{label} ({data})"
+                    found.append(Headline(of, figure, ours, other, self._common_turns(keys[0], ours, other)))
         return found
+
+    def _common_turns(self, key: Key, one: Entry, other: Entry | None) -> int:
+        turns = self._turns[key]
+        return len(turns[one.peer].keys() & turns[other.peer].keys()) if other else 0
 
     def behind(self) -> list[tuple[Key, Entry, Entry]]:
         """The cases in which another loader is better than zloader: the case, zloader, and the best other loader."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import report_figures
-from records import Key, Records
+from records import Key, Records, Run
 from report_results import Entry, Headline, Results
 from report_words import (
     CEILING,
@@ -28,6 +30,10 @@ from turns import Spread
 
 from zloader.commands.demo_results import size
 from zloader.commands.page import Chart
+
+
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")
+_LONGEST_ERROR = 400
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def sections(results: Results) -> list[Section]:
 def verdict(results: Results) -> str:
     """A sentence for the cold and for the warm epoch from a local disk, or for the first two headlines."""
     found = results.headlines()
-    chosen = [headline for headline in found if headline.label.endswith("local disk")] or found[:2]
+    chosen = [headline for headline in found if "local disk" in headline.label] or found[:2]
     return " ".join(map(_sentence, chosen)) or "zloader was not measured in the scenarios that sum up a run."
 
 
@@ -85,7 +91,17 @@ def _sentence(headline: Headline) -> str:
     if other is None or other.against is None:
         return f"{said}."
     best = f"{other.peer}, the best other tool, {_with_unit(other, headline.figure)}"
-    return f"{said}; {best}. {ours.peer} is {times(other.against)} as fast."
+    return f"{said}; {best}. {_compared(headline, other.against)}"
+
+
+def _compared(headline: Headline, against: Spread) -> str:
+    """The ratio, with as much certainty as the turns allow."""
+    peer = headline.ours.peer
+    if headline.turns == 1:
+        return f"In this one turn, {peer} was {times(against)} as fast; one turn says nothing about chance."
+    if against.low <= 1 <= against.high:
+        return f"Neither is faster in every turn: {peer} is {times(against)} as fast."
+    return f"{peer} is {times(against)} as fast."
 
 
 def _with_unit(entry: Entry, figure: Figure) -> str:
@@ -122,8 +138,8 @@ def at_a_glance(results: Results) -> Section:
 
 def _medians(results: Results) -> str:
     return (
-        f"Medians over turns, with the data set {results.first_data}. Ratios are medians of the ratios of the turns, "
-        "with their range."
+        f"Medians over turns, with the data set {results.first_data} unless another one is named. Ratios are medians "
+        "of the ratios of the turns, with their range."
     )
 
 
@@ -226,7 +242,14 @@ def _tools(results: Results) -> Section:
     ]  # fmt: skip
     header = ["tool", "version", "Python", "format", "how it is set up", "with"]
     text = "Each tool runs with the newest versions of its own dependencies, set up as its documentation advises."
+    if constrained := _constraints(results.records.run.command):
+        text += f" The command of this run held these back: {', '.join(constrained)}."
     return Section(title="The tools", text=[text], tables=[Table("Versions and settings.", header, rows, words=True)])
+
+
+def _constraints(command: Sequence[str]) -> list[str]:
+    """The versions that the options --constrain of run.py asked for."""
+    return [after for option, after in pairwise(command) if option == "--constrain"]
 
 
 def _absent(records: Records) -> list[Section]:
@@ -236,7 +259,7 @@ def _absent(records: Records) -> list[Section]:
     failed = [
         [each.peer, scenario(each.scenario).title,
          ", ".join([*(f"{axis_name(axis)} {value_text(value)}" for axis, value in each.case.items()),
-                    *([f"turn {each.turn}"] if each.turn is not None else [])]), each.error]
+                    *([f"turn {each.turn}"] if each.turn is not None else [])]), last_words(each.error)]
         for each in records.failed
     ]  # fmt: skip
     tables = []
@@ -248,6 +271,18 @@ def _absent(records: Records) -> list[Section]:
     return [Section(title="Missing and failed", text=text, tables=tables)]
 
 
+def last_words(error: str) -> str:
+    """The message of the last exception in the last lines of a program, or its last line.
+
+    >>> last_words("  File x, line 3, in y\\n    z()\\nValueError: no z\\n  in y")
+    'ValueError: no z in y'
+    """
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["nothing was said"]
+    raised = [place for place, line in enumerate(lines) if _RAISED.match(line)]
+    text = " ".join(lines[raised[-1] if raised else -1 :])
+    return text if len(text) <= _LONGEST_ERROR else f"{text[: _LONGEST_ERROR - 1]}…"
+
+
 def _method(records: Records) -> Section:
     run = records.run
     data = [
@@ -256,13 +291,16 @@ def _method(records: Records) -> Section:
         for each in run.data
     ]  # fmt: skip
     points = [
-        "Every tool runs in a process of its own, in an environment with its own newest dependencies.",
-        "The tools take turns: in each turn, each of them runs the same case once, on the same cells.",
+        "Every tool runs in a process of its own, in an environment with its own dependencies.",
+        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. Only the memory "
+        "over epochs is measured one tool after the other, once.",
         "Every figure is the median over turns. Ratios to zloader are taken within each turn.",
-        "Before it is measured, each tool gives out an epoch whose cells and values are checked. A tool whose cells "
-        "are wrong is listed as failed.",
+        "In every scenario that compares cells/s, each tool also gives out an epoch whose cells and values are "
+        "checked. A tool whose cells are wrong is listed as failed. Conversions are checked when their stores are "
+        "read.",
         "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
-        "Epochs of slow tools end early. Cells per second count the cells that were given out until then.",
+        f"Epochs of slow tools end early{_after(run)}. Cells per second count the cells that were given out until "
+        "then, and GETs, bytes and dollars are for the same number of cells.",
     ]
     link = run.extra.get("link")
     if isinstance(link, dict):
@@ -271,6 +309,12 @@ def _method(records: Records) -> Section:
         points.append(f"Dollars are computed from these prices: {_listed(run.prices)}.")
     tables = [Table("The data.", ["data set", "cells", "genes", "values", "values per cell"], data)] if data else []
     return Section(title="Method", points=points, tables=tables)
+
+
+def _after(run: Run) -> str:
+    sizes = run.extra.get("sizes")
+    most_s = sizes.get("most_s") if isinstance(sizes, dict) else None
+    return f", after {most_s:g} s" if isinstance(most_s, int | float) else ""
 
 
 def _listed(values: Mapping[str, object]) -> str:

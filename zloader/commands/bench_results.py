@@ -61,8 +61,8 @@ class BenchQuality:
 class BenchRun:
     """The results of `zloader bench`.
 
-    `settings` are the options by name, as in the JSON. Epochs are appended as they end. `link_bytes_per_s` is None if
-    it was neither stated nor measured. Reads of a local store cost nothing. `load` is the load average of the machine
+    `settings` are the options by name, as in the JSON. Epochs are appended as they end. `link_bytes_per_s` is the speed
+    of the link, or of the disk of a local store; None if it was neither stated nor measured. Reads of a local store cost nothing. `load` is the load average of the machine
     before the first epoch.
     """
 
@@ -84,11 +84,15 @@ class BenchRun:
     interrupted: bool = False
 
     def of_kind(self, kind: str) -> Mapping[str, float] | None:
-        """The medians of the complete epochs of a kind, or the figures of an interrupted one; None without any."""
-        complete = medians(self.epochs).get(kind)
-        if complete is not None:
-            return complete
-        return next((epoch.figures for epoch in self.epochs if epoch.kind == kind), None)
+        """The figures of one epoch of a kind: the complete one with the median time, or an interrupted one.
+
+        None without any. Medians of each figure would belong to different epochs, and their ratios to none.
+        """
+        of_kind = [epoch for epoch in self.epochs if epoch.kind == kind]
+        complete = sorted((e for e in of_kind if e.complete), key=lambda epoch: epoch.figures["elapsed_s"])
+        if complete:
+            return complete[(len(complete) - 1) // 2].figures
+        return of_kind[0].figures if of_kind else None
 
     def pace(self, kind: str) -> Pace | None:
         """What is known of the speed of the epochs of a kind."""
