@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -29,7 +30,8 @@ def write(path: Path, identity: dict[str, Any], state: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except (OSError, RuntimeError) as error:  # torch's own error for a short write
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise SystemExit(f"cannot save the checkpoint {path}: {error}") from error
 
 

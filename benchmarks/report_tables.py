@@ -87,25 +87,40 @@ def verdict(results: Results) -> str:
 
 def _sentence(headline: Headline) -> str:
     ours, other = headline.ours, headline.other
-    said = f"{headline.label[0].upper()}{headline.label[1:]}: {ours.peer} {_with_unit(ours, headline.figure)}"
+    said = f"{headline.label[0].upper()}{headline.label[1:]}: {_in_prose(ours.peer)} {_with_unit(ours, headline.figure)}"
     if other is None or other.against is None:
         return f"{said}."
-    best = f"{other.peer}, the best other tool, {_with_unit(other, headline.figure)}"
-    return f"{said}; {best}. {_compared(headline, other.against)}"
+    best = f"{_in_prose(other.peer)}, the best other tool, {_with_unit(other, headline.figure)}"
+    return f"{said}; {best}. {_compared(headline, other)}"
 
 
-def _compared(headline: Headline, against: Spread) -> str:
+def _in_prose(peer: str) -> str:
+    """The name without its comma: `annbatch (obstore)`."""
+    tool, _, variant = peer.partition(", ")
+    return f"{tool} ({variant})" if variant else tool
+
+
+def _compared(headline: Headline, other: Entry) -> str:
     """The ratio, with as much certainty as the turns allow."""
-    peer = headline.ours.peer
+    peer, ratio, against = _in_prose(headline.ours.peer), _against(other), other.against
     if headline.turns == 1:
-        return f"In this one turn, {peer} was {times(against)} as fast; one turn says nothing about chance."
-    if against.low <= 1 <= against.high:
-        return f"Neither is faster in every turn: {peer} is {times(against)} as fast."
-    return f"{peer} is {times(against)} as fast."
+        return f"In this one turn, {peer} was {ratio} as fast; one turn says nothing about chance."
+    if against is not None and against.low <= 1 <= against.high:
+        return f"Neither is faster in every turn: {peer} is {ratio} as fast."
+    return f"{peer} is {ratio} as fast."
 
 
 def _with_unit(entry: Entry, figure: Figure) -> str:
-    return f"{figure.text(entry.figure.median)}{figure.unit}"
+    return f"{_value(entry, figure)}{figure.unit}"
+
+
+def _value(entry: Entry, figure: Figure) -> str:
+    return ("≥ " if entry.at_least else "") + figure.text(entry.figure.median)
+
+
+def _against(entry: Entry) -> str:
+    """zloader's advantage. It is smaller than measured if the other one would be faster in a longer epoch."""
+    return ("≤ " if entry.at_least else "") + times(entry.against) if entry.against else ""
 
 
 def times(measured: Spread) -> str:
@@ -130,7 +145,7 @@ def at_a_glance(results: Results) -> Section:
         other = against = ""
         if found.other:
             other = f"{found.other.peer}: {_with_unit(found.other, found.figure)}"
-            against = times(found.other.against) if found.other.against else ""
+            against = _against(found.other)
         rows.append([found.label, ours, other, against])
     header = ["", OURS, "best other tool", "zloader is … as fast"]
     return Section(title="At a glance", tables=[Table(_medians(results), header, rows)] if rows else [])
@@ -153,7 +168,7 @@ def _behind(results: Results) -> list[Section]:
         figure = scenario(key.scenario).figure
         values = [f"{e.peer}: {_with_unit(e, figure)}" for e in (other, ours)]
         words = ", ".join(filter(None, [scenario(key.scenario).title, key.data, case_text(key)]))
-        rows.append([words, *values, times(other.against) if other.against else ""])
+        rows.append([words, *values, _against(other)])
     if not any(is_ours(peer) for peer in results.peers):
         return []
     header = ["case", "better", OURS, "ratio of zloader"]
@@ -190,7 +205,7 @@ def _table(results: Results, name: str, data: str) -> Table:
     for key, entry in found:
         case = dict(key.case)
         cells = [entry.peer, *(value_text(case[axis]) if axis in case else "" for axis in axes), *_entry(entry, figure)]
-        cells += [times(entry.against) if entry.against else ""] if compared else []
+        cells += [_against(entry)] if compared else []
         rows.append(cells + [_median(results, key, entry.peer, other) for other in others])
     return Table(f"{data}: medians over {_turns(results, keys)}.", [*header, *(other.name for other in others)], rows)
 
@@ -203,7 +218,7 @@ def _entry(entry: Entry, figure: Figure) -> list[str]:
     measured = entry.figure
     several = measured.low < measured.high
     between = f"{figure.text(measured.low)} to {figure.text(measured.high)}" if several else ""
-    return [figure.text(measured.median), between]
+    return [_value(entry, figure), between]
 
 
 def _median(results: Results, key: Key, peer: str, figure: Figure) -> str:
@@ -229,7 +244,12 @@ def _limits(records: Records) -> list[Section]:
          number(limit.rows_per_s) if limit.rows_per_s is not None else ""]
         for limit in records.limits
     ]  # fmt: skip
-    text = "No loader on this machine can be faster than these. They are the lines in the figures."
+    text = (
+        "How fast parts of this machine are by themselves, measured once before the tools. They are the lines in the "
+        "figures. Cells are those of zloader's store: those of another format have other bytes and are decoded in "
+        "another way. Cells from the mirror, or from memory, are not decoded or read again. On a machine with "
+        "other work, a tool may be a little faster than a limit that was measured at another time."
+    )
     tables = [Table("Measured in the same run.", ["limit", "bytes", "cells/s"], rows)]
     return [Section(title="Limits of the machine", text=[text], tables=tables)] if rows else []
 
@@ -300,7 +320,9 @@ def _method(records: Records) -> Section:
         "read.",
         "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
         f"Epochs of slow tools end early{_after(run)}. Cells per second count the cells that were given out until "
-        "then, and GETs, bytes and dollars are for the same number of cells.",
+        "then, and GETs, bytes and dollars are for the same number of cells. A speed with ≥ is that of an epoch that "
+        "ended early, and of which the wait for the first minibatch took more than a fifth: the tool would be faster in "
+        "a longer epoch.",
     ]
     link = run.extra.get("link")
     if isinstance(link, dict):

@@ -255,9 +255,9 @@ TERMS: Mapping[str, str] = {
     "Entropy": "How mixed the labels of a minibatch are, in bits: 0 if all cells have the same label.",
     "Turn": "All tools run the same case once per turn. Figures are medians over turns. Ratios are taken within each "
     "turn, because other work on a machine slows down all tools of a turn; the median and the range are given.",
-    "Limit": "A speed that no loader can exceed on this machine, measured in the same run: copying memory (memcpy), "
-    "decoding the store with all cores and nothing else (decoding), reading the disk (disk), and the link to the "
-    "simulated cloud (link).",
+    "Limit": "The speed of one part of this machine by itself, measured in the same run: copying memory (memcpy), "
+    "decoding zloader's store with all cores and nothing else (decoding), reading the disk (disk), and the link to the "
+    "simulated cloud (link). What has to be copied, decoded, or read cannot come faster.",
     CEILING: "All cells as one AnnData in the memory of the process. If your data fit, you need no loader for data on "
     "disk.",
 }

@@ -24,15 +24,17 @@ def draw(found: Figures) -> Any:
     promised = {f"{S3_GETS_PER_S} GETs/s, S3's promise": s3_rows_per_s(found)}
     for name, rate in (ANCHORS | promised).items():
         left.axhline(rate, color="gray", linestyle="--", linewidth=1)
-        left.annotate(name, (1, rate), textcoords="offset points", xytext=(0, 3), fontsize=8, color="gray")
+        left.annotate(name, (1, rate), (-3, -3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                      ha="right", va="top", fontsize=8, color="gray")  # fmt: skip
     left.set(xscale="log", yscale="log", xlabel="machines with producers", ylabel="rows/s of one trainer")
     left.set_title(f"without mirrors, {found['rows'] // 10**6} million rows", fontsize=10)
     ticks = sorted({run["machines"] for run in found["scale"]})
     left.set_xticks(ticks, [str(tick) for tick in ticks])
     left.set_yticks(_RATES, [f"{rate:,}".replace(",", " ") for rate in _RATES])
     left.minorticks_off()
-    for line in _mirror_lines(found["mirrors"]):
-        right.plot(*line[1:], marker="o", label=line[0])
+    for name, numbers, shares in _mirror_lines(found["mirrors"]):
+        alike = "machine'" in name  # as the line before it, which shows through
+        right.plot(numbers, shares, "--" if alike else "-", marker="." if alike else "o", label=name)
     right.set(xlabel="epoch", ylabel="read from the bucket, of the first epoch", ylim=(0, 1.05), xticks=[0, 1, 2])
     right.set_title("with mirrors on the producers' machines", fontsize=10)
     for axes in (left, right):
@@ -49,4 +51,4 @@ def _mirror_lines(runs: Sequence[Figures]) -> Iterator[tuple[str, list[int], lis
     for first in (run for run in runs if run["epoch"] == 0):
         same = [run for run in runs if (run["machines"], run["locality"]) == (first["machines"], first["locality"])]
         read = [run["bytes_read"] / first["bytes_read"] for run in same]
-        yield f"{first['machines']} machines, locality={first['locality']!r}", [run["epoch"] for run in same], read
+        yield f"machines: {first['machines']}, locality={first['locality']!r}", [run["epoch"] for run in same], read

@@ -130,6 +130,20 @@ def test_the_verdict_claims_no_more_than_the_turns_show(tmp_path, ours, theirs, 
     assert report_tables.verdict(results(tmp_path, one_case(("zloader", ours), ("annbatch", theirs)))).endswith(said)
 
 
+def test_an_epoch_that_hardly_began_gives_a_bound_and_no_speed(tmp_path):
+    """Both waited 4 s for the first minibatch, and ended early; the first one gave out cells for a minute after that."""
+    cut = {"rows": 64, "seconds": 5.0, "first_s": 4.0}
+    lines = [RUN, *peers("zloader", "annbatch", "x"), measurement("random", "zloader", 1, 500),
+             measurement("random", "annbatch", 1, 1) | cut | {"rows": 640, "seconds": 64.0},
+             measurement("random", "x", 1, 1) | cut]  # fmt: skip
+    text = Page(report.html(results(tmp_path, lines))).text
+    assert "annbatch 10 50 ×" in text
+    assert "x ≥ 12.8 ≤ 39.1 ×" in text
+    assert "x ≥ 12.8 cells/s" not in text.split("At a glance")[0]
+    (chart,) = report_figures.charts(results(tmp_path, lines), "random", "synthetic")
+    assert {"≥ 12.8", "10"} <= {text.get_text() for text in drawn(chart).axes[0].texts}
+
+
 def test_a_case_with_another_data_set_says_so(tmp_path):
     lines = one_case(("zloader", [100]), scenario="cold_warm_local", case={"epoch": "cold"}, data="pancreas")
     found = results(tmp_path, lines)
@@ -212,7 +226,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
 @pytest.mark.parametrize("name", ["", "  ", "a\0b", "a\nb", "\ud800", "x" * 101])
 @pytest.mark.parametrize("key", ["peer", "scenario", "data", "case"])
 def test_names_that_cannot_be_shown_are_refused(tmp_path, key, name):
-    bad = measurement("random", "x", 1, 5, **{key: {"axis": name} if key == "case" else name})
+    bad = measurement("random", "x", 1, 5) | {key: {"axis": name} if key == "case" else name}
     with pytest.raises(records.RecordsError, match=rf"line 2: {key} .* is no name"):
         results(tmp_path, [RUN, bad])
 
@@ -230,7 +244,7 @@ def test_what_a_run_held_back_and_what_it_is(tmp_path):
     run = RUN | {"command": ["python", "run.py", "--constrain", "torch==2.13.0"], "dirty": True}
     text = Page(report.html(results(tmp_path, [run, measurement("random", "x", 1, 5)]))).text
     assert "The command of this run held these back: torch==2.13.0." in text
-    assert "Run of 2026-11-23 06:00, Example 1, commit 0123456789ab with uncommitted changes." in text
+    assert "Run of 2026-11-23 06:00, Example 1, 2 cores, commit 0123456789ab with uncommitted changes." in text
     unknown = {"record": "run", "format": 1}
     text = Page(report.html(results(tmp_path, [unknown, measurement("random", "x", 1, 5)]))).text
     assert "A run at an unknown time, unknown processor, commit unknown." in text

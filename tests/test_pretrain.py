@@ -220,7 +220,7 @@ def test_a_checkpoint_of_other_rows_is_refused(pretrain, source, tmp_path):
     """Another store with as many genes would go on with other rows, and nobody would notice."""
     settings = settings_of(pretrain, checkpoint=str(tmp_path / "run.pt"), steps=1)
     pretrain.run.Training(settings, source, pretrain.ranks.Ranks()).train()
-    vocabulary = {**pretrain.settings.SPECIAL, "gene1": 2, "gene0": 3}
+    vocabulary = {**pretrain.settings.SPECIAL, "gene 1": 2, "gene 0": 3}
     (tmp_path / "words.json").write_text(json.dumps(vocabulary))
     others = {"store": replace(source, url=f"{source.url}/../other.zarr"),
               "vocabulary": replace(source, vocabulary=str(tmp_path / "words.json"))}  # fmt: skip
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_other_rows_is_refused(pretrain, source, tmp_path):
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(pretrain, source, tmp_path):
-    settings = settings_of(pretrain, rate=1e38, checkpoint=str(tmp_path / "run.pt"), checkpoint_steps=100)
+    settings = settings_of(pretrain, rate=1e20, checkpoint=str(tmp_path / "run.pt"), checkpoint_steps=100)
     with pytest.raises(SystemExit, match=r"the loss of step \d is (nan|inf): lower --rate, and remove the checkpoint"):
         pretrain.run.Training(settings, source, pretrain.ranks.Ranks()).train()
     assert list(tmp_path.iterdir()) == []

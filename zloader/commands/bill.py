@@ -171,7 +171,7 @@ def _require_usable(run: Run) -> None:
             continue
         wanted = "of at least 0" if free else "greater than 0"
         wanted += f", from {1 / _MOST:g} to {_MOST:g}" if 0 < value < math.inf else ""
-        shown = f"{value:g}" if abs(value) <= 1e300 or math.isnan(value) else f"{value!s:.20}"
+        shown = f"{value:g}" if isinstance(value, float) else f"{value!s:.20}"
         raise OptionError(f"--{name.replace('_', '-')} must be a number {wanted}, not {shown}")
     if run.mfu > 1:
         raise OptionError(f"--mfu is a share of the peak, at most 1, not {run.mfu:g}")
