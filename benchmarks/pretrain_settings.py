@@ -78,5 +78,7 @@ def vocabulary_of(source: Source, dataset: zl.Dataset) -> dict[str, int]:
         try:
             return dict(json.loads(Path(source.vocabulary).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise SystemExit(f"--vocabulary {source.vocabulary} is no JSON file of token ids by name: {error}") from error
+            raise SystemExit(
+                f"--vocabulary {source.vocabulary} is no JSON file of token ids by name: {error}"
+            ) from error
     return SPECIAL | {name: len(SPECIAL) + number for number, name in enumerate(dataset.var_names)}

@@ -49,7 +49,6 @@ class MarkerError(Exception):
 def html(results: Results) -> str:
     """The report as one HTML page."""
     found = sections(results)
-    facts = machine(results.records)
     return page.page(
         "zloader and other loaders: benchmarks",
         page.verdict(_unbroken(verdict(results))),

@@ -10,7 +10,6 @@ from records import Key, Records, Turns
 from report_words import CEILING, CELLS, OURS, Figure, case_order, is_ours, scenario, scenario_order
 from turns import Spread, figures, ratios, spread
 
-
 _WHOLE = 0.9  # of the rows of a data set; some loaders leave out a few
 _LONG_START = 0.2  # of the time of an epoch
 

@@ -31,7 +31,6 @@ from turns import Spread
 from zloader.commands.demo_results import size
 from zloader.commands.page import Chart
 
-
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")
 _LONGEST_ERROR = 400
 
@@ -87,7 +86,9 @@ def verdict(results: Results) -> str:
 
 def _sentence(headline: Headline) -> str:
     ours, other = headline.ours, headline.other
-    said = f"{headline.label[0].upper()}{headline.label[1:]}: {_in_prose(ours.peer)} {_with_unit(ours, headline.figure)}"
+    said = (
+        f"{headline.label[0].upper()}{headline.label[1:]}: {_in_prose(ours.peer)} {_with_unit(ours, headline.figure)}"
+    )
     if other is None or other.against is None:
         return f"{said}."
     best = f"{_in_prose(other.peer)}, the best other tool, {_with_unit(other, headline.figure)}"
@@ -321,8 +322,8 @@ def _method(records: Records) -> Section:
         "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
         f"Epochs of slow tools end early{_after(run)}. Cells per second count the cells that were given out until "
         "then, and GETs, bytes and dollars are for the same number of cells. A speed with ≥ is that of an epoch that "
-        "ended early, and of which the wait for the first minibatch took more than a fifth: the tool would be faster in "
-        "a longer epoch.",
+        "ended early, and of which the wait for the first minibatch took more than a fifth: the tool would be faster "
+        "in a longer epoch.",
     ]
     link = run.extra.get("link")
     if isinstance(link, dict):

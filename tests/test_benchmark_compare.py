@@ -32,8 +32,10 @@ GOOD = measurement("random", "zloader", 1, 100)
         (["[1, 2]\n"], "line 1: not a record of run.py"),
         ([GOOD], "line 1: the first record is not that of a run"),
         ([RUN], "has no measurements; did its run end early?"),
-        ([RUN, {"record": "failed", "scenario": "order", "peer": "x", "error": "a\nb"}],
-         "has no measurements; all 1 failed, the first one x, order: a\nb"),
+        (
+            [RUN, {"record": "failed", "scenario": "order", "peer": "x", "error": "a\nb"}],
+            "has no measurements; all 1 failed, the first one x, order: a\nb",
+        ),
         ([RUN, {**GOOD, "seconds": 1e-300}], "seconds is 1e-300, but it must be a number from 0"),
         ([RUN, {**GOOD, "seconds": 1e-12}], "seconds is 1e-12, but a measurement takes time"),
         ([RUN, GOOD, RUN], "line 3: a second run begins here"),

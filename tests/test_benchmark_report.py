@@ -131,7 +131,7 @@ def test_the_verdict_claims_no_more_than_the_turns_show(tmp_path, ours, theirs, 
 
 
 def test_an_epoch_that_hardly_began_gives_a_bound_and_no_speed(tmp_path):
-    """Both waited 4 s for the first minibatch, and ended early; the first one gave out cells for a minute after that."""
+    """Both waited 4 s for the first minibatch, and ended early; the first one went on for a minute before."""
     cut = {"rows": 64, "seconds": 5.0, "first_s": 4.0}
     lines = [RUN, *peers("zloader", "annbatch", "x"), measurement("random", "zloader", 1, 500),
              measurement("random", "annbatch", 1, 1) | cut | {"rows": 640, "seconds": 64.0},
@@ -195,7 +195,7 @@ def test_a_scenario_that_is_not_known_is_shown(tmp_path):
         [RUN, measurement("order", "x", 1, 5, case={"block_rows": 1, "fetch_factor": 1})],
         [RUN, measurement("scaling", "x", 1, 5, rows=0, case={"rows": 10}), measurement("order", "x", 1, 5)],
         [RUN, measurement("random", "x", 1, 5, rows=10**18, seconds=1e-9, gets=10**18, bytes=10**18, dollars=1e-18)],
-        [RUN, {"record": "missing", "peer": "x", "reason": "half a character: \ud800"}, measurement("first", "x", 1, 5)],
+        [RUN, {"record": "missing", "peer": "x", "reason": "half: \ud800"}, measurement("first", "x", 1, 5)],
         [RUN, measurement("method", "x", 1, 5), {"record": "failed", "scenario": "y", "peer": "x", "error": " \n"}],
     ],
     ids=["one", "no zloader", "few figures", "no machine", "one pair of sizes", "no rows", "huge", "half a character",

@@ -82,11 +82,18 @@ CASES = [
     ("idle threads and a link that is not full", COLD, {"cpu_s": 3.0}, "waiting",
      "Waiting for reads bounds you: the loop waited 96% of the time after the first minibatch, while the threads "
      "together used 30% of one core, and 10% of the link was in use. A read had 200 kB. Larger blocks (--block-size)"),
+    ("idle threads on a busy machine", COLD, {"cpu_s": 3.0, "machine_busy": 0.93}, "busy",
+     "Other programs bound you: the cores of this machine were busy 93% of the time, and this process used 15% of 2"),
+    ("busy threads on a busy machine", COLD, {"cpu_s": 18.0, "machine_busy": 0.95}, "processor",
+     "The processor bounds you"),
+    ("idle threads on an idle machine", COLD, {"cpu_s": 3.0, "machine_busy": 0.3}, "waiting", "Waiting for reads"),
+    ("idle threads and a store in memory", COLD, {"cpu_s": 3.0, "disk_bytes": 0.0, "local": True}, "unclear",
+     "100% of the bytes were in memory already"),
     ("idle threads and a link that nobody measured", COLD, {"cpu_s": 3.0, "link_bytes_per_s": None}, "unclear",
      "was not measured"),
     ("idle threads that read the mirror from a disk", WARM, {"cpu_s": 3.0, "disk_bytes": 7e9}, "waiting",
-     "The disk with the mirror bounds you: the loop waited 96% of the time after the first minibatch, while the threads "
-     "together used 30% of one core, and 700 MB/s were read from it."),
+     "The disk with the mirror bounds you: the loop waited 96% of the time after the first minibatch, while the "
+     "threads together used 30% of one core, and 700 MB/s were read from it."),
     ("idle threads and a mirror in memory", WARM, {"cpu_s": 3.0, "disk_bytes": 0.0}, "unclear", "Not clear"),
     ("a full link and a busy processor", COLD, {"bytes_read": 3.8e9, "cpu_s": 18.0}, "link",
      "The processor is nearly as busy"),

@@ -176,7 +176,8 @@ def test_the_page_needs_nothing_else(page):
          ["This store is too small to measure", "The first 50 of 70 epochs", "The first 20 of 70 epochs"],
          ["bounds you", "times as fast"]),
     ],
-    ids=["no mirror", "only warm", "a disk", "in memory", "local", "steps", "a busy machine", "interrupted", "small, and many epochs"],
+    ids=["no mirror", "only warm", "a disk", "in memory", "local", "steps", "a busy machine",
+         "interrupted", "small, and many epochs"],
 )  # fmt: skip
 def test_pages_of_other_runs(changes, there, not_there):
     text = rendered(bench_run(**changes)).text

@@ -124,10 +124,14 @@ def test_figures_of_a_measured_store(tmp_path):
         (["--gpu-hour", "inf"], "--gpu-hour must be a number of at least 0, not inf"),
         (["--gpu-rows-per-s", "0"], "--gpu-rows-per-s must be a number greater than 0, not 0"),
         (["--rows", "1e300"], "--rows must be a number greater than 0, from 1e-15 to 1e+15, not 1e+300"),
-        (["--epochs", "1" + 400 * "0"], "--epochs must be a number greater than 0, from 1e-15 to 1e+15, not "
-         "10000000000000000000"),
-        (["--gpu-rows-per-s", "1e-300"], "--gpu-rows-per-s must be a number greater than 0, from 1e-15 to 1e+15, not "
-         "1e-300"),
+        (
+            ["--epochs", "1" + 400 * "0"],
+            "--epochs must be a number greater than 0, from 1e-15 to 1e+15, not 10000000000000000000",
+        ),
+        (
+            ["--gpu-rows-per-s", "1e-300"],
+            "--gpu-rows-per-s must be a number greater than 0, from 1e-15 to 1e+15, not 1e-300",
+        ),
         (["--mfu", "40"], "--mfu is a share of the peak, at most 1, not 40"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import threading
 
+import anndata as ad
+import numpy as np
 import pytest
+import scipy.sparse
 from helpers import counts, write_store
 
 import zloader as zl
@@ -36,6 +39,15 @@ def test_it_is_at_most_what_the_server_sends(bucket, sim):
     speed = link_bytes_per_s(with_limit, options=zl.FetchOptions(), enough_s=0.2)
     assert speed is not None
     assert 0 < speed < 4e6, "a machine that is busy can only be slower; the server may send a burst first"
+
+
+def test_reads_grow_although_each_takes_long(tmp_path, sim):
+    """Otherwise latency would bound what looks like the speed of the link."""
+    values = np.random.default_rng(0).random((2000, 900), np.float32)
+    write_store(ad.AnnData(scipy.sparse.csr_matrix(values)), tmp_path / "atlas" / "counts.zarr", tmp_path)
+    slow_to_answer = sim(root=tmp_path, ttfb_ms=200)
+    assert link_bytes_per_s(opened(slow_to_answer), options=zl.FetchOptions(), enough_s=0, most_s=60) > 0
+    assert max(entry["bytes"] for entry in slow_to_answer.log) >= 512 << 10
 
 
 def test_a_local_store_and_one_without_values(bucket, tmp_path):

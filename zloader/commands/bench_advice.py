@@ -7,8 +7,9 @@ The first rule that the numbers meet decides. If they meet none, the advice is t
 3. loop: the same, but its thread was busy making tensors.
 4. link: bytes arrived nearly as fast as the link, or the disk of a local store, delivers them without any decoding.
 5. decoding, processor: nearly all cores were busy, mostly with decoding or also with other work.
-6. start: much of the epoch was the wait for its first minibatch.
-7. waiting: the loop waited, and so little work was done that no thread can have been busy all the time.
+6. busy: the same, but other programs used the cores.
+7. start: much of the epoch was the wait for its first minibatch.
+8. waiting: the loop waited, and so little work was done that no thread can have been busy all the time.
 
 The system keeps files that were used lately in memory. So only bytes that the kernel has read from a disk count as the
 bytes that arrived from the disk of a local store.
@@ -24,9 +25,10 @@ from dataclasses import dataclass
 
 from zloader.commands.demo_results import size
 
-_SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
+SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
 _LITTLE_WAITING, _MUCH_WAITING = 0.05, 0.5
 _LONG_START = 0.2  # of an epoch
+_FROM_MEMORY = 0.5  # of the bytes of a local store, from which its disk hardly matters
 _MOST = 0.8  # share of a limit from which it is said to bind: rates over an epoch include its slower start
 _IMPOSSIBLE = 1.1  # times the link's speed; more shows that the link is faster than it is thought to be
 _ALIKE = 1.1  # ratio of speeds below which a difference may be noise
@@ -40,7 +42,8 @@ class Pace:
     those, `first_wait_s` for the first minibatch, which came after `first_minibatch_s`. `cpu_s` is the processor time
     of all threads, `loop_cpu_s` that of the loop's thread; `decode_s` and `gather_s` are sums over threads.
     `stepped_s` is the time that steps of `step_s` took. `link_bytes_per_s` is the speed of the link, or of the disk of
-    a `local` store; None if it is not known. `disk_bytes` were read from any disk; None if the system does not tell.
+    a `local` store; None if it is not known. `disk_bytes` were read from any disk, and `machine_busy` is the share of
+    the time of all cores that all programs used; None if the system does not tell.
     """
 
     kind: str
@@ -63,6 +66,7 @@ class Pace:
     decode_s: float
     gather_s: float
     disk_bytes: float | None = None
+    machine_busy: float | None = None
 
     @property
     def rows_per_s(self) -> float:
@@ -151,7 +155,7 @@ class Pace:
 class Advice:
     """What bounds an epoch, and in `text` why.
 
-    `bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor`, `start`, `waiting` or `unclear`.
+    `bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor`, `busy`, `start`, `waiting` or `unclear`.
     """
 
     bound: str
@@ -160,7 +164,7 @@ class Advice:
 
 def advise(pace: Pace) -> Advice:
     """Decides what bounds an epoch. Pure arithmetic on the figures."""
-    for rule in (_short, _step, _loop, _link, _processor, _start, _waiting):
+    for rule in (_short, _step, _loop, _link, _processor, _busy, _start, _waiting):
         found = rule(pace)
         if found is not None:
             return found
@@ -168,12 +172,13 @@ def advise(pace: Pace) -> Advice:
 
 
 def _short(pace: Pace) -> Advice | None:
-    if pace.elapsed_s >= _SHORT_S and pace.steady_s >= _SHORT_S / 2 and pace.minibatches > 1:
+    if pace.elapsed_s >= SHORT_S and pace.steady_s >= SHORT_S / 2 and pace.minibatches > 1:
         return None
     return Advice(
         bound="short",
         text=f"Too short to tell. An epoch took {pace.elapsed_s:.2g} s, of which {pace.first_minibatch_s:.2g} s went "
-        "by before the first minibatch. A larger store, or a longer --step-ms, would show more.",
+        "by before the first minibatch. A larger store, smaller fetches (--fetch-factor), or a longer --step-ms would "
+        "show more.",
     )
 
 
@@ -239,6 +244,17 @@ def _processor(pace: Pace) -> Advice | None:
     )
 
 
+def _busy(pace: Pace) -> Advice | None:
+    if pace.machine_busy is None or pace.machine_busy < _MOST:
+        return None
+    return Advice(
+        bound="busy",
+        text=f"Other programs bound you: the cores of this machine were busy {pace.machine_busy:.0%} of the time, and "
+        f"this process used {pace.processor:.0%} of {pace.cores} core{'s' if pace.cores > 1 else ''}. Measure again "
+        "when they have ended.",
+    )
+
+
 def _start(pace: Pace) -> Advice | None:
     if pace.starting <= _LONG_START or pace.waiting > _LITTLE_WAITING:
         return None
@@ -265,7 +281,7 @@ def _waiting(pace: Pace) -> Advice | None:
             text=f"The disk with the mirror bounds you: {waited}, and {size(pace.disk_bytes / pace.elapsed_s)}/s were "
             "read from it. A faster disk helps, and so does memory in which the system can keep the mirror.",
         )
-    if share is None or share > _MOST or not pace.gets:
+    if share is None or share > _MOST or not pace.gets or pace.from_memory > _FROM_MEMORY:
         return None
     name = "disk" if pace.local else "link"
     return Advice(
@@ -290,7 +306,7 @@ def _unclear(pace: Pace) -> Advice:
         found.append(f"{share:.0%} of the {name} was in use")
         if not pace.local and pace.waiting > _MUCH_WAITING:
             hint = " More bytes in flight (--memory) or larger blocks (--block-size) might help."
-        if pace.from_memory > 0.5:
+        if pace.from_memory > _FROM_MEMORY:
             hint = f" {pace.from_memory:.0%} of the bytes were in memory already, where the system keeps used files."
     elif pace.bytes_read:
         hint = f" The speed of the {name} was not measured: --link-speed states it."

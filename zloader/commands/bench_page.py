@@ -22,9 +22,9 @@ _TERMS = {
     "store once at least. A warm epoch reads the mirror only. A mixed epoch begins with a part of the mirror.",
     "Waiting": "The share of the time that the loop spent waiting for minibatches, also for the first one.",
     "GETs, read": "Requests to the store, and the stored bytes that they returned.",
-    "Limits": "The link, or the disk of a local store: bytes per row at its speed. Decoding on all cores: the seconds that decoding took, "
-    "spread over all cores. Your step: --step-ms per minibatch. They ignore one another, so an epoch stays below the "
-    "lowest.",
+    "Limits": "The link, or the disk of a local store: bytes per row at its speed. Decoding on all cores: the seconds "
+    "that decoding took, spread over all cores. Your step: --step-ms per minibatch. They ignore one another, so an "
+    "epoch stays below the lowest.",
 }
 
 

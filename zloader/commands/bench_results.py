@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zloader.commands.bench_advice import Advice, Pace, advise, compare
+from zloader.commands.bench_advice import SHORT_S, Advice, Pace, advise, compare
 from zloader.commands.bill_run import Prices
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class BenchRun:
     """The results of `zloader bench`.
 
     `settings` are the options by name, as in the JSON. Epochs are appended as they end. `link_bytes_per_s` is the speed
-    of the link, or of the disk of a local store; None if it was neither stated nor measured. Reads of a local store cost nothing. `load` is the load average of the machine
-    before the first epoch.
+    of the link, or of the disk of a local store; None if it was neither stated nor measured. Reads of a local store
+    cost nothing. `load` is the load average of the machine before the first epoch.
     """
 
     urls: Sequence[str]
@@ -127,7 +127,8 @@ class BenchRun:
         """All advice in plain words."""
         of_kinds = [f"{kind.capitalize()} epochs: {advice.text}" for kind, advice in self.advice.items()]
         whole_s = [epoch.figures["elapsed_s"] for epoch in self.epochs if epoch.complete]
-        if whole_s and {advice.bound for advice in self.advice.values()} == {"short"}:
+        all_short = {advice.bound for advice in self.advice.values()} == {"short"}
+        if whole_s and max(whole_s) < SHORT_S and all_short:
             of_kinds = [
                 f"This store is too small to measure: the longest epoch of its {self.rows:,} rows took "
                 f"{max(whole_s):.2g} s, which is too short to tell loading from start-up."

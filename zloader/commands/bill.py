@@ -83,9 +83,7 @@ def bill(  # noqa: PLR0913 - one parameter a flag
     ] = None,
     link_megabytes_per_s: Annotated[
         float | None,
-        typer.Option(
-            help="Speed of a machine's link to the store.", show_default="1_200", rich_help_panel=_LOADING
-        ),
+        typer.Option(help="Speed of a machine's link to the store.", show_default="1_200", rich_help_panel=_LOADING),
     ] = None,
     mirror: Annotated[
         bool, typer.Option(help="Whether later epochs read from a mirror.", rich_help_panel=_LOADING)
