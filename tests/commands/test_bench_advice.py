@@ -69,6 +69,8 @@ CASES = [
     ("a full link", COLD, {"bytes_read": 3.8e9}, "link",
      "The link bounds you: bytes arrived at 380 MB/s, 95% of the 400 MB/s that the link delivered without decoding. "
      "A mirror on a fast local disk (--cache) spares later epochs these reads."),
+    ("a full link, and a mirror that is filled", COLD, {"bytes_read": 3.8e9, "cached": True}, "link",
+     "without decoding. The mirror spares later epochs these reads."),
     ("a full link, as stated", COLD, {"bytes_read": 3.8e9, "link_stated": True}, "link",
      "that the link delivers as you say"),
     ("a full disk, as stated", COLD, {"bytes_read": 3.8e9, "link_stated": True, "local": True}, "link",
@@ -152,6 +154,9 @@ SECONDS = st.floats(0, 1e4)
         loop_cpu_s=SECONDS,
         decode_s=SECONDS,
         gather_s=SECONDS,
+        disk_bytes=st.none() | st.integers(0, 10**13),
+        machine_busy=st.none() | st.floats(0, 1),
+        cached=st.booleans(),
     )
 )
 def test_it_never_claims_what_the_figures_do_not_show(pace):
@@ -169,6 +174,11 @@ def test_it_never_claims_what_the_figures_do_not_show(pace):
         assert pace.first_minibatch_s <= 0.21 * pace.elapsed_s
     if advice.bound in ("step", "loop", "start"):
         assert pace.wait_s - pace.first_wait_s <= 0.051 * (pace.elapsed_s - pace.first_minibatch_s)
+    if advice.bound == "busy":
+        assert pace.machine_busy >= 0.79
+    if advice.bound == "waiting":
+        assert pace.cpu_s <= 0.81 * pace.elapsed_s
+        assert pace.wait_s - pace.first_wait_s >= 0.49 * (pace.elapsed_s - pace.first_minibatch_s)
     if advice.bound != "short":
         assert pace.elapsed_s >= 1
 

@@ -43,7 +43,7 @@ class Pace:
     of all threads, `loop_cpu_s` that of the loop's thread; `decode_s` and `gather_s` are sums over threads.
     `stepped_s` is the time that steps of `step_s` took. `link_bytes_per_s` is the speed of the link, or of the disk of
     a `local` store; None if it is not known. `disk_bytes` were read from any disk, and `machine_busy` is the share of
-    the time of all cores that all programs used; None if the system does not tell.
+    the time of all cores that all programs used; None if the system does not tell. `cached`: whether there is a mirror.
     """
 
     kind: str
@@ -67,6 +67,7 @@ class Pace:
     gather_s: float
     disk_bytes: float | None = None
     machine_busy: float | None = None
+    cached: bool = False
 
     @property
     def rows_per_s(self) -> float:
@@ -219,11 +220,10 @@ def _link(pace: Pace) -> Advice | None:
 
 def _fewer_bytes(pace: Pace) -> str:
     """What to do about a bound on reading."""
-    return (
-        "A mirror on a fast local disk (--cache) spares later epochs these reads."
-        if pace.kind == "cold"
-        else "A mirror that holds the whole store would spare these reads."
-    )
+    if pace.kind != "cold":
+        return "A mirror that holds the whole store would spare these reads."
+    mirror = "The mirror" if pace.cached else "A mirror on a fast local disk (--cache)"
+    return f"{mirror} spares later epochs these reads."
 
 
 def _processor(pace: Pace) -> Advice | None:
@@ -288,8 +288,8 @@ def _waiting(pace: Pace) -> Advice | None:
         bound="waiting",
         text=f"Waiting for reads bounds you: {waited}, and {share:.0%} of the {name} was in use. A read had "
         f"{size(pace.bytes_read / pace.gets)}. Larger blocks (--block-size) make larger reads, and more memory "
-        "(--memory) or larger fetches (--fetch-factor) allow more of them at once. If there is a mirror, its disk may "
-        "also be slow to write.",
+        "(--memory) or larger fetches (--fetch-factor) allow more of them at once."
+        + (" The disk of the mirror may also be slow to write." if pace.cached else ""),
     )
 
 

@@ -107,6 +107,7 @@ class BenchRun:
             step_s=self.step_s,
             cores=self.cores,
             local=self.local,
+            cached=self.cache is not None,
             link_bytes_per_s=self.link_bytes_per_s,
             link_stated=self.link_stated,
         )
