@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +42,22 @@ def read(path: Path, identity: dict[str, Any], device: torch.device) -> dict[str
     if not path.exists():
         return None
     try:
+        with zipfile.ZipFile(path) as file:  # torch.load does not compare checksums
+            if (damaged := file.testzip()) is not None:
+                raise ValueError(f"{damaged} is damaged")
         state = dict(torch.load(path, map_location=device, weights_only=True))
         saved = dict(state.pop("identity"))
     except OSError as error:
         raise SystemExit(f"cannot read the checkpoint {path}: {error}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise SystemExit(f"{path} is no checkpoint of pretrain.py: remove it, or name another file") from error
     changed = [
         f"{name} was {saved.get(name)!r}, is {identity.get(name)!r}"

@@ -249,6 +249,17 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_old_one(pretrain, tmp_pat
     assert torch.equal(torch.load(path)["a"], torch.ones(3))
 
 
+def test_a_checkpoint_with_a_flipped_bit_is_refused(pretrain, tmp_path):
+    path = tmp_path / "run.pt"
+    pretrain.checkpoint.write(path, {}, {"a": torch.ones(3000)})
+    assert torch.equal(pretrain.checkpoint.read(path, {}, torch.device("cpu"))["a"], torch.ones(3000))
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(9).numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match=r"run\.pt is no checkpoint of pretrain\.py"):
+        pretrain.checkpoint.read(path, {}, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
