@@ -51,6 +51,7 @@ def read(path: Path, identity: dict[str, Any], device: torch.device) -> dict[str
         raise SystemExit(f"cannot read the checkpoint {path}: {error}") from error
     except (
         zipfile.BadZipFile,
+        zlib.error,
         pickle.UnpicklingError,
         RuntimeError,
         EOFError,
