@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 _SHOWN = 60  # characters of a wrong value in an error
-_MOST = 10**18  # more overflows where figures are divided
+_MOST, _LEAST = 10**18, 1e-18  # beyond these, figures overflow where they are divided
 _T = TypeVar("_T")
 Value = str | int | float | bool
 
@@ -73,7 +73,7 @@ _WORDS: dict[Any, str] = {
 
 def _is_amount(value: Any) -> bool:
     """Whether this is a number from 0. Python reads Infinity, NaN and integers of any size in JSON."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or _LEAST <= value <= _MOST)
 
 
 def shortened(text: str) -> str:

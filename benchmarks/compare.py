@@ -7,13 +7,14 @@ B to A in cells/s and in CPU seconds per cell, each with its 95 % interval (turn
 "faster" or "slower" if the interval does not contain 1, otherwise the difference is "within noise". With a single turn
 there is no interval, and the verdict is "one turn only".
 
-The turns of the two files are paired by their numbers. If the runs were on different processors, or under different
-loads, their speeds differ for reasons that are not in the code. Then each figure is first divided by the figure of a
-reference in the same turn of the same file: annbatch, or the AnnData in memory, in the same version in both. The output
-says which pairing each line has. `--reference` chooses another reference, or none.
+The turns of the two files are paired by their numbers. If the runs had different presets or machines, or were under
+different loads, their speeds differ for reasons that are not in the code. Then each figure is first divided by the
+figure of a reference in the same turn of the same file: annbatch, or the AnnData in memory, in the same version in
+both. The output says which pairing each line has. `--reference` chooses another reference, or none.
 
 Of 100 comparisons without any difference, about 5 are called faster or slower by chance; the output says how many there
-are. The exit status is 0 whatever the verdicts, and 1 if a file cannot be compared.
+are. It names peers that have other versions in the two files. The exit status is 0 whatever the verdicts, and 1 if a
+file cannot be compared.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def compare(a: Records, b: Records, reference: str | None = None, *, seed: int =
                 cpu = _interval(sides, (peer, other), _cpu, seed)
                 found.append((key, _comparison(key, (peer, other), speed, cpu)))
     if not found:
-        raise RecordsError(f"{a.path} and {b.path} have no case in common: {_contents(a)}, but {_contents(b)}")
+        others = sorted({key.data for key in _different_data([*before, *after], a, b)})
+        sizes = f" (with other sizes: {', '.join(others)})" if others else ""
+        contents = f"{_contents(a)}, but {_contents(b)}{sizes}"
+        raise RecordsError(f"{a.path} and {b.path} have no case in common: {contents}")
     places = {key: place for place, key in enumerate(after)}
     return [comparison for _, _, comparison in sorted((places[key], c.peer, c) for key, c in found)]
 
@@ -152,14 +156,31 @@ def conditions(a: Records, b: Records) -> list[str]:
     found = [
         f"{words} {before or 'unknown'} and {after or 'unknown'}"
         for words, before, after in (
+            ("presets", a.run.preset, b.run.preset),
             ("processors", a.run.processor, b.run.processor),
             ("cores", a.run.cores, b.run.cores),
+            ("disks", a.run.disk, b.run.disk),
+            ("kernels", a.run.kernel, b.run.kernel),
         )
         if before != after
     ]
     loads = [_load(side) for side in (a, b)]
     if None not in loads and abs(loads[0] - loads[1]) > LOAD_PER_CORE * max(1, a.run.cores or 1):
         found.append(f"loads {loads[0]:.1f} and {loads[1]:.1f}")
+    return found
+
+
+def other_versions(a: Records, b: Records) -> list[str]:
+    """The peers of both files whose version, or that of a package that they use, differs, and how."""
+    found = []
+    before = {peer.peer: {"": peer.version, "Python": peer.python, **peer.packages} for peer in a.peers}
+    for peer in b.peers:
+        versions = {"": peer.version, "Python": peer.python, **peer.packages}
+        old = before.get(peer.peer, versions)
+        changed = [name for name in dict.fromkeys([*old, *versions]) if old.get(name) != versions.get(name)]
+        words = [f"{name} {old.get(name)} and {versions.get(name)}".strip() for name in changed if name != peer.peer]
+        if words:
+            found.append(f"{peer.peer}: {', '.join(words)}")
     return found
 
 
@@ -190,7 +211,8 @@ def document(a: Records, b: Records, found: Sequence[Comparison]) -> dict[str, A
         side: {"file": str(of.path), "commit": of.run.commit, "began": of.run.began, "processor": of.run.processor}
         for side, of in (("a", a), ("b", b))
     }
-    return {**runs, "differ": conditions(a, b), "only": _only(a, b), "comparisons": [_json(each) for each in found]}
+    differ = {"differ": conditions(a, b), "versions": other_versions(a, b), "only": _only(a, b)}
+    return {**runs, **differ, "comparisons": [_json(each) for each in found]}
 
 
 def _json(found: Comparison) -> dict[str, Any]:
@@ -211,7 +233,8 @@ def _only(a: Records, b: Records) -> dict[str, list[str]]:
 def show(a: Records, b: Records, found: Sequence[Comparison]) -> None:
     """Prints the comparisons as a table, and what they rest on."""
     for side, of in (("A", a), ("B", b)):
-        print(f"{side}: {of.path}, commit {of.run.commit}, {of.run.began}, {of.run.processor}")
+        dirty = " with uncommitted changes" if of.run.dirty else ""
+        print(f"{side}: {of.path}, commit {of.run.commit}{dirty}, {of.run.began}, {of.run.processor}")
     table([HEADER, *map(_line, found)])
     differ = conditions(a, b)
     if differ:
@@ -219,6 +242,8 @@ def show(a: Records, b: Records, found: Sequence[Comparison]) -> None:
         alone = sum(each.relative_to is None for each in found)
         if alone:
             print(f"{alone} of {len(found)} lines are paired by turn alone: their ratios include that difference.")
+    if versions := other_versions(a, b):
+        print(f"Other versions in A and B: {_some(versions)}.")
     only = _only(a, b)
     for side, other in (("a", "A"), ("b", "B")):
         if only[side]:
@@ -255,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--reference", help="pair by the ratios to this peer; none: by turn alone (default: see above)")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     options = parser.parse_args(arguments)
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, not {options.seed}")
     try:
         a, b = read(options.a), read(options.b)
         found = compare(a, b, options.reference, seed=options.seed)

@@ -21,7 +21,7 @@ each gene, from all values seen in training. For the atlas, oracles say how much
 (pretrain_oracle.py).
 
 Checkpoints: with --checkpoint FILE, the run goes on from that file if it exists, and saves itself there. A run that was
-killed ends with the same minibatches, losses and model as one that was not.
+killed ends with the same minibatches, losses and model as one that was not. The options and the store must be the same.
 
 Figures, for each epoch: rows/s and tokens/s (padding does not count), the share of the time that steps waited for
 minibatches, processor seconds of all ranks, reads, and MFU: FLOPs per second over the peak of the device, by the
@@ -38,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -46,6 +47,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pretrain_checkpoint
 import pretrain_page
 import programmes
 import torch
@@ -58,6 +60,7 @@ from pretrain_settings import Settings, Source
 from rivals import Figures, in_new_process, table
 
 import zloader as zl
+from zloader.commands import page
 
 
 def store_name(atlas: programmes.Atlas) -> str:
@@ -153,7 +156,8 @@ def print_run(document: Figures) -> None:
     memory = f"peak memory {document['peak_bytes'] / 1e6:,.0f} MB"
     if "gpu_peak_bytes" in document:
         memory += f", of the GPU {document['gpu_peak_bytes'] / 1e6:,.0f} MB"
-    print(f"{document['wall_s']:,.0f} s, {document['cpu_s']:,.0f} processor seconds, {memory}")
+    since = f" since step {document['resumed_at_step']:,}" if document["resumed_at_step"] else ""
+    print(f"{document['wall_s']:,.0f} s, {document['cpu_s']:,.0f} processor seconds{since}, {memory}")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -200,6 +204,18 @@ def usable(parser: argparse.ArgumentParser, options: argparse.Namespace, torchru
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be at least 1, not {options.steps}")
+    for name in ("rate", "peak_tflops", "total_mbps"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be a number above 0, not {value:g}")
+    for name in ("warmup", "producers", "seed", "atlas_seed"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must be at least 0, not {getattr(options, name)}")
+    for name in ("rows", "genes", "programmes", "types"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, not {options.threads}")
     if not 0 < options.masked < 1:
         parser.error(f"--masked must be between 0 and 1, not {options.masked}")
     if torchrun is not None and (options.store is None or options.ranks > 1):
@@ -208,6 +224,8 @@ def usable(parser: argparse.ArgumentParser, options: argparse.Namespace, torchru
         parser.error("with --checkpoint, give --work or --store, so that the rows are still there later")
     if options.producers and options.ranks > 1 and options.ray_address is None:
         parser.error("with --ranks, start Ray first (ray start --head), and give --ray-address auto")
+    if options.checkpoint:
+        pretrain_checkpoint.require_writable(Path(options.checkpoint))
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch finds no GPU: leave out --device cuda")
 
@@ -217,6 +235,15 @@ def main() -> None:
     options = parser.parse_args()
     torchrun = of_torchrun()
     usable(parser, options, torchrun)
+    try:
+        page.require_drawable(options.report)
+        run(options, torchrun)
+    except zl.ZloaderError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(options: argparse.Namespace, torchrun: Ranks | None) -> None:
+    """Trains, and prints and writes the figures. Exits with 1 if the model has learned less than the means."""
     known = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
     if known["bf16"] is None:
         known["bf16"] = options.device.startswith("cuda")
@@ -228,13 +255,13 @@ def main() -> None:
     extra: Figures = {"ranks": torchrun.size if torchrun else options.ranks}
     with source_of(options, atlas) as (source, server), tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        run = partial(run_rank, settings, source, options.threads, out)
+        train = partial(run_rank, settings, source, options.threads, out)
         if torchrun is not None:
-            run(torchrun)
+            train(torchrun)
         elif options.ranks > 1:
-            spawned(run, options.ranks)
+            spawned(train, options.ranks)
         else:
-            run(Ranks())
+            train(Ranks())
         if torchrun is not None and not torchrun.first:
             return
         if server is not None:
@@ -243,7 +270,7 @@ def main() -> None:
         document = document_of(settings, source, json.loads(out.read_text()), extra)
     print_run(document)
     if options.report:
-        options.report.write_text(pretrain_page.render(document, sys.argv[1:]), encoding="utf-8")
+        page.write(pretrain_page.render(document, sys.argv[1:]), options.report)
         print(options.report)
     if options.json:
         print(json.dumps(document))

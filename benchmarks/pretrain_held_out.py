@@ -45,4 +45,6 @@ def held_out_losses(
         errors[:2] += torch.stack([torch.where(masked, one - truth, 0).double().square().sum() for one in each])
         errors[2] += masked.sum()
     of_model, of_means, places = ranks.sums(errors).tolist()
+    if not places:
+        raise SystemExit("no value of the held-out rows is masked: raise --held-out, --tokens or --masked")
     return {"model": of_model / places, "mean of each gene": of_means / places, "places": places}

@@ -37,7 +37,7 @@ def learned(document: Figures) -> str:
     model, baseline = held_out["model"], held_out[_BASELINE]
     text = f"The held-out loss is {model:.5f}, {model / baseline:.0%} of that of the mean of each gene, {baseline:.5f}."
     for oracle in ("true programmes", "true rates") if model < baseline else ():
-        if oracle in held_out:
+        if held_out.get(oracle, baseline) < baseline:
             closed = (baseline - model) / (baseline - held_out[oracle])
             text += (
                 f" The model has closed {closed:.0%} of the gap to an oracle with the {oracle}, {held_out[oracle]:.5f}."
@@ -154,7 +154,8 @@ def _facts(document: Figures) -> dict[str, str]:
         "Shape": ", ".join(f"{name} {size}" for name, size in document["shape"].items()),
         "Peak": f"{document['peak_flops'] / 1e12:.4g} TFLOP/s of all ranks, {document['peak_is']}",
         "rows/s alone": f"{document['rows_per_s_alone']:,.0f}",
-        "Time": f"{document['wall_s']:,.0f} s, {document['cpu_s']:,.0f} processor seconds of all ranks",
+        "Time": f"{document['wall_s']:,.0f} s, {document['cpu_s']:,.0f} processor seconds of all ranks"
+        + (f", since step {document['resumed_at_step']:,}" if document["resumed_at_step"] else ""),
         "Peak memory": f"{document['peak_bytes'] / 1e6:,.0f} MB of the first rank",
         "torch": document["torch"],
     }

@@ -70,7 +70,10 @@ def of_torchrun() -> Ranks | None:
 def spawned(run: Callable[[Ranks, Path], None], size: int) -> None:
     """Calls `run` in `size` processes on this machine, with a file by which they find each other."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_spawned, (run, size, Path(folder) / "rendezvous"), nprocs=size)
+        try:
+            torch.multiprocessing.spawn(_spawned, (run, size, Path(folder) / "rendezvous"), nprocs=size)
+        except torch.multiprocessing.ProcessExitedException as error:
+            raise SystemExit(f"{error}; it has said why above") from error
 
 
 def _spawned(rank: int, run: Callable[[Ranks, Path], None], size: int, rendezvous: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import math
 import sys
 import time
@@ -62,7 +63,9 @@ class Training:
             raise SystemExit(f"--held-out must be between 1 and {len(dataset) - 1}, not {settings.held_out}")
         share = settings.held_out / len(dataset)
         train_rows, self.held_out = dataset.split([1 - share, share], seed=settings.seed)
-        self.tokenizer = tokenizer_of(settings, vocabulary_of(source, dataset))
+        vocabulary = vocabulary_of(source, dataset)
+        self._rows = {"store": source.name, "vocabulary": zlib.crc32(json.dumps(vocabulary, sort_keys=True).encode())}
+        self.tokenizer = tokenizer_of(settings, vocabulary)
         self.n_tokens = 1 + max(self.tokenizer.vocabulary.values())
         self.loader = self._loader(train_rows, fetch_factor=settings.fetch_factor)
         self.total_steps = settings.epochs * len(self.loader)
@@ -97,7 +100,7 @@ class Training:
         """Trains until the last epoch or step. Returns all figures, which are the same on all ranks."""
         alone, (peak, peak_is) = self._rows_per_s_alone(), self._peak()
         self._resume()
-        began, cpu, ray = time.perf_counter(), cpu_s(), 0.0
+        resumed, began, cpu, ray = self.progress.step, time.perf_counter(), cpu_s(), 0.0
         with streamed(self.loader, self.settings.producers, self.settings.ray_address) as minibatches:
             while self.progress.step < self.last_step:
                 self._epoch(minibatches)
@@ -110,6 +113,7 @@ class Training:
         totals = [cpu_s() - cpu, ray, alone, peak]
         cpu, ray, alone, peak = self._sums(totals)
         return {
+            "resumed_at_step": resumed,
             "wall_s": time.perf_counter() - began,
             "cpu_s": cpu,
             "ray_cpu_s": ray,
@@ -171,7 +175,8 @@ class Training:
         rows, n_tokens, checksums, losses = self._sums(known)
         mean_loss = losses / self.ranks.size
         if not math.isfinite(mean_loss):
-            raise SystemExit(f"the loss of step {progress.step} is {mean_loss}: lower --rate")
+            kept = self.settings.checkpoint and ", and remove the checkpoint, which may be no better"
+            raise SystemExit(f"the loss of step {progress.step} is {mean_loss}: lower --rate{kept or ''}")
         progress.step += 1
         progress.losses.append(mean_loss)
         progress.order = zlib.crc32(f"{progress.order} {checksums:.0f}".encode())
@@ -275,7 +280,7 @@ class Training:
     def _identity(self) -> Figures:
         """What must be the same when a run goes on."""
         settings = {name: value for name, value in vars(self.settings).items() if name not in _FREE}
-        return settings | {"ranks": self.ranks.size, "n_tokens": self.n_tokens}
+        return settings | self._rows | {"ranks": self.ranks.size, "n_tokens": self.n_tokens}
 
     def _save(self, minibatches: Any) -> float:
         """Writes a checkpoint, if there is a file for it. Returns the seconds that this took."""

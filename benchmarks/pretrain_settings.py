@@ -54,6 +54,11 @@ class Source:
     vocabulary: str | None = None
     atlas: Atlas | None = None
 
+    @property
+    def name(self) -> str:
+        """The last part of the URL, which says all about an atlas. The same store may have several URLs."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
 
 def tokenizer_of(settings: Settings, vocabulary: dict[str, int]) -> zl.tokenizers.ScGPT:
     """scGPT's tokens with masked values. Compiled models get rows of one length."""
@@ -70,5 +75,10 @@ def tokenizer_of(settings: Settings, vocabulary: dict[str, int]) -> zl.tokenizer
 def vocabulary_of(source: Source, dataset: zl.Dataset) -> dict[str, int]:
     """Token ids by name."""
     if source.vocabulary is not None:
-        return dict(json.loads(Path(source.vocabulary).read_text()))
+        try:
+            return dict(json.loads(Path(source.vocabulary).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise SystemExit(
+                f"--vocabulary {source.vocabulary} is no JSON file of token ids by name: {error}"
+            ) from error
     return SPECIAL | {name: len(SPECIAL) + number for number, name in enumerate(dataset.var_names)}

@@ -22,6 +22,9 @@ from checked import RecordsError, Value, checked, shortened
 
 FORMAT = 1
 _LONGEST_LINE = 1 << 22  # characters; a longer line is in some other kind of file
+_LONGEST_NAME = 100
+_LEAST_S = 1e-9
+_NAMES = ("peer", "scenario", "data", "name")
 Case = tuple[tuple[str, Value], ...]
 
 
@@ -256,7 +259,9 @@ def read(path: Path) -> Records:
     if not found["run"]:
         raise RecordsError(f"{path} is empty; run.py writes the file while it measures")
     if not found["measurement"]:
-        raise RecordsError(f"{path} has no measurements; did its run end early?")
+        failed = [f"{each.peer}, {each.scenario}: {shortened(each.error.strip()[-60:])}" for each in found["failed"]]
+        why = f"all {len(failed)} failed, the first one {failed[0]}" if failed else "did its run end early?"
+        raise RecordsError(f"{path} has no measurements; {why}")
     return Records(
         path=path, run=found["run"][0], peers=found["peer"], missing=found["missing"], limits=found["limit"],
         measurements=found["measurement"], failed=found["failed"], resumed=found["resumed"],
@@ -306,6 +311,20 @@ def _record(record: Mapping[str, Any], where: str) -> Any:
     if kind == "run" and record.get("format") != FORMAT:
         raise RecordsError(f"{where}: format {record.get('format')!r}, but this version reads format {FORMAT}")
     found = checked(_KINDS[kind], {name: value for name, value in record.items() if name != "record"}, where)
-    if isinstance(found, Measurement) and found.seconds == 0:
-        raise RecordsError(f"{where}: seconds is 0, but a measurement takes time")
+    if isinstance(found, Measurement) and found.seconds < _LEAST_S:
+        raise RecordsError(f"{where}: seconds is {found.seconds:g}, but a measurement takes time")
+    _require_names(found, where)
     return found
+
+
+def _require_names(found: Any, where: str) -> None:
+    """Raises RecordsError for a name that cannot be written into tables and figures."""
+    names = [(name, getattr(found, name, None)) for name in _NAMES]
+    names += [("case", name) for item in getattr(found, "case", {}).items() for name in item]
+    names += [("data", data.name) for data in (found.data if isinstance(found, Run) else [])]
+    for kind, name in names:
+        if isinstance(name, str) and not (name.isprintable() and len(name) <= _LONGEST_NAME and name.strip()):
+            raise RecordsError(
+                f"{where}: {kind} {shortened(repr(name))} is no name: it must be printable, with 1 to {_LONGEST_NAME} "
+                "characters"
+            )

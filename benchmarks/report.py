@@ -49,12 +49,10 @@ class MarkerError(Exception):
 def html(results: Results) -> str:
     """The report as one HTML page."""
     found = sections(results)
-    facts = machine(results.records)
-    where = f"{facts['began'][:16].replace('T', ' ')}, {facts.get('processor', 'unknown processor')}"
     return page.page(
         "zloader and other loaders: benchmarks",
         page.verdict(_unbroken(verdict(results))),
-        page.note(f"Run of {where}, commit {facts['commit'][:12]}. Machine and command are at the end."),
+        page.note(f"{_origin(results)}. Machine and command are at the end."),
         page.tiles(_tiles(results)),
         page.contents({slug(section.title): section.title for section in found}),
         *map(_html, found),
@@ -68,6 +66,14 @@ def _tiles(results: Results) -> Iterable[tuple[str, str]]:
             _unbroken(found.figure.text(found.ours.figure.median)),
             f"{found.figure.unit}: {found.label}{peer}".strip(),
         )
+
+
+def _origin(results: Results) -> str:
+    """Which run this is, in a line."""
+    run, facts = results.records.run, machine(results.records)
+    began = f"Run of {run.began[:16].replace('T', ' ')}" if run.began else "A run at an unknown time"
+    commit = f"commit {run.commit[:12] or 'unknown'}" + (" with uncommitted changes" if run.dirty else "")
+    return f"{began}, {facts.get('processor', 'unknown processor')}, {commit}"
 
 
 def _unbroken(text: str) -> str:
@@ -145,7 +151,7 @@ def _cell(text: str) -> str:
 
 def _text(text: str) -> str:
     """One line that Markdown shows as it is."""
-    return re.sub(r"([<*_`\[\]])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\<*_`\[\]])", r"\\\1", " ".join(text.split()))
 
 
 def _wrapped(text: str) -> str:
@@ -157,11 +163,9 @@ def _wrapped(text: str) -> str:
 
 def readme_section(results: Results, link: str, figures: str) -> str:
     """The lines between the markers: a table, a figure, and where they come from. `link` leads to the whole page."""
-    facts = machine(results.records)
-    where = f"commit {facts['commit'][:12]}, {facts['began'][:10]}, {facts.get('processor', 'unknown processor')}"
     data = [each for each in results.records.run.data if each.name == results.first_data]
     of = "".join(f" over {value_text(each.rows)} cells × {value_text(each.genes or 0)} genes" for each in data)
-    said = f"Medians of one run of all tools in turns{of} ({where}). [{link}]({link}) has the rest."
+    said = f"Medians of one run of all tools in turns{of}. [{link}]({link}) has the rest. {_origin(results)}."
     glance = at_a_glance(results)
     tables = [_table(Table("", table.header, table.rows)) for table in glance.tables]
     images = [_image(chart, figures) for chart in docs_charts(results)[:1]]
@@ -195,7 +199,7 @@ def write_all(results: Results, options: argparse.Namespace) -> list[Path]:
         written[options.readme] = with_section(options.readme.read_text(encoding="utf-8"), section)
     for path, text in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON may have half a character
     for name, chart in saved.items():
         folder.mkdir(parents=True, exist_ok=True)
         page.save_svg(chart, folder / f"{name}.svg")
@@ -219,7 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--readme needs --markdown, the page that it links to")
     if not options.output and not options.markdown:
         options.output = options.run.with_suffix(".html")
-    if options.run.resolve() in {path.resolve() for path in (options.output, options.markdown, options.readme) if path}:
+    outputs = [path.resolve() for path in (options.output, options.markdown, options.readme) if path]
+    if len({*outputs}) < len(outputs):
+        parser.error("give --output, --markdown and --readme different files")
+    if options.run.resolve() in outputs:
         parser.error(f"{options.run} is the run; write the report to another file")
     try:
         written = write_all(Results(read(options.run)), options)

@@ -68,7 +68,9 @@ def _bars(results: Results, what: tuple[str, str], figure: Figure) -> Chart | No
     """A bar per peer and case, the best peer at the top, and the limits as lines."""
     name, data = what
     keys = results.keys(name, data)
-    found = [(key, {entry.peer: entry.figure for entry in results.entries(key, figure)}) for key in keys]
+    entries = [results.entries(key, figure) for key in keys]
+    found = [(key, {entry.peer: entry.figure for entry in of}) for key, of in zip(keys, entries, strict=True)]
+    at_least = {(place, entry.peer) for place, of in enumerate(entries) for entry in of if entry.at_least}
     peers = _best_first([of for _, of in found], figure)
     bars = [(peer, place, of[peer]) for peer in peers for place, (_, of) in enumerate(found) if peer in of]
     if not bars:
@@ -88,7 +90,8 @@ def _bars(results: Results, what: tuple[str, str], figure: Figure) -> Chart | No
             ticks.setdefault(peer, []).append(at)
             _bar(axes, (at, measured), look[peer], _fill(place, len(keys)))
             weight = "bold" if is_ours(peer) else "normal"
-            axes.annotate(figure.text(measured.median), (measured.high, at), (4, 0), textcoords="offset points",
+            text = ("≥ " if (place, peer) in at_least else "") + figure.text(measured.median)
+            axes.annotate(text, (measured.high, at), (4, 0), textcoords="offset points",
                           va="center", bbox=OVER, zorder=5, fontweight=weight)  # fmt: skip
         axes.set_ylim(at + 1, 0.5)
         _name_bars(axes, ticks)

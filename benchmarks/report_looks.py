@@ -1,8 +1,8 @@
 """How a peer looks in every figure of the benchmark report: its colour, marker and line.
 
 zloader is blue, five other tools have a colour of their own, and the rest are grey: with a colour blindness, no more
-colours can be told apart. Nobody has to tell peers apart by colour alone, because every peer has a marker of its own,
-and bars carry names.
+colours can be told apart. Nobody has to tell peers apart by colour alone, because each of the first 22 peers has a
+marker of its own, and bars carry names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAMILIES = (
     ("zloader", "blue"), ("annbatch", "vermilion"), ("scdataset", "forest"), ("slaf", "rose"), ("annloader", "sky"),
     ("bionemo", "olive"), ("anndatainmemory", "ink"),
 )  # fmt: skip
-_MARKERS = "osD^vP*X<>phd8"
+_MARKERS = "osD^vP*X<>phd8" + "1234+x|_"
 _LINES = ("-", "--", ":", "-.")
 FARTHEST = 1.6  # times the largest value: limits farther away are not on the axis
 OVER = {"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 0.5}  # hides grid lines behind a label

@@ -7,27 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from records import Key, Records, Turns
-from report_words import CEILING, OURS, Figure, case_order, is_ours, scenario, scenario_order
+from report_words import CEILING, CELLS, OURS, Figure, case_order, is_ours, scenario, scenario_order
 from turns import Spread, figures, ratios, spread
+
+_WHOLE = 0.9  # of the rows of a data set; some loaders leave out a few
+_LONG_START = 0.2  # of the time of an epoch
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One peer in one case: the spread of the figure, and that of zloader's advantage, above 1 if zloader is better."""
+    """One peer in one case: the spread of the figure, and that of zloader's advantage, above 1 if zloader is better.
+
+    `at_least` says that the figure is a speed that the peer would exceed in a longer epoch.
+    """
 
     peer: str
     figure: Spread
     against: Spread | None
+    at_least: bool = False
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A case that stands for its scenario: zloader beside the best other tool, None if there is no other."""
+    """A case that stands for its scenario: zloader beside the best other tool, None if there is no other.
+
+    `turns` is the number of turns in which both were measured.
+    """
 
     label: str
     figure: Figure
     ours: Entry
     other: Entry | None
+    turns: int = 0
 
 
 _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
@@ -91,9 +102,19 @@ class Results:
         found = [(peer, self.spread(key, peer, figure)) for peer in self._turns[key]]
         ours = self._reference(key, figure)
         entries = [
-            Entry(peer, measured, self._against(key, peer, ours, figure)) for peer, measured in found if measured
+            Entry(peer, measured, self._against(key, peer, ours, figure), self._cut_short(key, peer, figure))
+            for peer, measured in found
+            if measured
         ]
         return sorted(entries, key=lambda entry: entry.figure.median, reverse=figure.higher_is_better)
+
+    def _cut_short(self, key: Key, peer: str, figure: Figure) -> bool:
+        """Whether an epoch ended early, and much of it was the wait for its first minibatch."""
+        rows = next((data.rows for data in self.records.run.data if data.name == key.data), 0)
+        return figure is CELLS and any(
+            each.rows < _WHOLE * rows and (each.first_s or 0) > _LONG_START * each.seconds
+            for each in self._turns[key][peer].values()
+        )
 
     def _reference(self, key: Key, figure: Figure) -> str | None:
         """zloader, or its best variant where zloader itself was not measured."""
@@ -128,8 +149,14 @@ class Results:
                 ours = self.reference(keys[0], figure) if keys else None
                 if ours:
                     others = [entry for entry in self.entries(keys[0], figure) if is_rival(entry.peer)]
-                    found.append(Headline(label, figure, ours, others[0] if others else None))
+                    other = others[0] if others else None
+                    of = label if data == self.first_data else f"{label} ({data})"
+                    found.append(Headline(of, figure, ours, other, self._common_turns(keys[0], ours, other)))
         return found
+
+    def _common_turns(self, key: Key, one: Entry, other: Entry | None) -> int:
+        turns = self._turns[key]
+        return len(turns[one.peer].keys() & turns[other.peer].keys()) if other else 0
 
     def behind(self) -> list[tuple[Key, Entry, Entry]]:
         """The cases in which another loader is better than zloader: the case, zloader, and the best other loader."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import report_figures
-from records import Key, Records
+from records import Key, Records, Run
 from report_results import Entry, Headline, Results
 from report_words import (
     CEILING,
@@ -28,6 +30,9 @@ from turns import Spread
 
 from zloader.commands.demo_results import size
 from zloader.commands.page import Chart
+
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")
+_LONGEST_ERROR = 400
 
 
 @dataclass(frozen=True)
@@ -75,21 +80,48 @@ def sections(results: Results) -> list[Section]:
 def verdict(results: Results) -> str:
     """A sentence for the cold and for the warm epoch from a local disk, or for the first two headlines."""
     found = results.headlines()
-    chosen = [headline for headline in found if headline.label.endswith("local disk")] or found[:2]
+    chosen = [headline for headline in found if "local disk" in headline.label] or found[:2]
     return " ".join(map(_sentence, chosen)) or "zloader was not measured in the scenarios that sum up a run."
 
 
 def _sentence(headline: Headline) -> str:
     ours, other = headline.ours, headline.other
-    said = f"{headline.label[0].upper()}{headline.label[1:]}: {ours.peer} {_with_unit(ours, headline.figure)}"
+    said = (
+        f"{headline.label[0].upper()}{headline.label[1:]}: {_in_prose(ours.peer)} {_with_unit(ours, headline.figure)}"
+    )
     if other is None or other.against is None:
         return f"{said}."
-    best = f"{other.peer}, the best other tool, {_with_unit(other, headline.figure)}"
-    return f"{said}; {best}. {ours.peer} is {times(other.against)} as fast."
+    best = f"{_in_prose(other.peer)}, the best other tool, {_with_unit(other, headline.figure)}"
+    return f"{said}; {best}. {_compared(headline, other)}"
+
+
+def _in_prose(peer: str) -> str:
+    """The name without its comma: `annbatch (obstore)`."""
+    tool, _, variant = peer.partition(", ")
+    return f"{tool} ({variant})" if variant else tool
+
+
+def _compared(headline: Headline, other: Entry) -> str:
+    """The ratio, with as much certainty as the turns allow."""
+    peer, ratio, against = _in_prose(headline.ours.peer), _against(other), other.against
+    if headline.turns == 1:
+        return f"In this one turn, {peer} was {ratio} as fast; one turn says nothing about chance."
+    if against is not None and against.low <= 1 <= against.high:
+        return f"Neither is faster in every turn: {peer} is {ratio} as fast."
+    return f"{peer} is {ratio} as fast."
 
 
 def _with_unit(entry: Entry, figure: Figure) -> str:
-    return f"{figure.text(entry.figure.median)}{figure.unit}"
+    return f"{_value(entry, figure)}{figure.unit}"
+
+
+def _value(entry: Entry, figure: Figure) -> str:
+    return ("≥ " if entry.at_least else "") + figure.text(entry.figure.median)
+
+
+def _against(entry: Entry) -> str:
+    """zloader's advantage. It is smaller than measured if the other one would be faster in a longer epoch."""
+    return ("≤ " if entry.at_least else "") + times(entry.against) if entry.against else ""
 
 
 def times(measured: Spread) -> str:
@@ -114,7 +146,7 @@ def at_a_glance(results: Results) -> Section:
         other = against = ""
         if found.other:
             other = f"{found.other.peer}: {_with_unit(found.other, found.figure)}"
-            against = times(found.other.against) if found.other.against else ""
+            against = _against(found.other)
         rows.append([found.label, ours, other, against])
     header = ["", OURS, "best other tool", "zloader is … as fast"]
     return Section(title="At a glance", tables=[Table(_medians(results), header, rows)] if rows else [])
@@ -122,8 +154,8 @@ def at_a_glance(results: Results) -> Section:
 
 def _medians(results: Results) -> str:
     return (
-        f"Medians over turns, with the data set {results.first_data}. Ratios are medians of the ratios of the turns, "
-        "with their range."
+        f"Medians over turns, with the data set {results.first_data} unless another one is named. Ratios are medians "
+        "of the ratios of the turns, with their range."
     )
 
 
@@ -137,7 +169,7 @@ def _behind(results: Results) -> list[Section]:
         figure = scenario(key.scenario).figure
         values = [f"{e.peer}: {_with_unit(e, figure)}" for e in (other, ours)]
         words = ", ".join(filter(None, [scenario(key.scenario).title, key.data, case_text(key)]))
-        rows.append([words, *values, times(other.against) if other.against else ""])
+        rows.append([words, *values, _against(other)])
     if not any(is_ours(peer) for peer in results.peers):
         return []
     header = ["case", "better", OURS, "ratio of zloader"]
@@ -174,7 +206,7 @@ def _table(results: Results, name: str, data: str) -> Table:
     for key, entry in found:
         case = dict(key.case)
         cells = [entry.peer, *(value_text(case[axis]) if axis in case else "" for axis in axes), *_entry(entry, figure)]
-        cells += [times(entry.against) if entry.against else ""] if compared else []
+        cells += [_against(entry)] if compared else []
         rows.append(cells + [_median(results, key, entry.peer, other) for other in others])
     return Table(f"{data}: medians over {_turns(results, keys)}.", [*header, *(other.name for other in others)], rows)
 
@@ -187,7 +219,7 @@ def _entry(entry: Entry, figure: Figure) -> list[str]:
     measured = entry.figure
     several = measured.low < measured.high
     between = f"{figure.text(measured.low)} to {figure.text(measured.high)}" if several else ""
-    return [figure.text(measured.median), between]
+    return [_value(entry, figure), between]
 
 
 def _median(results: Results, key: Key, peer: str, figure: Figure) -> str:
@@ -213,7 +245,12 @@ def _limits(records: Records) -> list[Section]:
          number(limit.rows_per_s) if limit.rows_per_s is not None else ""]
         for limit in records.limits
     ]  # fmt: skip
-    text = "No loader on this machine can be faster than these. They are the lines in the figures."
+    text = (
+        "How fast parts of this machine are by themselves, measured once before the tools. They are the lines in the "
+        "figures. Cells are those of zloader's store: those of another format have other bytes and are decoded in "
+        "another way. Cells from the mirror, or from memory, are not decoded or read again. On a machine with "
+        "other work, a tool may be a little faster than a limit that was measured at another time."
+    )
     tables = [Table("Measured in the same run.", ["limit", "bytes", "cells/s"], rows)]
     return [Section(title="Limits of the machine", text=[text], tables=tables)] if rows else []
 
@@ -226,7 +263,14 @@ def _tools(results: Results) -> Section:
     ]  # fmt: skip
     header = ["tool", "version", "Python", "format", "how it is set up", "with"]
     text = "Each tool runs with the newest versions of its own dependencies, set up as its documentation advises."
+    if constrained := _constraints(results.records.run.command):
+        text += f" The command of this run held these back: {', '.join(constrained)}."
     return Section(title="The tools", text=[text], tables=[Table("Versions and settings.", header, rows, words=True)])
+
+
+def _constraints(command: Sequence[str]) -> list[str]:
+    """The versions that the options --constrain of run.py asked for."""
+    return [after for option, after in pairwise(command) if option == "--constrain"]
 
 
 def _absent(records: Records) -> list[Section]:
@@ -236,7 +280,7 @@ def _absent(records: Records) -> list[Section]:
     failed = [
         [each.peer, scenario(each.scenario).title,
          ", ".join([*(f"{axis_name(axis)} {value_text(value)}" for axis, value in each.case.items()),
-                    *([f"turn {each.turn}"] if each.turn is not None else [])]), each.error]
+                    *([f"turn {each.turn}"] if each.turn is not None else [])]), last_words(each.error)]
         for each in records.failed
     ]  # fmt: skip
     tables = []
@@ -250,6 +294,18 @@ def _absent(records: Records) -> list[Section]:
     return [Section(title="Missing and failed", text=text, tables=tables)]
 
 
+def last_words(error: str) -> str:
+    """The message of the last exception in the last lines of a program, or its last line.
+
+    >>> last_words("  File x, line 3, in y\\n    z()\\nValueError: no z\\n  in y")
+    'ValueError: no z in y'
+    """
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["nothing was said"]
+    raised = [place for place, line in enumerate(lines) if _RAISED.match(line)]
+    text = " ".join(lines[raised[-1] if raised else -1 :])
+    return text if len(text) <= _LONGEST_ERROR else f"{text[: _LONGEST_ERROR - 1]}…"
+
+
 def _method(records: Records) -> Section:
     run = records.run
     data = [
@@ -258,13 +314,18 @@ def _method(records: Records) -> Section:
         for each in run.data
     ]  # fmt: skip
     points = [
-        "Every tool runs in a process of its own, in an environment with its own newest dependencies.",
-        "The tools take turns: in each turn, each of them runs the same case once, on the same cells.",
+        "Every tool runs in a process of its own, in an environment with its own dependencies.",
+        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. Only the memory "
+        "over epochs is measured one tool after the other, once.",
         "Every figure is the median over turns. Ratios to zloader are taken within each turn.",
-        "Before it is measured, each tool gives out an epoch whose cells and values are checked. A tool whose cells "
-        "are wrong is listed as failed.",
+        "In every scenario that compares cells/s, each tool also gives out an epoch whose cells and values are "
+        "checked. A tool whose cells are wrong is listed as failed. Conversions are checked when their stores are "
+        "read.",
         "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
-        "Epochs of slow tools end early. Cells per second count the cells that were given out until then.",
+        f"Epochs of slow tools end early{_after(run)}. Cells per second count the cells that were given out until "
+        "then, and GETs, bytes and dollars are for the same number of cells. A speed with ≥ is that of an epoch that "
+        "ended early, and of which the wait for the first minibatch took more than a fifth: the tool would be faster "
+        "in a longer epoch.",
     ]
     link = run.extra.get("link")
     if isinstance(link, dict):
@@ -273,6 +334,12 @@ def _method(records: Records) -> Section:
         points.append(f"Dollars are computed from these prices: {_listed(run.prices)}.")
     tables = [Table("The data.", ["data set", "cells", "genes", "values", "values per cell"], data)] if data else []
     return Section(title="Method", points=points, tables=tables)
+
+
+def _after(run: Run) -> str:
+    sizes = run.extra.get("sizes")
+    most_s = sizes.get("most_s") if isinstance(sizes, dict) else None
+    return f", after {most_s:g} s" if isinstance(most_s, int | float) else ""
 
 
 def _listed(values: Mapping[str, object]) -> str:

@@ -50,11 +50,16 @@ def number(value: float) -> str:
     if value >= 999.5:
         digits = len(str(int(value))) - 3
         return f"{round(value / 10**digits) * 10**digits:,}".replace(",", " ")
-    return f"{value:.3g}"
+    return f"{value:.6f}".rstrip("0") if 1e-5 <= value < 1e-4 else f"{value:.3g}"  # not 5e-05
 
 
 def _share(value: float) -> str:
     return f"{100 * value:.3g} %"
+
+
+def _per_row(measured: Measurement, figure: float | None, rows: float) -> float | None:
+    """The figure for so many rows. Epochs may end early, so that totals of two tools cannot be compared."""
+    return None if figure is None or not measured.rows else rows * figure / measured.rows
 
 
 _FASTER = "zloader is … as fast"
@@ -81,9 +86,9 @@ OTHERS = (
     PEAK,
     Figure(name=FIRST.name, axis=FIRST.axis, of=lambda m: m.first_s, text=number),
     Figure(name="waiting", axis="", of=lambda m: m.wait_share, text=_share),
-    Figure(name="GETs", axis="", of=lambda m: m.gets, text=number),
-    Figure(name="read", axis="", of=lambda m: m.bytes, text=size),
-    Figure(name="$ an epoch", axis="", of=lambda m: m.dollars, text=number),
+    Figure(name="GETs / 1000 cells", axis="", of=lambda m: _per_row(m, m.gets, 1000), text=number),
+    Figure(name="read / cell", axis="", of=lambda m: _per_row(m, m.bytes, 1), text=size),
+    Figure(name="$ / million cells", axis="", of=lambda m: _per_row(m, m.dollars, 1e6), text=number),
     ENTROPY,
     Figure(name="load", axis="", of=lambda m: m.load, text=lambda load: f"{load:.1f}"),
 )
@@ -189,7 +194,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 def scenario(name: str) -> Scenario:
     """The scenario of this name. One that this report does not know is compared by cells/s."""
-    return SCENARIOS.get(name, Scenario(title=name.replace("_", " "), question=""))
+    return SCENARIOS.get(name, Scenario(title=f"Scenario: {name.replace('_', ' ')}", question=""))
 
 
 def scenario_order(name: str) -> tuple[int, str]:
@@ -250,9 +255,9 @@ TERMS: Mapping[str, str] = {
     "Entropy": "How mixed the labels of a minibatch are, in bits: 0 if all cells have the same label.",
     "Turn": "All tools run the same case once per turn. Figures are medians over turns. Ratios are taken within each "
     "turn, because other work on a machine slows down all tools of a turn; the median and the range are given.",
-    "Limit": "A speed that no loader can exceed on this machine, measured in the same run: copying memory (memcpy), "
-    "decoding the store with all cores and nothing else (decoding), reading the disk (disk), and the link to the "
-    "simulated cloud (link).",
+    "Limit": "The speed of one part of this machine by itself, measured in the same run: copying memory (memcpy), "
+    "decoding zloader's store with all cores and nothing else (decoding), reading the disk (disk), and the link to the "
+    "simulated cloud (link). What has to be copied, decoded, or read cannot come faster.",
     CEILING: "All cells as one AnnData in the memory of the process. If your data fit, you need no loader for data on "
     "disk.",
 }

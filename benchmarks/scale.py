@@ -1,7 +1,7 @@
 """How far producers on a Ray cluster scale: real ones on this machine, and simulated ones on up to 32 machines.
 
     python benchmarks/scale.py STORE [--epochs 3]
-    python benchmarks/scale.py --simulate [--rows 100000000] [--figure scale.svg]
+    python benchmarks/scale.py --simulate [--rows 100000000] [--output scaling.json] [--figure scaling.svg]
 
 With STORE, an AnnData Zarr store on a local disk, it measures what the object store costs: epochs of a Loader in this
 process, in turns with epochs of `zr.stream` with 1, 2 and 3 producers on this machine, which share its cores. Nothing
@@ -20,8 +20,10 @@ those that LOG.md has measured. The tables:
 - failures: a machine fails every minute, on average. It is noticed after 15 s, as by Ray's health checks, and another
   one comes after a minute. "lost" is the time that the epoch took longer, per failure.
 
-The lines in the figure are rates that others have published: SLAF with 32 producer nodes, and protoplast's epochs of
-Tahoe-100M in 14.5 minutes. The last line is one JSON document.
+The lines in the figure are rates that others have published, SLAF with 32 producer nodes and protoplast's epochs of
+Tahoe-100M in 14.5 minutes, and the rate at which the GETs reach what S3 promises for one prefix. The simulated bucket
+answers any number of GETs: that is the assumption that breaks first. The last line is one JSON document.
+docs/pictures/scaling.py draws the same figure for docs/ray.md, from the document in docs/pictures/scaling.json.
 """
 
 from __future__ import annotations
@@ -31,20 +33,20 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rivals import table
+from scale_figure import draw
 from simulated import Cluster, Epoch, Store, epochs
 
 import zloader as zl
 
 Figures = dict[str, Any]
 MACHINES = (1, 2, 4, 8, 16, 32)
-ANCHORS = {"SLAF, 32 producer nodes": 30_581, "protoplast, 100 M cells in 14.5 minutes": 115_000}
 CSR, PACKED = 8.0 * 1840, 3.5 * 1840  # bytes of a row: int32 and float32; uint16 and one or two bytes
 SMALL = Cluster(bucket_mbps=400, nic_mbps=1250, trainer_mbps=3125, cold_rows_per_s=103e3, warm_rows_per_s=242e3)
 LARGE = Cluster()
@@ -64,16 +66,22 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--rows", type=int, default=100_000_000)
     parser.add_argument("--machines", default=",".join(map(str, MACHINES)), help="default: %(default)s")
-    parser.add_argument("--figure", type=Path, help="where to draw the simulated rates, such as scale.svg")
+    parser.add_argument("--output", type=Path, help="where to write the simulated figures, such as scaling.json")
+    parser.add_argument("--figure", type=Path, help="where to draw the simulated rates, such as scaling.svg")
     options = parser.parse_args()
     if (options.store is None) == (not options.simulate):
         parser.error("give a store, or --simulate")
+    machines = [int(each) if each.isdecimal() else 0 for each in options.machines.split(",")]
+    if min(machines) < 1 or options.rows < 1 or options.epochs < 1:
+        parser.error("--machines, --rows and --epochs are numbers of at least 1")
     if options.store is not None:
         print(json.dumps(measured(options.store, options.epochs)))
         return
-    found = simulated(options.rows, [int(each) for each in options.machines.split(",")])
+    found = simulated(options.rows, machines)
+    if options.output is not None:
+        options.output.write_text(json.dumps(found) + "\n")
     if options.figure is not None:
-        draw(found, options.figure)
+        draw(found).savefig(options.figure, facecolor="white")
     print(json.dumps(found))
 
 
@@ -220,42 +228,6 @@ def _show(title: str, runs: Sequence[Figures], names: Sequence[str]) -> None:
     lines = [[*names, *shown]]
     lines += [[*(str(run[name]) for name in names), *(show(run) for show in shown.values())] for run in runs]
     table(lines)
-
-
-def draw(found: Figures, path: Path) -> None:
-    """Rows/s by machines, and the bytes that epochs with mirrors read."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name in NETWORKS:
-        runs = [run for run in found["scale"] if run["network"] == name]
-        left.plot([run["machines"] for run in runs], [run["rows_per_s"] for run in runs], marker="o", label=name)
-    for name, rate in ANCHORS.items():
-        left.axhline(rate, color="gray", linestyle="--", linewidth=1)
-        left.annotate(name, (1, rate), textcoords="offset points", xytext=(0, 3), fontsize=7, color="gray")
-    left.set(xscale="log", yscale="log", xlabel="machines with producers", ylabel="rows/s of one trainer")
-    left.set_title(f"{found['rows']:,} rows, without mirrors (simulated)", fontsize=10)
-    ticks = sorted({run["machines"] for run in found["scale"]})
-    left.set_xticks(ticks, [str(tick) for tick in ticks])
-    left.minorticks_off()
-    left.legend(fontsize=7)
-    for line in _mirror_lines(found["mirrors"]):
-        right.plot(*line[1:], marker="o", label=line[0])
-    right.set(xlabel="epoch", ylabel="read from the bucket, of the first epoch", ylim=(0, 1.05), xticks=[0, 1, 2])
-    right.set_title("with mirrors on the machines of the producers (simulated)", fontsize=10)
-    right.legend(fontsize=7)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def _mirror_lines(runs: Sequence[Figures]) -> Iterator[tuple[str, list[int], list[float]]]:
-    for first in (run for run in runs if run["epoch"] == 0):
-        same = [run for run in runs if (run["machines"], run["locality"]) == (first["machines"], first["locality"])]
-        read = [run["bytes_read"] / first["bytes_read"] for run in same]
-        yield f"{first['machines']} machines, locality={first['locality']!r}", [run["epoch"] for run in same], read
 
 
 if __name__ == "__main__":

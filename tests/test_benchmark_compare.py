@@ -31,7 +31,13 @@ GOOD = measurement("random", "zloader", 1, 100)
         (['{"name": 1}\n'], "line 1: not a record of run.py"),
         (["[1, 2]\n"], "line 1: not a record of run.py"),
         ([GOOD], "line 1: the first record is not that of a run"),
-        ([RUN], "has no measurements"),
+        ([RUN], "has no measurements; did its run end early?"),
+        (
+            [RUN, {"record": "failed", "scenario": "order", "peer": "x", "error": "a\nb"}],
+            "has no measurements; all 1 failed, the first one x, order: a\nb",
+        ),
+        ([RUN, {**GOOD, "seconds": 1e-300}], "seconds is 1e-300, but it must be a number from 0"),
+        ([RUN, {**GOOD, "seconds": 1e-12}], "seconds is 1e-12, but a measurement takes time"),
         ([RUN, GOOD, RUN], "line 3: a second run begins here"),
         ([RUN, GOOD, '{"record": "measurement", "scen'], "line 3: the file ends within this record"),
         ([RUN, '{"record": "measurement", "scen\n', GOOD], "line 2: not JSON"),
@@ -207,11 +213,33 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     with pytest.raises(records.RecordsError, match=r"no case in common: a\.jsonl has random with synthetic, but b"):
         compare.compare(a, b)
     a, b = runs(tmp_path, {"zloader": [1]}, {"zloader": [1]}, data=[{"name": "synthetic", "rows": 7}])
-    with pytest.raises(records.RecordsError, match="no case in common"):
+    with pytest.raises(records.RecordsError, match=r"no case in common: .* \(with other sizes: synthetic\)"):
         compare.compare(a, b)
     a, b = runs(tmp_path, {"zloader": [1]}, {"zloader": [1]})
     with pytest.raises(records.RecordsError, match="no measurement of the reference 'anbatch'"):
         compare.compare(a, b, "anbatch")
+
+
+def test_another_preset_chooses_a_reference_as_another_machine_does(tmp_path):
+    a, b = disturbed(tmp_path, preset="full")
+    assert compare.conditions(a, b) == ["presets quick and full"]
+    assert compare.compare(a, b)[1].relative_to == "annbatch"
+
+
+def test_other_versions_of_a_peer_are_named(tmp_path, capsys):
+    a, b = runs(tmp_path, {"zloader": [1, 2], "annbatch": [1, 2]}, {"zloader": [1, 2], "annbatch": [2, 4]}, dirty=True)
+    lines = [json.loads(line) for line in b.path.read_text().splitlines()]
+    newer = {"version": "9", "packages": {"numpy": "2.5"}}
+    write(b.path, [{**each, **newer} if (each["record"], each["peer"]) == ("peer", "annbatch") else each
+                   for each in ({"peer": "", **each} for each in lines)])  # fmt: skip
+    compare.main([str(a.path), str(b.path)])
+    shown = capsys.readouterr().out
+    assert "Other versions in A and B: annbatch: 1.2.3 and 9, zarr 3.1 and None, numpy None and 2.5." in shown
+    assert "with uncommitted changes" in shown
+    compare.main([str(a.path), str(b.path), "--json"])
+    assert len(json.loads(capsys.readouterr().out)["versions"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([str(a.path), str(b.path), "--seed", "-1"])
 
 
 # ---- the command

@@ -118,6 +118,51 @@ def test_ratios_are_paired_by_turn(tmp_path):
     assert table.rows == [["perfectly random cells", "400 cells/s", "annbatch: 100 cells/s", "2.0 × (2.0 to 8.0)"]]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([100, 110], [50, 50], "zloader is 2.1 × (2.0 to 2.2) as fast."),
+        ([100, 40], [50, 50], "Neither is faster in every turn: zloader is 1.4 × (0.80 to 2.0) as fast."),
+        ([100], [50], "In this one turn, zloader was 2.0 × as fast; one turn says nothing about chance."),
+    ],
+)
+def test_the_verdict_claims_no_more_than_the_turns_show(tmp_path, ours, theirs, said):
+    assert report_tables.verdict(results(tmp_path, one_case(("zloader", ours), ("annbatch", theirs)))).endswith(said)
+
+
+def test_an_epoch_that_hardly_began_gives_a_bound_and_no_speed(tmp_path):
+    """Both waited 4 s for the first minibatch, and ended early; the first one went on for a minute before."""
+    cut = {"rows": 64, "seconds": 5.0, "first_s": 4.0}
+    lines = [RUN, *peers("zloader", "annbatch", "x"), measurement("random", "zloader", 1, 500),
+             measurement("random", "annbatch", 1, 1) | cut | {"rows": 640, "seconds": 64.0},
+             measurement("random", "x", 1, 1) | cut]  # fmt: skip
+    text = Page(report.html(results(tmp_path, lines))).text
+    assert "annbatch 10 50 ×" in text
+    assert "x ≥ 12.8 ≤ 39.1 ×" in text
+    assert "x ≥ 12.8 cells/s" not in text.split("At a glance")[0]
+    (chart,) = report_figures.charts(results(tmp_path, lines), "random", "synthetic")
+    assert {"≥ 12.8", "10"} <= {text.get_text() for text in drawn(chart).axes[0].texts}
+
+
+def test_a_case_with_another_data_set_says_so(tmp_path):
+    lines = one_case(("zloader", [100]), scenario="cold_warm_local", case={"epoch": "cold"}, data="pancreas")
+    found = results(tmp_path, lines)
+    assert report_tables.verdict(found) == "Cold epoch, local disk (pancreas): zloader 100 cells/s."
+    (table,) = report_tables.at_a_glance(found).tables
+    assert table.rows[0][0] == "cold epoch, local disk (pancreas)"
+
+
+def test_reads_are_per_cell_because_epochs_may_end_early(tmp_path):
+    """Both made one GET a hundred cells, and the slower one got a tenth as far."""
+    whole = {"gets": 100, "bytes": 5e6, "dollars": 4e-5}
+    part = {name: figure / 10 for name, figure in whole.items()}
+    lines = [RUN, *peers("zloader", "annbatch"), measurement("random", "zloader", 1, 100, rows=10_000, **whole),
+             measurement("random", "annbatch", 1, 100, rows=1000, **part)]  # fmt: skip
+    text = Page(report.html(results(tmp_path, lines))).text
+    assert "GETs / 1000 cells read / cell $ / million cells" in text
+    assert text.count("10 500 B 0.004") == 2
+
+
 def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     lines = one_case(("zloader", [100, 100]), ("annbatch", [200, 200]), ("AnnData in memory", [400, 400]))
     lines += [measurement("first", peer, 1, 1000, first_s=s) for peer, s in (("zloader", 2.0), ("annbatch", 0.5))]
@@ -135,6 +180,7 @@ def test_a_scenario_that_is_not_known_is_shown(tmp_path):
     lines = one_case(("zloader", [100]), ("annbatch", [50]), scenario="new_one", case={"depth": 3, "way": "up"})
     text = Page(report.html(results(tmp_path, lines))).text
     assert "new one" in text
+    assert "Scenario: new one" in text
     assert "zloader 3 up 100" in text
 
 
@@ -148,13 +194,21 @@ def test_a_scenario_that_is_not_known_is_shown(tmp_path):
         [{"record": "run", "format": 1, "began": "", "commit": ""}, measurement("memory", "x", 1, 5, case={"n": 0})],
         [RUN, measurement("order", "x", 1, 5, case={"block_rows": 1, "fetch_factor": 1})],
         [RUN, measurement("scaling", "x", 1, 5, rows=0, case={"rows": 10}), measurement("order", "x", 1, 5)],
+        [RUN, measurement("random", "x", 1, 5, rows=10**18, seconds=1e-9, gets=10**18, bytes=10**18, dollars=1e-18)],
+        [RUN, {"record": "missing", "peer": "x", "reason": "half: \ud800"}, measurement("first", "x", 1, 5)],
+        [RUN, measurement("method", "x", 1, 5), {"record": "failed", "scenario": "y", "peer": "x", "error": " \n"}],
     ],
-    ids=["one", "no zloader", "few figures", "no machine", "one pair of sizes", "no rows"],
+    ids=["one", "no zloader", "few figures", "no machine", "one pair of sizes", "no rows", "huge", "half a character",
+         "a scenario named as a section"],
 )  # fmt: skip
 def test_small_runs_have_a_report(tmp_path, lines):
     found = results(tmp_path, lines)
-    assert found.peers[0] in Page(report.html(found)).text
-    assert found.peers[0] in report.markdown(found, "figures")
+    report.main([str(found.records.path), "--output", str(tmp_path / "r.html"), "--markdown", str(tmp_path / "r.md")])
+    page = Page((tmp_path / "r.html").read_text())
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert found.peers[0] in page.text
+    assert found.peers[0] in (tmp_path / "r.md").read_text()
 
 
 def test_names_cannot_break_out_of_the_page(tmp_path):
@@ -167,6 +221,33 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
     assert name in page.text
     for line in report.markdown(found, "figures").splitlines():
         assert "<script" not in line.replace("\\<", "")
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\0b", "a\nb", "\ud800", "x" * 101])
+@pytest.mark.parametrize("key", ["peer", "scenario", "data", "case"])
+def test_names_that_cannot_be_shown_are_refused(tmp_path, key, name):
+    bad = measurement("random", "x", 1, 5) | {key: {"axis": name} if key == "case" else name}
+    with pytest.raises(records.RecordsError, match=rf"line 2: {key} .* is no name"):
+        results(tmp_path, [RUN, bad])
+
+
+def test_a_failure_is_shown_with_its_last_words(tmp_path):
+    error = "self.x(3)\n    ^^^^^\n  File x.py, line 4, in x\nRuntimeError: there is no x,\n  but a y\n"
+    failed = {"record": "failed", "scenario": "random", "peer": "annbatch", "error": error}
+    text = Page(report.html(results(tmp_path, [*one_case(("zloader", [100])), failed]))).text
+    assert "RuntimeError: there is no x, but a y" in text
+    assert "self.x(3)" not in text
+    assert len(report_tables.last_words("x" * 9999)) == 400
+
+
+def test_what_a_run_held_back_and_what_it_is(tmp_path):
+    run = RUN | {"command": ["python", "run.py", "--constrain", "torch==2.13.0"], "dirty": True}
+    text = Page(report.html(results(tmp_path, [run, measurement("random", "x", 1, 5)]))).text
+    assert "The command of this run held these back: torch==2.13.0." in text
+    assert "Run of 2026-11-23 06:00, Example 1, 2 cores, commit 0123456789ab with uncommitted changes." in text
+    unknown = {"record": "run", "format": 1}
+    text = Page(report.html(results(tmp_path, [unknown, measurement("random", "x", 1, 5)]))).text
+    assert "A run at an unknown time, unknown processor, commit unknown." in text
 
 
 def test_examples_of_docstrings_are_correct():
@@ -194,6 +275,7 @@ def test_a_run_that_was_stopped_or_resumed_says_so(tmp_path, page):
 def test_a_peer_looks_the_same_everywhere_and_zloader_stands_out(whole):
     look = report_looks.looks(whole.peers)
     assert len({(each.colour, each.marker) for each in look.values()}) == len(look)
+    assert len({each.marker for each in report_looks.looks([str(k) for k in range(22)]).values()}) == 22
     assert {peer for peer, each in look.items() if each.colour == LIGHT["blue"]} == {"zloader", "zloader, dense"}
     assert look["zloader"].width > 1.5 * max(each.width for peer, each in look.items() if peer != "zloader")
     for scenario in ("minibatch", "memory", "processes"):
@@ -276,6 +358,8 @@ def test_nothing_is_written_if_the_run_or_the_markers_are_bad(tmp_path):
         report.main([str(bad), "--markdown", str(page)])
     with pytest.raises(SystemExit, match="2"):
         report.main([str(good), "--output", str(good)])
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(good), "--output", str(page), "--markdown", str(page)])
     with pytest.raises(SystemExit, match=r"README\.md cannot be changed: it must have the lines <!-- benchmarks -->"):
         report.main([str(good), "--markdown", str(page), "--readme", str(readme)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "bad.jsonl", "good.jsonl"]

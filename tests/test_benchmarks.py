@@ -520,7 +520,7 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
     monkeypatch.syspath_prepend(str(CLOUD.parent))
     yield importlib.import_module("scale")
-    for name in ("scale", "simulated", "rivals"):
+    for name in ("scale", "scale_figure", "simulated", "rivals"):
         sys.modules.pop(name, None)
 
 
@@ -531,7 +531,7 @@ def test_the_simulated_cluster_reads_what_the_plan_says(scale, tmp_path, capsys)
     assert one["rows_per_s"] < scale.SMALL.cold_rows_per_s
     assert found["mirrors"][0]["gets"] > 0 == found["mirrors"][1]["gets"]  # one machine has it all
     assert found["mirrors"][0]["mirror_bytes"] == found["mirrors"][2]["mirror_bytes"] > 0.95 * 3_000 * 1840 * 4
-    scale.draw(found, tmp_path / "scale.svg")
+    scale.draw(found).savefig(tmp_path / "scale.svg")
     assert "protoplast" in (tmp_path / "scale.svg").read_text()
     assert " bound |" in capsys.readouterr().out
 

@@ -66,6 +66,7 @@ MAY_IMPORT = {
     "ray": {
         "zloader.ray",
         "zloader.ray.producers",
+        "zloader.ray.alive",
         "zloader.ray.crew",
         "zloader.ray.stream",
         "zloader.ray.datasource",

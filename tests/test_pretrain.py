@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def pretrain() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         before = set(sys.modules)
-        names = ("model", "costs", "oracle", "page", "ranks", "run", "settings")
+        names = ("checkpoint", "model", "costs", "oracle", "page", "ranks", "run", "settings")
         modules = {name: importlib.import_module(f"pretrain_{name}") for name in names}
         yield SimpleNamespace(
             main=importlib.import_module("pretrain"), programmes=importlib.import_module("programmes"), **modules
@@ -213,6 +214,80 @@ def test_a_run_counts_every_row_and_resumes_bit_for_bit(pretrain, source, tmp_pa
     (tmp_path / "run.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(SystemExit, match="is no checkpoint"):
         pretrain.run.Training(checkpoint, source, pretrain.ranks.Ranks()).train()
+
+
+def test_a_checkpoint_of_other_rows_is_refused(pretrain, source, tmp_path):
+    """Another store with as many genes would go on with other rows, and nobody would notice."""
+    settings = settings_of(pretrain, checkpoint=str(tmp_path / "run.pt"), steps=1)
+    pretrain.run.Training(settings, source, pretrain.ranks.Ranks()).train()
+    vocabulary = {**pretrain.settings.SPECIAL, "gene 1": 2, "gene 0": 3}
+    (tmp_path / "words.json").write_text(json.dumps(vocabulary))
+    others = {"store": replace(source, url=f"{source.url}/../other.zarr"),
+              "vocabulary": replace(source, vocabulary=str(tmp_path / "words.json"))}  # fmt: skip
+    shutil.copytree(source.url, Path(source.url).parent / "other.zarr")
+    for name, other in others.items():
+        with pytest.raises(SystemExit, match=rf"is of another run: .*{name} was"):
+            pretrain.run.Training(settings, other, pretrain.ranks.Ranks()).train()
+    (tmp_path / "words.json").write_text("[1]")
+    with pytest.raises(SystemExit, match=r"words\.json is no JSON file of token ids"):
+        pretrain.run.Training(settings, others["vocabulary"], pretrain.ranks.Ranks())
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(pretrain, source, tmp_path):
+    settings = settings_of(pretrain, rate=1e20, checkpoint=str(tmp_path / "run.pt"), checkpoint_steps=100)
+    with pytest.raises(SystemExit, match=r"the loss of step \d is (nan|inf): lower --rate, and remove the checkpoint"):
+        pretrain.run.Training(settings, source, pretrain.ranks.Ranks()).train()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_be_written_keeps_the_old_one(pretrain, tmp_path):
+    write, path = pretrain.checkpoint.write, tmp_path / "run.pt"
+    write(path, {}, {"a": torch.ones(3)})
+    (tmp_path / "run.pt.partial").mkdir()
+    with pytest.raises(SystemExit, match=r"cannot save the checkpoint .*run\.pt: .*Is a directory"):
+        write(path, {}, {"a": torch.zeros(3)})
+    assert torch.equal(torch.load(path)["a"], torch.ones(3))
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused(pretrain, tmp_path):
+    path = tmp_path / "run.pt"
+    pretrain.checkpoint.write(path, {}, {"a": torch.ones(3000)})
+    assert torch.equal(pretrain.checkpoint.read(path, {}, torch.device("cpu"))["a"], torch.ones(3000))
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(9).numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match=r"run\.pt is no checkpoint of pretrain\.py"):
+        pretrain.checkpoint.read(path, {}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rate", "nan"], "--rate must be a number above 0, not nan"),
+        (["--peak-tflops", "0"], "--peak-tflops must be a number above 0, not 0"),
+        (["--genes", "0"], "--genes must be at least 1, not 0"),
+        (["--threads", "-1"], "--threads must be at least 1, not -1"),
+        (["--seed", "-1"], "--seed must be at least 0, not -1"),
+        (["--work", "w", "--checkpoint", "absent/run.pt"], "cannot save a checkpoint at absent/run.pt"),
+        (["--work", "w", "--checkpoint", "."], "cannot save a checkpoint at ."),
+        (["--report", "absent/page.html"], "error: cannot write absent/page.html"),
+        (["--store", "absent.zarr"], "error: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_said_before_training(pretrain, monkeypatch, tmp_path, capsys, flags, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *TINY, *flags])
+    with pytest.raises(SystemExit) as ended:
+        pretrain.main.main()
+    assert ended.value.code not in (0, 1, None)
+    assert said in (str(ended.value.code) + capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_oracle_that_knows_no_more_is_not_mentioned(pretrain):
+    held_out = {"model": 0.5, "mean of each gene": 1.0, "true programmes": 1.0, "true rates": 1.5}
+    assert "oracle" not in pretrain.page.learned({"held_out": held_out})
 
 
 def test_a_run_from_s3_writes_its_page(pretrain, work, tmp_path, capsys, monkeypatch):

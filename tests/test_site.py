@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -44,6 +45,21 @@ def test_a_picture_is_the_one_that_its_script_draws(name, monkeypatch, tmp_path)
     assert len(texts) > 3
     assert (texts, shapes) == drawn((PICTURES / f"{name}.svg").read_text())
     assert any(f"pictures/{name}.svg" in page.read_text() for page in PAGES)
+
+
+@pytest.mark.any_version
+def test_the_table_of_rays_page_has_the_simulated_figures_of_its_picture(monkeypatch):
+    style = imported(PICTURES / "style.py", monkeypatch)
+    figure = imported(ROOT / "benchmarks" / "scale_figure.py", monkeypatch)
+    found = json.loads((PICTURES / "scaling.json").read_text())
+    networks = list(dict.fromkeys(run["network"] for run in found["scale"]))
+    rows = style.table("ray", "| machines with producers |")
+    for network, (_, *cells) in zip(networks, rows, strict=True):
+        runs = {run["machines"]: run["rows_per_s"] for run in found["scale"] if run["network"] == network}
+        assert [style.number(cell) for cell in cells] == [round(runs[n], -3) for n in (1, 4, 16, 32)]
+    assert (
+        f"{round(figure.s3_rows_per_s(found), -3):,.0f} rows/s use".replace(",", " ") in (DOCS / "ray.md").read_text()
+    )
 
 
 def test_every_script_has_its_picture():

@@ -69,10 +69,34 @@ CASES = [
     ("a full link", COLD, {"bytes_read": 3.8e9}, "link",
      "The link bounds you: bytes arrived at 380 MB/s, 95% of the 400 MB/s that the link delivered without decoding. "
      "A mirror on a fast local disk (--cache) spares later epochs these reads."),
+    ("a full link, and a mirror that is filled", COLD, {"bytes_read": 3.8e9, "cached": True}, "link",
+     "without decoding. The mirror spares later epochs these reads."),
     ("a full link, as stated", COLD, {"bytes_read": 3.8e9, "link_stated": True}, "link",
      "that the link delivers as you say"),
     ("a full disk, as stated", COLD, {"bytes_read": 3.8e9, "link_stated": True, "local": True}, "link",
      "The disk bounds you: bytes arrived at 380 MB/s, 95% of the 400 MB/s that the disk reads as you say."),
+    ("a full disk, as measured", COLD, {"bytes_read": 4e9, "disk_bytes": 3.9e9, "local": True}, "link",
+     "The disk bounds you: bytes arrived at 390 MB/s, 98% of the 400 MB/s that the disk delivered without decoding."),
+    ("as fast as the disk, but from memory", COLD, {"bytes_read": 4e9, "disk_bytes": 0.4e9, "local": True}, "unclear",
+     "10% of the disk was in use. 90% of the bytes were in memory already, where the system keeps used files."),
+    ("more from the disk than was asked for", COLD, {"bytes_read": 3.6e9, "disk_bytes": 8e9, "local": True}, "link",
+     "bytes arrived at 360 MB/s, 90%"),
+    ("idle threads and a link that is not full", COLD, {"cpu_s": 3.0}, "waiting",
+     "Waiting for reads bounds you: the loop waited 96% of the time after the first minibatch, while the threads "
+     "together used 30% of one core, and 10% of the link was in use. A read had 200 kB. Larger blocks (--block-size)"),
+    ("idle threads on a busy machine", COLD, {"cpu_s": 3.0, "machine_busy": 0.93}, "busy",
+     "Other programs bound you: the cores of this machine were busy 93% of the time, and this process used 15% of 2"),
+    ("busy threads on a busy machine", COLD, {"cpu_s": 18.0, "machine_busy": 0.95}, "processor",
+     "The processor bounds you"),
+    ("idle threads on an idle machine", COLD, {"cpu_s": 3.0, "machine_busy": 0.3}, "waiting", "Waiting for reads"),
+    ("idle threads and a store in memory", COLD, {"cpu_s": 3.0, "disk_bytes": 0.0, "local": True}, "unclear",
+     "100% of the bytes were in memory already"),
+    ("idle threads and a link that nobody measured", COLD, {"cpu_s": 3.0, "link_bytes_per_s": None}, "unclear",
+     "was not measured"),
+    ("idle threads that read the mirror from a disk", WARM, {"cpu_s": 3.0, "disk_bytes": 7e9}, "waiting",
+     "The disk with the mirror bounds you: the loop waited 96% of the time after the first minibatch, while the "
+     "threads together used 30% of one core, and 700 MB/s were read from it."),
+    ("idle threads and a mirror in memory", WARM, {"cpu_s": 3.0, "disk_bytes": 0.0}, "unclear", "Not clear"),
     ("a full link and a busy processor", COLD, {"bytes_read": 3.8e9, "cpu_s": 18.0}, "link",
      "The processor is nearly as busy"),
     ("faster than the link that was stated", COLD, {"bytes_read": 8e9, "link_stated": True}, "unclear",
@@ -130,6 +154,9 @@ SECONDS = st.floats(0, 1e4)
         loop_cpu_s=SECONDS,
         decode_s=SECONDS,
         gather_s=SECONDS,
+        disk_bytes=st.none() | st.integers(0, 10**13),
+        machine_busy=st.none() | st.floats(0, 1),
+        cached=st.booleans(),
     )
 )
 def test_it_never_claims_what_the_figures_do_not_show(pace):
@@ -147,6 +174,11 @@ def test_it_never_claims_what_the_figures_do_not_show(pace):
         assert pace.first_minibatch_s <= 0.21 * pace.elapsed_s
     if advice.bound in ("step", "loop", "start"):
         assert pace.wait_s - pace.first_wait_s <= 0.051 * (pace.elapsed_s - pace.first_minibatch_s)
+    if advice.bound == "busy":
+        assert pace.machine_busy >= 0.79
+    if advice.bound == "waiting":
+        assert pace.cpu_s <= 0.81 * pace.elapsed_s
+        assert pace.wait_s - pace.first_wait_s >= 0.49 * (pace.elapsed_s - pace.first_minibatch_s)
     if advice.bound != "short":
         assert pace.elapsed_s >= 1
 

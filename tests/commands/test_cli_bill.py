@@ -123,6 +123,15 @@ def test_figures_of_a_measured_store(tmp_path):
         (["--gpu-hour", "-1"], "--gpu-hour must be a number of at least 0, not -1"),
         (["--gpu-hour", "inf"], "--gpu-hour must be a number of at least 0, not inf"),
         (["--gpu-rows-per-s", "0"], "--gpu-rows-per-s must be a number greater than 0, not 0"),
+        (["--rows", "1e300"], "--rows must be a number greater than 0, from 1e-15 to 1e+15, not 1e+300"),
+        (
+            ["--epochs", "1" + 400 * "0"],
+            "--epochs must be a number greater than 0, from 1e-15 to 1e+15, not 10000000000000000000",
+        ),
+        (
+            ["--gpu-rows-per-s", "1e-300"],
+            "--gpu-rows-per-s must be a number greater than 0, from 1e-15 to 1e+15, not 1e-300",
+        ),
         (["--mfu", "40"], "--mfu is a share of the peak, at most 1, not 40"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -132,12 +141,58 @@ def test_impossible_figures(flags, said):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 5}', '{"rows": 5, "epochs": [{"complete": true}]}', '"x"',
-                                  '{"rows": 0, "epochs": [{"complete": true, "figures": {"gets": 1}}]}'])  # fmt: skip
+                                  '{"rows": 0, "epochs": [{"complete": true, "figures": {"gets": 1}}]}',
+                                  pytest.param(9999 * "[", id="deep")])  # fmt: skip
 def test_a_file_that_is_no_measurement(text, tmp_path):
     (tmp_path / "other.json").write_text(text)
     error = zloader("bill", "--measured", tmp_path / "other.json", status=1).stderr
     assert "is not the output of 'zloader bench --json'" in error
     assert str(tmp_path / "missing") in zloader("bill", "--measured", tmp_path / "missing", status=1).stderr
+
+
+EPOCHS = [
+    {"kind": "mixed", "complete": True, "figures": {"rows_per_s": 9.0, "gets": 9, "bytes_read": 9}},
+    {"kind": "cold", "complete": False, "figures": {"rows_per_s": 8.0, "gets": 8, "bytes_read": 8}},
+    {"kind": "cold", "complete": True, "figures": {"rows_per_s": 2.0, "gets": 3, "bytes_read": 40}},
+    {"kind": "warm", "complete": True, "figures": {"rows_per_s": 5.0, "gets": 0, "bytes_read": 0}},
+]
+
+
+def bench_file(path, **changes):
+    path.write_text(json.dumps({"rows": 10, "step_ms": 0, "link_bytes_per_s": 3e6, "epochs": EPOCHS, **changes}))
+    return path
+
+
+def test_only_whole_cold_and_warm_epochs_and_the_link_are_taken(tmp_path):
+    run = bill("--measured", bench_file(tmp_path / "bench.json"))["run"]
+    names = ("cold_rows_per_s", "warm_rows_per_s", "bytes_per_row", "gets_per_row", "link_megabytes_per_s")
+    assert [run[name] for name in names] == [2.0, 5.0, 4.0, 0.3, 3.0]
+
+
+def test_it_says_where_each_rate_comes_from(tmp_path):
+    flags = ["--measured", bench_file(tmp_path / "bench.json", epochs=EPOCHS[:3]), "--gets-per-row", "0.5"]
+    text = zloader("bill", *flags).stdout
+    assert "2 rows/s a process from the store (measured), 400,000 rows/s a process from the mirror (default)" in text
+    assert "3 MB/s a link (measured), 4 bytes a row (measured), 0.5 GETs a row (given)" in text
+    sources = bill(*flags)["sources"]
+    assert (sources["rows"], sources["warm_rows_per_s"], sources["gets_per_row"]) == ("measured", "default", "given")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step_ms": 20.0}, "was measured with --step-ms 20, so its rates are those of the steps, not of loading"),
+        ({"epochs": EPOCHS[:2]}, "has no complete epoch that was cold or warm"),
+        ({"epochs": []}, "has no complete epoch that was cold or warm"),
+    ],
+    ids=["steps", "only a mixed one", "none"],
+)
+def test_measurements_that_say_nothing_of_loading(tmp_path, changes, said):
+    assert said in zloader("bill", "--measured", bench_file(tmp_path / "bench.json", **changes), status=1).stderr
+
+
+def test_a_run_of_a_billion_epochs_is_a_matter_of_arithmetic():
+    assert dataclasses.replace(RUN, epochs=10**9).totals()[0] == pytest.approx(5e8)
 
 
 def test_the_rates_that_are_free_of_a_price_stay_finite():

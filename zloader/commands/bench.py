@@ -2,7 +2,7 @@
 
 Rows are read through a Loader. The figures are its statistics() and those of bench_run.py. Before the first epoch, one
 row is read without the mirror, so that imports and compilation are not measured. After the last one, the speed of the
-link is measured, unless it is stated or nothing depends on it.
+link, or of the disk of a local store, is measured, unless it is stated or nothing depends on it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def bench(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Bytes per second of the link to the store.",
-            show_default="measured, 2 s, unless the store is local",
+            help="Bytes per second of the link to the store, or of the disk of a local one.",
+            show_default="measured, 2 s",
         ),
     ] = None,
     join: Annotated[

@@ -5,9 +5,14 @@ The first rule that the numbers meet decides. If they meet none, the advice is t
 1. short: the epoch, or the part after its first minibatch, is too short for its rates to mean anything.
 2. step: the loop hardly waited, not even for its first minibatch, and the simulated steps account for its time.
 3. loop: the same, but its thread was busy making tensors.
-4. link: bytes arrived nearly as fast as the link delivers them without any decoding.
+4. link: bytes arrived nearly as fast as the link, or the disk of a local store, delivers them without any decoding.
 5. decoding, processor: nearly all cores were busy, mostly with decoding or also with other work.
-6. start: much of the epoch was the wait for its first minibatch.
+6. busy: the same, but other programs used the cores.
+7. start: much of the epoch was the wait for its first minibatch.
+8. waiting: the loop waited, and so little work was done that no thread can have been busy all the time.
+
+The system keeps files that were used lately in memory. So only bytes that the kernel has read from a disk count as the
+bytes that arrived from the disk of a local store.
 
 A thread that decodes may lose its core to another one, so `decode_s` can exceed the processor time of decoding. It only
 tells decoding and gathering apart once the processor is known to be busy.
@@ -20,9 +25,10 @@ from dataclasses import dataclass
 
 from zloader.commands.demo_results import size
 
-_SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
-_LITTLE_WAITING = 0.05
+SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
+_LITTLE_WAITING, _MUCH_WAITING = 0.05, 0.5
 _LONG_START = 0.2  # of an epoch
+_FROM_MEMORY = 0.5  # of the bytes of a local store, from which its disk hardly matters
 _MOST = 0.8  # share of a limit from which it is said to bind: rates over an epoch include its slower start
 _IMPOSSIBLE = 1.1  # times the link's speed; more shows that the link is faster than it is thought to be
 _ALIKE = 1.1  # ratio of speeds below which a difference may be noise
@@ -35,7 +41,9 @@ class Pace:
     `elapsed_s` is from the first request for a minibatch to the last minibatch. Of these, `wait_s` were waiting, and of
     those, `first_wait_s` for the first minibatch, which came after `first_minibatch_s`. `cpu_s` is the processor time
     of all threads, `loop_cpu_s` that of the loop's thread; `decode_s` and `gather_s` are sums over threads.
-    `stepped_s` is the time that steps of `step_s` took. `link_bytes_per_s` is None if it is not known.
+    `stepped_s` is the time that steps of `step_s` took. `link_bytes_per_s` is the speed of the link, or of the disk of
+    a `local` store; None if it is not known. `disk_bytes` were read from any disk, and `machine_busy` is the share of
+    the time of all cores that all programs used; None if the system does not tell. `cached`: whether there is a mirror.
     """
 
     kind: str
@@ -57,6 +65,9 @@ class Pace:
     loop_cpu_s: float
     decode_s: float
     gather_s: float
+    disk_bytes: float | None = None
+    machine_busy: float | None = None
+    cached: bool = False
 
     @property
     def rows_per_s(self) -> float:
@@ -65,8 +76,19 @@ class Pace:
 
     @property
     def bytes_per_s(self) -> float:
-        """Stored bytes read per second."""
-        return self.bytes_read / self.elapsed_s if self.elapsed_s else 0.0
+        """Stored bytes that arrived per second over the link, or from the disk of a local store."""
+        return self._arrived / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def _arrived(self) -> float:
+        if not self.local or self.disk_bytes is None:
+            return self.bytes_read
+        return min(self.disk_bytes, self.bytes_read)  # the kernel reads whole pages, and may read ahead
+
+    @property
+    def from_memory(self) -> float:
+        """The share of the bytes of a local store that was in memory already; 0 if that is not known."""
+        return 1 - self._arrived / self.bytes_read if self.bytes_read else 0.0
 
     @property
     def steady_s(self) -> float:
@@ -105,6 +127,11 @@ class Pace:
         return self.loop_cpu_s / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
+    def idle(self) -> bool:
+        """Whether the threads together were not even busy enough for one of them to be busy all the time."""
+        return self.cpu_s < _MOST * self.elapsed_s
+
+    @property
     def of_link(self) -> float | None:
         """The share of the link's speed at which bytes arrived; None if either is not known."""
         return self.bytes_per_s / self.link_bytes_per_s if self.link_bytes_per_s and self.bytes_read else None
@@ -127,7 +154,10 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """`bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor`, `start` or `unclear`; `text` says why."""
+    """What bounds an epoch, and in `text` why.
+
+    `bound` is `short`, `step`, `loop`, `link`, `decoding`, `processor`, `busy`, `start`, `waiting` or `unclear`.
+    """
 
     bound: str
     text: str
@@ -135,7 +165,7 @@ class Advice:
 
 def advise(pace: Pace) -> Advice:
     """Decides what bounds an epoch. Pure arithmetic on the figures."""
-    for rule in (_short, _step, _loop, _link, _processor, _start):
+    for rule in (_short, _step, _loop, _link, _processor, _busy, _start, _waiting):
         found = rule(pace)
         if found is not None:
             return found
@@ -143,12 +173,13 @@ def advise(pace: Pace) -> Advice:
 
 
 def _short(pace: Pace) -> Advice | None:
-    if pace.elapsed_s >= _SHORT_S and pace.steady_s >= _SHORT_S / 2 and pace.minibatches > 1:
+    if pace.elapsed_s >= SHORT_S and pace.steady_s >= SHORT_S / 2 and pace.minibatches > 1:
         return None
     return Advice(
         bound="short",
         text=f"Too short to tell. An epoch took {pace.elapsed_s:.2g} s, of which {pace.first_minibatch_s:.2g} s went "
-        "by before the first minibatch. A larger store, or a longer --step-ms, would show more.",
+        "by before the first minibatch. A larger store, smaller fetches (--fetch-factor), or a longer --step-ms would "
+        "show more.",
     )
 
 
@@ -189,11 +220,10 @@ def _link(pace: Pace) -> Advice | None:
 
 def _fewer_bytes(pace: Pace) -> str:
     """What to do about a bound on reading."""
-    return (
-        "A mirror on a fast local disk (--cache) spares later epochs these reads."
-        if pace.kind == "cold"
-        else "A mirror that holds the whole store would spare these reads."
-    )
+    if pace.kind != "cold":
+        return "A mirror that holds the whole store would spare these reads."
+    mirror = "The mirror" if pace.cached else "A mirror on a fast local disk (--cache)"
+    return f"{mirror} spares later epochs these reads."
 
 
 def _processor(pace: Pace) -> Advice | None:
@@ -214,6 +244,17 @@ def _processor(pace: Pace) -> Advice | None:
     )
 
 
+def _busy(pace: Pace) -> Advice | None:
+    if pace.machine_busy is None or pace.machine_busy < _MOST:
+        return None
+    return Advice(
+        bound="busy",
+        text=f"Other programs bound you: the cores of this machine were busy {pace.machine_busy:.0%} of the time, and "
+        f"this process used {pace.processor:.0%} of {pace.cores} core{'s' if pace.cores > 1 else ''}. Measure again "
+        "when they have ended.",
+    )
+
+
 def _start(pace: Pace) -> Advice | None:
     if pace.starting <= _LONG_START or pace.waiting > _LITTLE_WAITING:
         return None
@@ -222,6 +263,33 @@ def _start(pace: Pace) -> Advice | None:
         text=f"The start bounds you: the first minibatch came after {pace.first_minibatch_s:.1f} of "
         f"{pace.elapsed_s:.1f} s, and the loop hardly waited after it ({pace.waiting:.0%} of the time). Smaller "
         "fetches (--fetch-factor) begin earlier, and in a longer epoch the start matters less.",
+    )
+
+
+def _waiting(pace: Pace) -> Advice | None:
+    """Reads, or writes of the mirror, that take long although neither their rate nor any work is a limit."""
+    share = pace.of_link
+    if pace.waiting <= _MUCH_WAITING or not pace.idle:
+        return None
+    waited = f"the loop waited {pace.waiting:.0%} of the time after the first minibatch, while the threads together " \
+        f"used {pace.cpu_s / pace.elapsed_s:.0%} of one core"  # fmt: skip
+    if not pace.bytes_read:
+        if not pace.disk_bytes:
+            return None
+        return Advice(
+            bound="waiting",
+            text=f"The disk with the mirror bounds you: {waited}, and {size(pace.disk_bytes / pace.elapsed_s)}/s were "
+            "read from it. A faster disk helps, and so does memory in which the system can keep the mirror.",
+        )
+    if share is None or share > _MOST or not pace.gets or pace.from_memory > _FROM_MEMORY:
+        return None
+    name = "disk" if pace.local else "link"
+    return Advice(
+        bound="waiting",
+        text=f"Waiting for reads bounds you: {waited}, and {share:.0%} of the {name} was in use. A read had "
+        f"{size(pace.bytes_read / pace.gets)}. Larger blocks (--block-size) make larger reads, and more memory "
+        "(--memory) or larger fetches (--fetch-factor) allow more of them at once."
+        + (" The disk of the mirror may also be slow to write." if pace.cached else ""),
     )
 
 
@@ -236,8 +304,10 @@ def _unclear(pace: Pace) -> Advice:
         hint = f" The {name} is faster than --link-speed says." if pace.link_stated else ""
     elif share is not None:
         found.append(f"{share:.0%} of the {name} was in use")
-        if not pace.local and pace.waiting > 0.5:
+        if not pace.local and pace.waiting > _MUCH_WAITING:
             hint = " More bytes in flight (--memory) or larger blocks (--block-size) might help."
+        if pace.from_memory > _FROM_MEMORY:
+            hint = f" {pace.from_memory:.0%} of the bytes were in memory already, where the system keeps used files."
     elif pace.bytes_read:
         hint = f" The speed of the {name} was not measured: --link-speed states it."
     return Advice(bound="unclear", text=f"Not clear what bounds you: {', '.join(found)}.{hint}")

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zloader.commands import page
+from zloader.commands.bench_advice import Pace
 from zloader.commands.bench_charts import charts
 from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun
 from zloader.commands.demo_results import size
 
 _MOST_ROWS = 50  # of the table of epochs
 _LEAST_DOLLARS = 0.0001
+_LITTLE_FROM_MEMORY = 0.05
 _COLUMNS = ("epoch", "kind", "rows/s", "time", "first minibatch after", "waiting", "GETs", "read from the store",
             "read rate", "chunks from the mirror", "dollars")  # fmt: skip
 _TERMS = {
@@ -20,9 +22,9 @@ _TERMS = {
     "store once at least. A warm epoch reads the mirror only. A mixed epoch begins with a part of the mirror.",
     "Waiting": "The share of the time that the loop spent waiting for minibatches, also for the first one.",
     "GETs, read": "Requests to the store, and the stored bytes that they returned.",
-    "Limits": "The link: bytes per row at the link's speed. Decoding on all cores: the seconds that decoding took, "
-    "spread over all cores. Your step: --step-ms per minibatch. They ignore one another, so an epoch stays below the "
-    "lowest.",
+    "Limits": "The link, or the disk of a local store: bytes per row at its speed. Decoding on all cores: the seconds "
+    "that decoding took, spread over all cores. Your step: --step-ms per minibatch. They ignore one another, so an "
+    "epoch stays below the lowest.",
 }
 
 
@@ -77,12 +79,23 @@ def _caveats(run: BenchRun) -> list[str]:
             f"The machine was busy in the minute before the first epoch: its load was {run.load:.1f} with {run.cores} "
             "cores. If another program went on running, every figure is worse than it could be."
         )
-    if run.local and any(epoch.figures["bytes_read"] for epoch in run.epochs):
-        found.append(
-            "The store is local, and the system keeps files that were used lately in memory. So cold epochs may be "
-            "faster than the disk."
-        )
+    reading = [pace for pace in run.paces.values() if pace.bytes_read]
+    if run.local and reading:
+        found += _from_memory(reading[0])
     return found
+
+
+def _from_memory(pace: Pace) -> list[str]:
+    kept = "The store is local, and the system keeps files that were used lately in memory."
+    if pace.disk_bytes is None:
+        return [f"{kept} So {pace.kind} epochs may be faster than the disk."]
+    if pace.from_memory < _LITTLE_FROM_MEMORY:
+        return []
+    share = f"{pace.from_memory:.0%} of what the {pace.kind} epoch read was there."
+    if pace.link_bytes_per_s is None:
+        return [f"{kept} {share}"]
+    most = pace.rows * pace.link_bytes_per_s / pace.bytes_read
+    return [f"{kept} {share} If all of it came from the disk, {most:,.0f} rows/s would be the most."]
 
 
 def _tiles(run: BenchRun) -> list[tuple[str, str]]:
@@ -210,7 +223,7 @@ def _conditions(run: BenchRun) -> dict[str, str]:
         "fetches": f"{run.settings['fetch_factor'] * run.batch_size:,} rows, in blocks of {run.settings['block_size']}",
         "memory for bytes in flight": size(run.settings["in_flight_bytes"]),
         "step": f"{1000 * run.step_s:g} ms of sleep per minibatch" if run.step_s else "none: loading alone",
-        "link": _link(run),
+        "disk" if run.local else "link": _link(run),
         "load of the machine before": f"{run.load:.1f}",
     }
     return shown | page.machine()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zloader.commands.bench_advice import Advice, Pace, advise, compare
+from zloader.commands.bench_advice import SHORT_S, Advice, Pace, advise, compare
 from zloader.commands.bill_run import Prices
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class BenchQuality:
 class BenchRun:
     """The results of `zloader bench`.
 
-    `settings` are the options by name, as in the JSON. Epochs are appended as they end. `link_bytes_per_s` is None if
-    it was neither stated nor measured. Reads of a local store cost nothing. `load` is the load average of the machine
-    before the first epoch.
+    `settings` are the options by name, as in the JSON. Epochs are appended as they end. `link_bytes_per_s` is the speed
+    of the link, or of the disk of a local store; None if it was neither stated nor measured. Reads of a local store
+    cost nothing. `load` is the load average of the machine before the first epoch.
     """
 
     urls: Sequence[str]
@@ -84,11 +84,15 @@ class BenchRun:
     interrupted: bool = False
 
     def of_kind(self, kind: str) -> Mapping[str, float] | None:
-        """The medians of the complete epochs of a kind, or the figures of an interrupted one; None without any."""
-        complete = medians(self.epochs).get(kind)
-        if complete is not None:
-            return complete
-        return next((epoch.figures for epoch in self.epochs if epoch.kind == kind), None)
+        """The figures of one epoch of a kind: the complete one with the median time, or an interrupted one.
+
+        None without any. Medians of each figure would belong to different epochs, and their ratios to none.
+        """
+        of_kind = [epoch for epoch in self.epochs if epoch.kind == kind]
+        complete = sorted((e for e in of_kind if e.complete), key=lambda epoch: epoch.figures["elapsed_s"])
+        if complete:
+            return complete[(len(complete) - 1) // 2].figures
+        return of_kind[0].figures if of_kind else None
 
     def pace(self, kind: str) -> Pace | None:
         """What is known of the speed of the epochs of a kind."""
@@ -103,6 +107,7 @@ class BenchRun:
             step_s=self.step_s,
             cores=self.cores,
             local=self.local,
+            cached=self.cache is not None,
             link_bytes_per_s=self.link_bytes_per_s,
             link_stated=self.link_stated,
         )
@@ -123,7 +128,8 @@ class BenchRun:
         """All advice in plain words."""
         of_kinds = [f"{kind.capitalize()} epochs: {advice.text}" for kind, advice in self.advice.items()]
         whole_s = [epoch.figures["elapsed_s"] for epoch in self.epochs if epoch.complete]
-        if whole_s and {advice.bound for advice in self.advice.values()} == {"short"}:
+        all_short = {advice.bound for advice in self.advice.values()} == {"short"}
+        if whole_s and max(whole_s) < SHORT_S and all_short:
             of_kinds = [
                 f"This store is too small to measure: the longest epoch of its {self.rows:,} rows took "
                 f"{max(whole_s):.2g} s, which is too short to tell loading from start-up."

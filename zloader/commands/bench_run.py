@@ -1,4 +1,4 @@
-"""Measures epochs for `zloader bench`: the figures of each, samples of it over time, and the speed of the link."""
+"""Measures epochs for `zloader bench`: the figures of each, samples of it over time, and the speed of link or disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from zloader.commands import terminal
 from zloader.commands.bench_options import BenchOptions
 from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
+from zloader.common import page_cache
 from zloader.common.errors import ZloaderError
-from zloader.common.machine import available_cores
+from zloader.common.machine import available_cores, processor_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,17 +92,23 @@ def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> Non
 
 
 def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
-    """Measures the link if an epoch that was long enough to be judged read from a store that is not local."""
+    """Measures the link, or the disk of a local store, if an epoch that was long enough to be judged read from it."""
+    from zloader.dataset.disk import disk_bytes_per_s
     from zloader.dataset.link import link_bytes_per_s
 
     read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
-    if run.local or run.link_stated or not read:
+    if run.link_stated or not read:
         return run
+    name, x = "disk" if run.local else "link", loader.x or "X"
     try:
-        with console.status("measuring the link"):
-            speed = link_bytes_per_s(loader.dataset, x=loader.x or "X", options=loader.options)
-    except ZloaderError as error:
-        console.print(f"the link was not measured: {error}", soft_wrap=True)
+        with console.status(f"measuring the {name}"):
+            speed = (
+                disk_bytes_per_s(loader.dataset, x=x)
+                if run.local
+                else link_bytes_per_s(loader.dataset, x=x, options=loader.options)
+            )
+    except (ZloaderError, OSError) as error:
+        console.print(f"the {name} was not measured: {error}", soft_wrap=True)
         return run
     return dataclasses.replace(run, link_bytes_per_s=speed)
 
@@ -180,6 +187,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
     mirrored = _Mirrored(loader)
     mirrored_before = mirrored.share
     clocks = time.perf_counter(), time.process_time(), time.thread_time()
+    disk_before, machine_before = page_cache.disk_bytes(), processor_s()
     samples = _Samples(lambda at_s: _sample(loader.statistics(), at_s, mirrored.share))
     try:
         for minibatch in loader:
@@ -212,6 +220,12 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
                 "mirrored_after": mirrored.share,
                 "mirror_bytes": mirrored.n_bytes,
             }
+            disk_after, machine_after = page_cache.disk_bytes(), processor_s()
+            if disk_before is not None and disk_after is not None:
+                figures["disk_bytes"] = disk_after - disk_before
+            if machine_before is not None and machine_after is not None:
+                busy_s, all_s = (after - before for before, after in zip(machine_before, machine_after, strict=True))
+                figures["machine_busy"] = busy_s / all_s if all_s else 0.0
             measured.append(
                 BenchEpoch(
                     epoch=int(figures.pop("epoch")),

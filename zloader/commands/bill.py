@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,7 @@ _MAY_BE_ZERO = {
     "gpu_hour", "producer_hour", "thousand_gets", "gigabyte_egress", "nvme_gigabyte_month",
     "producers", "gets_per_row", "mirror_bytes_per_row", "mirror",
 }  # fmt: skip
+_MOST = 1e15  # larger figures are mistakes, and their products overflow
 _MODEL, _LOADING = "Model and GPUs", "Loading"
 
 
@@ -50,7 +52,8 @@ def bill(  # noqa: PLR0913 - one parameter a flag
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Output of 'zloader bench --json'. It sets the rows, rates, bytes and GETs that are not given.",
+            help="Output of 'zloader bench --json'. It sets the rows, rates, bytes, GETs and the speed of the link "
+            "that are not given.",
             show_default=False,
         ),
     ] = None,
@@ -79,8 +82,9 @@ def bill(  # noqa: PLR0913 - one parameter a flag
         typer.Option(help="Rows/s a process loads from the mirror.", show_default="400_000", rich_help_panel=_LOADING),
     ] = None,
     link_megabytes_per_s: Annotated[
-        float, typer.Option(help="Speed of a machine's link to the store.", rich_help_panel=_LOADING)
-    ] = 1200,
+        float | None,
+        typer.Option(help="Speed of a machine's link to the store.", show_default="1_200", rich_help_panel=_LOADING),
+    ] = None,
     mirror: Annotated[
         bool, typer.Option(help="Whether later epochs read from a mirror.", rich_help_panel=_LOADING)
     ] = True,
@@ -118,7 +122,9 @@ def bill(  # noqa: PLR0913 - one parameter a flag
         "warm_rows_per_s": warm_rows_per_s,
         "bytes_per_row": bytes_per_row,
         "gets_per_row": gets_per_row,
+        "link_megabytes_per_s": link_megabytes_per_s,
     }
+    sources = dict.fromkeys(known, "measured")
     known |= {name: value for name, value in given.items() if value is not None}
     defaults = {
         "rows": 100.6e6,
@@ -126,7 +132,9 @@ def bill(  # noqa: PLR0913 - one parameter a flag
         "warm_rows_per_s": 400e3,
         "bytes_per_row": 2_600,
         "gets_per_row": 0.0052 if mirror else 0.031,
+        "link_megabytes_per_s": 1200,
     }
+    sources |= {name: "given" for name, value in given.items() if value is not None}
     run = Run(
         **(defaults | known),
         epochs=epochs,
@@ -137,7 +145,6 @@ def bill(  # noqa: PLR0913 - one parameter a flag
         mfu=mfu,
         peak_tflops=peak_tflops,
         gpu_rows_per_s=gpu_rows_per_s,
-        link_megabytes_per_s=link_megabytes_per_s,
         mirror=mirror,
         mirror_bytes_per_row=mirror_bytes_per_row,
         producers=producers,
@@ -149,41 +156,57 @@ def bill(  # noqa: PLR0913 - one parameter a flag
     )
     _require_usable(run)
     if as_json:
-        print_json(_document(run))
+        print_json(_document(run) | {"sources": {name: sources.get(name, "default") for name in defaults}})
     else:
-        _show(run)
+        _show(run, sources)
 
 
 def _require_usable(run: Run) -> None:
     """Raises OptionError for figures that no run can have."""
     for name, value in dataclasses.asdict(run).items():
         free = name in _MAY_BE_ZERO
-        if value is not None and not (math.isfinite(value) and (value > 0 or (free and value == 0))):
-            wanted = "of at least 0" if free else "greater than 0"
-            raise OptionError(f"--{name.replace('_', '-')} must be a number {wanted}, not {value:g}")
+        if value is None or 1 / _MOST <= value <= _MOST or (free and value == 0):
+            continue
+        wanted = "of at least 0" if free else "greater than 0"
+        wanted += f", from {1 / _MOST:g} to {_MOST:g}" if 0 < value < math.inf else ""
+        shown = f"{value:g}" if isinstance(value, float) else f"{value!s:.20}"
+        raise OptionError(f"--{name.replace('_', '-')} must be a number {wanted}, not {shown}")
     if run.mfu > 1:
         raise OptionError(f"--mfu is a share of the peak, at most 1, not {run.mfu:g}")
 
 
 def _from_bench(path: Path) -> dict[str, float]:
-    """The rows, and the figures of the first epoch that read from the store and of the first that did not."""
+    """The rows, the figures of the first cold epoch and of the first warm one, and the speed of the link.
+
+    Raises OptionError if the file has neither, or if its epochs had steps, whose time is part of their rates.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         known = {"rows": float(document["rows"])}
-        for figures in (epoch["figures"] for epoch in reversed(document["epochs"]) if epoch["complete"]):
-            if not figures["gets"]:
-                known["warm_rows_per_s"] = float(figures["rows_per_s"])
-                continue
+        step_ms = float(document["step_ms"])
+        of_kinds = {epoch["kind"]: epoch["figures"] for epoch in reversed(document["epochs"]) if epoch["complete"]}
+        if "warm" in of_kinds:
+            known["warm_rows_per_s"] = float(of_kinds["warm"]["rows_per_s"])
+        if "cold" in of_kinds:
             known |= {
-                "cold_rows_per_s": float(figures["rows_per_s"]),
-                "bytes_per_row": figures["bytes_read"] / known["rows"],
-                "gets_per_row": figures["gets"] / known["rows"],
+                "cold_rows_per_s": float(of_kinds["cold"]["rows_per_s"]),
+                "bytes_per_row": of_kinds["cold"]["bytes_read"] / known["rows"],
+                "gets_per_row": of_kinds["cold"]["gets"] / known["rows"],
             }
+        if document["link_bytes_per_s"] is not None:
+            known["link_megabytes_per_s"] = document["link_bytes_per_s"] / 1e6
     except OSError as error:
         raise OptionError(f"cannot read --measured {path}: {error}") from error
-    except (ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError) as error:
         problem = f"{path} is not the output of 'zloader bench --json': {error!r}"
         raise OptionError(problem) from error
+    if not of_kinds.keys() & {"cold", "warm"}:
+        raise OptionError(f"{path} has no complete epoch that was cold or warm: run 'zloader bench' to its end")
+    if step_ms:
+        raise OptionError(
+            f"{path} was measured with --step-ms {step_ms:g}, so its rates are those of the steps, not of loading: "
+            "measure again without it"
+        )
     return known
 
 
@@ -218,7 +241,20 @@ def _verdict(run: Run) -> str:
     return f"{sentence} In later epochs, {_ADVICE[warm.bound_by]} (they wait {warm.gpu_wait_share:.0%})."
 
 
-def _show(run: Run) -> None:
+_RATES = {
+    "cold_rows_per_s": "rows/s a process from the store", "warm_rows_per_s": "rows/s a process from the mirror",
+    "link_megabytes_per_s": "MB/s a link", "bytes_per_row": "bytes a row", "gets_per_row": "GETs a row",
+}  # fmt: skip
+
+
+def _rates(run: Run, sources: Mapping[str, str]) -> str:
+    """What loading is computed from, and where each figure comes from."""
+    used = [name for name in _RATES if name != "warm_rows_per_s" or (run.mirror and run.epochs > 1)]
+    shown = (f"{getattr(run, name):,.6g} {_RATES[name]} ({sources.get(name, 'default')})" for name in used)
+    return f"loading: {', '.join(shown)}"
+
+
+def _show(run: Run, sources: Mapping[str, str]) -> None:
     console = terminal.console()
     console.print(
         f"{run.rows:,.0f} rows, {run.epochs} epochs, {run.gpus} GPUs of {run.gpu_rate:,.0f} rows/s each", soft_wrap=True
@@ -241,6 +277,7 @@ def _show(run: Run) -> None:
     hours, dollars = run.totals()
     console.print(f"whole run: {hours:,.2f} hours, ${dollars:,.2f}", style="bold")
     console.print(_verdict(run), soft_wrap=True)
+    console.print(_rates(run, sources), soft_wrap=True)
     console.print(f"prices: GPU hour ${run.gpu_hour:g}, producer hour ${run.producer_hour:g}, 1000 GETs "
                   f"${run.thousand_gets:g}, GB read ${run.gigabyte_egress:g}, GB of NVMe and month "
                   f"${run.nvme_gigabyte_month:g}", soft_wrap=True)  # fmt: skip

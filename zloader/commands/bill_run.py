@@ -139,5 +139,5 @@ class Run(Prices):
 
     def totals(self) -> tuple[float, float]:
         """Hours and dollars of the whole run."""
-        epochs = [self.epoch(cold=number < self.n_cold) for number in range(self.epochs)]
-        return sum(epoch.hours for epoch in epochs), sum(epoch.total_dollars for epoch in epochs)
+        parts = [(self.n_cold, self.epoch(cold=True)), (self.epochs - self.n_cold, self.epoch(cold=False))]
+        return sum(n * each.hours for n, each in parts), sum(n * each.total_dollars for n, each in parts)

@@ -25,6 +25,20 @@ def available_bytes() -> int:
     return min(limits)
 
 
+def processor_s() -> tuple[float, float] | None:
+    """Seconds that all cores of the machine were busy, and seconds in all, of all programs. None if it does not tell.
+
+    Time that another virtual machine had is busy, waiting for a disk is not.
+    """
+    try:
+        first, *_ = Path("/proc/stat").read_text().splitlines()
+        user, nice, system, idle, io, irq, soft_irq, steal, *_ = (int(each) for each in first.split()[1:])
+    except (OSError, ValueError):
+        return None
+    busy, ticks = user + nice + system + irq + soft_irq + steal, os.sysconf("SC_CLK_TCK")
+    return busy / ticks, (busy + idle + io) / ticks
+
+
 def require_memory(n_bytes: int, what: str, advice: str) -> None:
     """Raises OptionError, before any memory is used, if `what` needs more than half of the memory of the machine."""
     there = available_bytes()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ _SAMPLES = 16  # ranges checked before a prefetch
 _advise = External("posix_fadvise", "int32", "int32", "int64", "int64", "int32")
 _pread = External("pread", "intp", "int32", "uintp", "uintp", "int64")
 _WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", 0)
+_TELLS = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")  # what is in memory
 
 
 @compiled
@@ -44,11 +46,32 @@ def _prefetch(file: int, starts: NDArray[Any], stops: NDArray[Any]) -> None:
 
 def prefetch(file: int, starts: Rows, stops: Rows) -> None:
     """Tells the kernel to read the bytes `[start, stop)` of each row, unless a sample of them is all in memory."""
-    if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
+    if not _TELLS:
         return
     samples = np.linspace(0, len(starts) - 1, min(_SAMPLES, len(starts))).astype(np.int64)
     if not all(_in_memory(file, offset) for offset in starts[samples].tolist()):
         _prefetch(file, starts, stops)
+
+
+def drop(file: int, start: int, n_bytes: int) -> bool:
+    """Drops some bytes of a file from the page cache. Whether a sample of them is really not in memory any more.
+
+    They stay, for example, on a file system in memory, or if they have just been written, or are mapped.
+    """
+    if not _TELLS:
+        return False
+    os.posix_fadvise(file, start, n_bytes, os.POSIX_FADV_DONTNEED)
+    samples = np.linspace(start, start + n_bytes - 1, _SAMPLES).astype(np.int64)
+    return not any(_in_memory(file, offset) for offset in samples.tolist())
+
+
+def disk_bytes() -> int | None:
+    """The bytes that this process has made the kernel read from disks so far. None if the system does not tell."""
+    try:
+        counted = Path("/proc/self/io").read_text()
+    except OSError:
+        return None
+    return int(dict(line.split(": ") for line in counted.splitlines())["read_bytes"])
 
 
 def _in_memory(file: int, offset: int) -> bool:

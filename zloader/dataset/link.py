@@ -1,7 +1,9 @@
-"""Measures how fast this machine reads a store: for two seconds, many reads at once, and nothing is decoded.
+"""Measures how fast a store can be read over its link: for two seconds, many reads at once, and nothing is decoded.
 
-The reads are parts of the matrix, in an order that jumps between objects. A slow link gets five seconds. The rate is
-counted from the first read that is complete, so that latency and the opening of connections do not count.
+The reads are parts of the matrix, in an order that jumps between objects. They have as many bytes in flight as a loader
+may have, 64 MiB at least. They grow as long as larger ones come faster, so that a slow link returns many in a few
+seconds, and latency does not bound a fast one. The rate is counted from when they have stopped growing. A slow link
+gets five seconds. `zloader.dataset.disk` measures the disk of a local store.
 """
 
 from __future__ import annotations
@@ -14,18 +16,17 @@ from dataclasses import replace
 
 from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
-from zloader.common.records import ByteSource, Span
+from zloader.common.records import Span
 from zloader.dataset.dataset import Dataset
 from zloader.reading.bridge import Bridge, Put
 
-# Reads grow until they take a while, so that a slow link returns many in a few seconds, and a fast one is busy.
 _FIRST_BYTES, _MOST_READ_BYTES = 64 << 10, 2 << 20
-_LONG_S = 0.2
-_LANES = 32  # reads at once
+_GAIN = 1.3  # times the bytes per second, for which reads of twice the size are worth it
+_LEAST_LANES, _MOST_LANES = 32, 256  # reads at once
 _ENOUGH_S, _MOST_S = 2.0, 5.0
-_MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30
 _ROUNDS = 2  # reads per lane, without which the rate would be a guess
-_MOST_PARTS = 4096  # of the matrix, which are read again and again
+MOST_PARTS = 4096  # of the matrix, which are read again and again
 
 
 def link_bytes_per_s(
@@ -40,57 +41,72 @@ def link_bytes_per_s(
 
     Reads for `enough_s` seconds, or up to `most_s` on a slow link, and 1 GiB at most. Raises any ReadError.
     """
-    parts = list(itertools.islice(_parts(dataset, one_or_more(x=x), options), _MOST_PARTS))
+    parts = list(itertools.islice(parts_of(dataset, one_or_more(x=x)), MOST_PARTS))
     if not parts:
         return None
+    sources = [store.source(options) for store in dataset.stores]
+    lanes = min(max(_LEAST_LANES, options.in_flight_bytes // _MOST_READ_BYTES), _MOST_LANES)
     reads = itertools.cycle(parts)
     done: list[tuple[float, int]] = []  # when each read was complete, in order, and its bytes
+    growing, grown = set(range(lanes)), 0  # lanes whose reads grow, and how many reads were complete when none did
 
     def is_enough() -> bool:
-        if len(done) < _ROUNDS * _LANES:
-            return False
-        return time.perf_counter() - done[0][0] > enough_s or sum(size for _, size in done) >= _MOST_BYTES
+        counted = done[grown:]
+        if growing or len(counted) < _ROUNDS * lanes:
+            return sum(size for _, size in done) >= MOST_BYTES
+        return time.perf_counter() - counted[0][0] > enough_s or sum(size for _, size in counted) >= MOST_BYTES
 
-    async def read_on() -> None:
-        n_bytes = _FIRST_BYTES
+    async def read_on(lane: int) -> None:
+        nonlocal grown
+        n_bytes, before = _FIRST_BYTES, 0.0
         while not is_enough():
-            source, part = next(reads)
+            store, part = next(reads)
             began_s = time.perf_counter()
-            (stored,) = await source.read([replace(part, stop=min(part.stop, part.start + n_bytes))])
+            (stored,) = await sources[store].read([replace(part, stop=min(part.stop, part.start + n_bytes))])
             done.append((time.perf_counter(), len(stored)))
-            if done[-1][0] - began_s < _LONG_S:
-                n_bytes = min(2 * n_bytes, _MOST_READ_BYTES)
+            if lane not in growing:
+                continue
+            rate = len(stored) / max(1e-9, done[-1][0] - began_s)
+            if rate > _GAIN * before and n_bytes < _MOST_READ_BYTES:
+                n_bytes, before = 2 * n_bytes, rate
+                continue
+            growing.discard(lane)
+            grown = grown if growing else len(done)
 
     async def produce(put: Put[None]) -> None:
         try:
             async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
-                for _ in range(_LANES):
-                    group.create_task(read_on())
+                for lane in range(lanes):
+                    group.create_task(read_on(lane))
         except TimeoutError:
             pass  # there may be enough reads all the same
         await put([None], 1)
 
     for _ in Bridge(produce, ready_bytes=1, name="zloader-link"):
         pass
-    if len(done) < _ROUNDS * _LANES or done[-1][0] <= done[0][0]:
+    counted = done[grown:] if not growing and len(done) - grown >= _ROUNDS * lanes else done
+    if len(counted) < _ROUNDS * lanes or counted[-1][0] <= counted[0][0]:
         return None
-    return sum(size for _, size in done[1:]) / (done[-1][0] - done[0][0])
+    return sum(size for _, size in counted[1:]) / (counted[-1][0] - counted[0][0])
 
 
-def _parts(dataset: Dataset, names: Sequence[str], options: FetchOptions) -> Iterator[tuple[ByteSource, Span]]:
-    """Parts of the stored objects of some matrices. Successive parts are of different objects."""
+def parts_of(dataset: Dataset, names: Sequence[str]) -> Iterator[tuple[int, Span]]:
+    """Parts of the stored objects of some matrices, with the numbers of their stores.
+
+    Successive parts are of different objects, if there are several.
+    """
     objects = []
-    for store in dataset.stores:
-        source, sizes = store.source(options), store.object_sizes()
+    for number, store in enumerate(dataset.stores):
+        sizes = store.object_sizes()
         keys = [
             array.shard_key(shard)
             for name in names
             for array in store.matrix(name).arrays
-            for shard in range(min(array.n_shards, _MOST_PARTS))
+            for shard in range(min(array.n_shards, MOST_PARTS))
         ]
-        objects += [(source, key, sizes[key]) for key in keys if sizes.get(key)]
+        objects += [(number, key, sizes[key]) for key in keys if sizes.get(key)]
     longest = max((size for _, _, size in objects), default=0)
     for start in range(0, longest, _MOST_READ_BYTES):
-        for source, key, size in objects:
+        for number, key, size in objects:
             if start < size:
-                yield source, Span(key=key, start=start, stop=min(start + _MOST_READ_BYTES, size))
+                yield number, Span(key=key, start=start, stop=min(start + _MOST_READ_BYTES, size))

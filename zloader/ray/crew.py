@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, ProducerError
 from zloader.order.plan import Plan, Remaining
+from zloader.ray.alive import cluster_of_ray
 from zloader.ray.producers import Producer, pickled
 from zloader.ray.production import LANES, FailedError, LostError
 from zloader.reading.resources import Counters
@@ -145,6 +146,7 @@ class Crew:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _failed_starts: int = 0
     _closed: bool = False
+    _gone: str = ""  # why there is no cluster any more
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -164,6 +166,7 @@ class Crew:
             raise OptionError(f"resources={self.resources!r:.200}: {error}") from error
         self._loader = ray.put(pickled(loader))
         self._session = _session()
+        self._cluster = cluster_of_ray()
 
     def share(self, plan: Plan) -> SharedPlan:
         """Puts the plan of an epoch where producers find it. Raises ProducerError if Ray has been shut down."""
@@ -171,6 +174,8 @@ class Crew:
         return SharedPlan(next(self._numbers), ray.put(pickled(plan)))
 
     def _require_ray(self) -> None:
+        if self._gone:
+            raise ProducerError(self._gone)
         if _session() != self._session:
             raise ProducerError(
                 "Ray was shut down in this process after the stream was made, and its producers with it: call ray.init "
@@ -178,10 +183,24 @@ class Crew:
             )
 
     async def watch(self) -> None:
-        """Raises ProducerError when Ray has been shut down in this process."""
+        """Raises ProducerError when Ray has been shut down in this process, or its cluster is gone."""
         while True:
             self._require_ray()
+            try:
+                await self._cluster.require()
+            except ProducerError as error:
+                self._abandon(str(error))
+                raise
             await asyncio.sleep(_CHECK_S)
+
+    def _abandon(self, reason: str) -> None:
+        """Forgets all producers without a word to Ray, which might never answer."""
+        with self._lock:
+            self._gone = reason
+            self._free.clear()
+            for member in self._members:
+                member.lost = True
+            self._members.clear()
 
     async def join(self, others_work: Callable[[], bool]) -> Member:
         """A producer that is ready to work. Waits for one as long as others work.

@@ -63,7 +63,7 @@ def stream(
 
     Raises OptionError for an invalid option. Iterating raises the errors of a Loader, when their minibatch is due, and
     ProducerError if no producer can be started, if one after another dies with the same fetch, if none makes progress,
-    or if Ray is shut down in this process.
+    if Ray is shut down in this process, or if the head of the cluster or this machine's raylet is gone.
     """
     return Stream(
         loader,

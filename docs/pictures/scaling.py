@@ -1,0 +1,27 @@
+"""Draws how far producers scale: the figures that benchmarks/scale.py has simulated and written to scaling.json.
+
+python benchmarks/scale.py --simulate --output docs/pictures/scaling.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import style
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1] / "benchmarks"))  # its scripts import one another as neighbours
+
+import scale_figure  # noqa: E402
+
+
+def draw() -> Figure:
+    """Rows/s by machines without mirrors, and reads with mirrors."""
+    found = json.loads((HERE / "scaling.json").read_text())
+    figure: Figure = scale_figure.draw(found)
+    return figure
+
+
+if __name__ == "__main__":
+    style.write(draw(), "scaling")
