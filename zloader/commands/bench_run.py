@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from zloader.commands import terminal
 from zloader.commands.bench_options import BenchOptions
 from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
-from zloader.common import page_cache
 from zloader.common.errors import ZloaderError
-from zloader.common.machine import available_cores, processor_s
+from zloader.common.machine import available_cores, disk_bytes, processor_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -187,7 +186,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
     mirrored = _Mirrored(loader)
     mirrored_before = mirrored.share
     clocks = time.perf_counter(), time.process_time(), time.thread_time()
-    disk_before, machine_before = page_cache.disk_bytes(), processor_s()
+    disk_before, machine_before = disk_bytes(), processor_s()
     samples = _Samples(lambda at_s: _sample(loader.statistics(), at_s, mirrored.share))
     try:
         for minibatch in loader:
@@ -220,7 +219,7 @@ def run_epoch(loader: Loader, measured: list[BenchEpoch], *, step_s: float = 0.0
                 "mirrored_after": mirrored.share,
                 "mirror_bytes": mirrored.n_bytes,
             }
-            disk_after, machine_after = page_cache.disk_bytes(), processor_s()
+            disk_after, machine_after = disk_bytes(), processor_s()
             if disk_before is not None and disk_after is not None:
                 figures["disk_bytes"] = disk_after - disk_before
             if machine_before is not None and machine_after is not None:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory."""
+"""This machine: its cores and memory, how busy it is, and what was read from its disks."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def processor_s() -> tuple[float, float] | None:
         return None
     busy, ticks = user + nice + system + irq + soft_irq + steal, os.sysconf("SC_CLK_TCK")
     return busy / ticks, (busy + idle + io) / ticks
+
+
+def disk_bytes() -> int | None:
+    """The bytes that this process has made the kernel read from disks so far. None if the system does not tell."""
+    try:
+        counted = Path("/proc/self/io").read_text()
+    except OSError:
+        return None
+    return int(dict(line.split(": ") for line in counted.splitlines())["read_bytes"])
 
 
 def require_memory(n_bytes: int, what: str, advice: str) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,15 +62,6 @@ def drop(file: int, start: int, n_bytes: int) -> bool:
     os.posix_fadvise(file, start, n_bytes, os.POSIX_FADV_DONTNEED)
     samples = np.linspace(start, start + n_bytes - 1, _SAMPLES).astype(np.int64)
     return not any(_in_memory(file, offset) for offset in samples.tolist())
-
-
-def disk_bytes() -> int | None:
-    """The bytes that this process has made the kernel read from disks so far. None if the system does not tell."""
-    try:
-        counted = Path("/proc/self/io").read_text()
-    except OSError:
-        return None
-    return int(dict(line.split(": ") for line in counted.splitlines())["read_bytes"])
 
 
 def _in_memory(file: int, offset: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zloader.common import page_cache
+from zloader.common import machine, page_cache
 from zloader.common.checks import one_or_more
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.link import MOST_BYTES, MOST_PARTS, parts_of
@@ -36,7 +36,7 @@ def disk_bytes_per_s(
     """
     parts = list(itertools.islice(parts_of(dataset, one_or_more(x=x)), MOST_PARTS))
     files = [(Path(dataset.stores[store].location.path, part.key), part.start, part.size) for store, part in parts]
-    before = page_cache.disk_bytes()
+    before = machine.disk_bytes()
     if not files or before is None:
         return None
     reading = _Reading(files, time.perf_counter() + enough_s)
@@ -47,7 +47,7 @@ def disk_bytes_per_s(
         thread.join(max(0.0, reading.began_s + most_s - time.perf_counter()))
     if reading.error is not None:
         raise reading.error
-    n_bytes, counted = reading.n_bytes, (page_cache.disk_bytes() or 0) - before
+    n_bytes, counted = reading.n_bytes, (machine.disk_bytes() or 0) - before
     if any(thread.is_alive() for thread in threads) or n_bytes < _LEAST_BYTES or counted < _LEAST_COUNTED * n_bytes:
         return None
     return n_bytes / (reading.ended_s - reading.began_s)

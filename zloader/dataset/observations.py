@@ -110,6 +110,7 @@ class Observations:
         if len(self._stores) > 1:  # the labels are joined over all rows
             return concatenated(name, self._read_column(name))[rows]
         self.require_columns([name])
+        self._paged.keep_obs(name)
         return read_column(self._stores[0], name, rows)
 
     def column(self, name: str) -> ObsColumn:
@@ -133,6 +134,7 @@ class Observations:
 
     def labels(self, name: str) -> pd.Index | np.dtype[Any]:
         """The meaning of a column's numbers, as `ObsColumn.labels`; of a large column, without reading its rows."""
+        self.require_columns([name])
         if name not in self._columns:
             self.require_usable([name])
             labels = self._paged.labels(name)
