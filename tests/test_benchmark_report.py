@@ -8,16 +8,12 @@ from pathlib import Path
 
 import benchmark_runs
 import pytest
-import records
 import report
-import report_figures
-import report_looks
-import report_tables
-import report_words
 from benchmark_runs import RUN, measurement, peers, whole_run, write
 from pages import Page, drawn, labels_through_which_a_line_passes, overlapping_ticks
-from report_results import Results
-from turns import Spread
+from reporting import figures, looks, records, tables, words
+from reporting.results import Results
+from reporting.turns import Spread
 
 from zloader.commands.page import LIGHT
 
@@ -46,10 +42,10 @@ def page(whole: Results) -> Page:
 
 
 def test_the_page_has_every_scenario_and_tool(whole, page):
-    headings = [section.title for section in report_tables.sections(whole)]
+    headings = [section.title for section in tables.sections(whole)]
     assert len(whole.scenarios) == 12
     for name in whole.scenarios:
-        assert report_tables.scenario(name).title in headings
+        assert tables.scenario(name).title in headings
     for heading in headings:
         assert heading in page.text
     for peer in benchmark_runs.SPEEDS:
@@ -83,7 +79,7 @@ def test_limits_are_lines_of_the_figures(whole):
     """Those of the cloud are the link and decoding; memcpy is far beyond the bars of the local disk."""
     legends = {}
     for name in ("cold_warm_local", "cold_warm_cloud"):
-        (chart,) = report_figures.charts(whole, name, "synthetic")
+        (chart,) = figures.charts(whole, name, "synthetic")
         figure = drawn(chart)
         (legend,) = figure.subfigs[0].legends
         legends[name] = [text.get_text() for text in legend.get_texts()]
@@ -113,21 +109,21 @@ def test_ratios_are_paired_by_turn(tmp_path):
     (headline,) = found.headlines()
     assert headline.other is not None
     assert headline.other.against == Spread(2.0, 2.0, 8.0)
-    assert report_tables.times(headline.other.against) == "2.0 × (2.0 to 8.0)"
-    (table,) = report_tables.at_a_glance(found).tables
+    assert tables.times(headline.other.against) == "2.0 × (2.0 to 8.0)"
+    (table,) = tables.at_a_glance(found).tables
     assert table.rows == [["perfectly random cells", "400 cells/s", "annbatch: 100 cells/s", "2.0 × (2.0 to 8.0)"]]
 
 
 def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     lines = one_case(("zloader", [100, 100]), ("annbatch", [200, 200]), ("AnnData in memory", [400, 400]))
     lines += [measurement("first", peer, 1, 1000, first_s=s) for peer, s in (("zloader", 2.0), ("annbatch", 0.5))]
-    rows = [row for table in report_tables.sections(results(tmp_path, lines))[1].tables for row in table.rows]
+    rows = [row for table in tables.sections(results(tmp_path, lines))[1].tables for row in table.rows]
     assert rows == [
         ["Perfectly random cells, synthetic", "annbatch: 200 cells/s", "zloader: 100 cells/s", "0.50 ×"],
         ["Time to the first minibatch, synthetic", "annbatch: 0.5 s", "zloader: 2 s", "0.25 ×"],
     ]
     ahead = results(tmp_path, one_case(("zloader", [100]), ("annbatch", [50])))
-    (text,) = report_tables.sections(ahead)[1].text
+    (text,) = tables.sections(ahead)[1].text
     assert text.startswith("No other loader was better than zloader in any case of this run.")
 
 
@@ -170,7 +166,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
 
 
 def test_examples_of_docstrings_are_correct():
-    for module in (report_tables, report_words):
+    for module in (tables, words):
         done = doctest.testmod(module)
         assert done.attempted > 0
         assert done.failed == 0
@@ -180,12 +176,12 @@ def test_examples_of_docstrings_are_correct():
 
 
 def test_a_peer_looks_the_same_everywhere_and_zloader_stands_out(whole):
-    look = report_looks.looks(whole.peers)
+    look = looks.looks(whole.peers)
     assert len({(each.colour, each.marker) for each in look.values()}) == len(look)
     assert {peer for peer, each in look.items() if each.colour == LIGHT["blue"]} == {"zloader", "zloader, dense"}
     assert look["zloader"].width > 1.5 * max(each.width for peer, each in look.items() if peer != "zloader")
     for scenario in ("minibatch", "memory", "processes"):
-        (chart,) = report_figures.charts(whole, scenario, "synthetic")
+        (chart,) = figures.charts(whole, scenario, "synthetic")
         (axes,) = drawn(chart).axes
         lines = {container.get_label(): container.lines[0] for container in axes.containers}
         assert {peer: (line.get_color(), line.get_marker()) for peer, line in lines.items()} == {
@@ -197,7 +193,7 @@ def test_figures_are_readable(whole):
     names = []
     for scenario in whole.scenarios:
         (data,) = whole.data(scenario)
-        for chart in report_figures.charts(whole, scenario, data):
+        for chart in figures.charts(whole, scenario, data):
             names.append(chart.name)
             assert re.search(r"\d", chart.description), "the figures as text"
             if scenario in ("cold_warm_cloud", "order", "memory", "scaling"):
@@ -213,7 +209,7 @@ def test_figures_are_readable(whole):
 
 def test_a_heat_map_has_speed_and_entropy(whole):
     chart = next(
-        c for c in report_figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic"
+        c for c in figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic"
     )
     (axes,) = drawn(chart).axes
     words = [text.get_text() for text in axes.texts]

@@ -41,7 +41,7 @@ def pretrain() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(str(BENCHMARKS))
         before = set(sys.modules)
         names = ("model", "costs", "oracle", "page", "ranks", "run", "settings")
-        modules = {name: importlib.import_module(f"pretrain_{name}") for name in names}
+        modules = {name: importlib.import_module(f"pretraining.{name}") for name in names}
         yield SimpleNamespace(
             main=importlib.import_module("pretrain"), programmes=importlib.import_module("programmes"), **modules
         )

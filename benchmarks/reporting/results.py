@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from records import Key, Records, Turns
-from report_words import CEILING, OURS, Figure, case_order, is_ours, scenario, scenario_order
-from turns import Spread, figures, ratios, spread
+from reporting.records import Key, Records, Turns
+from reporting.turns import Spread, figures, ratios, spread
+from reporting.words import CEILING, OURS, Figure, case_order, is_ours, scenario, scenario_order
 
 
 @dataclass(frozen=True)

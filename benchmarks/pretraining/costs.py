@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from pretrain_model import MaskedValues
+from pretraining.model import MaskedValues
 from torch import nn
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense FLOPs per second in bfloat16, as NVIDIA states them

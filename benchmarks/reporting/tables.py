@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import report_figures
-from records import Key, Records
-from report_results import Entry, Headline, Results
-from report_words import (
+from reporting import figures
+from reporting.records import Key, Records
+from reporting.results import Entry, Headline, Results
+from reporting.turns import Spread
+from reporting.words import (
     CEILING,
     LIMITS,
     OTHERS,
@@ -24,7 +25,6 @@ from report_words import (
     scenario,
     value_text,
 )  # fmt: skip
-from turns import Spread
 
 from zloader.commands.demo_results import size
 from zloader.commands.page import Chart
@@ -156,7 +156,7 @@ def _scenario(results: Results, name: str) -> Section:
     return Section(
         title=known.title,
         text=[known.question] if known.question else [],
-        charts=[chart for each in data for chart in report_figures.charts(results, name, each)],
+        charts=[chart for each in data for chart in figures.charts(results, name, each)],
         tables=[_table(results, name, each) for each in data],
     )
 
