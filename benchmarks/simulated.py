@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
 from zloader.dataset.cost import chunks_to_read
-from zloader.order.plan import Plan, Remaining
+from zloader.order.fetches import Remaining
+from zloader.order.plan import Plan
 from zloader.order.sampling import stratified
 from zloader.ray.production import LostError, Production
 from zloader.ray.window import MeanBytes, Window

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.common.errors import ProducerError
-from zloader.order.plan import Remaining
+from zloader.order.fetches import Remaining
 from zloader.reading.resources import Counters
 from zloader.testing._virtual_time import run_in_virtual_time
 

@@ -18,7 +18,8 @@ import ray.exceptions
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, ProducerError
-from zloader.order.plan import Plan, Remaining
+from zloader.order.fetches import Remaining
+from zloader.order.plan import Plan
 from zloader.ray.producers import Producer, pickled
 from zloader.ray.production import LANES, FailedError, LostError
 from zloader.reading.resources import Counters

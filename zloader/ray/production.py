@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from zloader.common.errors import ProducerError
-from zloader.order.plan import Remaining
+from zloader.order.fetches import Remaining
 from zloader.ray.window import LOOK_AHEAD, Job, MeanBytes, OpenFetch, Window
 from zloader.reading.bridge import Put
 from zloader.reading.resources import Counters
