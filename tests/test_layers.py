@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "zloader.integrations.cell_load",
         "zloader.order.epochs",
         "zloader.order.ranks",
+        "zloader.training.contents",
         "zloader.training.delivery",
         "zloader.training.devices",
         "zloader.training.minibatch",
