@@ -31,7 +31,8 @@ from zloader.dataset.cost import chunks_to_read
 from zloader.order.fetches import Remaining
 from zloader.order.plan import Plan
 from zloader.order.sampling import stratified
-from zloader.ray.production import LostError, Production
+from zloader.ray.makers import LostError
+from zloader.ray.production import Production
 from zloader.ray.window import MeanBytes, Window
 from zloader.reading.read_plan import ReadPlanner, planner_of
 from zloader.reading.resources import Counters
