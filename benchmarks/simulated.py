@@ -126,21 +126,8 @@ class Store:
 
 
 def _layout(path: str, rows: int) -> ArrayLayout:
-    return ArrayLayout(
-        path=path,
-        dtype=np.dtype(np.uint16),
-        n_elements=rows * VALUES,
-        chunk_elements=CHUNK,
-        chunks_per_shard=CHUNKS_PER_SHARD,
-        codecs=(),
-        sharded=True,
-        index_checksum=True,
-        index_at_end=True,
-        key_prefix="c/",
-        separator="/",
-        n_dims=1,
-        fill_value=0,
-        absent_is_fill=False,
+    return ArrayLayout.plain(
+        path, "uint16", n_elements=rows * VALUES, chunk_elements=CHUNK, chunks_per_shard=CHUNKS_PER_SHARD
     )
 
 
