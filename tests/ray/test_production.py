@@ -19,7 +19,7 @@ from zloader.order.fetches import Remaining
 from zloader.reading.resources import Counters
 from zloader.testing._virtual_time import run_in_virtual_time
 
-pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 makers = pytest.importorskip("zloader.ray.makers")
 production = pytest.importorskip("zloader.ray.production")
 window_module = pytest.importorskip("zloader.ray.window")

@@ -8,7 +8,7 @@ import pytest
 
 from zloader.order.fetches import Remaining
 
-pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 window_module = pytest.importorskip("zloader.ray.window")
 MeanBytes, Window = window_module.MeanBytes, window_module.Window
 

@@ -199,7 +199,7 @@ def demo(flags: DemoFlags) -> None:
 
 def _require_demo_extra() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ZloaderError('the demo needs matplotlib for its report; install it with: pip install "zloader[demo]"')
+        raise ZloaderError('the demo needs matplotlib for its report: pip install "zloader[demo]"')
 
 
 def _demo_document(run: DemoRun, report: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ try:
     from lightning.pytorch import LightningDataModule
 except ImportError as error:
     raise ImportError(
-        f'zloader.integrations.scvi needs scvi-tools ({error}): run pip install "zloader[scvi]"'
+        f'zloader.integrations.scvi needs scvi-tools ({error}): pip install "zloader[scvi]"'
     ) from error
 
 from zloader.common.checks import names_of, require_count, require_one_of
