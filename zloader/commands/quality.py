@@ -69,7 +69,7 @@ def quality_command(flags: QualityFlags) -> None:
     from zloader.commands import quality_page
     from zloader.commands.page import require_drawable, save_png, write
     from zloader.commands.quality_grid import measured
-    from zloader.dataset.dataset import open_dataset
+    from zloader.dataset.open_dataset import open_dataset
     from zloader.training.loader import Loader
 
     sizes = flags.sizes
