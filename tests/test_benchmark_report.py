@@ -50,8 +50,8 @@ def test_the_page_has_every_scenario_and_tool(whole, page):
         assert heading in page.text
     for peer in benchmark_runs.SPEEDS:
         assert f"{peer} as its documentation says." in page.text
-    for words in ("no wheel for Python 3.12", "ValueError: no <tokenizer> | of that name", "0123456789abcdef"):
-        assert words in page.text
+    for said in ("no wheel for Python 3.12", "ValueError: no <tokenizer> | of that name", "0123456789abcdef"):
+        assert said in page.text
 
 
 def test_the_page_is_one_file_without_scripts(page):
@@ -208,9 +208,7 @@ def test_figures_are_readable(whole):
 
 
 def test_a_heat_map_has_speed_and_entropy(whole):
-    chart = next(
-        c for c in figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic"
-    )
+    chart = next(c for c in figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic")
     (axes,) = drawn(chart).axes
     words = [text.get_text() for text in axes.texts]
     assert len(words) == 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+
+import zloader as zl
 from pretraining.model import predicted
 from pretraining.ranks import Ranks
 from pretraining.settings import N_BINS
-
-import zloader as zl
 from zloader.training.tokens import Tokens
 
 

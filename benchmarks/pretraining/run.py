@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import zloader as zl
 from pretraining import checkpoint
 from pretraining.costs import costs_of, peak_flops
 from pretraining.held_out import GeneMeans, held_out_losses
 from pretraining.model import SHAPES, MaskedValues, masked_loss, predicted
 from pretraining.ranks import Ranks, cpu_s, gpu_bytes, peak_bytes, ray_cpu_s, streamed
 from pretraining.settings import N_BINS, Settings, Source, tokenizer_of, vocabulary_of
-
-import zloader as zl
 from zloader.training.tokens import Tokens
 
 Figures = dict[str, Any]

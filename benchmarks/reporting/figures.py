@@ -11,7 +11,6 @@ from reporting.records import Key, Limit
 from reporting.results import Results
 from reporting.turns import Spread
 from reporting.words import CELLS, OURS, PEAK, Figure, axis_name, case_text, is_ours, scenario, value_text
-
 from zloader.commands.page import LIGHT, Chart
 
 _WIDE_INCHES = 10.4

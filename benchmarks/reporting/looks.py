@@ -14,7 +14,6 @@ from typing import Any
 
 from reporting.records import Limit
 from reporting.words import LIMITS, Figure, is_ours, number
-
 from zloader.commands.page import LIGHT
 
 _FAMILIES = (

@@ -10,7 +10,6 @@ from reporting.looks import Look, looks, plain_ticks, slug
 from reporting.records import Key
 from reporting.results import Results
 from reporting.words import CELLS, ENTROPY, number
-
 from zloader.commands.page import LIGHT, Chart
 
 _FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of a heat map, light enough for text in both themes

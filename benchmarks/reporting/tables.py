@@ -25,7 +25,6 @@ from reporting.words import (
     scenario,
     value_text,
 )  # fmt: skip
-
 from zloader.commands.demo_results import size
 from zloader.commands.page import Chart
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from reporting.records import Key, Measurement, Value
-
 from zloader.commands.demo_results import size
 
 OURS = "zloader"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """The flags, and the values that they stand for. Raises OptionError for a price or a speed of the link that cannot be."""
+    """The flags, and the values that they stand for. Raises OptionError for a price or a speed that cannot be."""
 
     urls: Annotated[
         list[str],
@@ -52,7 +52,8 @@ class BenchFlags:
     epochs: Annotated[int, typer.Option(min=1, help="Epochs to measure.")] = 3
     step_ms: Annotated[float, typer.Option(min=0, help="Simulated training time per minibatch, in ms.")] = 0.0
     report: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write an HTML report.", show_default=False)
+        Path | None,
+        typer.Option(metavar="PATH", help="Write an HTML report.", show_default=False),
     ] = None
     label: Annotated[
         str | None,
@@ -74,7 +75,7 @@ class BenchFlags:
     ] = None
     matrices: Matrices = None
     obs_columns: ObsColumns = ""
-    loader_sizes: LoaderSizes = LoaderSizes()
+    loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
     memory: Memory = "0"
     layout: Layout = "csr"
     dtype: Dtype = "float32"
@@ -82,7 +83,7 @@ class BenchFlags:
     thousand_gets: ThousandGets = Prices.thousand_gets
     gigabyte_egress: GigabyteEgress = Prices.gigabyte_egress
     nvme_gigabyte_month: NvmeGigabyteMonth = Prices.nvme_gigabyte_month
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     as_json: Json = False
 
     def __post_init__(self) -> None:

@@ -42,7 +42,8 @@ class BillFlags:
     machines: Annotated[int, typer.Option(min=1, help="Machines with GPUs.", rich_help_panel=_MODEL)] = 1
     mfu: Annotated[float, typer.Option(help="Share of a GPU's peak that is used.", rich_help_panel=_MODEL)] = 0.35
     peak_tflops: Annotated[
-        float, typer.Option(help="Peak of a GPU: an H100 in bfloat16.", rich_help_panel=_MODEL)
+        float,
+        typer.Option(help="Peak of a GPU: an H100 in bfloat16.", rich_help_panel=_MODEL),
     ] = 989
     gpu_rows_per_s: Annotated[
         float | None,
@@ -62,7 +63,8 @@ class BillFlags:
         float, typer.Option(help="Speed of a machine's link to the store.", rich_help_panel=_LOADING)
     ] = 1200
     mirror: Annotated[
-        bool, typer.Option(help="Whether later epochs read from a mirror.", rich_help_panel=_LOADING)
+        bool,
+        typer.Option(help="Whether later epochs read from a mirror.", rich_help_panel=_LOADING),
     ] = True
     bytes_per_row: Annotated[
         float | None, typer.Option(help="Bytes read per row.", show_default="2_600", rich_help_panel=_LOADING)
@@ -79,7 +81,8 @@ class BillFlags:
     ] = 0
     gpu_hour: GpuHour = Prices.gpu_hour
     producer_hour: Annotated[
-        float, typer.Option(help="A producer for an hour.", rich_help_panel=PRICES)
+        float,
+        typer.Option(help="A producer for an hour.", rich_help_panel=PRICES),
     ] = Prices.producer_hour
     thousand_gets: ThousandGets = Prices.thousand_gets
     gigabyte_egress: GigabyteEgress = Prices.gigabyte_egress

@@ -54,7 +54,7 @@ class WarmFlags:
         str | None,
         typer.Option(metavar="RATE", help="Bandwidth limit per second, for example 50MB.", show_default="no limit"),
     ] = None
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     as_json: Json = False
 
     @property
@@ -238,7 +238,8 @@ class ClearFlags:
 
     directory: _Directory
     stale: Annotated[
-        bool, typer.Option("--stale", help="Delete only mirrors of stores that have changed since.")
+        bool,
+        typer.Option("--stale", help="Delete only mirrors of stores that have changed since."),
     ] = False
     url: Annotated[str | None, typer.Option(metavar="URL", help="Delete only mirrors of this store.")] = None
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False

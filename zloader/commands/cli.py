@@ -14,7 +14,7 @@ import dataclasses
 import importlib.util
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +48,7 @@ class InfoFlags:
 
     url: Url
     matrices: Matrices = None
-    loader_sizes: LoaderSizes = LoaderSizes()
+    loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
     group: Annotated[
         list[str] | None,
         typer.Option(metavar="COLUMN", help="Sets of rows that agree in this obs column; give it again for several."),
@@ -61,7 +61,7 @@ class InfoFlags:
         list[str] | None,
         typer.Option(metavar="COLUMN", help="The obs column in which controls agree with their rows."),
     ] = None
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     as_json: Json = False
 
     @property

@@ -1,4 +1,4 @@
-"""Shared by all `zloader` commands: the application, errors and signals, and flags made of the fields of a dataclass."""
+"""Shared by all `zloader` commands: the application, errors and signals, and flags that are fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _parameters(kind: type[Any]) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
+        if _has_flags(hint):
             yield from _parameters(hint)
         else:
             required = field.default is dataclasses.MISSING
@@ -161,8 +161,11 @@ def _parameter(name: str, hint: Any, *, default: Any) -> inspect.Parameter:
 
 def _made(kind: type[Any], given: Mapping[str, Any]) -> Any:
     hints = get_type_hints(kind)
-    parts = {name: _made(hint, given) if dataclasses.is_dataclass(hint) else given[name] for name, hint in hints.items()}
-    return kind(**parts)
+    return kind(**{name: _made(hint, given) if _has_flags(hint) else given[name] for name, hint in hints.items()})
+
+
+def _has_flags(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
 
 
 def print_json(document: Any) -> None:

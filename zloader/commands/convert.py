@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
@@ -48,7 +48,7 @@ class AppendFlags:
         typer.Argument(metavar="SRC...", help="Sources, as for convert: paths, URLs or globs.", show_default=False),
     ]
     memory: _Memory = "1GiB"
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     as_json: Json = False
 
 
@@ -76,7 +76,7 @@ class VerifyFlags:
         typer.Option(metavar="SRC", help="Also compare every value with this source. Repeat for several sources."),
     ] = None
     memory: _Memory = "1GiB"
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     as_json: Json = False
 
 

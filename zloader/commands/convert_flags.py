@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,7 +120,7 @@ class ConvertFlags:
             metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB", rich_help_panel=_LAYOUT
         ),
     ] = None
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     as_json: Json = False
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +33,8 @@ class QualityFlags:
     fetch_factors: Annotated[str, typer.Option(metavar="A,B", help="Minibatches per fetch.")] = "1,16,64,256"
     x: Annotated[str, typer.Option("--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X.")] = "X"
     link_speed: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second of the link to the store.")
+        str,
+        typer.Option(metavar="SIZE", help="Bytes per second of the link to the store."),
     ] = "400MB"
     measure: Annotated[
         bool, typer.Option("--measure", help="Read the store to measure rows/s, up to 10 s per pair of sizes.")
@@ -42,7 +43,7 @@ class QualityFlags:
         Path | None, typer.Option(metavar="PATH", help="Write an HTML page with the figure and the table.")
     ] = None
     png: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the figure as PNG.")] = None
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     as_json: Json = False
 
     @property

@@ -119,9 +119,7 @@ class Contents:
     ) -> Recipe:
         """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get."""
         whole, own = self.dataset.whole, self.own_transforms
-        transforms = {
-            name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()
-        }
+        transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}
         # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
         later = {name for name, each in transforms.items() if each.genes is not None}
         genes = {name: genes for name, genes in self._genes.items() if name not in later}

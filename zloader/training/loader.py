@@ -387,9 +387,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: bool = False) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
-        return self._contents.recipe(
-            epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping
-        )
+        return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
 
 
 def _nothing() -> None:
