@@ -73,8 +73,8 @@ class BenchFlags:
     genes_by: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="var column that names the genes.", show_default="var_names")
     ] = None
-    matrices: Matrices = None
-    obs_columns: ObsColumns = ""
+    x: Matrices = None
+    obs: ObsColumns = ""
     loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
     memory: Memory = "0"
     layout: Layout = "csr"
@@ -119,14 +119,14 @@ class BenchFlags:
         )
 
     @property
-    def x(self) -> str | list[str]:
+    def matrices(self) -> str | list[str]:
         """The x of the loader."""
-        return x_of(self.matrices)
+        return x_of(self.x)
 
     @property
-    def obs(self) -> list[str]:
+    def obs_columns(self) -> list[str]:
         """The obs columns of the loader."""
-        return [column.strip() for column in self.obs_columns.split(",") if column.strip()]
+        return [column.strip() for column in self.obs.split(",") if column.strip()]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -151,7 +151,7 @@ class BenchFlags:
             fetch_factor=self.sizes["fetch_factor"],
             sampling=sampling,
             options=self.fetching,
-            x=self.x,
+            x=self.matrices,
             obs=list(obs),
             layout=self.layout,  # type: ignore[arg-type]
             dtype=self.dtype,
@@ -170,8 +170,8 @@ class BenchFlags:
     def words(self) -> list[str]:
         """The flags that make the same loader, apart from those of the cache."""
         listed: dict[str, Any] = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
-        listed |= {"--join": self.join, "--genes-by": self.genes_by, "--obs": ",".join(self.obs)}
+        listed |= {"--join": self.join, "--genes-by": self.genes_by, "--obs": ",".join(self.obs_columns)}
         listed |= {"--layout": self.layout, "--dtype": self.dtype}
-        x = [self.x] if isinstance(self.x, str) else self.x
+        x = [self.matrices] if isinstance(self.matrices, str) else self.matrices
         words = [word for name, value in listed.items() if value for word in (name, str(value))]
         return [*words, *(word for name in x for word in ("--x", name)), *self.access.words]

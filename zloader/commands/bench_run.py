@@ -33,7 +33,7 @@ def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
     from zloader.order.sampling import Streaming, stratified
 
     sampling = stratified(flags.sizes["block_size"])
-    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs)
+    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns)
     rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
     console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
     unmirrored = flags.opened(None)
@@ -77,7 +77,7 @@ def _settings(flags: BenchFlags, rows: int, genes: int) -> dict[str, Any]:
     budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
     opening = {"join": flags.join, "genes_by": flags.genes_by}
     stores = {"urls": flags.urls, "rows": rows, "genes": genes, "cache": flags.cache}
-    form = {"x": flags.x, "obs": flags.obs, "layout": flags.layout, "dtype": flags.dtype}
+    form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": flags.dtype}
     return {**stores, "step_ms": 1000 * flags.step_s, **opening, **budgets, **flags.sizes, **form}
 
 

@@ -38,7 +38,7 @@ class WarmFlags:
         Path,
         typer.Option(metavar="DIR", help="Cache directory; DIR/zloader if DIR holds other things.", show_default=False),
     ]
-    matrices: Matrices = None
+    x: Matrices = None
     max_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Disk space limit of all mirrors in DIR together.", show_default="no limit"),
@@ -82,7 +82,7 @@ def warm(flags: WarmFlags) -> None:
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
-    bytes_per_s, x = flags.bytes_per_s, tuple(flags.matrices or ("X",))
+    bytes_per_s, x = flags.bytes_per_s, tuple(flags.x or ("X",))
     cache = Cache(
         directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
     )

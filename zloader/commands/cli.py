@@ -47,7 +47,7 @@ class InfoFlags:
     """The flags of `info`."""
 
     url: Url
-    matrices: Matrices = None
+    x: Matrices = None
     loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
     group: Annotated[
         list[str] | None,
@@ -93,7 +93,7 @@ def info(flags: InfoFlags) -> None:
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.summary import summarize
 
-    sizes, wanted = flags.sizes, x_of(flags.matrices)
+    sizes, wanted = flags.sizes, x_of(flags.x)
     order = flags.order(sizes["block_size"])
     dataset = open_dataset(flags.url, storage_options=flags.access.storage_options)
     summary = summarize(dataset)
@@ -116,7 +116,7 @@ def info(flags: InfoFlags) -> None:
         else:
             blocks = f"sets of {flags.set_size:,}" if flags.group else f"blocks of {sizes['block_size']:,}"
             order_of_rows = f"{blocks}, a control for each row" if flags.controls else blocks
-            terminal.show_costs(console, costs, ", ".join(flags.matrices or ["X"]), sizes, order_of_rows)
+            terminal.show_costs(console, costs, ", ".join(flags.x or ["X"]), sizes, order_of_rows)
     if costs is None and wanted != "X":  # the user named this matrix
         raise typer.Exit(1)
 
