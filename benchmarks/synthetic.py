@@ -292,12 +292,17 @@ def _emit(counters, seen, columns, counts):  # noqa: ANN001, ANN202
 
 
 def _create_matrix(file: h5py.File, indptr: NDArray[np.int64], genes: int) -> tuple[h5py.Dataset, h5py.Dataset]:
-    """Creates an uninitialised csr_matrix X, contiguous on disk. Returns its data and indices."""
+    """Creates an uninitialised csr_matrix X, contiguous on disk. Returns its data and indices.
+
+    indptr has the dtype of the indices, as in every matrix that SciPy makes, if that can hold it. With two dtypes SciPy
+    would convert all indices whenever it takes some rows.
+    """
     file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
     group = file.create_group("X")
     group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0"})
     group.attrs["shape"] = np.array([len(indptr) - 1, genes], np.int64)
-    group.create_dataset("indptr", data=indptr)
+    fits = indptr[-1] <= np.iinfo(np.int32).max
+    group.create_dataset("indptr", data=indptr.astype(np.int32) if fits else indptr)
     indices = group.create_dataset("indices", shape=int(indptr[-1]), dtype=np.int32)
     values = group.create_dataset("data", shape=int(indptr[-1]), dtype=np.float32)
     return values, indices
