@@ -3,9 +3,9 @@
     python benchmarks/compare.py A.jsonl B.jsonl [--json] [--reference PEER|none] [--seed 0]
 
 A and B are files of run.py. For every scenario, data set, case and peer that both have, the script prints the ratio of
-B to A in cells/s and in CPU seconds per cell, each with its 95 % interval (turns.py says how it is estimated). B is
-"faster" or "slower" if the interval does not contain 1, otherwise the difference is "within noise". With a single turn
-there is no interval, and the verdict is "one turn only".
+B to A in cells/s and in CPU seconds per cell, each with its 95 % interval (reporting/turns.py says how it is found).
+B is "faster" or "slower" if the interval does not contain 1, otherwise the difference is "within noise". With a single
+turn there is no interval, and the verdict is "one turn only".
 
 The turns of the two files are paired by their numbers. If the runs had different presets or machines, or were under
 different loads, their speeds differ for reasons that are not in the code. Then each figure is first divided by the
@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from records import Key, Measurement, Records, RecordsError, Turns, read
+from reporting.records import Key, Measurement, Records, RecordsError, Turns, read
+from reporting.turns import Figure, Interval, interval
 from rivals import table
-from turns import Figure, Interval, interval
 
 REFERENCES = ("annbatch", "AnnData in memory")  # the first that both files have; others only by --reference
 NONE = "none"

@@ -6,7 +6,7 @@
 
 The model reads `zl.Loader(tokens=zl.tokenizers.ScGPT(..., masked=...))`: the bins of a row's genes, some of them
 masked. It predicts the masked ones; the loss is their mean squared error, as shares of the bins. Sizes are in
-pretrain_model.py, and the parameters are counted and printed.
+pretraining/model.py, and the parameters are counted and printed.
 
 Rows: without --store, an atlas is made in which genes follow programmes (programmes.py), converted, and put into a
 simulated S3 on 127.0.0.1 (cloud.py; --disk reads files instead). The first epoch reads it cold and fills a mirror; the
@@ -18,7 +18,7 @@ process.
 
 Held-out rows, split off by seed, are masked in the same places after every epoch. The baseline predicts the mean of
 each gene, from all values seen in training. For the atlas, oracles say how much can be predicted at all
-(pretrain_oracle.py).
+(pretraining/oracle.py).
 
 Checkpoints: with --checkpoint FILE, the run goes on from that file if it exists, and saves itself there. A run that was
 killed ends with the same minibatches, losses and model as one that was not. The options and the store must be the same.
@@ -47,16 +47,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pretrain_checkpoint
-import pretrain_page
 import programmes
 import torch
 from cloud import Cloud, LinkSpeed, cloud
-from pretrain_model import SHAPES
-from pretrain_oracle import oracle_losses
-from pretrain_ranks import Ranks, joined, of_torchrun, spawned
-from pretrain_run import Training
-from pretrain_settings import Settings, Source
+from pretraining import checkpoint
+from pretraining import page as pretraining_page
+from pretraining.model import SHAPES
+from pretraining.oracle import oracle_losses
+from pretraining.ranks import Ranks, joined, of_torchrun, spawned
+from pretraining.run import Training
+from pretraining.settings import Settings, Source
 from rivals import Figures, in_new_process, table
 
 import zloader as zl
@@ -152,7 +152,7 @@ def print_run(document: Figures) -> None:
         losses = [f"{epoch['loss']:.5f}", f"{epoch['held_out']['model']:.5f}"]
         lines.append([str(epoch["epoch"]), epoch["source"], *rates, *reads, *shares, *losses])
     table(lines)
-    print(pretrain_page.learned(document))
+    print(pretraining_page.learned(document))
     memory = f"peak memory {document['peak_bytes'] / 1e6:,.0f} MB"
     if "gpu_peak_bytes" in document:
         memory += f", of the GPU {document['gpu_peak_bytes'] / 1e6:,.0f} MB"
@@ -225,7 +225,7 @@ def usable(parser: argparse.ArgumentParser, options: argparse.Namespace, torchru
     if options.producers and options.ranks > 1 and options.ray_address is None:
         parser.error("with --ranks, start Ray first (ray start --head), and give --ray-address auto")
     if options.checkpoint:
-        pretrain_checkpoint.require_writable(Path(options.checkpoint))
+        checkpoint.require_writable(Path(options.checkpoint))
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("torch finds no GPU: leave out --device cuda")
 
@@ -270,7 +270,7 @@ def run(options: argparse.Namespace, torchrun: Ranks | None) -> None:
         document = document_of(settings, source, json.loads(out.read_text()), extra)
     print_run(document)
     if options.report:
-        page.write(pretrain_page.render(document, sys.argv[1:]), options.report)
+        page.write(pretraining_page.render(document, sys.argv[1:]), options.report)
         print(options.report)
     if options.json:
         print(json.dumps(document))

@@ -3,9 +3,9 @@
     python benchmarks/report.py RUN.jsonl [--output report.html]
     python benchmarks/report.py benchmarks/full.jsonl --markdown docs/benchmarks.md --readme README.md
 
-RUN.jsonl is a file of run.py; records.py describes it. The page has a section per scenario, with figures and a table;
-the limits of the machine; all tools with their versions and settings; those that are missing or failed, with the
-reason; and the method and its unfairness. It is one file without scripts, and prints.
+RUN.jsonl is a file of run.py; reporting/records.py describes it. The page has a section per scenario, with figures and
+a table; the limits of the machine; all tools with their versions and settings; those that are missing or failed, with
+the reason; and the method and its unfairness. It is one file without scripts, and prints.
 
 `--figures DIR` also writes each figure as an SVG file. `--markdown` writes the same sections as Markdown, with two of
 the figures, which go to `figures/` beside it. `--readme` replaces the lines between the markers `<!-- benchmarks -->`
@@ -24,11 +24,11 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from records import RecordsError, read
-from report_looks import slug
-from report_results import Results
-from report_tables import Section, Table, at_a_glance, machine, sections, verdict
-from report_words import OURS, value_text
+from reporting.looks import slug
+from reporting.records import RecordsError, read
+from reporting.results import Results
+from reporting.tables import Section, Table, at_a_glance, machine, sections, verdict
+from reporting.words import OURS, value_text
 
 from zloader.commands import page
 from zloader.commands.page import Chart

@@ -7,7 +7,7 @@ With STORE, an AnnData Zarr store on a local disk, it measures what the object s
 process, in turns with epochs of `zr.stream` with 1, 2 and 3 producers on this machine, which share its cores. Nothing
 can be gained here, because the producers have the cores that the Loader would have. "CPU" is the processor time of this
 process and all its children, Ray's included, per 100 000 rows. "put" and "get" are MB/s of groups of minibatches into
-the object store and out of it. Needs Ray: pip install "zloader[ray]".
+the object store and out of it. Needs Ray: pip install ".[ray]".
 
 With --simulate, the plan, the reads and the scheduling of `zr.stream` run in virtual time, on machines that are
 simulated (simulated.py). An epoch of 100 million rows has 6 104 fetches, and takes seconds. The constants are

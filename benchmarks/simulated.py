@@ -28,9 +28,11 @@ from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
 from zloader.dataset.cost import chunks_to_read
-from zloader.order.plan import Plan, Remaining
+from zloader.order.fetches import Remaining
+from zloader.order.plan import Plan
 from zloader.order.sampling import stratified
-from zloader.ray.production import LostError, Production
+from zloader.ray.makers import LostError
+from zloader.ray.production import Production
 from zloader.ray.window import MeanBytes, Window
 from zloader.reading.read_plan import ReadPlanner, planner_of
 from zloader.reading.resources import Counters
@@ -124,21 +126,8 @@ class Store:
 
 
 def _layout(path: str, rows: int) -> ArrayLayout:
-    return ArrayLayout(
-        path=path,
-        dtype=np.dtype(np.uint16),
-        n_elements=rows * VALUES,
-        chunk_elements=CHUNK,
-        chunks_per_shard=CHUNKS_PER_SHARD,
-        codecs=(),
-        sharded=True,
-        index_checksum=True,
-        index_at_end=True,
-        key_prefix="c/",
-        separator="/",
-        n_dims=1,
-        fill_value=0,
-        absent_is_fill=False,
+    return ArrayLayout.plain(
+        path, "uint16", n_elements=rows * VALUES, chunk_elements=CHUNK, chunks_per_shard=CHUNKS_PER_SHARD
     )
 
 

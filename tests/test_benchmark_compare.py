@@ -10,9 +10,8 @@ import benchmark_runs
 import compare
 import numpy as np
 import pytest
-import records
-import turns
 from benchmark_runs import RUN, measurement, peers, whole_run, write
+from reporting import records, turns
 
 pytestmark = pytest.mark.any_version
 

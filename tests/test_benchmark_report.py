@@ -8,16 +8,12 @@ from pathlib import Path
 
 import benchmark_runs
 import pytest
-import records
 import report
-import report_figures
-import report_looks
-import report_tables
-import report_words
 from benchmark_runs import RUN, measurement, peers, whole_run, write
 from pages import Page, drawn, labels_through_which_a_line_passes, overlapping_ticks
-from report_results import Results
-from turns import Spread
+from reporting import figures, looks, records, tables, words
+from reporting.results import Results
+from reporting.turns import Spread
 
 from zloader.commands.page import LIGHT
 
@@ -46,16 +42,16 @@ def page(whole: Results) -> Page:
 
 
 def test_the_page_has_every_scenario_and_tool(whole, page):
-    headings = [section.title for section in report_tables.sections(whole)]
+    headings = [section.title for section in tables.sections(whole)]
     assert len(whole.scenarios) == 12
     for name in whole.scenarios:
-        assert report_tables.scenario(name).title in headings
+        assert tables.scenario(name).title in headings
     for heading in headings:
         assert heading in page.text
     for peer in benchmark_runs.SPEEDS:
         assert f"{peer} as its documentation says." in page.text
-    for words in ("no wheel for Python 3.12", "ValueError: no <tokenizer> | of that name", "0123456789abcdef"):
-        assert words in page.text
+    for said in ("no wheel for Python 3.12", "ValueError: no <tokenizer> | of that name", "0123456789abcdef"):
+        assert said in page.text
 
 
 def test_the_page_is_one_file_without_scripts(page):
@@ -83,7 +79,7 @@ def test_limits_are_lines_of_the_figures(whole):
     """Those of the cloud are the link and decoding; memcpy is far beyond the bars of the local disk."""
     legends = {}
     for name in ("cold_warm_local", "cold_warm_cloud"):
-        (chart,) = report_figures.charts(whole, name, "synthetic")
+        (chart,) = figures.charts(whole, name, "synthetic")
         figure = drawn(chart)
         (legend,) = figure.subfigs[0].legends
         legends[name] = [text.get_text() for text in legend.get_texts()]
@@ -113,8 +109,8 @@ def test_ratios_are_paired_by_turn(tmp_path):
     (headline,) = found.headlines()
     assert headline.other is not None
     assert headline.other.against == Spread(2.0, 2.0, 8.0)
-    assert report_tables.times(headline.other.against) == "2.0 × (2.0 to 8.0)"
-    (table,) = report_tables.at_a_glance(found).tables
+    assert tables.times(headline.other.against) == "2.0 × (2.0 to 8.0)"
+    (table,) = tables.at_a_glance(found).tables
     assert table.rows == [["perfectly random cells", "400 cells/s", "annbatch: 100 cells/s", "2.0 × (2.0 to 8.0)"]]
 
 
@@ -127,7 +123,7 @@ def test_ratios_are_paired_by_turn(tmp_path):
     ],
 )
 def test_the_verdict_claims_no_more_than_the_turns_show(tmp_path, ours, theirs, said):
-    assert report_tables.verdict(results(tmp_path, one_case(("zloader", ours), ("annbatch", theirs)))).endswith(said)
+    assert tables.verdict(results(tmp_path, one_case(("zloader", ours), ("annbatch", theirs)))).endswith(said)
 
 
 def test_an_epoch_that_hardly_began_gives_a_bound_and_no_speed(tmp_path):
@@ -140,15 +136,15 @@ def test_an_epoch_that_hardly_began_gives_a_bound_and_no_speed(tmp_path):
     assert "annbatch 10 50 ×" in text
     assert "x ≥ 12.8 ≤ 39.1 ×" in text
     assert "x ≥ 12.8 cells/s" not in text.split("At a glance")[0]
-    (chart,) = report_figures.charts(results(tmp_path, lines), "random", "synthetic")
+    (chart,) = figures.charts(results(tmp_path, lines), "random", "synthetic")
     assert {"≥ 12.8", "10"} <= {text.get_text() for text in drawn(chart).axes[0].texts}
 
 
 def test_a_case_with_another_data_set_says_so(tmp_path):
     lines = one_case(("zloader", [100]), scenario="cold_warm_local", case={"epoch": "cold"}, data="pancreas")
     found = results(tmp_path, lines)
-    assert report_tables.verdict(found) == "Cold epoch, local disk (pancreas): zloader 100 cells/s."
-    (table,) = report_tables.at_a_glance(found).tables
+    assert tables.verdict(found) == "Cold epoch, local disk (pancreas): zloader 100 cells/s."
+    (table,) = tables.at_a_glance(found).tables
     assert table.rows[0][0] == "cold epoch, local disk (pancreas)"
 
 
@@ -166,13 +162,13 @@ def test_reads_are_per_cell_because_epochs_may_end_early(tmp_path):
 def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     lines = one_case(("zloader", [100, 100]), ("annbatch", [200, 200]), ("AnnData in memory", [400, 400]))
     lines += [measurement("first", peer, 1, 1000, first_s=s) for peer, s in (("zloader", 2.0), ("annbatch", 0.5))]
-    rows = [row for table in report_tables.sections(results(tmp_path, lines))[1].tables for row in table.rows]
+    rows = [row for table in tables.sections(results(tmp_path, lines))[1].tables for row in table.rows]
     assert rows == [
         ["Perfectly random cells, synthetic", "annbatch: 200 cells/s", "zloader: 100 cells/s", "0.50 ×"],
         ["Time to the first minibatch, synthetic", "annbatch: 0.5 s", "zloader: 2 s", "0.25 ×"],
     ]
     ahead = results(tmp_path, one_case(("zloader", [100]), ("annbatch", [50])))
-    (text,) = report_tables.sections(ahead)[1].text
+    (text,) = tables.sections(ahead)[1].text
     assert text.startswith("No other loader was better than zloader in any case of this run.")
 
 
@@ -237,7 +233,7 @@ def test_a_failure_is_shown_with_its_last_words(tmp_path):
     text = Page(report.html(results(tmp_path, [*one_case(("zloader", [100])), failed]))).text
     assert "RuntimeError: there is no x, but a y" in text
     assert "self.x(3)" not in text
-    assert len(report_tables.last_words("x" * 9999)) == 400
+    assert len(tables.last_words("x" * 9999)) == 400
 
 
 def test_what_a_run_held_back_and_what_it_is(tmp_path):
@@ -251,7 +247,7 @@ def test_what_a_run_held_back_and_what_it_is(tmp_path):
 
 
 def test_examples_of_docstrings_are_correct():
-    for module in (report_tables, report_words):
+    for module in (tables, words):
         done = doctest.testmod(module)
         assert done.attempted > 0
         assert done.failed == 0
@@ -273,13 +269,13 @@ def test_a_run_that_was_stopped_or_resumed_says_so(tmp_path, page):
 
 
 def test_a_peer_looks_the_same_everywhere_and_zloader_stands_out(whole):
-    look = report_looks.looks(whole.peers)
+    look = looks.looks(whole.peers)
     assert len({(each.colour, each.marker) for each in look.values()}) == len(look)
-    assert len({each.marker for each in report_looks.looks([str(k) for k in range(22)]).values()}) == 22
+    assert len({each.marker for each in looks.looks([str(k) for k in range(22)]).values()}) == 22
     assert {peer for peer, each in look.items() if each.colour == LIGHT["blue"]} == {"zloader", "zloader, dense"}
     assert look["zloader"].width > 1.5 * max(each.width for peer, each in look.items() if peer != "zloader")
     for scenario in ("minibatch", "memory", "processes"):
-        (chart,) = report_figures.charts(whole, scenario, "synthetic")
+        (chart,) = figures.charts(whole, scenario, "synthetic")
         (axes,) = drawn(chart).axes
         lines = {container.get_label(): container.lines[0] for container in axes.containers}
         assert {peer: (line.get_color(), line.get_marker()) for peer, line in lines.items()} == {
@@ -291,7 +287,7 @@ def test_figures_are_readable(whole):
     names = []
     for scenario in whole.scenarios:
         (data,) = whole.data(scenario)
-        for chart in report_figures.charts(whole, scenario, data):
+        for chart in figures.charts(whole, scenario, data):
             names.append(chart.name)
             assert re.search(r"\d", chart.description), "the figures as text"
             if scenario in ("cold_warm_cloud", "order", "memory", "scaling"):
@@ -306,9 +302,7 @@ def test_figures_are_readable(whole):
 
 
 def test_a_heat_map_has_speed_and_entropy(whole):
-    chart = next(
-        c for c in report_figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic"
-    )
+    chart = next(c for c in figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic")
     (axes,) = drawn(chart).axes
     words = [text.get_text() for text in axes.texts]
     assert len(words) == 4

@@ -517,7 +517,7 @@ def test_a_screen_has_shifts_that_controls_do_not(models):
 @pytest.fixture
 def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """benchmarks/scale.py"""
-    pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+    pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
     monkeypatch.syspath_prepend(str(CLOUD.parent))
     yield importlib.import_module("scale")
     for name in ("scale", "scale_figure", "simulated", "rivals"):

@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "zloader.integrations.cell_load",
         "zloader.order.epochs",
         "zloader.order.ranks",
+        "zloader.training.contents",
         "zloader.training.delivery",
         "zloader.training.devices",
         "zloader.training.minibatch",
@@ -187,7 +188,7 @@ def test_zloader_testing_has_few_dependencies(name):
 
 
 def test_plan_to_minibatch_does_not_import_torch():
-    needed = _dependencies("zloader.reading.fetch")
+    needed = _dependencies("zloader.order.plan") | _dependencies("zloader.reading.fetch")
     steps = ("zloader.order.plan", "zloader.reading.reader", "zloader.caching.mirror", "zloader.reading.gather")
     assert {*steps} <= needed
     assert not needed & {"zloader", "zloader.training.loader", "zloader.dataset.dataset"}
@@ -224,5 +225,6 @@ def test_plan_to_minibatch_runs_where_torch_is_not_installed():
     command = [sys.executable, "-c", _WITHOUT_TORCH, str(PACKAGE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    needed = _dependencies("zloader.reading.fetch") | _dependencies("zloader.reading.object_source")
+    starts = ("zloader.order.plan", "zloader.reading.fetch", "zloader.reading.object_source")
+    needed = set().union(*map(_dependencies, starts))
     assert set(done.stdout.split()) == needed

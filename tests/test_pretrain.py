@@ -42,7 +42,7 @@ def pretrain() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(str(BENCHMARKS))
         before = set(sys.modules)
         names = ("checkpoint", "model", "costs", "oracle", "page", "ranks", "run", "settings")
-        modules = {name: importlib.import_module(f"pretrain_{name}") for name in names}
+        modules = {name: importlib.import_module(f"pretraining.{name}") for name in names}
         yield SimpleNamespace(
             main=importlib.import_module("pretrain"), programmes=importlib.import_module("programmes"), **modules
         )
@@ -372,7 +372,7 @@ def test_torchrun_starts_ranks(source, tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_producers_on_ray_change_nothing(work):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install zloader[ray]")
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "zloader[ray]"')
     plain, streamed = (result(script("--work", work, "--epochs", "2", *flags)) for flags in ([], ["--producers", "1"]))
     for name in ("step", "order", "losses", "held_out"):
         assert streamed[name] == plain[name]

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from zloader.conversion.joining.selection import Selection
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
-    from zloader.dataset.dataset import Dataset, View, open_dataset
+    from zloader.dataset.dataset import Dataset, View
+    from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.quality import Quality, quality
     from zloader.dataset.suggest import Suggestion, suggest
     from zloader.dataset.warm import Warmed, warm
@@ -129,7 +130,7 @@ _MODULES = {
     "convert": "zloader.conversion.convert",
     "example_h5ad": "zloader.conversion.example",
     "log1p_normalize": "zloader.training.normalization",
-    "open_dataset": "zloader.dataset.dataset",
+    "open_dataset": "zloader.dataset.open_dataset",
     "quality": "zloader.dataset.quality",
     "suggest": "zloader.dataset.suggest",
     "verify": "zloader.conversion.verify",

@@ -87,22 +87,7 @@ def _stored(store: Path) -> int:
 
 # ---- leases
 
-LAYOUT = ArrayLayout(
-    path="X/data",
-    dtype=np.dtype("<u2"),
-    n_elements=1000,
-    chunk_elements=10,
-    chunks_per_shard=100,
-    codecs=({"name": "bytes"},),
-    sharded=True,
-    index_checksum=True,
-    index_at_end=True,
-    key_prefix="c/",
-    separator="/",
-    n_dims=1,
-    fill_value=0,
-    absent_is_fill=False,
-)
+LAYOUT = ArrayLayout.plain("X/data", "<u2", n_elements=1000, chunk_elements=10, chunks_per_shard=100)
 SOME = np.arange(3, 9)
 
 

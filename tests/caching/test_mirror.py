@@ -41,22 +41,7 @@ pytestmark = pytest.mark.any_version
 
 
 def _layout(path="X/data", *, n_elements=95, chunk_elements=10, dtype="<u2"):
-    return ArrayLayout(
-        path=path,
-        dtype=np.dtype(dtype),
-        n_elements=n_elements,
-        chunk_elements=chunk_elements,
-        chunks_per_shard=4,
-        codecs=({"name": "bytes"},),
-        sharded=True,
-        index_checksum=True,
-        index_at_end=True,
-        key_prefix="c/",
-        separator="/",
-        n_dims=1,
-        fill_value=0,
-        absent_is_fill=False,
-    )
+    return ArrayLayout.plain(path, dtype, n_elements=n_elements, chunk_elements=chunk_elements, chunks_per_shard=4)
 
 
 PRINT = "f" * 32

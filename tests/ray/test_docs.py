@@ -9,7 +9,7 @@ import pytest
 from helpers import write_store
 from test_stream import ADATA
 
-zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zloader.common.errors import ProducerError
-from zloader.order.plan import Remaining
+from zloader.order.fetches import Remaining
 from zloader.reading.resources import Counters
 from zloader.testing._virtual_time import run_in_virtual_time
 
-pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
+makers = pytest.importorskip("zloader.ray.makers")
 production = pytest.importorskip("zloader.ray.production")
 window_module = pytest.importorskip("zloader.ray.window")
 crew_module = pytest.importorskip("zloader.ray.crew")
@@ -73,7 +74,7 @@ class Making:
         if self.made == size:
             return None
         if number in self.maker.crew.fails:
-            raise production.FailedError from OSError(f"fetch {number}")
+            raise makers.FailedError from OSError(f"fetch {number}")
         try:
             await asyncio.wait_for(self.maker.dead.wait(), self.maker.group_s)
         except TimeoutError:
@@ -81,7 +82,7 @@ class Making:
             items = [Item(number, begin + self.made + k) for k in range(n_items)]
             self.made += n_items
             return items, Counters(gets=self.made)
-        raise production.LostError("dead")
+        raise makers.LostError("dead")
 
     def cancel(self):
         pass
@@ -172,7 +173,7 @@ class Epoch:
         assert self.window.done
         wanted = [(k, number + (0 if k else self.begin)) for k, size in enumerate(self.sizes) for number in range(size)]
         assert [(item.fetch, item.number) for item in self.got] == wanted
-        assert self.most_bytes <= self.ahead_bytes + 10 * self.crew.group * production.LANES * self.crew.size
+        assert self.most_bytes <= self.ahead_bytes + 10 * self.crew.group * makers.LANES * self.crew.size
 
 
 @given(
@@ -295,7 +296,7 @@ def test_a_producer_that_overtakes_goes_on_when_the_slow_one_was_first(other_s):
     epoch.run(look)
     epoch.check()
     assert (0, "m0") in crew.began
-    assert len(then) == production.LANES
+    assert len(then) == makers.LANES
     assert crew.dropped == []
 
 

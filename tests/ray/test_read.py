@@ -12,7 +12,7 @@ from helpers import counts, write_store
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
 
-zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 pa = pytest.importorskip("pyarrow")
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")

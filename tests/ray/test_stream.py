@@ -27,7 +27,7 @@ from zloader.reading.resources import Counters
 from zloader.testing import assert_resumes_anywhere
 from zloader.training.devices import PlainDevice
 
-zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 producers = pytest.importorskip("zloader.ray.producers")
 crew = pytest.importorskip("zloader.ray.crew")
 stream_module = pytest.importorskip("zloader.ray.stream")

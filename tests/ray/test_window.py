@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from zloader.order.plan import Remaining
+from zloader.order.fetches import Remaining
 
-pytest.importorskip("zloader.ray", exc_type=ImportError, reason="Ray is not installed: pip install zloader[ray]")
+pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 window_module = pytest.importorskip("zloader.ray.window")
 MeanBytes, Window = window_module.MeanBytes, window_module.Window
 

@@ -20,7 +20,8 @@ import zloader as zl
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import Mirror, open_mirror
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
-from zloader.order.plan import Fetch, Plan
+from zloader.order.fetches import Fetch
+from zloader.order.plan import Plan
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe

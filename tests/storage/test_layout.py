@@ -35,22 +35,7 @@ from zloader.storage.metadata import array_layout
 
 pytestmark = pytest.mark.any_version
 
-LAYOUT = ArrayLayout(
-    path="X/data",
-    dtype=np.dtype("<u2"),
-    n_elements=95,
-    chunk_elements=10,
-    chunks_per_shard=4,
-    codecs=({"name": "bytes"},),
-    sharded=True,
-    index_checksum=True,
-    index_at_end=True,
-    key_prefix="c/",
-    separator="/",
-    n_dims=1,
-    fill_value=0,
-    absent_is_fill=False,
-)
+LAYOUT = ArrayLayout.plain("X/data", "<u2", n_elements=95, chunk_elements=10, chunks_per_shard=4)
 
 
 def _int64(*values):

@@ -278,7 +278,7 @@ def test_the_bound_for_memory_holds(dataset, make, masked):
         tokens = minibatch.tokens
         arrays = (tokens.input_ids, tokens.values, tokens.attention_mask, tokens.lengths, tokens.labels)
         n_bytes = sum(array.numel() * array.element_size() for array in arrays if array is not None)
-        assert n_bytes <= loader._tokens.n_bytes((X[minibatch.index] > 0).sum(axis=1)) <= 3 * n_bytes
+        assert n_bytes <= loader._contents.tokenizer.n_bytes((X[minibatch.index] > 0).sum(axis=1)) <= 3 * n_bytes
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zloader.commands import terminal
-from zloader.commands.bench_options import BenchOptions
+from zloader.commands.bench_flags import BenchFlags
 from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
 from zloader.common.errors import ZloaderError
 from zloader.common.machine import available_cores, disk_bytes, processor_s
@@ -28,33 +28,33 @@ _FIRST_INTERVAL_S = 0.01
 _PAUSES = 50  # pauses are this many times as long as a sample takes, so that sampling takes 2 % of the time
 
 
-def prepared(options: BenchOptions, console: Console) -> tuple[Loader, BenchRun]:
+def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
     """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
     from zloader.order.sampling import Streaming, stratified
 
-    sampling = stratified(options.sizes["block_size"])
-    loader = options.loader(options.opened(options.cache), sampling, options.obs)
+    sampling = stratified(flags.sizes["block_size"])
+    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns)
     rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
-    console.print(f"{', '.join(options.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
-    unmirrored = options.opened(None)
-    for _ in options.loader(unmirrored, Streaming(indices=[0])):
+    console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
+    unmirrored = flags.opened(None)
+    for _ in flags.loader(unmirrored, Streaming(indices=[0])):
         pass
     return loader, BenchRun(
-        urls=options.urls,
+        urls=flags.urls,
         rows=rows,
         genes=genes,
         local=all(store.location.scheme == "file" for store in loader.dataset.stores),
-        cache=options.cache,
-        batch_size=options.sizes["batch_size"],
-        step_s=options.step_s,
+        cache=flags.cache,
+        batch_size=flags.sizes["batch_size"],
+        step_s=flags.step_s,
         cores=available_cores(),
         load=_load(),
-        settings=_settings(options, rows, genes),
-        prices=options.prices,
+        settings=_settings(flags, rows, genes),
+        prices=flags.prices,
         epochs=[],
-        link_bytes_per_s=options.link_bytes_per_s,
-        link_stated=options.link_bytes_per_s is not None,
-        quality=None if options.label is None else _quality(options.label, unmirrored, loader),
+        link_bytes_per_s=flags.link_bytes_per_s,
+        link_stated=flags.link_bytes_per_s is not None,
+        quality=None if flags.label is None else _quality(flags.label, unmirrored, loader),
     )
 
 
@@ -72,13 +72,13 @@ def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
     return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
 
 
-def _settings(options: BenchOptions, rows: int, genes: int) -> dict[str, Any]:
-    fetching = options.fetching
+def _settings(flags: BenchFlags, rows: int, genes: int) -> dict[str, Any]:
+    fetching = flags.fetching
     budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
-    opening = {"join": options.join, "genes_by": options.genes_by}
-    stores = {"urls": options.urls, "rows": rows, "genes": genes, "cache": options.cache}
-    form = {"x": options.x, "obs": options.obs, "layout": options.layout, "dtype": options.dtype}
-    return {**stores, "step_ms": 1000 * options.step_s, **opening, **budgets, **options.sizes, **form}
+    opening = {"join": flags.join, "genes_by": flags.genes_by}
+    stores = {"urls": flags.urls, "rows": rows, "genes": genes, "cache": flags.cache}
+    form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": flags.dtype}
+    return {**stores, "step_ms": 1000 * flags.step_s, **opening, **budgets, **flags.sizes, **form}
 
 
 def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:

@@ -16,22 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zloader.commands import terminal
-from zloader.commands.command import (
-    KEYS,
-    Anonymous,
-    Debug,
-    EndedError,
-    Endpoint,
-    Json,
-    Matrices,
-    Profile,
-    Region,
-    Url,
-    app,
-    print_json,
-    storage_options,
-)
+from zloader.commands.command import KEYS, EndedError, app, print_json, takes_flags
 from zloader.commands.demo_results import size
+from zloader.commands.flags import Access, Json, Matrices, Url
 from zloader.common.errors import CacheError, OptionError
 
 if TYPE_CHECKING:
@@ -42,54 +29,64 @@ if TYPE_CHECKING:
 # ---- warm
 
 
-@app.command(epilog=KEYS)
-def warm(  # noqa: PLR0913 - one parameter a flag
-    url: Url,
+@dataclass(frozen=True, kw_only=True)
+class WarmFlags:
+    """The flags of `warm`."""
+
+    url: Url
     cache: Annotated[
         Path,
         typer.Option(metavar="DIR", help="Cache directory; DIR/zloader if DIR holds other things.", show_default=False),
-    ],
-    x: Matrices = None,
+    ]
+    x: Matrices = None
     max_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Disk space limit of all mirrors in DIR together.", show_default="no limit"),
-    ] = None,
-    min_free: Annotated[str, typer.Option(metavar="SIZE", help="Disk space to leave free.")] = "0",
+    ] = None
+    min_free: Annotated[str, typer.Option(metavar="SIZE", help="Disk space to leave free.")] = "0"
     cache_form: Annotated[
         str,
         typer.Option(
             metavar="FORM", help="How to keep chunks: decoded, or stored (less space, decoded in every epoch)."
         ),
-    ] = "decoded",
+    ] = "decoded"
     limit: Annotated[
         str | None,
         typer.Option(metavar="RATE", help="Bandwidth limit per second, for example 50MB.", show_default="no limit"),
-    ] = None,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    anon: Anonymous = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+    ] = None
+    access: Access = field(default_factory=Access)
+    as_json: Json = False
+
+    @property
+    def bytes_per_s(self) -> int | None:
+        """The bandwidth limit. Raises OptionError for one that cannot be."""
+        from zloader.common.checks import parse_size, require_count
+
+        if self.limit is None:
+            return None
+        n_bytes = parse_size(self.limit.removesuffix("/s"))
+        require_count(limit=n_bytes)
+        return n_bytes
+
+
+@app.command(epilog=KEYS)
+@takes_flags
+def warm(flags: WarmFlags) -> None:
     """Download a store into the cache before training, so that the first epoch is warm.
 
     Cached chunks are not read again. After Ctrl-C or a crash, run the same command to continue.
     """
     from zloader.caching.place import place_of
-    from zloader.common.checks import parse_size, require_count
     from zloader.common.options import Cache
     from zloader.common.progress import byte_bar
-    from zloader.dataset.dataset import open_dataset
+    from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
-    bytes_per_s = None
-    if limit is not None:
-        bytes_per_s = parse_size(limit.removesuffix("/s"))
-        require_count(limit=bytes_per_s)
-    cache_options = Cache(directory=cache, max_bytes=max_bytes, min_free_bytes=min_free, form=cache_form)
-    access = storage_options(endpoint_url, region, profile, anon)
-    settings = {"url": url, "cache": place_of(cache_options.directory)}
+    bytes_per_s, x = flags.bytes_per_s, tuple(flags.x or ("X",))
+    cache = Cache(
+        directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
+    )
+    settings = {"url": flags.url, "cache": place_of(cache.directory)}
     latest: Warmed | None = None
     try:
         with byte_bar("warming") as show:
@@ -99,14 +96,14 @@ def warm(  # noqa: PLR0913 - one parameter a flag
                 latest = progress
                 show(progress.bytes_held, progress.bytes_in_all)
 
-            dataset = open_dataset(url, cache=cache_options, storage_options=access)
-            done = warm_dataset(dataset, x=tuple(x or ("X",)), bytes_per_s=bytes_per_s, on_progress=on_progress)
+            dataset = open_dataset(flags.url, cache=cache, storage_options=flags.access.storage_options)
+            done = warm_dataset(dataset, x=x, bytes_per_s=bytes_per_s, on_progress=on_progress)
     except (KeyboardInterrupt, EndedError):
         if latest is not None:
-            _show_warmed(settings, latest, as_json=as_json)
+            _show_warmed(settings, latest, as_json=flags.as_json)
         typer.echo("downloaded chunks stay in the cache: run the same command to continue", err=True)
         raise
-    _show_warmed(settings, done, as_json=as_json)
+    _show_warmed(settings, done, as_json=flags.as_json)
     if done.chunks_held < done.chunks:
         typer.echo("the cache is full: every epoch will read the missing chunks from the store", err=True)
 
@@ -136,6 +133,14 @@ _Directory = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CacheFlags:
+    """The flags of `cache ls` and `cache verify`."""
+
+    directory: _Directory
+    as_json: Json = False
+
+
 def _mirrors(directory: Path) -> tuple[Path, list[MirrorEntry]]:
     """The place of the cache of a directory, and its mirrors."""
     from zloader.caching.directory import mirrors
@@ -154,13 +159,14 @@ def _document(entry: MirrorEntry, inspection: MirrorInspection | None = None) ->
 
 
 @_cache.command()
-def ls(directory: _Directory, as_json: Json = False, debug: Debug = False) -> None:
+@takes_flags
+def ls(flags: CacheFlags) -> None:
     """List the mirrors in a cache, in eviction order."""
     from zloader.caching.inspection import inspect_mirror
 
-    place, entries = _mirrors(directory)
+    place, entries = _mirrors(flags.directory)
     found = [(entry, inspect_mirror(entry)) for entry in entries]
-    if as_json:
+    if flags.as_json:
         on_disk = sum(entry.allocated_bytes for entry, _ in found)
         mirrors = [_document(entry, inspection) for entry, inspection in found]
         print_json({"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors})
@@ -169,7 +175,8 @@ def ls(directory: _Directory, as_json: Json = False, debug: Debug = False) -> No
 
 
 @_cache.command()
-def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -> None:
+@takes_flags
+def verify(flags: CacheFlags) -> None:
     """Compare everything in a cache with its checksums.
 
     Damaged data is dropped, and read from the store again when it is needed. Exits with 1 if anything is damaged.
@@ -178,7 +185,7 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
     from zloader.caching.inspection import verify as verify_mirror
     from zloader.common.progress import byte_bar
 
-    place, entries = _mirrors(directory)
+    place, entries = _mirrors(flags.directory)
     in_all = sum(each.checked_bytes for each in map(inspect_mirror, entries))
     done = 0
     problems: dict[Path, list[str]] = {}
@@ -192,7 +199,7 @@ def verify(directory: _Directory, as_json: Json = False, debug: Debug = False) -
         for entry in entries:
             problems[entry.directory] = verify_mirror(entry.directory, on_bytes)
     ok = not any(problems.values())
-    if as_json:
+    if flags.as_json:
         mirrors = [_document(entry) | {"problems": problems[entry.directory]} for entry in entries]
         print_json({"cache": place, "bytes_compared": done, "ok": ok, "mirrors": mirrors})
     else:
@@ -225,17 +232,23 @@ class _Cleared:
         return sum(entry.allocated_bytes for entry in self.deleted)
 
 
-@_cache.command()
-def clear(
-    directory: _Directory,
+@dataclass(frozen=True, kw_only=True)
+class ClearFlags:
+    """The flags of `cache clear`."""
+
+    directory: _Directory
     stale: Annotated[
-        bool, typer.Option("--stale", help="Delete only mirrors of stores that have changed since.")
-    ] = False,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Delete only mirrors of this store.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+        bool,
+        typer.Option("--stale", help="Delete only mirrors of stores that have changed since."),
+    ] = False
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Delete only mirrors of this store.")] = None
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False
+    as_json: Json = False
+
+
+@_cache.command()
+@takes_flags
+def clear(flags: ClearFlags) -> None:
     """Delete mirrors that are not in use.
 
     Deleting the last mirror also removes the marker files of the cache. Files that zloader did not make stay.
@@ -243,13 +256,14 @@ def clear(
     from zloader.access.location import Location
     from zloader.caching.directory import unmark_if_empty
 
+    url = flags.url
     addresses = url and {url, Location(url=url).address}  # the mirror of several stores lists all their URLs
-    place, entries = _mirrors(directory)
+    place, entries = _mirrors(flags.directory)
     entries = [entry for entry in entries if not addresses or entry.url in addresses]
     if url is not None and not entries:
         raise CacheError(f"there is no mirror of {url} in {place}: 'zloader cache ls' lists the mirrors")
-    entries = [entry for entry in entries if entry.stale or not stale]
-    if entries and not yes:
+    entries = [entry for entry in entries if entry.stale or not flags.stale]
+    if entries and not flags.yes:
         _ask(entries)
     cleared = _Cleared(cache=place)
     try:
@@ -258,7 +272,7 @@ def clear(
         unmark_if_empty(place)
     except OSError as error:
         raise CacheError(f"cannot delete: {error}. Run this command as the user who made the cache") from error
-    if as_json:
+    if flags.as_json:
         print_json(dataclasses.asdict(cleared) | {"freed_bytes": cleared.freed_bytes})
     else:
         _show_cleared(cleared)

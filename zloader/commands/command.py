@@ -1,16 +1,19 @@
-"""Shared by all `zloader` commands: the application, error and signal handling, and the common flags."""
+"""Shared by all `zloader` commands: the application, errors and signals, and flags that are fields of a dataclass."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import inspect
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 import typer.core
@@ -118,108 +121,51 @@ def _main(
     """Defines the options that come before the command's name."""
 
 
-_S3 = "Access to S3"
-Url = Annotated[str, typer.Argument(metavar="URL", help="Store: a local path or s3://BUCKET/KEY.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
-Debug = Annotated[
+KEYS = "Credentials come from the AWS_* variables or the AWS configuration, never from the command line."
+_Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show the traceback of an error. Also: ZLOADER_DEBUG=1.", callback=_debug),
 ]
-Endpoint = Annotated[
-    str | None,
-    typer.Option("--endpoint-url", metavar="URL", help="S3 server, if it is not AWS.", rich_help_panel=_S3),
-]
-Region = Annotated[str | None, typer.Option("--region", help="Region of the bucket.", rich_help_panel=_S3)]
-Profile = Annotated[
-    str | None, typer.Option("--profile", help="Profile in the AWS configuration.", rich_help_panel=_S3)
-]
-Anonymous = Annotated[
-    bool, typer.Option("--anon", help="Send no credentials, for public buckets.", rich_help_panel=_S3)
-]
-Matrices = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X. Repeat for several matrices.", show_default="X"
-    ),
-]
-_LOADER = "Loader options"
-BatchSize = Annotated[
-    int | None,
-    typer.Option("--batch-size", help="Rows per minibatch.", show_default="64", rich_help_panel=_LOADER),
-]
-FetchFactor = Annotated[
-    int | None,
-    typer.Option("--fetch-factor", help="Minibatches per fetch.", show_default="256", rich_help_panel=_LOADER),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(
-        "--block-size",
-        help="Rows per shuffled block, at most one fetch.",
-        show_default="64",
-        rich_help_panel=_LOADER,
-    ),
-]
-ObsColumns = Annotated[
-    str, typer.Option("--obs", metavar="A,B", help="obs columns to read.", show_default="none", rich_help_panel=_LOADER)
-]
-Memory = Annotated[
-    str,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help="Memory limit for reads, fetches and minibatches.",
-        show_default="set by the machine's memory",
-        rich_help_panel=_LOADER,
-    ),
-]
-Layout = Annotated[str, typer.Option("--layout", help="csr, dense, scipy or anndata.", rich_help_panel=_LOADER)]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, int32 or int64.", rich_help_panel=_LOADER)]
-PRICES = "Prices in dollars"
-GpuHour = Annotated[float, typer.Option("--gpu-hour", help="A GPU for an hour.", rich_help_panel=PRICES)]
-ThousandGets = Annotated[float, typer.Option("--thousand-gets", help="1000 GETs.", rich_help_panel=PRICES)]
-GigabyteEgress = Annotated[
-    float, typer.Option("--gigabyte-egress", help="A GB read; 0 within a region.", rich_help_panel=PRICES)
-]
-NvmeGigabyteMonth = Annotated[
-    float,
-    typer.Option("--nvme-gigabyte-month", help="A GB of local disk for a month.", rich_help_panel=PRICES),
-]
-KEYS = "Credentials come from the AWS_* variables or the AWS configuration, never from the command line."
 
 
-def storage_options(
-    endpoint_url: str | None, region: str | None, profile: str | None, anonymous: bool
-) -> dict[str, Any]:
-    """The s3fs options for these flags."""
-    client = {"endpoint_url": endpoint_url, "region_name": region}
-    client = {name: value for name, value in client.items() if value}
-    given: dict[str, Any] = {"profile": profile, "anon": anonymous, "client_kwargs": client}
-    return {name: value for name, value in given.items() if value}
+def takes_flags(run: Callable[[Any], None]) -> Callable[..., None]:
+    """Makes a command of a function of one dataclass. Its fields are the flags and arguments, as typer reads them.
+
+    If the type of a field is a dataclass itself, such as Access, its fields are flags too. Every command has --debug.
+    """
+    (kind,) = (hint for name, hint in get_type_hints(run).items() if name != "return")
+
+    @functools.wraps(run)
+    def command(*, debug: bool, **given: Any) -> None:
+        run(_made(kind, given))
+
+    parameters = [*_parameters(kind), _parameter("debug", _Debug, default=False)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
-def access_flags(endpoint_url: str | None, region: str | None, profile: str | None, anonymous: bool) -> list[str]:
-    """The flags that were given, as words of a command line, for commands that a page says to try."""
-    given = {"--endpoint-url": endpoint_url, "--region": region, "--profile": profile}
-    words = [word for name, value in given.items() if value for word in (name, value)]
-    return [*words, "--anon"] if anonymous else words
+def _parameters(kind: type[Any]) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if _has_flags(hint):
+            yield from _parameters(hint)
+        else:
+            required = field.default is dataclasses.MISSING
+            yield _parameter(field.name, hint, default=inspect.Parameter.empty if required else field.default)
 
 
-def loader_sizes(batch_size: int | None, fetch_factor: int | None, block_size: int | None) -> dict[str, int]:
-    """The sizes by name. A size that is None takes the Loader's default."""
-    from zloader.order.sampling import default_block_size
-    from zloader.training.loader import Loader
-
-    batch_size = Loader.batch_size if batch_size is None else batch_size
-    fetch_factor = Loader.fetch_factor if fetch_factor is None else fetch_factor
-    block_size = default_block_size(batch_size * fetch_factor) if block_size is None else block_size
-    return {"batch_size": batch_size, "fetch_factor": fetch_factor, "block_size": block_size}
+def _parameter(name: str, hint: Any, *, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def x_of(given: list[str] | None) -> str | list[str]:
-    """The x of a Loader for these --x flags: a single name, or a list of several."""
-    names = given or ["X"]
-    return names[0] if len(names) == 1 else names
+def _made(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    return kind(**{name: _made(hint, given) if _has_flags(hint) else given[name] for name, hint in hints.items()})
+
+
+def _has_flags(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
 
 
 def print_json(document: Any) -> None:

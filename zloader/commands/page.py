@@ -154,7 +154,7 @@ def require_drawable(*paths: Path | None) -> None:
     """Raises an error if nothing can be drawn, or a file not be written, to be called before a long measurement."""
     given = [path for path in paths if path is not None]
     if given and importlib.util.find_spec("matplotlib") is None:
-        raise ZloaderError('drawing needs matplotlib; install it with: pip install "zloader[demo]"')
+        raise ZloaderError('drawing needs matplotlib: pip install "zloader[demo]"')
     for path in given:
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
             raise OptionError(f"cannot write {path}: give the path of a file in an existing directory")

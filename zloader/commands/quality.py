@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,84 +12,85 @@ from rich.console import Console
 from rich.table import Table
 
 from zloader.commands import terminal
-from zloader.commands.command import (
-    KEYS,
-    Anonymous,
-    Debug,
-    Endpoint,
-    Json,
-    Profile,
-    Region,
-    Url,
-    access_flags,
-    app,
-    print_json,
-    storage_options,
-)
+from zloader.commands.command import KEYS, app, print_json, takes_flags
+from zloader.commands.flags import Access, Json, Url
 from zloader.common.errors import OptionError
 
 if TYPE_CHECKING:
     from zloader.commands.quality_grid import Cell, QualityGrid
 
 
-@app.command("quality", epilog=KEYS)
-def quality_command(  # noqa: PLR0913 - one parameter a flag
-    url: Url,
+@dataclass(frozen=True, kw_only=True)
+class QualityFlags:
+    """The flags of `quality`."""
+
+    url: Url
     label: Annotated[
         str, typer.Option(metavar="COLUMN", help="obs column whose labels should be mixed.", show_default=False)
-    ],
-    batch_size: Annotated[int | None, typer.Option(help="Rows per minibatch.", show_default="64")] = None,
-    block_sizes: Annotated[str, typer.Option(metavar="A,B", help="Rows per shuffled block.")] = "4,16,64,256",
-    fetch_factors: Annotated[str, typer.Option(metavar="A,B", help="Minibatches per fetch.")] = "1,16,64,256",
-    x: Annotated[str, typer.Option("--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X.")] = "X",
+    ]
+    batch_size: Annotated[int | None, typer.Option(help="Rows per minibatch.", show_default="64")] = None
+    block_sizes: Annotated[str, typer.Option(metavar="A,B", help="Rows per shuffled block.")] = "4,16,64,256"
+    fetch_factors: Annotated[str, typer.Option(metavar="A,B", help="Minibatches per fetch.")] = "1,16,64,256"
+    x: Annotated[str, typer.Option("--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X.")] = "X"
     link_speed: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second of the link to the store.")
-    ] = "400MB",
+        str,
+        typer.Option(metavar="SIZE", help="Bytes per second of the link to the store."),
+    ] = "400MB"
     measure: Annotated[
         bool, typer.Option("--measure", help="Read the store to measure rows/s, up to 10 s per pair of sizes.")
-    ] = False,
+    ] = False
     html: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write an HTML page with the figure and the table.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the figure as PNG.")] = None,
-    endpoint_url: Endpoint = None,
-    region: Region = None,
-    profile: Profile = None,
-    anon: Anonymous = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+    ] = None
+    png: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the figure as PNG.")] = None
+    access: Access = field(default_factory=Access)
+    as_json: Json = False
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Pairs of block_size and fetch_factor. Raises OptionError unless they are whole numbers."""
+        return [(block, factor) for block in _counts(self.block_sizes) for factor in _counts(self.fetch_factors)]
+
+    @property
+    def link_bytes_per_s(self) -> int | None:
+        """The speed of the link; None to measure. Raises OptionError for one that cannot be."""
+        from zloader.common.checks import parse_size, require_at_least
+
+        if self.measure:
+            return None
+        n_bytes = parse_size(self.link_speed)
+        require_at_least(1, link_speed=n_bytes)
+        return n_bytes
+
+
+@app.command("quality", epilog=KEYS)
+@takes_flags
+def quality_command(flags: QualityFlags) -> None:
     """Show how well minibatches mix the labels of a column, and how fast they load, by block_size and fetch_factor."""
     from zloader.commands import quality_page
     from zloader.commands.page import require_drawable, save_png, write
     from zloader.commands.quality_grid import measured
-    from zloader.common.checks import parse_size, require_at_least
-    from zloader.dataset.dataset import open_dataset
+    from zloader.dataset.open_dataset import open_dataset
     from zloader.training.loader import Loader
 
-    sizes = [(block, factor) for block in _counts(block_sizes) for factor in _counts(fetch_factors)]
-    require_drawable(html, png)
-    _require_two_files(html, png)
-    link_bytes_per_s = None if measure else parse_size(link_speed)
-    if link_bytes_per_s is not None:
-        require_at_least(1, link_speed=link_bytes_per_s)
-    access = storage_options(endpoint_url, region, profile, anon)
-    dataset = open_dataset(url, storage_options=access)
-    loader = Loader(
-        dataset, batch_size=Loader.batch_size if batch_size is None else batch_size, x=x, rank=0, world_size=1
-    )
-    console = terminal.console(stderr=as_json)
+    sizes = flags.sizes
+    require_drawable(flags.html, flags.png)
+    _require_two_files(flags.html, flags.png)
+    link_bytes_per_s, access = flags.link_bytes_per_s, flags.access.storage_options
+    dataset = open_dataset(flags.url, storage_options=access)
+    batch_size = Loader.batch_size if flags.batch_size is None else flags.batch_size
+    loader = Loader(dataset, batch_size=batch_size, x=flags.x, rank=0, world_size=1)
+    console = terminal.console(stderr=flags.as_json)
     with console.status("measuring"):
-        grid = measured(loader, label, sizes, link_bytes_per_s)
-    if html is not None:
-        flags = access_flags(endpoint_url, region, profile, anon)
-        write(quality_page.render(grid, url, access, flags), html)
-    if png is not None:
-        save_png(quality_page.charts(grid), png)
-    if as_json:
+        grid = measured(loader, flags.label, sizes, link_bytes_per_s)
+    if flags.html is not None:
+        write(quality_page.render(grid, flags.url, access, flags.access.words), flags.html)
+    if flags.png is not None:
+        save_png(quality_page.charts(grid), flags.png)
+    if flags.as_json:
         print_json(_document(grid))
     else:
-        _show(console, grid, url)
+        _show(console, grid, flags.url)
 
 
 def _document(grid: QualityGrid) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from zloader.conversion.convert import library_settings
 from zloader.conversion.sources.inputs import Input, Source, open_inputs
 from zloader.conversion.writing.encode import working_bytes
 from zloader.conversion.writing.ownership import MARKER
-from zloader.dataset.dataset import Dataset, open_dataset
+from zloader.dataset.dataset import Dataset
+from zloader.dataset.open_dataset import open_dataset
 
 _THREADS = 8  # enough to hide the latency of S3; on a machine with few cores they cost nothing
 _THREAD_BYTES = 24 * MiB  # memory per thread: stored bytes and a few decoded chunks

@@ -6,18 +6,16 @@ shares these three with its dataset and adds a set of rows, at one bit per row o
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.access.location import Location, location_of
+from zloader.access.location import Location
 from zloader.common.checks import names_of
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.machine import require_memory
@@ -43,63 +41,8 @@ from zloader.transforms.transform import Transform
 if TYPE_CHECKING:
     import anndata as ad
 
-URL = str | os.PathLike[str]
 _DEFAULTS = FetchOptions()
 _AS_STORED = GeneJoin()
-
-
-def open_dataset(
-    url: URL | Sequence[URL],
-    *,
-    cache: str | os.PathLike[str] | Cache | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    offline: bool = False,
-    join: Literal["inner", "outer"] | Sequence[str] | None = None,
-    genes_by: str | None = None,
-) -> Dataset:
-    """Opens an AnnData Zarr store, or several stores in the given order, as one Dataset.
-
-    >>> import zloader as zl
-    >>> dataset = zl.open_dataset("atlas.zarr", cache="cache")
-    >>> dataset.n_obs, dataset.n_vars, dataset.obs_columns
-    (1000, 50, ['cell_type', 'donor', 'n_counts'])
-
-    - `url`: a local path, or a URL that begins with `file://`, `s3://`, `gs://`, `http://` or `https://`; or a list of
-      them. Each is an AnnData store or an annbatch collection.
-    - `cache`: the directory, or zl.Cache, that keeps mirrors of the stores, best on a local NVMe disk. With None, every
-      epoch reads from the stores.
-    - `storage_options`: options for all URLs. For S3 those of s3fs (key, secret, token, anon, profile, endpoint_url,
-      client_kwargs); for GCS token and endpoint_url; for web servers headers. They are part of a pickled dataset.
-    - `offline`: open from the cache alone, without any network request. Reading values that are not in the cache then
-      raises ReadError.
-    - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes
-      the genes that every store has and "outer" all genes, in the order of `anndata.concat`. A list takes exactly
-      these genes in this order, also those that no store has. Genes that a store lacks are zeros.
-    - `genes_by`: the var column that names the genes, such as an Ensembl ID. With None, var_names.
-
-    Genes are mapped while minibatches are gathered, so no store is rewritten. The mirrors are those of the stores, and
-    the order of the rows does not depend on `join`.
-
-    >>> merged = zl.open_dataset(["atlas.zarr", "other.zarr"], join="outer")
-    >>> merged.n_obs, merged.n_vars, merged.var_names[-1]
-    (1100, 60, 'gene9')
-
-    Opening reads metadata only, and the names of genes to join. Raises StoreNotFoundError, AccessDeniedError or
-    FormatError if a store cannot be opened or has genes that cannot be joined, MissingColumnError if a store lacks the
-    column `genes_by`, OptionError for unusable arguments, and CacheError if there is no mirror to open offline.
-    """
-    urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
-    if cache is not None and not isinstance(cache, Cache):
-        cache = Cache(directory=cast("Path", cache))  # Cache checks the type
-    for each_url in urls:
-        if not isinstance(each_url, str | os.PathLike):
-            raise OptionError(
-                f"a store is opened by its path or URL, not by an object of type {type(each_url).__name__}. To make a "
-                "store of an AnnData in memory, run zl.convert(adata, 'x.zarr')"
-            )
-    rule = GeneJoin(join=join, genes_by=genes_by)
-    locations = [location_of(each_url, storage_options) for each_url in urls]
-    return open_locations(locations, cache, offline=offline, rule=rule)
 
 
 def open_locations(

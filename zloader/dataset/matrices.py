@@ -22,7 +22,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.opening import OpenedStores
-from zloader.order.plan import Fetch
+from zloader.order.fetches import Fetch
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.resources import BufferPool

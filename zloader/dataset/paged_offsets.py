@@ -41,22 +41,8 @@ _Compact: TypeAlias = tuple[int, NDArray[np.integer]]  # the first entry of a pa
 def pages_of(path: str, n_entries: int, chunk_entries: int) -> ArrayLayout:
     """The pages of an array of offsets as chunks of an array in a mirror. A page is one or more stored chunks."""
     chunk_entries = max(1, chunk_entries)
-    return ArrayLayout(
-        path=path,
-        dtype=np.dtype(np.int64),
-        n_elements=n_entries,
-        chunk_elements=chunk_entries * max(1, _PAGE // chunk_entries),
-        chunks_per_shard=1,
-        codecs=(),
-        sharded=False,
-        index_checksum=False,
-        index_at_end=False,
-        key_prefix="",
-        separator="/",
-        n_dims=1,
-        fill_value=0,
-        absent_is_fill=False,
-    )
+    chunk_elements = chunk_entries * max(1, _PAGE // chunk_entries)
+    return ArrayLayout.plain(path, np.dtype(np.int64), n_elements=n_entries, chunk_elements=chunk_elements)
 
 
 class PagedOffsets:

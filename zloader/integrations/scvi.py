@@ -16,9 +16,7 @@ try:
     import scvi
     from lightning.pytorch import LightningDataModule
 except ImportError as error:
-    raise ImportError(
-        f'zloader.integrations.scvi needs scvi-tools ({error}): run pip install "zloader[scvi]"'
-    ) from error
+    raise ImportError(f'zloader.integrations.scvi needs scvi-tools ({error}): pip install "zloader[scvi]"') from error
 
 from zloader.common.checks import names_of, require_count, require_one_of
 from zloader.common.errors import OptionError

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 try:
     import ray.exceptions  # noqa: F401 - a folder named ray is not Ray
 except ImportError as error:
-    raise ImportError('zloader.ray needs Ray: install it with pip install "zloader[ray]"') from error
+    raise ImportError('zloader.ray needs Ray: pip install "zloader[ray]"') from error
 
 from zloader.ray.stream import Stream, stream
 

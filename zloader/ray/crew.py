@@ -18,10 +18,11 @@ import ray.exceptions
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, ProducerError
-from zloader.order.plan import Plan, Remaining
+from zloader.order.fetches import Remaining
+from zloader.order.plan import Plan
 from zloader.ray.alive import cluster_of_ray
+from zloader.ray.makers import LANES, FailedError, LostError
 from zloader.ray.producers import Producer, pickled
-from zloader.ray.production import LANES, FailedError, LostError
 from zloader.reading.resources import Counters
 from zloader.training.loader import Loader
 

@@ -20,7 +20,8 @@ from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.dataset.dataset import Dataset
-from zloader.order.plan import Fetch, Plan
+from zloader.order.fetches import Fetch
+from zloader.order.plan import Plan
 from zloader.ray.producers import pickled, unpickled
 from zloader.ray.tables import table_of
 from zloader.reading.fetch import FetchScheduler, shares

@@ -18,8 +18,9 @@ import ray
 from numpy.typing import NDArray
 
 from zloader.common.malloc import keep_freed_memory
-from zloader.order.plan import Fetch, Plan, Remaining
-from zloader.ray.production import LANES
+from zloader.order.fetches import Fetch, Remaining
+from zloader.order.plan import Plan
+from zloader.ray.makers import LANES
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.held import held_share

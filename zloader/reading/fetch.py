@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zloader.common.compiled import load_compiler
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenizer, TokenRows, X
-from zloader.order.plan import Fetch
+from zloader.order.fetches import Fetch
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.forms import Form

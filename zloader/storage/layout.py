@@ -49,6 +49,29 @@ class ArrayLayout:
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
     below: int | None = None
 
+    @classmethod
+    def plain(
+        cls, path: str, dtype: np.dtype[Any] | str, *, n_elements: int, chunk_elements: int, chunks_per_shard: int = 1
+    ) -> ArrayLayout:
+        """A vector in uncompressed chunks. Several chunks per shard have an index as in stores that zloader writes."""
+        sharded = chunks_per_shard > 1
+        return cls(
+            path=path,
+            dtype=np.dtype(dtype),
+            n_elements=n_elements,
+            chunk_elements=chunk_elements,
+            chunks_per_shard=chunks_per_shard,
+            codecs=({"name": "bytes"},),
+            sharded=sharded,
+            index_checksum=sharded,
+            index_at_end=sharded,
+            key_prefix="c/",
+            separator="/",
+            n_dims=1,
+            fill_value=0,
+            absent_is_fill=False,
+        )
+
     @property
     def n_chunks(self) -> int:
         """Number of chunks."""

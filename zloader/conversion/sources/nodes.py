@@ -42,7 +42,7 @@ def reading(at: str, doing: str = "cannot be read", damaged: Callable[[], str | 
         where = "" if key is None else f", in {key}"
         raise SourceError(
             f"{at} {doing}{where} ({type(error).__name__}: {error}): the source is damaged or incomplete, or it needs "
-            "a newer anndata or an HDF5 filter (pip install hdf5plugin)"
+            'a newer anndata or an HDF5 filter: pip install "zloader[hdf5]"'
         ) from error
 
 

@@ -66,7 +66,7 @@ class ConvertOptions:
     - `shard_size`: largest shard (stored object) in bytes before compression, as a number or text such as "256MiB" or
       "256M". It applies to the wider of `indices` and `data`; the stored object is a tenth to the whole of it.
     - `codec`: "lz4"; "zstd", which stores a quarter fewer bytes; "pcodec", which stores a third fewer and needs
-      the extra `zloader[pcodec]`, also to read the store; or "none", which stores three times as many but still adds
+      the extra `pcodec`, also to read the store; or "none", which stores three times as many but still adds
       checksums. zstd decodes a third slower than lz4, pcodec at half the speed, and both encode ten times slower.
     - `preserve_dtype`: keep the source dtypes of `data`, `indices` and `indptr`. By default, values and indices get the
       smallest integer dtype that holds every value exactly.

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pretrain_checkpoint
 import torch
-from pretrain_costs import costs_of, peak_flops
-from pretrain_held_out import GeneMeans, held_out_losses
-from pretrain_model import SHAPES, MaskedValues, masked_loss, predicted
-from pretrain_ranks import Ranks, cpu_s, gpu_bytes, peak_bytes, ray_cpu_s, streamed
-from pretrain_settings import N_BINS, Settings, Source, tokenizer_of, vocabulary_of
 
 import zloader as zl
+from pretraining import checkpoint
+from pretraining.costs import costs_of, peak_flops
+from pretraining.held_out import GeneMeans, held_out_losses
+from pretraining.model import SHAPES, MaskedValues, masked_loss, predicted
+from pretraining.ranks import Ranks, cpu_s, gpu_bytes, peak_bytes, ray_cpu_s, streamed
+from pretraining.settings import N_BINS, Settings, Source, tokenizer_of, vocabulary_of
 from zloader.training.tokens import Tokens
 
 Figures = dict[str, Any]
@@ -295,14 +295,14 @@ class Training:
             "progress": dataclasses.asdict(self.progress),
         }
         if self.ranks.first:
-            pretrain_checkpoint.write(Path(self.settings.checkpoint), self._identity, state)
+            checkpoint.write(Path(self.settings.checkpoint), self._identity, state)
         return time.perf_counter() - began
 
     def _resume(self) -> None:
         """Goes on from the checkpoint, if there is one."""
         if self.settings.checkpoint is None:
             return
-        state = pretrain_checkpoint.read(Path(self.settings.checkpoint), self._identity, self.device)
+        state = checkpoint.read(Path(self.settings.checkpoint), self._identity, self.device)
         if state is None:
             return
         self.model.load_state_dict(state["model"])

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from records import Measurement, Turns
+
+from reporting.records import Measurement, Turns
 
 LEAST_TURNS = 5  # with fewer, most draws repeat the same turn, and the interval is Student's
 RESAMPLES = 20_000

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from records import Key, Measurement, Value
-
+from reporting.records import Key, Measurement, Value
 from zloader.commands.demo_results import size
 
 OURS = "zloader"

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import report_figures
-from records import Key, Records, Run
-from report_results import Entry, Headline, Results
-from report_words import (
+from reporting import figures
+from reporting.records import Key, Records, Run
+from reporting.results import Entry, Headline, Results
+from reporting.turns import Spread
+from reporting.words import (
     CEILING,
     LIMITS,
     OTHERS,
@@ -26,8 +27,6 @@ from report_words import (
     scenario,
     value_text,
 )  # fmt: skip
-from turns import Spread
-
 from zloader.commands.demo_results import size
 from zloader.commands.page import Chart
 
@@ -188,7 +187,7 @@ def _scenario(results: Results, name: str) -> Section:
     return Section(
         title=known.title,
         text=[known.question] if known.question else [],
-        charts=[chart for each in data for chart in report_figures.charts(results, name, each)],
+        charts=[chart for each in data for chart in figures.charts(results, name, each)],
         tables=[_table(results, name, each) for each in data],
     )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checked import RecordsError, Value, checked, shortened
+from reporting.checked import RecordsError, Value, checked, shortened
 
 FORMAT = 1
 _LONGEST_LINE = 1 << 22  # characters; a longer line is in some other kind of file

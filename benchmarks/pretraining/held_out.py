@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from pretrain_model import predicted
-from pretrain_ranks import Ranks
-from pretrain_settings import N_BINS
 
 import zloader as zl
+from pretraining.model import predicted
+from pretraining.ranks import Ranks
+from pretraining.settings import N_BINS
 from zloader.training.tokens import Tokens
 
 

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from records import Key
-from report_looks import Look, looks, plain_ticks, slug
-from report_results import Results
-from report_words import CELLS, ENTROPY, number
-
+from reporting.looks import Look, looks, plain_ticks, slug
+from reporting.records import Key
+from reporting.results import Results
+from reporting.words import CELLS, ENTROPY, number
 from zloader.commands.page import LIGHT, Chart
 
 _FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of a heat map, light enough for text in both themes

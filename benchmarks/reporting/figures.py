@@ -1,17 +1,16 @@
-"""The figures of the benchmark report: bars and lines for every scenario. report_mixing.py has those of `order`."""
+"""The figures of the benchmark report: bars and lines for every scenario. mixing.py has those of `order`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import report_mixing
-from records import Key, Limit
-from report_looks import FARTHEST, OVER, Look, draw_limits, looks, plain_ticks, slug
-from report_results import Results
-from report_words import CELLS, OURS, PEAK, Figure, axis_name, case_text, is_ours, scenario, value_text
-from turns import Spread
-
+from reporting import mixing
+from reporting.looks import FARTHEST, OVER, Look, draw_limits, looks, plain_ticks, slug
+from reporting.records import Key, Limit
+from reporting.results import Results
+from reporting.turns import Spread
+from reporting.words import CELLS, OURS, PEAK, Figure, axis_name, case_text, is_ours, scenario, value_text
 from zloader.commands.page import LIGHT, Chart
 
 _WIDE_INCHES = 10.4
@@ -22,7 +21,7 @@ _HATCHES = ("///", "...", "xxx", "---")
 def charts(results: Results, name: str, data: str) -> list[Chart]:
     """The figures of a scenario with one data set."""
     if name == "order":
-        return report_mixing.charts(results, name, data)
+        return mixing.charts(results, name, data)
     axis = _numeric_axis(results.keys(name, data))
     figures = [scenario(name).figure, *([PEAK] if name == "scaling" else [])]
     drawn = [_lines(results, (name, data, axis), of) if axis else _bars(results, (name, data), of) for of in figures]

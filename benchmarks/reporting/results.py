@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from records import Key, Records, Turns
-from report_words import CEILING, CELLS, OURS, Figure, case_order, is_ours, scenario, scenario_order
-from turns import Spread, figures, ratios, spread
+from reporting.records import Key, Records, Turns
+from reporting.turns import Spread, figures, ratios, spread
+from reporting.words import CEILING, CELLS, OURS, Figure, case_order, is_ours, scenario, scenario_order
 
 _WHOLE = 0.9  # of the rows of a data set; some loaders leave out a few
 _LONG_START = 0.2  # of the time of an epoch

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from records import Limit
-from report_words import LIMITS, Figure, is_ours, number
-
+from reporting.records import Limit
+from reporting.words import LIMITS, Figure, is_ours, number
 from zloader.commands.page import LIGHT
 
 _FAMILIES = (

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-from pretrain_model import MaskedValues
 from torch import nn
+
+from pretraining.model import MaskedValues
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense FLOPs per second in bfloat16, as NVIDIA states them
 

@@ -1,0 +1,123 @@
+"""Flags that several commands share. Each is the type of a field in the dataclass of a command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+_S3 = "Access to S3"
+Url = Annotated[str, typer.Argument(metavar="URL", help="Store: a local path or s3://BUCKET/KEY.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Option("--endpoint-url", metavar="URL", help="S3 server, if it is not AWS.", rich_help_panel=_S3),
+]
+Region = Annotated[str | None, typer.Option("--region", help="Region of the bucket.", rich_help_panel=_S3)]
+Profile = Annotated[
+    str | None, typer.Option("--profile", help="Profile in the AWS configuration.", rich_help_panel=_S3)
+]
+Anonymous = Annotated[
+    bool, typer.Option("--anon", help="Send no credentials, for public buckets.", rich_help_panel=_S3)
+]
+Matrices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X. Repeat for several matrices.", show_default="X"
+    ),
+]
+_LOADER = "Loader options"
+BatchSize = Annotated[
+    int | None,
+    typer.Option("--batch-size", help="Rows per minibatch.", show_default="64", rich_help_panel=_LOADER),
+]
+FetchFactor = Annotated[
+    int | None,
+    typer.Option("--fetch-factor", help="Minibatches per fetch.", show_default="256", rich_help_panel=_LOADER),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--block-size",
+        help="Rows per shuffled block, at most one fetch.",
+        show_default="64",
+        rich_help_panel=_LOADER,
+    ),
+]
+ObsColumns = Annotated[
+    str, typer.Option("--obs", metavar="A,B", help="obs columns to read.", show_default="none", rich_help_panel=_LOADER)
+]
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Memory limit for reads, fetches and minibatches.",
+        show_default="set by the machine's memory",
+        rich_help_panel=_LOADER,
+    ),
+]
+Layout = Annotated[str, typer.Option("--layout", help="csr, dense, scipy or anndata.", rich_help_panel=_LOADER)]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, int32 or int64.", rich_help_panel=_LOADER)]
+PRICES = "Prices in dollars"
+GpuHour = Annotated[float, typer.Option("--gpu-hour", help="A GPU for an hour.", rich_help_panel=PRICES)]
+ThousandGets = Annotated[float, typer.Option("--thousand-gets", help="1000 GETs.", rich_help_panel=PRICES)]
+GigabyteEgress = Annotated[
+    float, typer.Option("--gigabyte-egress", help="A GB read; 0 within a region.", rich_help_panel=PRICES)
+]
+NvmeGigabyteMonth = Annotated[
+    float,
+    typer.Option("--nvme-gigabyte-month", help="A GB of local disk for a month.", rich_help_panel=PRICES),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How the command reaches a bucket."""
+
+    endpoint_url: Endpoint = None
+    region: Region = None
+    profile: Profile = None
+    anon: Anonymous = False
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """The s3fs options."""
+        client = {"endpoint_url": self.endpoint_url, "region_name": self.region}
+        client = {name: value for name, value in client.items() if value}
+        given: dict[str, Any] = {"profile": self.profile, "anon": self.anon, "client_kwargs": client}
+        return {name: value for name, value in given.items() if value}
+
+    @property
+    def words(self) -> list[str]:
+        """The flags that were given, as words of a command line, for commands that a page says to try."""
+        given = {"--endpoint-url": self.endpoint_url, "--region": self.region, "--profile": self.profile}
+        words = [word for name, value in given.items() if value for word in (name, value)]
+        return [*words, "--anon"] if self.anon else words
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSizes:
+    """The sizes of a Loader. One that is None takes the Loader's default."""
+
+    batch_size: BatchSize = None
+    fetch_factor: FetchFactor = None
+    block_size: BlockSize = None
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The sizes with their defaults, by name."""
+        from zloader.order.sampling import default_block_size
+        from zloader.training.loader import Loader
+
+        batch_size = Loader.batch_size if self.batch_size is None else self.batch_size
+        fetch_factor = Loader.fetch_factor if self.fetch_factor is None else self.fetch_factor
+        block_size = default_block_size(batch_size * fetch_factor) if self.block_size is None else self.block_size
+        return {"batch_size": batch_size, "fetch_factor": fetch_factor, "block_size": block_size}
+
+
+def x_of(given: list[str] | None) -> str | list[str]:
+    """The x of a Loader for these --x flags: a single name, or a list of several."""
+    names = given or ["X"]
+    return names[0] if len(names) == 1 else names

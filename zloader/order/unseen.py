@@ -1,0 +1,60 @@
+"""The rest of an epoch whose number of ranks has changed, as an order of its own. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zloader.common.records import Rows
+from zloader.order.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unseen:
+    """The rest of an epoch as a sampling: the rows `first`, then the order of `sampling` from position `begin` on.
+
+    It is valid only for the seed and the epoch from which `first` was computed.
+    """
+
+    sampling: Sampling
+    first: Rows
+    begin: int
+
+    @property
+    def shuffles_fetch(self) -> bool:
+        """Whether the underlying sampling permutes the rows of each fetch."""
+        return self.sampling.shuffles_fetch
+
+    @property
+    def block_size(self) -> int:
+        """Block size of the underlying sampling. The rows `first` may begin and end within a block."""
+        return int(getattr(self.sampling, "block_size", 1))
+
+    @property
+    def set_size(self) -> int | None:
+        """Rows per set of the underlying sampling, if it has sets."""
+        return getattr(self.sampling, "set_size", None)
+
+    @property
+    def unit(self) -> int:
+        """The rows of the underlying sampling that no minibatch divides."""
+        return int(getattr(self.sampling, "unit", 1))
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether row -1 of the underlying sampling stands for no row."""
+        return bool(getattr(self.sampling, "has_gaps", False))
+
+    def n_rows(self, dataset_rows: int) -> int:
+        """Number of rows left in the epoch."""
+        return len(self.first) + self.sampling.n_rows(dataset_rows) - self.begin
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        """The rows (int64) at positions `[start, stop)` in the rest of the epoch."""
+        shift = self.begin - len(self.first)
+        begin, end = max(start + shift, self.begin), stop + shift
+        if begin >= end:
+            return self.first[start:stop]
+        rest = self.sampling.rows(begin, end, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
+        return np.concatenate([self.first[start:stop], rest])
