@@ -169,9 +169,9 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """run.py and what it is made of, by name."""
-    names = ("run", "peers", "scenarios", "session", "inputs", "readers", "sides", "rivals", "resuming", "records")
-    for modules in scripts(monkeypatch, *names):
-        yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
+    names = ("run", "peers", "scenarios", "session", "inputs", "readers", "sides", "rivals", "resuming")
+    for *modules, records in scripts(monkeypatch, *names, "reporting.records"):
+        yield SimpleNamespace(**dict(zip(names, modules, strict=True)), records=records)
 
 
 def test_every_peer_is_known_without_its_packages(run):
