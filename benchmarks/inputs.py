@@ -103,8 +103,8 @@ def _counted(path: Path, treated: bool) -> dict[str, object] | str:
         indptr = file["X/indptr"][:]
         chosen = (obs["drug"] != "DMSO").to_numpy() if treated else np.ones(len(obs), bool)
         of_value = np.repeat(chosen, np.diff(indptr)) if treated else None
-        total, values = 0.0, int(indptr[-1])
-        for start in range(0, values, _WINDOW):
+        total, values = 0.0, int(np.diff(indptr)[chosen].sum())
+        for start in range(0, int(indptr[-1]), _WINDOW):
             here = slice(start, start + _WINDOW)
             window = file["X/data"][here].astype(np.float64)
             total += float(window.sum() if of_value is None else window[of_value[here]].sum())

@@ -5,7 +5,9 @@
 The first argument is the name of a tool (a module of peers/, which has the settings of its loader) or "plain". Each
 line is answered with a line of JSON: seconds, rows, whether the epoch ended, first_minibatch_s (since the request),
 after_s (the time after the first fetch) and waited_s (how much of that the consumer waited), CPU seconds including
-those of ended worker processes, page faults, bytes read from disk, and resident bytes before the epoch and at the peak.
+those of ended worker processes, page faults, bytes read from disk, resident bytes before the epoch and
+at the peak, and the most private memory of its workers (looked at every half second, for which the clock stands still).
+began_at, first_at and ended_at are readings of the clock that all processes of a machine share.
 Between requests it idles. The request `{"started": true}` runs no epoch: its answer has the CPU seconds and page faults
 since the process started. Other requests may contain:
 
@@ -44,6 +46,7 @@ from peers import Epoch, Epochs, Request, fetch_rows, module
 from rivals import die_with_parent
 
 _BATCH_SIZE = 64
+_SAMPLE_S = 0.5  # between looks at the memory of worker processes
 
 
 def plain(options: Request) -> Epochs:
@@ -121,6 +124,7 @@ def measured(epoch: Epochs, request: Request, *, first_fetch: int, batch_size: i
     # map() frees each minibatch before it asks for the next one
     sizes = map(checked.size if checked else given.size, given.minibatches)
     rows, waits, first, after, ended = 0, [], 0.0, began, False
+    workers_bytes, looked, looking_s = 0, began, 0.0
     stalls = set(request.get("stalls", ()))
     while True:
         asked = time.perf_counter() if waits else began
@@ -138,6 +142,10 @@ def measured(epoch: Epochs, request: Request, *, first_fetch: int, batch_size: i
         if ended or late:
             break
         rows += size
+        if given.workers_bytes and (len(waits) == 1 or now - looked > _SAMPLE_S):
+            workers_bytes = max(workers_bytes, given.workers_bytes())
+            looked = time.perf_counter()
+            looking_s += looked - now
         if rows >= request.get("rows", math.inf):
             break
         if "work_s" in request:
@@ -151,7 +159,10 @@ def measured(epoch: Epochs, request: Request, *, first_fetch: int, batch_size: i
     if dropped:
         _drop(dropped)
     return {
-        "seconds": now - began,
+        "seconds": now - began - looking_s,
+        "began_at": began,
+        "first_at": first,
+        "ended_at": now,
         "rows": rows,
         "ended": ended,
         "first_minibatch_s": waits[0],
@@ -164,6 +175,7 @@ def measured(epoch: Epochs, request: Request, *, first_fetch: int, batch_size: i
         "device_bytes": device,
         "before_bytes": before_bytes,
         "peak_bytes": _resident_bytes("VmHWM"),
+        "workers_bytes": workers_bytes,
         **found,
     }
 
@@ -173,11 +185,11 @@ def _usage(of: int = resource.RUSAGE_SELF) -> resource.struct_rusage:
 
 
 def started() -> Request:
-    """The CPU seconds, page faults and peak memory of the process so far."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+    """The CPU seconds (with those of ended workers), page faults and peak memory of the process so far."""
+    usage, in_children = _usage(), _usage(of=resource.RUSAGE_CHILDREN)
     return {
-        "user_s": usage.ru_utime,
-        "system_s": usage.ru_stime,
+        "user_s": usage.ru_utime + in_children.ru_utime,
+        "system_s": usage.ru_stime + in_children.ru_stime,
         "faults": usage.ru_minflt + usage.ru_majflt,
         "major_faults": usage.ru_majflt,
         "peak_bytes": _resident_bytes("VmHWM"),

@@ -15,19 +15,22 @@ from typing import Any
 
 Record = dict[str, Any]
 Case = Mapping[str, Any]
-# Fields of the record `run` that must not change. Stretches are paired on one machine, and all have the same limits.
+# Fields of the record `run` that must not change. Both parts share one set of limits, so they come from one machine.
 SAME = (
     "format",
     "preset",
     "sizes",
     "commit",
-    "dirty",
+    "changes",
     "tools",
     "data",
     "link",
     "prices",
     "processor",
     "cores",
+    "machine",
+    "disk",
+    "kernel",
     "memory_bytes",
     "python",
 )

@@ -44,6 +44,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hashlib
 import os
 import platform
 import signal
@@ -80,7 +81,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list-peers", action="store_true", help="print the names of the peers")
     parser.add_argument("--data", type=Path, metavar="FILE.h5ad", help="real data (default: the human pancreas)")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--output", type=Path, metavar="FILE.jsonl", help="default: a new file in this folder")
+    output.add_argument("--output", type=Path, metavar="FILE.jsonl", help="default: a new file in the current folder")
     output.add_argument("--resume", type=Path, metavar="FILE.jsonl", help="the output of a run that was stopped")
     parser.add_argument("--work", type=Path, help="directory for data and stores (default: a temporary directory)")
     parser.add_argument("--total-mbps", type=float, default=400, help="MB/s of the cloud's link (default: 400)")
@@ -123,7 +124,9 @@ def about(options: argparse.Namespace, session: Session) -> Figures:
         "preset": options.preset,
         "sizes": dict(vars(session.preset)),
         "tools": options.peers,
+        "changes": _hash((_git("diff", "HEAD") or "").encode()),
         "cores": len(os.sched_getaffinity(0)),
+        "machine": _machine(),
         "processor": _processor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "disk": _disk(session.work),
@@ -157,6 +160,17 @@ def _processor() -> str:
     return platform.machine()
 
 
+def _machine() -> str | None:
+    """A hash that tells this machine from others, without its name."""
+    with contextlib.suppress(OSError):
+        return _hash(Path("/etc/machine-id").read_bytes())
+    return None
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def _disk(path: Path) -> str | None:
     """The kind of the file system that holds a path, and where it is mounted from."""
     device = path.stat().st_dev
@@ -188,12 +202,19 @@ def begin(session: Session, options: argparse.Namespace) -> None:
         session.record("run", **first)
     else:
         earlier.expect_run(first)
+    sides = session.add(options.peers, options)
+    for side in sides:
+        if side["peer"] in earlier.sides:
+            earlier.expect_side(side["peer"], side)
+    if earlier.path is not None:
         resuming.write(earlier)
         session.failures |= earlier.failures
         kept = len(earlier.records)
         session.say(f"resuming {earlier.path}: {kept} records are kept, {earlier.n_dropped} are dropped")
         session.record("resumed", began=now(), load=os.getloadavg(), kept=kept, dropped=earlier.n_dropped)
-    session.add(options.peers, options)
+    for side in sides:
+        if side["peer"] not in earlier.sides:
+            session.record(side["record"], **{name: value for name, value in side.items() if name != "record"})
 
 
 def measure(session: Session, options: argparse.Namespace) -> None:
@@ -225,7 +246,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.work.mkdir(parents=True, exist_ok=True)
     earlier = resuming.read(options.resume) if options.resume else resuming.Earlier()
     output = options.resume or options.output or Path(time.strftime("run-%Y%m%d-%H%M%S.jsonl"))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of the run end with it
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # the processes of the run end with it
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         session = Session(
             preset=PRESETS[options.preset],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -98,7 +98,8 @@ def processes(session: Session) -> None:
                         continue
                     with session.attempt(place, left_out):
                         if not turn:
-                            group = [session.reader(each, data, {}) for _ in range(case["processes"])]
+                            own = {"workers": max(1, len(os.sched_getaffinity(0)) // case["processes"])}
+                            group = [session.reader(each, data, own) for _ in range(case["processes"])]
                             groups[each.name] = [stack.enter_context(one) for one in group]
                             session.checked(groups[each.name][0], data, each.side)  # fills the mirror
                             at_once(groups[each.name], each, data, session.preset.most_s)
@@ -109,17 +110,17 @@ def processes(session: Session) -> None:
 
 def at_once(readers: list[Reader], each: Contender, data: Data, most_s: float) -> Figures:
     """The figures of epochs in several processes at once: sums, and the time until the last one has ended."""
-    began = time.perf_counter()
     with ThreadPoolExecutor(len(readers)) as threads:
         found = list(threads.map(lambda one: one.ask(most_s=most_s), readers))
-    seconds = time.perf_counter() - began
+    seconds = max(figures["ended_at"] for figures in found) - min(figures["began_at"] for figures in found)
     for figures in found:
         expect(figures, data, each.side)
-    names = ("rows", "user_s", "system_s", "peak_bytes")
+    names = ("rows", "user_s", "system_s", "peak_bytes", "workers_bytes")
     firsts = max(figures["first_minibatch_s"] for figures in found)
     pss = sum(wide.pss_bytes(one.process.pid) for one in readers)
     summed = {name: sum(figures[name] for figures in found) for name in names}
-    return {**summed, "seconds": seconds, "first_minibatch_s": firsts, "pss_bytes": pss}
+    ended = all(figures["ended"] for figures in found)
+    return {**summed, "seconds": seconds, "first_minibatch_s": firsts, "pss_bytes": pss, "ended": ended}
 
 
 SCENARIOS: dict[str, Callable[[Session], None]] = {

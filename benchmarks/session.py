@@ -100,6 +100,7 @@ class Session:
         fields = {
             "rows": figures["rows"],
             "seconds": figures["seconds"],
+            "ended": figures.get("ended", True),
             "user_s": figures["user_s"],
             "system_s": figures["system_s"],
             "peak_bytes": figures["peak_bytes"] + figures.get("workers_bytes", 0),
@@ -136,8 +137,9 @@ class Session:
 
     # ---- peers
 
-    def add(self, names: Sequence[str], options: Any) -> None:
-        """Makes the environments of the tools, and records all that can run, and those that cannot."""
+    def add(self, names: Sequence[str], options: Any) -> list[Figures]:
+        """Makes the environments of the tools. Returns the records of all that can run, and of those that cannot."""
+        records = []
         for name in names:
             found = peers.peer(name)
             if self.earlier.missing.issuperset(found.sides):
@@ -149,22 +151,15 @@ class Session:
             except (EnvironmentFailed, subprocess.CalledProcessError) as error:
                 reason = rivals.last_lines(getattr(error, "stderr", None) or str(error))
                 self.say(f"{name} is missing: {reason}")
-                for side in found.sides:
-                    self.failures.add(side)
-                    self._once(side, "missing", peer=side, reason=reason)
+                self.failures.update(found.sides)
+                records += [{"record": "missing", "peer": side, "reason": reason} for side in found.sides]
                 continue
-            version = versions["packages"].get(found.packages[0], "?")
+            about = {"version": versions["packages"].get(found.packages[0], "?"), **versions, "tool": name}
             for side_name, side in found.sides.items():
-                fields = {"version": version, **versions, "how": side.how, "format": side.format, "tool": name}
-                self._once(side_name, "peer", peer=side_name, **fields)
+                own = {"how": side.how, "format": side.format, "order": side.order}
+                records.append({"record": "peer", "peer": side_name, **about, **own})
                 self.contenders.append(Contender(name=side_name, tool=name, python=python, side=side))
-
-    def _once(self, side: str, kind: str, **fields: Any) -> None:
-        """Writes the record of a side, unless the file of a resumed run has it. Exits if the side has changed."""
-        if side not in self.earlier.sides:
-            self.record(kind, **fields)
-        else:
-            self.earlier.expect_side(side, {"record": kind, **fields})
+        return records
 
     def _python(self, name: str, found: Peer, options: Any) -> Path:
         if name == "zloader" or (options.tiny and found.light):

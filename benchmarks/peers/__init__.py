@@ -46,7 +46,8 @@ class Epoch:
     """An epoch that has begun.
 
     `size` gives the number of rows of a minibatch. `values` gives its values and `labels` the labels of its rows, both
-    as arrays. They are asked for only when an epoch is checked. `statistics` is called after the last minibatch.
+    as arrays. They are asked for only when an epoch is checked. `statistics` is called after the last minibatch, and
+    `workers_bytes`, the memory of worker processes, while they run.
     """
 
     minibatches: Iterator[Any]
@@ -54,6 +55,7 @@ class Epoch:
     values: Callable[[Any], Any] | None = None
     labels: Callable[[Any], Any] | None = None
     statistics: Callable[[], Request] = dict
+    workers_bytes: Callable[[], int] | None = None
 
 
 Epochs = Callable[[Request], Epoch]
@@ -69,6 +71,7 @@ class Side:
     - `options`: what `epochs` is given besides the options of the scenario.
     - `mirrored`: whether it keeps a mirror of the store on the local disk, in the directory `mirror` of its options.
     - `whole`: whether an epoch is meant to give out all rows. If not, `how` says which are left out.
+    - `order`: what it shuffles, in a few words, where the scenario asks for blocks of 64 rows.
     """
 
     how: str
@@ -78,6 +81,7 @@ class Side:
     options: Request = field(default_factory=dict)
     mirrored: bool = False
     whole: bool = True
+    order: str = "blocks of 64 cells"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ PEER = Peer(
             format=".h5ad, held in memory",
             store=None,
             scenarios=EPOCHS,
+            order="single random cells",
         ),
         "anndata.write_zarr": Side(
             how="anndata.read_h5ad and write_zarr with zarr_write_format 3. It is not a loader.",

@@ -19,6 +19,7 @@ PEER = Peer(
             format="SCDL: NumPy files that are memory-mapped",
             store="bionemo-scdl",
             scenarios=(*EPOCHS, "conversion"),
+            order="single random cells",
         )
     },
 )
@@ -49,5 +50,5 @@ def epochs(options: Request) -> Epochs:
         minibatches=iter(loader),
         size=lambda minibatch: minibatch.shape[0],
         values=lambda minibatch: minibatch.values(),
-        statistics=lambda: {"workers_bytes": workers_bytes()},
+        workers_bytes=workers_bytes,
     )

@@ -25,6 +25,7 @@ PEER = Peer(
             format=".h5ad with a dense obsm array of the same values",
             store=None,
             scenarios=("sets",),
+            order="sets of cells of one drug and cell line",
             options={"embed_key": "X_hvg", "consecutive": True},
         ),
         "cell-load, any order": Side(
@@ -32,6 +33,7 @@ PEER = Peer(
             format=".h5ad with a dense obsm array of the same values",
             store=None,
             scenarios=("sets",),
+            order="sets of cells of one drug and cell line",
             options={"embed_key": "X_hvg", "consecutive": False},
         ),
     },
@@ -74,5 +76,5 @@ def epochs(options: Request) -> Epochs:
         minibatches=minibatches(),
         size=lambda minibatch: len(minibatch["pert_cell_emb"]),
         values=lambda minibatch: minibatch["pert_cell_emb"],
-        statistics=lambda: {"workers_bytes": workers_bytes()},
+        workers_bytes=workers_bytes,
     )

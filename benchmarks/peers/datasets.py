@@ -25,6 +25,7 @@ PEER = Peer(
             format=_FORMAT,
             store="datasets",
             scenarios=(*EPOCHS, "conversion"),
+            order="single random cells",
         ),
         "HF Datasets, iterable": Side(
             how=f"{_HOW} As an IterableDataset of 64 shards with a shuffle buffer of a fetch of rows, which the page "
@@ -32,6 +33,7 @@ PEER = Peer(
             format=_FORMAT,
             store="datasets",
             scenarios=("cold_warm_local", "order"),
+            order="shards in random order, and a shuffled buffer of a fetch",
             options={"iterable": True},
         ),
         "HF Datasets, S3": Side(
@@ -40,6 +42,7 @@ PEER = Peer(
             format=_FORMAT,
             store="datasets",
             scenarios=("cold_warm_cloud",),
+            order="shards in random order, and a shuffled buffer of a fetch",
             options={"iterable": True},
         ),
     },
@@ -61,7 +64,7 @@ def write(_: str, sources: list[str], store: str) -> Callable[[], Any]:
     def convert() -> None:
         with tempfile.TemporaryDirectory() as cache:
             table = Dataset.from_generator(csr_rows, gen_kwargs={"source": source}, features=features, cache_dir=cache)
-            table.save_to_disk(store)
+            table.save_to_disk(store, num_shards=64)  # so that each worker has some
 
     return convert
 
@@ -118,5 +121,5 @@ def epochs(options: Request) -> Epochs:
         size=lambda minibatch: len(minibatch["label"]),
         values=lambda minibatch: minibatch["values"],
         labels=lambda minibatch: minibatch["label"],
-        statistics=lambda: {"workers_bytes": workers_bytes()},
+        workers_bytes=workers_bytes,
     )

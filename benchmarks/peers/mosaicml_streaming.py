@@ -25,6 +25,7 @@ PEER = Peer(
             format=_FORMAT,
             store="mosaicml-streaming",
             scenarios=(*EPOCHS, "conversion"),
+            order="its default, py1e",
         ),
         "MosaicML Streaming, S3": Side(
             how=f"StreamingDataset(remote='s3://...', local=..., shuffle=True) {_HOW} It keeps the shards that it has "
@@ -33,6 +34,7 @@ PEER = Peer(
             store="mosaicml-streaming",
             mirrored=True,
             scenarios=("cold_warm_cloud",),
+            order="its default, py1e",
         ),
     },
 )
@@ -73,5 +75,5 @@ def epochs(options: Request) -> Epochs:
         size=lambda minibatch: len(minibatch["label"]),
         values=lambda minibatch: minibatch["values"],
         labels=lambda minibatch: minibatch["label"],
-        statistics=lambda: {"workers_bytes": workers_bytes()},
+        workers_bytes=workers_bytes,
     )

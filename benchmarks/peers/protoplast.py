@@ -16,6 +16,7 @@ PEER = Peer(
             format=".h5ad, uncompressed",
             store=None,
             scenarios=("cold_warm_local", "minibatch", "first", "memory"),
+            order="runs of cells as long as a minibatch",
             whole=False,
         )
     },
@@ -38,5 +39,5 @@ def epochs(options: Request) -> Epochs:
         minibatches=iter(loader),
         size=lambda minibatch: minibatch.shape[0],
         values=lambda minibatch: minibatch.values(),
-        statistics=lambda: {"workers_bytes": workers_bytes()},
+        workers_bytes=workers_bytes,
     )

@@ -51,12 +51,12 @@ def epochs(options: Request) -> Epochs:
         return zarr.open_group(options["store"], mode="r", storage_options=options.get("storage_options"))
 
     if options["store"].endswith(".h5ad"):
-        backed = anndata.read_h5ad(options["store"], backed="r")
-        x, obs = backed.X, backed.obs
-        rows = _Rows(lambda: x, obs[options["obs"]].cat.codes.to_numpy())
+        obs = anndata.read_h5ad(options["store"], backed="r").obs
+        opened = lambda: anndata.read_h5ad(options["store"], backed="r").X  # noqa: E731
     else:
         obs = anndata.io.read_elem(group()["obs"])
-        rows = _Rows(lambda: anndata.io.sparse_dataset(group()["X"]), obs[options["obs"]].cat.codes.to_numpy())
+        opened = lambda: anndata.io.sparse_dataset(group()["X"])  # noqa: E731
+    rows = _Rows(opened, obs[options["obs"]].cat.codes.to_numpy())
     factor = max(1, options["chunk_size"] * options["preload_nchunks"] // options["batch_size"])
     dataset = scDataset(
         rows,
@@ -73,7 +73,7 @@ def epochs(options: Request) -> Epochs:
         size=lambda minibatch: minibatch[0].shape[0],
         values=lambda minibatch: minibatch[0].data,
         labels=lambda minibatch: minibatch[1],
-        statistics=lambda: {"workers_bytes": workers_bytes()},
+        workers_bytes=workers_bytes,
     )
 
 

@@ -26,6 +26,7 @@ PEER = Peer(
             format=_FORMAT,
             store="slafdb",
             scenarios=("cold_warm_local", "minibatch", "first", "memory", "conversion"),
+            order="random places of the file, read by turns",
             options={"raw_mode": True},
         ),
         "SLAF, sequential": Side(
@@ -34,6 +35,7 @@ PEER = Peer(
             format=_FORMAT,
             store="slafdb",
             scenarios=("cold_warm_local",),
+            order="as stored, not shuffled",
             options={"raw_mode": True, "use_mixture_of_scanners": False, "by_fragment": False, "batches_per_chunk": 50},
         ),
         "SLAF, S3": Side(
@@ -43,6 +45,7 @@ PEER = Peer(
             format=_FORMAT,
             store="slafdb",
             scenarios=("cold_warm_cloud",),
+            order="random places of the file, read by turns",
             options={"raw_mode": True, "parallelize_fragment_reads": True},
         ),
         "SLAF": Side(
@@ -51,6 +54,7 @@ PEER = Peer(
             format=_FORMAT,
             store="slafdb",
             scenarios=("tokens",),
+            order="random places of the file, read by turns",
         ),
     },
 )
