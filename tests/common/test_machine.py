@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,12 @@ def test_the_names_of_too_many_rows_are_refused(monkeypatch, example_dataset):
     assert len(example_dataset[:19].obs()) == 19
     monkeypatch.setattr(machine, "available_bytes", lambda: 200 * len(example_dataset))
     assert len(example_dataset.obs_names) == len(example_dataset.obs()) == len(example_dataset)
+
+
+@pytest.mark.skipif(machine.processor_s() is None, reason="needs Linux, and all cores of the machine")
+def test_cores_that_this_process_may_not_use_do_not_count_as_busy(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: machine.available_cores() + 1)
+    assert machine.processor_s() is None
 
 
 @pytest.fixture

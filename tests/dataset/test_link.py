@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import scipy.sparse
 from helpers import counts, write_store
+from hypothesis import given
+from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common import machine, page_cache
 from zloader.dataset import disk
 from zloader.dataset.disk import disk_bytes_per_s
-from zloader.dataset.link import link_bytes_per_s
+from zloader.dataset.link import Reads, link_bytes_per_s
 
 pytestmark = pytest.mark.any_version
 
@@ -39,6 +41,16 @@ def test_it_is_at_most_what_the_server_sends(bucket, sim):
     speed = link_bytes_per_s(with_limit, options=zl.FetchOptions(), enough_s=0.2)
     assert speed is not None
     assert 0 < speed < 4e6, "a machine that is busy can only be slower; the server may send a burst first"
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 1 << 21)), max_size=20).map(sorted))
+def test_the_totals_of_reads_are_sums_over_all_of_them(done):
+    reads = Reads()
+    for at_s, n_bytes in done:
+        reads.add(at_s, n_bytes)
+    assert (reads.n, reads.n_bytes) == (len(done), sum(n_bytes for _, n_bytes in done))
+    lasted_s = done[-1][0] - done[0][0] if done else 0
+    assert reads.bytes_per_s == (sum(n_bytes for _, n_bytes in done[1:]) / lasted_s if lasted_s else None)
 
 
 def test_reads_grow_although_each_takes_long(tmp_path, sim):

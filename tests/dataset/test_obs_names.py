@@ -169,6 +169,45 @@ def test_only_the_segments_of_the_rows_are_read(tmp_path: Path) -> None:
     assert segments() == [0, 1]
 
 
+class _Counted(np.ndarray):
+    """Rows that count the elements of arithmetic on them."""
+
+    n = 0
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        _Counted.n += max(np.size(each) for each in inputs)
+        found = getattr(ufunc, method)(*(np.asarray(each) for each in inputs), **options)
+        return tuple(each.view(_Counted) for each in found) if isinstance(found, tuple) else found.view(_Counted)
+
+
+def test_a_lookup_does_not_pass_over_all_rows_for_every_segment(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(names, "_SEGMENT_ROWS", 1)  # one chunk
+    of_store = names.ObsNames(zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).stores[0])
+    assert len(NAMES) // CHUNK_ROWS == 7
+    _Counted.n = 0
+    assert of_store.of(np.arange(N_ROWS).view(_Counted)).tolist() == NAMES
+    assert 0 < _Counted.n <= 4 * N_ROWS
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_frame_of_a_view_leaves_no_names_in_memory(tmp_path: Path, cached: bool) -> None:
+    dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain), cache=tmp_path / "cache" if cached else None)
+    segments = dataset._observations._names[0]._segments
+    for _ in range(2):
+        assert dataset[::2].obs().index.tolist() == NAMES[::2]
+        assert list(segments) == ([0, 1, 2, 3] if cached else [])
+    dataset.names_of(np.array([17]))  # as for a minibatch: the next one has rows of the same segments
+    assert 1 in segments
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_names_of_rows_in_any_order_and_with_repeats(tmp_path: Path, seed: int) -> None:
+    of_store = names.ObsNames(zl.open_dataset(store_with(tmp_path / "a.zarr", plain)).stores[0])
+    rows = np.random.default_rng(seed).integers(0, N_ROWS, 100)
+    assert of_store.of(rows).tolist() == [NAMES[row] for row in rows]
+    assert of_store.of(rows[:0]).tolist() == []
+
+
 def test_a_damaged_mirror_of_names_is_read_again(tmp_path: Path) -> None:
     store = store_with(tmp_path / "a.zarr", plain)
     assert zl.open_dataset(store, cache=tmp_path / "cache").obs_names.tolist() == NAMES

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 
 import pytest
 from helpers import counts, write_store
 
-from zloader.common.errors import ProducerError
+from zloader.common.errors import OptionError, ProducerError
 
 alive = pytest.importorskip("zloader.ray.alive", exc_type=ImportError, reason="Ray is not installed: pip install ray")
 
@@ -24,13 +25,18 @@ async def closed(server: asyncio.Server) -> None:
     await server.wait_closed()
 
 
-def test_a_raylet_that_is_gone_is_an_error_at_once():
+def test_a_raylet_that_refuses_twice_in_a_row_is_gone():
     async def run() -> None:
         head, at_head = await listening()
         raylet, at_raylet = await listening()
         cluster = alive.Cluster(head=at_head, raylet=at_raylet, patience_s=1e9)
         await cluster.require()
         await closed(raylet)
+        await cluster.require()
+        raylet = await asyncio.start_server(lambda _, writer: writer.close(), *at_raylet)
+        await cluster.require()
+        await closed(raylet)
+        await cluster.require()
         with pytest.raises(ProducerError, match=rf"the raylet .* at 127\.0\.0\.1:{at_raylet[1]}, is gone.* state_dict"):
             await cluster.require()
         await closed(head)
@@ -56,6 +62,56 @@ def test_a_head_may_come_back_and_is_an_error_when_it_does_not():
         await closed(raylet)
 
     asyncio.run(run())
+
+
+def test_a_process_without_file_descriptors_judges_nobody():
+    """Its connections fail with EMFILE although both listen."""
+
+    async def run() -> None:
+        head, at_head = await listening()
+        raylet, at_raylet = await listening()
+        cluster = alive.Cluster(head=at_head, raylet=at_raylet, patience_s=0)
+        await cluster.require()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                await asyncio.open_connection(*at_raylet)
+            for _ in range(3):
+                await cluster.require()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await closed(raylet)
+        await cluster.require()
+        with pytest.raises(ProducerError, match="the raylet"):
+            await cluster.require()
+        await closed(head)
+
+    asyncio.run(run())
+
+
+def test_a_raylet_that_ray_does_not_list_yet_is_not_judged():
+    nodes = [{"NodeID": "a", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 7}]
+    assert alive.raylet_of("a", nodes) == ("127.0.0.1", 7)
+    assert alive.raylet_of("b", nodes) is None
+
+    async def run() -> None:
+        head, at_head = await listening()
+        cluster = alive.Cluster(head=at_head, raylet=None, patience_s=0)
+        for _ in range(3):
+            await cluster.require()
+        await closed(head)
+
+    asyncio.run(run())
+
+
+def test_the_patience_of_ray_must_be_a_number_of_seconds():
+    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    assert alive.patience_of({}) == 60
+    assert alive.patience_of({name: "90"}) == 90
+    for stated in ("", "1m", "-1", "nan"):
+        with pytest.raises(OptionError, match=f"{name} must be a number of seconds.*{stated!r}"):
+            alive.patience_of({name: stated})
 
 
 def test_an_address_that_never_answered_is_not_judged():

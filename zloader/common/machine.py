@@ -28,8 +28,11 @@ def available_bytes() -> int:
 def processor_s() -> tuple[float, float] | None:
     """Seconds that all cores of the machine were busy, and seconds in all, of all programs. None if it does not tell.
 
+    It does not if this process may only run on some of the cores, as in a container: the others do not slow it down.
     Time that another virtual machine had is busy, waiting for a disk is not.
     """
+    if available_cores() < (os.cpu_count() or 1):
+        return None
     try:
         first, *_ = Path("/proc/stat").read_text().splitlines()
         user, nice, system, idle, io, irq, soft_irq, steal, *_ = (int(each) for each in first.split()[1:])

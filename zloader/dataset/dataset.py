@@ -459,7 +459,7 @@ class View(Dataset):
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The obs frame of the view, or only some of its columns."""
         require_frame(self.n_obs)
-        return self._observations.frame_of(self.row_numbers, columns)
+        return self._observations.frame_of(self.row_numbers, columns, keep=False)
 
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column of the view as numbers. Its categories are those of the whole dataset."""

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
@@ -27,6 +27,29 @@ _ENOUGH_S, _MOST_S = 2.0, 5.0
 MOST_BYTES = 1 << 30
 _ROUNDS = 2  # reads per lane, without which the rate would be a guess
 MOST_PARTS = 4096  # of the matrix, which are read again and again
+
+
+@dataclass
+class Reads:
+    """Reads that were complete one after another, as running totals."""
+
+    n: int = 0
+    n_bytes: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    _first_bytes: int = 0
+
+    def add(self, at_s: float, n_bytes: int) -> None:
+        """Counts a read that was complete at a time."""
+        if not self.n:
+            self.first_s, self._first_bytes = at_s, n_bytes
+        self.n, self.n_bytes, self.last_s = self.n + 1, self.n_bytes + n_bytes, at_s
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The rate from when the first read was complete; None if no time has passed since."""
+        lasted_s = self.last_s - self.first_s
+        return (self.n_bytes - self._first_bytes) / lasted_s if lasted_s > 0 else None
 
 
 def link_bytes_per_s(
@@ -47,31 +70,31 @@ def link_bytes_per_s(
     sources = [store.source(options) for store in dataset.stores]
     lanes = min(max(_LEAST_LANES, options.in_flight_bytes // _MOST_READ_BYTES), _MOST_LANES)
     reads = itertools.cycle(parts)
-    done: list[tuple[float, int]] = []  # when each read was complete, in order, and its bytes
-    growing, grown = set(range(lanes)), 0  # lanes whose reads grow, and how many reads were complete when none did
+    growing = set(range(lanes))  # lanes whose reads grow
+    every, grown = Reads(), Reads()  # all reads, and those since none grows
 
     def is_enough() -> bool:
-        counted = done[grown:]
-        if growing or len(counted) < _ROUNDS * lanes:
-            return sum(size for _, size in done) >= MOST_BYTES
-        return time.perf_counter() - counted[0][0] > enough_s or sum(size for _, size in counted) >= MOST_BYTES
+        if grown.n < _ROUNDS * lanes:
+            return every.n_bytes >= MOST_BYTES
+        return time.perf_counter() - grown.first_s > enough_s or grown.n_bytes >= MOST_BYTES
 
     async def read_on(lane: int) -> None:
-        nonlocal grown
         n_bytes, before = _FIRST_BYTES, 0.0
         while not is_enough():
             store, part = next(reads)
             began_s = time.perf_counter()
             (stored,) = await sources[store].read([replace(part, stop=min(part.stop, part.start + n_bytes))])
-            done.append((time.perf_counter(), len(stored)))
+            now_s = time.perf_counter()
+            every.add(now_s, len(stored))
+            if not growing:
+                grown.add(now_s, len(stored))
             if lane not in growing:
                 continue
-            rate = len(stored) / max(1e-9, done[-1][0] - began_s)
+            rate = len(stored) / max(1e-9, now_s - began_s)
             if rate > _GAIN * before and n_bytes < _MOST_READ_BYTES:
                 n_bytes, before = 2 * n_bytes, rate
                 continue
             growing.discard(lane)
-            grown = grown if growing else len(done)
 
     async def produce(put: Put[None]) -> None:
         try:
@@ -84,10 +107,8 @@ def link_bytes_per_s(
 
     for _ in Bridge(produce, ready_bytes=1, name="zloader-link"):
         pass
-    counted = done[grown:] if not growing and len(done) - grown >= _ROUNDS * lanes else done
-    if len(counted) < _ROUNDS * lanes or counted[-1][0] <= counted[0][0]:
-        return None
-    return sum(size for _, size in counted[1:]) / (counted[-1][0] - counted[0][0])
+    counted = grown if grown.n >= _ROUNDS * lanes else every
+    return counted.bytes_per_s if counted.n >= _ROUNDS * lanes else None
 
 
 def parts_of(dataset: Dataset, names: Sequence[str]) -> Iterator[tuple[int, Span]]:

@@ -23,6 +23,7 @@ from zloader.common import page_cache
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
 from zloader.reading.gather import copy_rows, indptr_of
+from zloader.reading.matrix_rows import by_value
 
 _SEGMENT_ROWS = 1 << 19  # about 40 MB of Python strings while a segment is read
 _MISSING = "nan"  # as pandas writes a missing name
@@ -71,13 +72,17 @@ class ObsNames:
         self._store = store
         self._segments: dict[int, Text] = {}
 
-    def of(self, rows: Rows) -> NDArray[np.object_]:
-        """The names of some rows. Raises FormatError if they cannot be read, and any ReadError."""
+    def of(self, rows: Rows, *, keep: bool = True) -> NDArray[np.object_]:
+        """The names of some rows. Raises FormatError if they cannot be read, and any ReadError.
+
+        With `keep=False`, segments that are read now do not stay in memory, unless they are memory-mapped.
+        """
         names = np.empty(len(rows), object)
         segment, within = np.divmod(rows, self._segment_rows)
-        for number in np.unique(segment).tolist():
-            here = segment == number
-            of_segment = self._segment(number)
+        # In the smallest dtype, because NumPy sorts one or two bytes by radix, in linear time.
+        smallest = np.min_scalar_type(self._store.n_obs // self._segment_rows)
+        for number, here in by_value(segment.astype(smallest)):
+            of_segment = self._segment(number, keep=keep)
             names[here] = of_segment.taken(within[here]).strings()
             page_cache.release(of_segment.offsets)
             page_cache.release(of_segment.text)
@@ -86,7 +91,7 @@ class ObsNames:
     def whole(self) -> Any:
         """The names of all rows, as the index of a frame. Those of a categorical index are strings."""
         if self._array[1] == "categorical":  # its codes are only cached as names
-            return self.of(np.arange(self._store.n_obs))
+            return self.of(np.arange(self._store.n_obs), keep=False)
         return self._store.names("obs").array
 
     def load_all(self) -> None:
@@ -115,12 +120,15 @@ class ObsNames:
         labels = self._store.element(f"{self._store.index_path('obs')}/categories")
         return Text.of([*_as_strings(np.asarray(labels)), _MISSING])
 
-    def _segment(self, number: int) -> Text:
-        if number not in self._segments:
-            first = number * self._segment_rows
-            n_rows = min(self._segment_rows, self._store.n_obs - first)
-            self._segments[number] = self._cached(number, n_rows) or self._saved(number, self._read(first, n_rows))
-        return self._segments[number]
+    def _segment(self, number: int, *, keep: bool = True) -> Text:
+        if number in self._segments:
+            return self._segments[number]
+        first = number * self._segment_rows
+        n_rows = min(self._segment_rows, self._store.n_obs - first)
+        segment = self._cached(number, n_rows) or self._saved(number, self._read(first, n_rows))
+        if keep or page_cache.is_mapped(segment.offsets):
+            self._segments[number] = segment
+        return segment
 
     def _cached(self, number: int, n_rows: int) -> Text | None:
         directory = self._store.mirror_directory

@@ -81,14 +81,14 @@ class Observations:
         """The row at which each store ends."""
         return np.cumsum([store.n_obs for store in self._stores], dtype=np.int64)
 
-    def names(self, rows: Rows) -> NDArray[np.object_]:
-        """The obs names of some rows, as Python strings. Raises FormatError and any ReadError."""
+    def names(self, rows: Rows, *, keep: bool = True) -> NDArray[np.object_]:
+        """The obs names of some rows, as Python strings. `keep` as in ObsNames. Raises FormatError or a ReadError."""
         found = np.empty(len(rows), object)
 
         def fill(share: tuple[int, Rows | slice]) -> None:
             number, at = share
             first = self._ends[number] - self._stores[number].n_obs
-            found[at] = self._names[number].of(rows[at] - first)
+            found[at] = self._names[number].of(rows[at] - first, keep=keep)
 
         concurrently(fill, shares(self._ends, rows))
         return found
@@ -100,10 +100,14 @@ class Observations:
         index = pd.Index(concatenated("index", concurrently(ObsNames.whole, self._names)))
         return pd.DataFrame({name: concatenated(name, self._read_column(name)) for name in names}, index=index)
 
-    def frame_of(self, rows: Rows, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """All obs columns of some rows, or some of the columns, with the obs names of the rows as the index."""
+    def frame_of(self, rows: Rows, columns: Sequence[str] | None = None, *, keep: bool = True) -> pd.DataFrame:
+        """All obs columns of some rows, or some of the columns, with the obs names of the rows as the index.
+
+        `keep` is as in `names`.
+        """
         names = self.column_names if columns is None else names_of(columns=columns)
-        return pd.DataFrame({name: self._column_of(name, rows) for name in names}, index=pd.Index(self.names(rows)))
+        found = {name: self._column_of(name, rows) for name in names}
+        return pd.DataFrame(found, index=pd.Index(self.names(rows, keep=keep)))
 
     def _column_of(self, name: str, rows: Rows) -> Any:
         """A column of some rows, as anndata reads it."""

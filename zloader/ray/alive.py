@@ -8,79 +8,120 @@ over. Neither is an exception. So a stream connects to both now and then, and ra
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 
-from zloader.common.errors import ProducerError
+from zloader.common.errors import OptionError, ProducerError
 
 _CONNECT_S = 5.0
 _HEAD_EVERY_S = 5.0
 _PATIENCE, _OF_RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s", 0.75
+_REFUSALS, _MOST_REFUSALS = (ConnectionRefusedError, ConnectionResetError), 2
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)  # a machine that is gone
 _ADVICE = "Start Ray again, and resume from the state_dict of this stream"
 Address = tuple[str, int]
 
 
 @dataclass
 class Cluster:
-    """The addresses of a cluster. Only those that have answered once are judged."""
+    """The addresses of a cluster, without a raylet that is not known. Only those that have answered once are judged."""
 
     head: Address
-    raylet: Address
+    raylet: Address | None
     patience_s: float
     _answered: set[Address] = field(default_factory=set)
+    _refusals: int = 0  # of the raylet, in a row
     _head_asked_s: float = -_HEAD_EVERY_S
     _head_silent_s: float | None = None  # since when
 
     async def require(self) -> None:
-        """Raises ProducerError if the raylet refuses connections, or the head has not answered for `patience_s`."""
-        if await self._is_silent(self.raylet):
-            raise ProducerError(
-                f"the raylet of this machine, Ray's process at {_shown(self.raylet)}, is gone. Ray will end this "
-                f"process, too. {_ADVICE}"
-            )
+        """Raises ProducerError if the raylet refuses two connections, or the head has been silent for `patience_s`.
+
+        Errors of this process say nothing about either, such as those for want of file descriptors or of ports.
+        """
+        if self.raylet is not None:
+            self._require_raylet(self.raylet, await self._error_of(self.raylet))
         now_s = time.monotonic()
         if now_s - self._head_asked_s < min(_HEAD_EVERY_S, self.patience_s / 4):
             return
         self._head_asked_s = now_s
-        if not await self._is_silent(self.head):
-            self._head_silent_s = None
-        elif self._head_silent_s is None:
-            self._head_silent_s = now_s
-        elif now_s - self._head_silent_s >= self.patience_s:
-            raise ProducerError(
-                f"the head of the Ray cluster at {_shown(self.head)} has not answered for "
-                f"{now_s - self._head_silent_s:.0f} s. Ray will end this process, too, unless ray.shutdown() is called "
-                f"first. {_ADVICE}"
-            )
+        self._require_head(now_s, await self._error_of(self.head))
 
-    async def _is_silent(self, address: Address) -> bool:
-        """Whether nothing listens at an address where something did before. A process that is slow still listens."""
+    def _require_raylet(self, raylet: Address, error: OSError | None) -> None:
+        if error is None:
+            self._refusals = 0
+        elif isinstance(error, _REFUSALS) and raylet in self._answered:  # one that is slow only times out
+            self._refusals += 1
+            if self._refusals >= _MOST_REFUSALS:
+                raise ProducerError(
+                    f"the raylet of this machine, Ray's process at {_shown(raylet)}, is gone. Ray will end this "
+                    f"process, too. {_ADVICE}"
+                )
+
+    def _require_head(self, now_s: float, error: OSError | None) -> None:
+        if error is None:
+            self._head_silent_s = None
+        elif self.head not in self._answered:
+            return
+        elif isinstance(error, (*_REFUSALS, TimeoutError)) or error.errno in _UNREACHABLE:
+            if self._head_silent_s is None:
+                self._head_silent_s = now_s
+            elif now_s - self._head_silent_s >= self.patience_s:
+                raise ProducerError(
+                    f"the head of the Ray cluster at {_shown(self.head)} has not answered for "
+                    f"{now_s - self._head_silent_s:.0f} s. Ray will end this process, too, unless ray.shutdown() is "
+                    f"called first. {_ADVICE}"
+                )
+
+    async def _error_of(self, address: Address) -> OSError | None:
+        """The error of connecting to an address; None if a process listens there."""
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(*address)
-        except TimeoutError:
-            return address == self.head and address in self._answered
-        except OSError:
-            return address in self._answered
+        except OSError as error:
+            return error
         writer.close()
         self._answered.add(address)
-        return False
+        return None
 
 
 def cluster_of_ray() -> Cluster:
-    """The cluster to which Ray has connected this process."""
+    """The cluster to which Ray has connected this process. Raises OptionError if Ray's patience is no number."""
     context = ray.get_runtime_context()
     head, _, port = context.gcs_address.rpartition(":")
-    node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-    patience_s = float(os.environ.get(_PATIENCE, "60"))
     return Cluster(
         head=(head.strip("[]"), int(port)),
-        raylet=(node["NodeManagerAddress"], int(node["NodeManagerPort"])),
-        patience_s=_OF_RAYS_PATIENCE * patience_s,
+        raylet=raylet_of(context.get_node_id(), ray.nodes()),
+        patience_s=_OF_RAYS_PATIENCE * patience_of(os.environ),
     )
+
+
+def raylet_of(node_id: str, nodes: Sequence[Mapping[str, Any]]) -> Address | None:
+    """The address of the raylet of a node; None if Ray does not list the node, which may be too new."""
+    for node in nodes:
+        if node["NodeID"] == node_id:
+            return node["NodeManagerAddress"], int(node["NodeManagerPort"])
+    return None
+
+
+def patience_of(environment: Mapping[str, str]) -> float:
+    """The seconds after which Ray ends a process whose head is gone. Raises OptionError if that is not a number."""
+    stated = environment.get(_PATIENCE, "60")
+    try:
+        seconds = float(stated)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # nor nan
+        raise OptionError(
+            f"the environment variable {_PATIENCE} must be a number of seconds, such as 60, not {stated!r}"
+        )
+    return seconds
 
 
 def _shown(address: Address) -> str:

@@ -36,6 +36,7 @@ _LOST = (
 _MOST_FAILED_STARTS = 8  # in a row
 _GROUPS_AHEAD = 2  # groups of a fetch that a producer makes before they are asked for
 _CHECK_S = 0.5  # how often a stream asks whether its producers and Ray are there: Ray does not tell those that wait
+_WATCH_S = 0.25  # the same, of the raylet: it must refuse twice in the second after which Ray ends this process
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class Crew:
             except ProducerError as error:
                 self._abandon(str(error))
                 raise
-            await asyncio.sleep(_CHECK_S)
+            await asyncio.sleep(_WATCH_S)
 
     def _abandon(self, reason: str) -> None:
         """Forgets all producers without a word to Ray, which might never answer."""
