@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -18,7 +19,8 @@ import zloader as zl
 from zloader.caching.mirror import MirrorArray
 from zloader.common.errors import FormatError, MissingObjectError, ReadError
 from zloader.conversion.writing import elements
-from zloader.dataset import paged_columns
+from zloader.dataset import obs_columns, paged_columns
+from zloader.dataset.obs_columns import require_codes
 from zloader.reading.paged_columns import PagedColumn, rows_of
 
 pytestmark = pytest.mark.any_version
@@ -231,6 +233,132 @@ def test_several_stores(tmp_path, unlike):
     np.testing.assert_array_equal(dataset.obs_column("cell_type").values, wanted["cell_type"].values)
     again = zl.open_dataset(urls, cache=tmp_path / "cache")
     assert again._observations.paged_column("cell_type", zl.FetchOptions()) is None, "it is in the cache, joined"
+
+
+@pytest.mark.parametrize("name", ["obs/lane", "obs/n_counts", "obs/cell_type/codes"])
+def test_a_column_with_several_values_per_row_is_an_error(tmp_path, name):
+    path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
+    root, (above, _, last) = zarr.open_group(path), name.rpartition("/")
+    attributes, values = dict(root[name].attrs), np.repeat(root[name][...][:, None], 2, 1)
+    del root[name]
+    root[above].create_array(last, data=values, chunks=(10, 2)).attrs.update(attributes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(path)
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache")
+    column = name.split("/")[1]
+    with pytest.raises(FormatError, match=rf"obs column '{column}' .* has shape \(300, 2\)"):
+        next(iter(loader_of(dataset, obs=[column], obsm=[])))
+
+
+def test_obs_frames_are_read_from_the_mirror_offline(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    assert list(dataset.obs([]).index) == list(ADATA.obs_names)  # a loader does not read them
+    check_epoch(loader_of(dataset, obs=["n_counts", "cell_type"], obsm=[]), ADATA)
+    offline = zl.open_dataset(store, cache=tmp_path, offline=True)
+    found = offline.obs(["n_counts", "cell_type"])
+    pd.testing.assert_frame_equal(found, zl.open_dataset(store).obs(["n_counts", "cell_type"]))
+    found.loc["cell 3", "n_counts"] = 7  # the frame is the caller's own
+
+
+def test_codes_are_checked_once(tmp_path, store, monkeypatch):
+    """All of them once, then those of the rows that are taken, and those of a warm mirror not again."""
+    checked = []
+
+    def counted(store, path, n_categories, codes, rows):
+        checked.append(len(codes))
+        require_codes(store, path, n_categories, codes, rows)
+
+    monkeypatch.setattr(obs_columns, "require_codes", counted)
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    for _ in range(2):
+        assert dataset.take([5, 3, 5]).obs["cell_type"].tolist() == ADATA.obs["cell_type"].iloc[[5, 3, 5]].tolist()
+    assert checked == [3, 3]
+    for _ in range(2):
+        dataset.obs(["cell_type"])
+    assert sum(checked) == 6 + N_ROWS
+    dataset.obs_column("cell_type")
+    again = zl.open_dataset(store, cache=tmp_path)
+    column, wanted = again.obs_column("cell_type"), zl.open_dataset(store).obs_column("cell_type")
+    assert sum(checked) == 6 + 2 * N_ROWS, "the last is that of the store without a cache"
+    assert list(arrays_of(again)) == ["obs/cell_type/codes"]
+    np.testing.assert_array_equal(column.values, wanted.values)
+    pd.testing.assert_index_equal(column.categories, wanted.categories)
+
+
+def test_a_wrong_code_among_the_rows_that_are_taken(tmp_path):
+    path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
+    zarr.open_group(path)["obs/cell_type/codes"][123] = 4
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache")
+    assert dataset.take([122, 124]).n_obs == 2
+    for use in (lambda: dataset.take([9, 123]), lambda: dataset.obs(["cell_type"])):
+        with pytest.raises(FormatError, match="row 123 has the code 4 of 4 categories"):
+            use()
+
+
+def test_only_so_many_files_are_open(tmp_path, store, monkeypatch):
+    """With a limit of 80 files, columns may have 20: those of four arrays. Others are read whole."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    check_epoch(loader_of(dataset), ADATA)
+    assert len(dataset.store.paged) == 4
+    check_epoch(loader_of(zl.open_dataset(store, cache=tmp_path, offline=True)), ADATA)
+
+
+def test_an_array_has_as_many_open_files_as_are_counted(tmp_path, store):
+    def open_during(**columns: Any) -> int:
+        iterator = iter(loader_of(dataset, **columns))
+        next(iterator)
+        found = len(list(Path("/dev/fd").iterdir()))
+        assert list(iterator)
+        return found
+
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    before = open_during(obs=[], obsm=[])
+    during = open_during(obs=["n_counts", "lane", "passed", "cell_type"])
+    assert len(dataset.store.paged) == 6
+    assert 6 < during - before <= 6 * paged_columns._OPEN_FILES
+
+
+def two_stores(folder: Path) -> list[Path]:
+    return [by_anndata(table(150, seed=seed), folder / f"{seed}.zarr", "v3") for seed in (1, 2)]
+
+
+def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path):
+    urls = two_stores(tmp_path)
+    zl.warm(zl.open_dataset(urls, cache=tmp_path / "cache"))
+    whole = zl.open_dataset(urls)
+    for use in range(2):
+        offline = zl.open_dataset(urls, cache=tmp_path / "cache", offline=True)
+        if use:  # in another order
+            pd.testing.assert_frame_equal(offline.obs(), whole.obs())
+            found, wanted = offline.take([1, 200, 3]), whole.take([1, 200, 3])
+            pd.testing.assert_frame_equal(found.obs, wanted.obs)
+            for name in OBSM:
+                np.testing.assert_array_equal(found.obsm[name], wanted.obsm[name])
+        for minibatch in loader_of(offline):
+            rows = minibatch.index.numpy()
+            for name in OBSM:
+                np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows])
+            for name in OBS:
+                np.testing.assert_array_equal(minibatch.obs[name].numpy(), whole.obs_column(name).taken(rows))
+        assert list(offline.categories("cell_type")) == list(whole.categories("cell_type"))
+        if not use:
+            assert not any(store.paged for store in offline.stores), "the joined columns are in the cache"
+
+
+def test_several_stores_are_read_once(tmp_path, sim):
+    server = sim()
+    two_stores(tmp_path / "bucket")
+    storage_options = {"key": "any", "secret": "any", "endpoint_url": server.url}
+    urls = [f"s3://bucket/{seed}.zarr" for seed in (1, 2)]
+    zl.warm(zl.open_dataset(urls, cache=tmp_path / "cache", storage_options=storage_options))
+    again = zl.open_dataset(urls, cache=tmp_path / "cache", storage_options=storage_options)
+    before = len(server.log)
+    again.obsm_array("pca")
+    again.obs()
+    again.take([1, 200])
+    assert not [entry["path"] for entry in server.log[before:] if "/obs" in entry["path"]]
 
 
 def test_a_view_and_its_controls(tmp_path, store):

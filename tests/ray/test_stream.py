@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from helpers import PATIENCE_S, assert_same_minibatches, assert_threads_end, che
 
 import zloader as zl
 from zloader.common.errors import OptionError, ProducerError, StoreError
+from zloader.dataset import paged_columns
 from zloader.reading.bridge import Bridge
+from zloader.reading.paged_columns import PagedColumn
 from zloader.reading.resources import Counters
 from zloader.testing import assert_resumes_anywhere
 from zloader.training.devices import PlainDevice
@@ -534,6 +538,74 @@ def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
     assert spans - loader.statistics().gets == sum(counted.gets for counted in made[8:])
     assert known == sum(array.n_shards for array in loader.dataset.matrix().arrays)
     assert producer._opened(1, plan)[1] is not recipe
+
+
+@pytest.fixture
+def on_a_simulated_server(store, tmp_path, sim, monkeypatch) -> tuple[Any, zl.Loader]:
+    """A simulated S3 server, and a loader of a store there that keeps some columns chunk by chunk."""
+    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
+    monkeypatch.setattr(paged_columns, "_LEAST_OF_STORE", 1)
+    shutil.copytree(store, tmp_path / "bucket/counts.zarr")
+    server = sim()
+    dataset = zl.open_dataset(
+        "s3://bucket/counts.zarr",
+        cache=tmp_path / "cache",
+        storage_options={"key": "any", "secret": "any", "endpoint_url": server.url},
+    )
+    options = zl.FetchOptions(deadline_s=PATIENCE_S, gap_bytes=0, least_read_bytes=0)  # every fetch reads
+    order = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(8)}
+    loader = zl.Loader(dataset, obs=OBS, obsm=["X_pca"], options=options, **order)
+    return server, loader
+
+
+@pytest.mark.any_version
+def test_fetches_share_no_source_of_a_large_column(cluster, on_a_simulated_server):
+    _, loader = on_a_simulated_server
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    recipe = producer._opened(0, producers.pickled(loader.plan(0)))[1]
+    fetches = [producer._with_own_sources(recipe) for _ in range(2)]
+    assert len(recipe.paged) == 5
+    sources = [part.source for each in (recipe, *fetches) for column in each.paged for part in column.parts]
+    assert len(set(map(id, sources))) == 15
+    for fetch in fetches:
+        found = [*fetch.columns().values(), *fetch.obsm().values()]
+        assert [each for each in found if isinstance(each, PagedColumn)] == list(fetch.paged)
+
+
+@pytest.mark.any_version
+def test_two_fetches_at_once_read_large_columns(cluster, on_a_simulated_server):
+    """Each has its own event loop."""
+    _, loader = on_a_simulated_server
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
+    together = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def make(each):
+        producer._opened(0, plan)
+        together.wait()
+        return [item for items, _ in producer.make(0, plan, each, 1 << 20) for item in items]
+
+    with ThreadPoolExecutor(2) as lanes:
+        made = [item for items in lanes.map(make, remaining) for item in items]
+    assert len(remaining) == 8
+    rows = [item.index for item in made]
+    assert sorted(np.concatenate(rows)) == list(range(503))
+    for item in made:
+        np.testing.assert_array_equal(item.obs["n_counts"], ADATA.obs["n_counts"].to_numpy()[item.index])
+        np.testing.assert_array_equal(item.obsm["X_pca"], ADATA.obsm["X_pca"][item.index])
+
+
+@pytest.mark.any_version
+def test_a_retry_counts_for_its_own_fetch_only(cluster, on_a_simulated_server):
+    server, loader = on_a_simulated_server
+    producer = producers.Producer()
+    producer.open(producers.pickled(loader))
+    server.faults = [{"kind": "status", "match": "obsm/X_pca/c/", "count": 1}]
+    plan, remaining = producers.pickled(loader.plan(0)), list(loader.plan(0).remaining())
+    counted = [[counters for _, counters in producer.make(0, plan, each, 1 << 20)][-1] for each in remaining]
+    assert [each.retries for each in counted] == [1] + [0] * 7
 
 
 @pytest.mark.any_version

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
+from numpy.typing import NDArray
 
 from zloader.caching.cached_files import load_column, load_object, save_column, save_object
 from zloader.caching.directory import MirrorDirectory
 from zloader.selecting.columns import ObsColumn
 
 
-def load_obs(directory: MirrorDirectory, name: str, n_rows: int) -> ObsColumn | None:
-    """A column of `n_rows` rows saved by `save_obs` or `save_labels`, or None if it is not cached or damaged."""
+def load_obs(
+    directory: MirrorDirectory, name: str, n_rows: int, completed: Callable[[], NDArray[Any] | None]
+) -> ObsColumn | None:
+    """A column of `n_rows` rows saved by `save_obs` or `save_labels`, or None if it is not cached or damaged.
+
+    `completed` returns the values of a column of labels if the mirror keeps them chunk by chunk, or else None.
+    """
     document = load_object(directory, f"/obs/{name}")
     if document is None:
         return None
     description: dict[str, Any] = json.loads(document)
-    values = load_column(directory, description.get("values", f"/obs/{name}"), shape=(n_rows,))
+    values = completed() if "values" in description else None
+    if values is None:
+        values = load_column(directory, description.get("values", f"/obs/{name}"), shape=(n_rows,))
     if values is None:
         return None
     labels = description["labels"]
@@ -43,7 +52,7 @@ def save_obs(directory: MirrorDirectory, name: str, column: ObsColumn) -> ObsCol
 
 
 def save_labels(directory: MirrorDirectory, name: str, column: ObsColumn, *, values: str) -> None:
-    """Saves the labels of a column whose codes are cached as the column `values`. Does nothing without labels."""
+    """Saves the labels of a column whose codes are cached as `values` and were checked. Does nothing without labels."""
     description = None if column.categories is None else _description(column)
     if description is not None:
         save_object(directory, f"/obs/{name}", json.dumps(description | {"values": values}).encode())

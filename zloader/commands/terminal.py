@@ -136,7 +136,7 @@ def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int
     table.add_row("with a mirror, the first epoch", f"{at_most}{first.gets:,}", f"{at_most}{size(first.bytes_read)}")
     table.add_row("with a mirror, each later epoch", "0", "0 B")
     console.print(table)
-    console.print("Excludes metadata, indptr and obs columns, which a loader reads once at its start.", style="dim")
+    console.print("Excludes metadata, indptr, and the columns of obs and obsm.", style="dim")
 
 
 def _table(*columns: str) -> Table:

@@ -35,8 +35,10 @@ _DEFAULTS = FetchOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCost:
-    """GETs and bytes of an epoch, including the shard indexes, as Loader.statistics() counts them.
+    """GETs and bytes that an epoch reads of its matrices, including their shard indexes.
 
+    Loader.statistics() counts the same, and beside it the reads of large obs columns and obsm arrays that a mirror
+    keeps chunk by chunk (paged_columns.py). Those are not counted here.
     `exact` is False if the epoch was sampled. The cost is then an estimate without a mirror, an upper bound with one.
     """
 

@@ -31,15 +31,15 @@ def read_column(store: OpenedStore, name: str, rows: Rows | None = None) -> Any:
     """
     node = store.node(_path(name))
     if is_categorical(node):
-        codes, categories = _codes(store, name)
-        codes = codes if rows is None else codes[rows]
+        codes, categories = _codes(store, name, rows)
         ordered = node.attrs.get("ordered")
         if ordered is None:
             raise store.damaged(_path(name), "its metadata do not say whether its categories are ordered")
         return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
-    if rows is not None and isinstance(node, zarr.Array) and node.dtype.kind in NUMBERS:
+    if isinstance(node, zarr.Array) and node.dtype.kind in NUMBERS:
         _require_shape(store, name, node.shape)
-        return store.column(_path(name))[rows]
+        numbers = store.column(_path(name))
+        return numbers if rows is None else numbers[rows]
     column = store.element(_path(name))
     _require_shape(store, name, getattr(column, "shape", None))
     return column if rows is None else column[rows]
@@ -66,19 +66,29 @@ def is_categorical(node: Any) -> bool:
     return isinstance(node, zarr.Group) and node.attrs.get("encoding-type") == "categorical"
 
 
-def _codes(store: OpenedStore, name: str) -> tuple[NDArray[np.integer], pd.Index]:
-    """The codes of a categorical column, in the narrowest dtype, and its categories."""
+def _codes(store: OpenedStore, name: str, rows: Rows | None = None) -> tuple[NDArray[np.integer], pd.Index]:
+    """The codes of a categorical column, or of some rows of it, and its categories.
+
+    The codes have the narrowest dtype, or the stored one if the column is kept chunk by chunk.
+    Raises FormatError for a code without a category. Of such a column, only these rows are checked.
+    """
     path, categories = _path(name), read_categories(store, name)
     stored = store.node(f"{path}/codes")
     _require_shape(store, name, getattr(stored, "shape", None))
     if stored.dtype.kind not in "iu":
         raise store.damaged(f"{path}/codes", f"it holds {stored.dtype}")
 
+    if rows is not None and (whole := store.completed(f"{path}/codes")) is not None:
+        chosen = whole[rows]
+        require_codes(store, f"{path}/codes", len(categories), chosen, rows)
+        return chosen, categories
+
     def check(first: int, window: NDArray[Any]) -> None:
         require_codes(store, f"{path}/codes", len(categories), window, first)
 
     dtype = np.min_scalar_type(-max(1, len(categories)))
-    return store.column(f"{path}/codes", check, dtype.name), categories
+    codes = store.column(f"{path}/codes", check, dtype.name)
+    return codes if rows is None else codes[rows], categories
 
 
 def read_categories(store: OpenedStore, name: str) -> pd.Index:

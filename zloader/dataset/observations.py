@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +125,9 @@ class Observations:
         self.require_columns([name])
         if name not in self._columns:
             self.require_usable([name])
-            column = None if self._directory is None else load_obs(self._directory, name, self.n_rows)
+            column, completed = None, partial(self._paged.completed_codes, name)
+            if self._directory is not None:
+                column = load_obs(self._directory, name, self.n_rows, completed)
             if column is None:
                 self._paged.keep_obs(name)
                 column = joined(name, concurrently(lambda store: read_numbers(store, name), self._stores))
@@ -191,9 +193,7 @@ class Observations:
         """
         if not isinstance(name, str) or name not in self._arrays:
             self.require_arrays([name])
-            self._paged.keep(f"obsm/{name}")
-            arrays = concurrently(lambda store: store.column(f"obsm/{name}"), self._stores)
-            self._arrays[name] = arrays[0] if len(arrays) == 1 else self._concatenated(f"obsm/{name}", arrays)
+            self._arrays[name] = self._read_array(f"obsm/{name}")
         return self._arrays[name]
 
     def paged_array(self, name: str, options: FetchOptions) -> PagedColumn | None:
@@ -203,14 +203,25 @@ class Observations:
         self.require_arrays([name])
         return self._paged.obsm(name, options)
 
-    def _concatenated(self, name: str, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    def _read_array(self, path: str) -> NDArray[Any]:
         """The arrays of all stores as one array, memory-mapped if there is a cache."""
-        shape, dtype = (sum(map(len, arrays)), *arrays[0].shape[1:]), np.result_type(*arrays)
-        column = None if self._directory is None else load_column(self._directory, name, shape=shape, dtype=dtype)
-        if column is None:
-            require_exact(name, arrays)
-        if column is None and self._directory is not None:
-            column = save_column(self._directory, name, arrays, shape=shape, dtype=dtype)
+        nodes = [store.node(path) for store in self._stores]
+        shape, dtype = (
+            (self.n_rows, *nodes[0].shape[1:]),
+            np.result_type(*(node.dtype.newbyteorder("=") for node in nodes)),
+        )
+        joint, column = self._directory if len(nodes) > 1 else None, None
+        if joint is not None:
+            column = load_column(joint, path, shape=shape, dtype=dtype)
+        if column is not None:  # and the arrays of the stores are not read
+            return column
+        self._paged.keep(path)
+        arrays = concurrently(lambda store: store.column(path), self._stores)
+        if len(arrays) == 1:
+            return arrays[0]
+        require_exact(path, arrays)
+        if joint is not None:
+            column = save_column(joint, path, arrays, shape=shape, dtype=dtype)
         return np.concatenate(arrays) if column is None else column
 
     def require_arrays(self, names: Sequence[str]) -> None:

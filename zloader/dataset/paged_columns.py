@@ -2,14 +2,16 @@
 
 A billion rows have 1 GB of codes in each column, and a fetch needs those of a few hundred blocks. So with a cache, an
 array of more than 32 MiB is kept chunk by chunk in a file of the mirror, and is complete there once all of its rows
-have been used, or once something needs all of it, such as a condition or a split. Without a cache, and wherever the
-mirror takes no such file, it is read whole, like smaller ones.
+have been used, or once something needs all of it, such as a condition or a split. Without a cache, wherever the mirror
+takes no such file, and when the process has many files open for other columns, it is read whole, like smaller ones.
 
 Columns of strings, nullable columns and dates are read whole, too: labels and dtypes depend on all of their values.
 """
 
 from __future__ import annotations
 
+import math
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +39,8 @@ from zloader.storage.layout import ArrayLayout, MatrixLayout
 
 _MOST_WHOLE = 32 << 20  # bytes, over all stores
 _WIDEST = 8  # bytes of a value of an obs column
-_LEAST_OF_STORE = 1 << 20  # bytes per store on average, because each array of a store takes two open files
+_LEAST_OF_STORE = 1 << 20  # bytes per store on average, because each array of a store takes open files
+_OPEN_FILES = 5  # per array of a store: the file, its maps and that of its words, and that of an epoch's leases
 _LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch as much as whole columns do
 
 
@@ -46,12 +49,13 @@ class PagedColumns:
 
     def __init__(self, opened: OpenedStores) -> None:
         self._stores, self._directory = opened.stores, opened.mirror_directory
+        self._n_arrays = 0  # of all stores, that are open
         self._opened: dict[str, bool] = {}  # whether an array is kept chunk by chunk, by path
         self._labels: dict[str, Labels] = {}
 
     def obs(self, name: str, options: FetchOptions) -> PagedColumn | None:
-        """An obs column whose rows are loaded with each fetch, or None if it has to be read whole."""
-        path = self.keep_obs(name)
+        """An obs column whose rows are loaded with each fetch; None if it is cached whole or has to be read whole."""
+        path = None if self._is_whole(f"/obs/{name}") else self.keep_obs(name)
         if path is None:
             return None
         labels, parts = self._labels.get(name), self._parts(path, options)
@@ -60,15 +64,15 @@ class PagedColumns:
         return PagedColumn(parts=parts, recode=labels.recode, prepare=lambda: labels.joined)
 
     def obsm(self, name: str, options: FetchOptions) -> PagedColumn | None:
-        """An obsm array whose rows are loaded with each fetch, or None if it has to be read whole."""
+        """An obsm array whose rows are loaded with each fetch; None if it is cached whole or has to be read whole."""
         path = f"obsm/{name}"
-        if not self.keep(path):
+        if self._is_whole(path) or not self.keep(path):
             return None
         return PagedColumn(parts=self._parts(path, options), row_shape=self._stores[0].node(path).shape[1:])
 
     def labels(self, name: str) -> pd.Index | np.dtype[Any] | None:
         """What `ObsColumn.labels` is for a column that is kept chunk by chunk; None for any other. Reads no rows."""
-        path = self.keep_obs(name)
+        path = None if self._is_whole(f"/obs/{name}") else self.keep_obs(name)
         if path is None:
             return None
         labels = self._labels.get(name)
@@ -86,6 +90,15 @@ class PagedColumns:
         self._labels.setdefault(name, Labels(stores=self._stores, name=name))
         return path
 
+    def completed_codes(self, name: str) -> NDArray[Any] | None:
+        """The codes of an obs column of a single store, if they are kept chunk by chunk. Does not check them."""
+        path = self.keep_obs(name)
+        return None if path is None or len(self._stores) > 1 else self._stores[0].completed(path)
+
+    def _is_whole(self, saved: str) -> bool:
+        """Whether the cache has an array of all rows in one piece."""
+        return self._directory is not None and is_saved(self._directory, saved)
+
     @cached_property
     def _n_rows(self) -> int:
         return sum(concurrently(lambda store: store.n_obs, self._stores))
@@ -100,9 +113,8 @@ class PagedColumns:
         return self._opened[path] and all(_takes_chunks(store.paged[path]) for store in self._stores)
 
     def _open(self, path: str, kinds: str) -> bool:
-        name = path.removesuffix("/codes")
-        if self._directory is None or is_saved(self._directory, path) or is_saved(self._directory, f"/{name}"):
-            return False  # it is in the cache, whole
+        if self._directory is None or all(_is_saved(store, path) for store in self._stores):
+            return False
         layouts = [_layout(store, path, kinds) for store in self._stores]
         known = [layout for layout in layouts if layout is not None]
         least = max(_MOST_WHOLE, _LEAST_OF_STORE * len(layouts))
@@ -110,6 +122,10 @@ class PagedColumns:
             return False
         if sum(layout.n_elements * layout.dtype.itemsize for layout in known) <= least:
             return False
+        self._n_arrays += len(known)
+        if _OPEN_FILES * self._n_arrays > _most_open_files() and not self._stores[0].offline:
+            self._n_arrays -= len(known)
+            return False  # offline there is no other way to read it
         for store, layout in zip(self._stores, known, strict=True):
             directory = store.mirror_directory
             array = None if directory is None else open_array(directory, layout)
@@ -152,6 +168,17 @@ class Labels:
         return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)[1]
 
 
+def _most_open_files() -> float:
+    """How many files large columns may keep open: a quarter of those that the system allows the process."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if most == resource.RLIM_INFINITY else most / 4
+
+
+def _is_saved(store: OpenedStore, path: str) -> bool:
+    """Whether the mirror of a store has an array in one piece."""
+    return store.mirror_directory is not None and is_saved(store.mirror_directory, path)
+
+
 def _takes_chunks(array: MirrorArray) -> bool:
     """Whether the mirror has all chunks of an array or still accepts them."""
     return array.writable or array.n_present == array.layout.n_chunks
@@ -162,6 +189,8 @@ def _layout(store: OpenedStore, path: str, kinds: str) -> ArrayLayout | None:
     try:
         node = store.node(path)
         if not isinstance(node, zarr.Array) or node.shape[:1] != (store.n_obs,) or node.dtype.kind not in kinds:
+            return None
+        if path.startswith("obs/") and node.ndim > 1:
             return None
         layout = store.array_layout(path)
         Decoder(layout)

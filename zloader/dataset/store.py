@@ -81,6 +81,7 @@ class OpenedStore:
         self._mirrors: dict[str, Mirror | None] = {}
         self._offsets: dict[str, NDArray[np.integer] | PagedOffsets] = {}
         self.paged: dict[str, MirrorArray] = {}  # the large columns that are kept chunk by chunk (paged_columns.py)
+        self._checked: set[str] = set()  # those of them that were checked by this process
 
     @property
     def root(self) -> Any:
@@ -225,14 +226,15 @@ class OpenedStore:
         """A whole array of numbers, in the stored dtype or in `dtype`; memory-mapped if there is a mirror.
 
         It is read in windows of about 32 MiB. `check(first_row, window)` is called on each window before it is cached.
-        An array that is kept chunk by chunk stays in its stored dtype, and is checked after it was cached.
+        An array that is kept chunk by chunk stays in its stored dtype, and each process checks it once.
         """
         node = self.node(path)
-        if path in self.paged and (whole := self._completed(path, node)) is not None:
-            if check is not None:
+        if (whole := self.completed(path)) is not None:
+            if check is not None and path not in self._checked:
                 for first, stop in self.windows_of(node):
                     check(first, whole[first:stop])
                     page_cache.release(whole)
+                self._checked.add(path)
             return whole
         kind = np.dtype(dtype or node.dtype).newbyteorder("=")
         directory, column = self.mirror_directory, None
@@ -249,12 +251,14 @@ class OpenedStore:
                 filled += len(window)
         return column
 
-    def _completed(self, path: str, node: Any) -> NDArray[Any] | None:
+    def completed(self, path: str) -> NDArray[Any] | None:
         """The whole of an array that is kept chunk by chunk, memory-mapped, after reading the chunks that are missing.
 
-        None if the mirror does not take them.
+        None for any other array, and if the mirror does not take the chunks. The values are not checked.
         """
-        array = self.paged[path]
+        if path not in self.paged:
+            return None
+        array, node = self.paged[path], self.node(path)
         chunk_rows = array.layout.chunk_elements // int(np.prod(node.shape[1:]))
         for first, stop in self.windows_of(node):
             if len(array.missing(np.arange(first // chunk_rows, -(-stop // chunk_rows)))):

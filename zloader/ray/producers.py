@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from zloader.ray.makers import LANES
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.held import held_share
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.paged_columns import PagedColumn
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
 from zloader.training.minibatch import silence_sparse_warnings
@@ -86,15 +88,24 @@ class Producer:
 
     def _with_own_sources(self, recipe: Recipe) -> Recipe:
         """The recipe for one fetch: a source belongs to one event loop, and each fetch has its own."""
-        stores = self._loader.dataset.whole.stores
-        parts = {
-            name: [
-                replace(part, source=store.source(self._loader.options))
-                for part, store in zip(of_matrix, stores, strict=True)
-            ]
-            for name, of_matrix in recipe.x.items()
-        }
-        return replace(recipe, x=parts)
+        own = {column: replace(column, parts=self._own(column.parts)) for column in recipe.paged}
+
+        def swapped(columns: Mapping[str, Any]) -> dict[str, Any]:
+            """The columns of this fetch, whose rows are looked up by the column itself."""
+            return {name: own[each] if isinstance(each, PagedColumn) else each for name, each in columns.items()}
+
+        return replace(
+            recipe,
+            x={name: self._own(parts) for name, parts in recipe.x.items()},
+            columns=lambda: swapped(recipe.columns()),
+            obsm=lambda: swapped(recipe.obsm()),
+            paged=list(own.values()),
+        )
+
+    def _own(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
+        """The parts of an array in all stores, with sources of their own."""
+        pairs = zip(parts, self._loader.dataset.whole.stores, strict=True)
+        return [replace(part, source=store.source(self._loader.options)) for part, store in pairs]
 
     def _opened(self, number: int, plan: NDArray[np.uint8]) -> tuple[Plan, Recipe]:
         """The plan and the recipe of an epoch, which all its fetches share: it has the shard indexes that were read."""
