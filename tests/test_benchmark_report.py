@@ -87,7 +87,7 @@ def test_limits_are_lines_of_the_figures(whole):
         (line,) = [line for line in axes.lines if line.get_label() == "limit: decoding alone, 250 000"]
         assert list(line.get_xdata()) == [250_000, 250_000]
         assert axes.get_xlim()[1] > 250_000
-    assert "limit: copying memory, 5 000 000 (beyond the axis)" in legends["cold_warm_local"]
+    assert "limit: copying CSR minibatches, 5 000 000 (beyond the axis)" in legends["cold_warm_local"]
     assert "limit: reading the disk, 300 000" in legends["cold_warm_local"]
     assert legends["cold_warm_cloud"][:2] == ["cold", "warm"]
     assert "limit: the link, 120 000" in legends["cold_warm_cloud"]

@@ -2,9 +2,8 @@
 
 A run is a JSONL file: one JSON object per line, and `record` says of which kind it is. The first line is the `run`, and
 the last the `end`. The other kinds are `peer`, `missing`, `limit`, `measurement`, `failed`, `done` and `resumed`; the
-dataclasses below have their keys. All sizes
-are in bytes and all times in seconds. Keys that a dataclass lacks are kept in `extra`. A figure that does not apply is
-null or left out.
+dataclasses below have their keys. All sizes are in bytes and all times in seconds. Keys that a dataclass lacks are kept
+in `extra`. A figure that does not apply is null or left out.
 
 A turn is one round in which every peer runs the same case once, so peers are compared turn by turn. This file imports
 only the standard library, so that it runs in the Python of any environment.
@@ -91,7 +90,7 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A speed of the machine that no loader can exceed, measured in the same run.
+    """The speed of one part of the machine by itself, measured in the same run.
 
     `rows_per_s` is for the rows of `data`, or of the run's first data set.
     """

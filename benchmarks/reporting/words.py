@@ -100,7 +100,7 @@ OTHERS = (
 class Scenario:
     """A scenario: its title, the question that it answers, and the figure by which the peers are compared.
 
-    `limits` are the limits that bound it, drawn as lines. `of` completes sentences: `zloader loads 10 cells/s {of}`.
+    `limits` are drawn as lines. `of` completes sentences: `zloader loads 10 cells/s {of}`.
     """
 
     title: str
@@ -185,7 +185,9 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "conversion": Scenario(
         title="Conversion",
-        question="How fast does each tool write its own store from an .h5ad file? Tools that read .h5ad need none.",
+        question="How fast does each tool write its own store from an .h5ad file? Tools that read .h5ad need none. "
+        "annbatch's conversion also shuffles the rows; zloader's does not. A loop of ours writes the stores of HF "
+        "Datasets and MosaicML Streaming row by row, because these libraries have no reader of AnnData.",
         of="converted",
     ),
 }  # fmt: skip
@@ -239,8 +241,8 @@ def case_order(key: Key) -> tuple[tuple[bool, float, str], ...]:
 # ---- explanations
 
 TERMS: Mapping[str, str] = {
-    "Cell": "One row of the count matrix. Cells per second (cells/s) are counted from the first request to the last "
-    "minibatch.",
+    "Cell": "One row of the count matrix. Cells per second (cells/s) are counted from the request for an epoch to the "
+    "end of the iterator or, if the epoch is ended early, to its last counted minibatch.",
     "Minibatch": "The cells of one training step.",
     "Block, fetch": "A block is neighbouring cells that stay together in an epoch. A fetch is the blocks that are "
     "loaded and mixed at the same time; its size is given in minibatches.",
@@ -248,20 +250,24 @@ TERMS: Mapping[str, str] = {
     "mirror, which holds them decoded on the local disk.",
     "GET": "One request to the bucket.",
     "CPU seconds": "The time that all threads of a process spend on the processor, in user and in kernel mode.",
-    "Peak memory": "The most memory that a process had at once (peak RSS), which includes Python and its libraries.",
+    "Peak memory": "The most memory that a process had at once (peak RSS), which includes Python and its libraries. "
+    "Workers count by their private memory. In the scenario with several processes, the memory of all of them is "
+    "added, so pages that they share, such as those of a mirror, count several times.",
+    "PSS": "The memory of several processes without their workers, after an epoch. Pages that they share count once.",
     "Waiting": "The share of its time that a training loop with a step of 3 ms waits for minibatches, after the first "
-    "fetch.",
+    "fetch. It is measured in one epoch, in the first turn.",
     "Entropy": "How mixed the labels of a minibatch are, in bits: 0 if all cells have the same label.",
     "Turn": "All tools run the same case once per turn. Figures are medians over turns. Ratios are taken within each "
     "turn, because other work on a machine slows down all tools of a turn; the median and the range are given.",
-    "Limit": "The speed of one part of this machine by itself, measured in the same run: copying memory (memcpy), "
-    "decoding zloader's store with all cores and nothing else (decoding), reading the disk (disk), and the link to the "
-    "simulated cloud (link). What has to be copied, decoded, or read cannot come faster.",
+    "Limit": "The speed of one part of this machine by itself, measured in the same run: copying memory (memcpy; "
+    "for CSR minibatches, 8 bytes per value), decoding zloader's store with all cores and nothing else (decoding), "
+    "reading the disk (disk), and the link to the simulated cloud (link). A tool that moves fewer bytes per cell may "
+    "exceed one.",
     CEILING: "All cells as one AnnData in the memory of the process. If your data fit, you need no loader for data on "
     "disk.",
 }
 LIMITS: Mapping[str, str] = {
-    "memcpy": "copying memory", "decoding": "decoding alone", "disk": "reading the disk", "link": "the link",
+    "memcpy": "copying CSR minibatches", "decoding": "decoding alone", "disk": "reading the disk", "link": "the link",
 }  # fmt: skip
 
 UNFAIR = (
@@ -278,3 +284,5 @@ UNFAIR = (
     "A link that is simulated has the same latency for every request. A real bucket has slow ones.",
     "Nothing trains here. If a training step takes longer than loading its minibatch, a faster loader gains nothing.",
 )
+    "Where zloader reads blocks of 64 neighbouring cells, some tools read single random cells, which mixes better and "
+    "is slower.",
