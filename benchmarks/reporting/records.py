@@ -67,7 +67,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A tool in the run, and in `how` one or two sentences on how its documentation tunes it."""
+    """A tool in the run, and in `how` one or two sentences on how its documentation tunes it.
+
+    `order` says in which order it gives out cells, such as `blocks of 64`. Older files lack it.
+    """
 
     peer: str
     version: str = ""
@@ -75,6 +78,7 @@ class Peer:
     packages: Mapping[str, str] = field(default_factory=dict)
     how: str = ""
     format: str = ""
+    order: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -106,7 +110,9 @@ class Limit:
 class Measurement:
     """One case of a scenario, run once by one peer. `rows` were given out in `seconds`.
 
-    `first_s` is the time to the first minibatch, `entropy` is in bits, `wait_share` between 0 and 1.
+    `first_s` is the time to the first minibatch, `entropy` is in bits, `wait_share` between 0 and 1. `ended` says
+    whether the epoch gave out all its rows; older files lack it. `pss_bytes` is the memory of several processes, in
+    which pages that they share count once.
     """
 
     scenario: str
@@ -126,6 +132,8 @@ class Measurement:
     entropy: float | None = None
     dollars: float | None = None
     load: float | None = None
+    ended: bool | None = None
+    pss_bytes: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

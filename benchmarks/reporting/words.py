@@ -25,6 +25,7 @@ class Figure:
     """A figure of a measurement.
 
     `name` heads columns, `unit` follows figures, `axis` labels axes, and `against` heads the column of ratios.
+    `of_prefetched` says that it also counts cells that were prefetched but not given out.
 
     >>> CELLS.text(1234.5)
     '1 230'
@@ -38,6 +39,7 @@ class Figure:
     against: str = ""
     higher_is_better: bool = False
     is_size: bool = False
+    of_prefetched: bool = False
 
 
 def number(value: float) -> str:
@@ -77,20 +79,29 @@ PEAK = Figure(
 )  # fmt: skip
 CPU = Figure(
     name="CPU s / 100k cells", axis="CPU seconds per 100 000 cells",
-    of=lambda m: None if m.cpu_s_per_row is None else 1e5 * m.cpu_s_per_row, text=number,
+    of=lambda m: None if m.cpu_s_per_row is None else 1e5 * m.cpu_s_per_row, text=number, of_prefetched=True,
 )  # fmt: skip
+_START_CPU = Figure(name="CPU s", axis="CPU seconds", of=lambda m: m.cpu_s, text=number)
 ENTROPY = Figure(name="entropy, bits", axis="entropy (bits)", of=lambda m: m.entropy, text=lambda bits: f"{bits:.2f}")
-OTHERS = (
-    CPU,
+_OTHERS = (
     PEAK,
+    Figure(name="PSS", axis="", of=lambda m: m.pss_bytes, text=size),
     Figure(name=FIRST.name, axis=FIRST.axis, of=lambda m: m.first_s, text=number),
     Figure(name="waiting", axis="", of=lambda m: m.wait_share, text=_share),
-    Figure(name="GETs / 1000 cells", axis="", of=lambda m: _per_row(m, m.gets, 1000), text=number),
-    Figure(name="read / cell", axis="", of=lambda m: _per_row(m, m.bytes, 1), text=size),
-    Figure(name="$ / million cells", axis="", of=lambda m: _per_row(m, m.dollars, 1e6), text=number),
+    Figure(name="GETs / 1000 cells", axis="", of=lambda m: _per_row(m, m.gets, 1000), text=number, of_prefetched=True),
+    Figure(name="read / cell", axis="", of=lambda m: _per_row(m, m.bytes, 1), text=size, of_prefetched=True),
+    Figure(
+        name="$ / million cells", axis="", of=lambda m: _per_row(m, m.dollars, 1e6), text=number, of_prefetched=True
+    ),
     ENTROPY,
     Figure(name="load", axis="", of=lambda m: m.load, text=lambda load: f"{load:.1f}"),
 )
+
+
+def others(figure: Figure) -> tuple[Figure, ...]:
+    """The other figures of a table that compares this one. The CPU seconds of a start are not divided by cells."""
+    cpu = _START_CPU if figure in (FIRST, SECONDS) else CPU
+    return tuple(each for each in (cpu, *_OTHERS) if each.name != figure.name)
 
 
 # ---- scenarios
@@ -275,6 +286,8 @@ UNFAIR = (
     "documentation advises; the table of tools says how. A correction by its authors is welcome.",
     "A warm epoch of zloader reads a second, decoded copy of the data on the local disk. It takes disk space, about 4 "
     "bytes per stored value, that the other tools do not need.",
+    "Where zloader reads blocks of 64 neighbouring cells, some tools read single random cells, which mixes better and "
+    "is slower.",
     "The tools hand out different things: sparse or dense tensors, scipy matrices, or tokens. A model that needs dense "
     "minibatches has to convert sparse ones, which is not counted.",
     "In all but cold epochs, the store is in the page cache, which is in memory. A store that is larger than memory is "
@@ -284,5 +297,3 @@ UNFAIR = (
     "A link that is simulated has the same latency for every request. A real bucket has slow ones.",
     "Nothing trains here. If a training step takes longer than loading its minibatch, a faster loader gains nothing.",
 )
-    "Where zloader reads blocks of 64 neighbouring cells, some tools read single random cells, which mixes better and "
-    "is slower.",
