@@ -14,7 +14,7 @@ with the reason, and one that fails or hangs is recorded and left out of the res
 
 Every peer gives out all rows and values in an epoch that is checked and not measured; one that does not is recorded as
 failed. Epochs of slow peers end early, and count the rows that they have given out until then. (The checked epochs of
-the slowest peers end early too. Those over the pancreas do not.)
+the slowest peers end early too. Those over the pancreas, for the main side of each peer, are usually complete.)
 
 A run that was stopped goes on with `--resume` and its other options. Cases whose turns have
 all been made are not measured again. A case that was under way is measured anew, because turns are compared with one

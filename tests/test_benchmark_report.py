@@ -28,6 +28,10 @@ def results(tmp_path: Path, lines: list[benchmark_runs.Record]) -> Results:
     return Results(records.read(write(tmp_path / "run.jsonl", lines)))
 
 
+def section(found: Results, title: str) -> tables.Section:
+    return next(each for each in tables.sections(found) if each.title == title)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results(tmp_path_factory.mktemp("run"), whole_run())
@@ -87,7 +91,7 @@ def test_limits_are_lines_of_the_figures(whole):
         (line,) = [line for line in axes.lines if line.get_label() == "limit: decoding alone, 250 000"]
         assert list(line.get_xdata()) == [250_000, 250_000]
         assert axes.get_xlim()[1] > 250_000
-    assert "limit: copying memory, 5 000 000 (beyond the axis)" in legends["cold_warm_local"]
+    assert "limit: copying CSR minibatches, 5 000 000 (beyond the axis)" in legends["cold_warm_local"]
     assert "limit: reading the disk, 300 000" in legends["cold_warm_local"]
     assert legends["cold_warm_cloud"][:2] == ["cold", "warm"]
     assert "limit: the link, 120 000" in legends["cold_warm_cloud"]
@@ -133,8 +137,8 @@ def test_an_epoch_that_hardly_began_gives_a_bound_and_no_speed(tmp_path):
              measurement("random", "annbatch", 1, 1) | cut | {"rows": 640, "seconds": 64.0},
              measurement("random", "x", 1, 1) | cut]  # fmt: skip
     text = Page(report.html(results(tmp_path, lines))).text
-    assert "annbatch 10 50 ×" in text
-    assert "x ≥ 12.8 ≤ 39.1 ×" in text
+    assert "annbatch 10 1 50 × ≤ " in text
+    assert "x ≥ 12.8 1 ≤ 39.1 × ≤ " in text
     assert "x ≥ 12.8 cells/s" not in text.split("At a glance")[0]
     (chart,) = figures.charts(results(tmp_path, lines), "random", "synthetic")
     assert {"≥ 12.8", "10"} <= {text.get_text() for text in drawn(chart).axes[0].texts}
@@ -148,15 +152,72 @@ def test_a_case_with_another_data_set_says_so(tmp_path):
     assert table.rows[0][0] == "cold epoch, local disk (pancreas)"
 
 
-def test_reads_are_per_cell_because_epochs_may_end_early(tmp_path):
-    """Both made one GET a hundred cells, and the slower one got a tenth as far."""
-    whole = {"gets": 100, "bytes": 5e6, "dollars": 4e-5}
-    part = {name: figure / 10 for name, figure in whole.items()}
-    lines = [RUN, *peers("zloader", "annbatch"), measurement("random", "zloader", 1, 100, rows=10_000, **whole),
-             measurement("random", "annbatch", 1, 100, rows=1000, **part)]  # fmt: skip
-    text = Page(report.html(results(tmp_path, lines))).text
-    assert "GETs / 1000 cells read / cell $ / million cells" in text
-    assert text.count("10 500 B 0.004") == 2
+@pytest.mark.parametrize(
+    ("part", "bound"),
+    [({"rows": 100}, "≤ "), ({"rows": 100, "ended": True}, ""), ({"rows": 1000, "ended": False}, "≤ ")],
+    ids=["older file", "ended", "ended early"],
+)
+def test_reads_are_per_cell_and_bounds_of_epochs_that_ended_early(tmp_path, part, bound):
+    """Both made one GET a hundred cells; but the second one did so for cells that it did not give out, too."""
+    whole = {"gets": 10, "bytes": 5e5, "dollars": 4e-6, "user_s": 4.0, "system_s": 1.0}
+    part |= {name: figure * part["rows"] / 1000 for name, figure in whole.items()}
+    lines = [RUN, *peers("zloader", "annbatch"), measurement("random", "zloader", 1, 100, **whole),
+             measurement("random", "annbatch", 1, 100, **part)]  # fmt: skip
+    (table,) = section(results(tmp_path, lines), "Perfectly random cells").tables
+    names = ("CPU s / 100k cells", "GETs / 1000 cells", "read / cell", "$ / million cells")
+    figures = {row[0]: [row[table.header.index(name)] for name in names] for row in table.rows}
+    assert figures["zloader"] == ["500", "10", "500 B", "0.004"]
+    assert figures["annbatch"] == [f"{bound}500", f"{bound}10", f"{bound}500 B", f"{bound}0.004"]
+
+
+def test_the_rows_of_several_processes_do_not_hide_that_their_epochs_ended_early(tmp_path):
+    """Two processes gave out six tenths of the rows each, which is more than those of the data."""
+    more = {"case": {"processes": 2}, "rows": 1200, "pss_bytes": 2e8}
+    lines = [RUN, *peers("zloader", "x"), measurement("processes", "zloader", 1, 500, ended=True, **more),
+             measurement("processes", "x", 1, 100, ended=False, **more)]  # fmt: skip
+    (table,) = section(results(tmp_path, lines), "Several processes").tables
+    assert [row[table.header.index("cells/s")] for row in table.rows] == ["600", "≥ 120"]
+    assert [row[table.header.index("PSS")] for row in table.rows] == ["200 MB", "200 MB"]
+
+
+def test_cpu_seconds_of_a_start_are_not_divided_by_cells(tmp_path):
+    started = {"rows": 64, "seconds": 2.0, "user_s": 1.5, "system_s": 0.5, "ended": False}
+    lines = [RUN, *peers("zloader"), measurement("first", "zloader", 1, 1, **started),
+             measurement("scaling", "zloader", 1, 1, case={"rows": 10}, **started)]  # fmt: skip
+    for title in ("Time to the first minibatch", "Small and large stores"):
+        (table,) = section(results(tmp_path, lines), title).tables
+        assert "CPU s / 100k cells" not in table.header
+        assert [row[table.header.index("CPU s")] for row in table.rows] == ["2"]
+
+
+def test_the_tables_say_how_many_turns_a_tool_had(tmp_path):
+    found = results(tmp_path, one_case(("zloader", [100, 120, 110]), ("annbatch", [50])))
+    (table,) = section(found, "Perfectly random cells").tables
+    assert table.header[:5] == ["tool", "cells/s", "range", "turns", "zloader is … as fast"]
+    assert [row[:5] for row in table.rows] == [["zloader", "110", "100 to 120", "3", ""],
+                                               ["annbatch", "50", "", "1", "2.0 ×"]]  # fmt: skip
+    (glance,) = tables.at_a_glance(found).tables
+    assert glance.rows == [["perfectly random cells", "110 cells/s", "annbatch: 50 cells/s", "2.0 ×, one turn"]]
+
+
+def test_the_tools_have_their_order_and_their_checks(tmp_path):
+    """The check of a tool may end in one case and not in another; some scenarios have none."""
+    known, unknown = peers("zloader", "x")
+    checks = {"zloader": ["rows and values"] * 3, "x": ["rows", None, None]}
+    lines = [RUN, known | {"order": "blocks of 64"}, unknown, measurement("first", "x", 1, 5)]
+    lines += [measurement("minibatch", peer, 1, 5, case={"batch_size": size}, checked=check)
+              for peer, of in checks.items() for size, check in enumerate(of, 1)]  # fmt: skip
+    (table,) = section(results(tmp_path, lines), "The tools").tables
+    columns = [table.header.index("order"), table.header.index("checked")]
+    assert [[row[0], *(row[column] for column in columns)] for row in table.rows] == [
+        ["zloader", "blocks of 64", "rows and values"],
+        ["x", "", "too many cells only (2 of 3 cases), rows (1 of 3 cases)"],
+    ]
+
+
+def test_minibatches_of_the_size_that_runs_measure_are_summed_up(whole):
+    (table,) = tables.at_a_glance(whole).tables
+    assert "minibatches of 1 024" in [row[0] for row in table.rows]
 
 
 def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
@@ -165,7 +226,7 @@ def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     rows = [row for table in tables.sections(results(tmp_path, lines))[1].tables for row in table.rows]
     assert rows == [
         ["Perfectly random cells, synthetic", "annbatch: 200 cells/s", "zloader: 100 cells/s", "0.50 ×"],
-        ["Time to the first minibatch, synthetic", "annbatch: 0.5 s", "zloader: 2 s", "0.25 ×"],
+        ["Time to the first minibatch, synthetic", "annbatch: 0.5 s", "zloader: 2 s", "0.25 ×, one turn"],
     ]
     ahead = results(tmp_path, one_case(("zloader", [100]), ("annbatch", [50])))
     (text,) = tables.sections(ahead)[1].text

@@ -2,9 +2,8 @@
 
 A run is a JSONL file: one JSON object per line, and `record` says of which kind it is. The first line is the `run`, and
 the last the `end`. The other kinds are `peer`, `missing`, `limit`, `measurement`, `failed`, `done` and `resumed`; the
-dataclasses below have their keys. All sizes
-are in bytes and all times in seconds. Keys that a dataclass lacks are kept in `extra`. A figure that does not apply is
-null or left out.
+dataclasses below have their keys. All sizes are in bytes and all times in seconds. Keys that a dataclass lacks are kept
+in `extra`. A figure that does not apply is null or left out.
 
 A turn is one round in which every peer runs the same case once, so peers are compared turn by turn. This file imports
 only the standard library, so that it runs in the Python of any environment.
@@ -68,7 +67,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A tool in the run, and in `how` one or two sentences on how its documentation tunes it."""
+    """A tool in the run, and in `how` one or two sentences on how its documentation tunes it.
+
+    `order` says in which order it gives out cells, such as `blocks of 64`. Older files lack it.
+    """
 
     peer: str
     version: str = ""
@@ -76,6 +78,7 @@ class Peer:
     packages: Mapping[str, str] = field(default_factory=dict)
     how: str = ""
     format: str = ""
+    order: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -91,7 +94,7 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A speed of the machine that no loader can exceed, measured in the same run.
+    """The speed of one part of the machine by itself, measured in the same run.
 
     `rows_per_s` is for the rows of `data`, or of the run's first data set.
     """
@@ -107,7 +110,9 @@ class Limit:
 class Measurement:
     """One case of a scenario, run once by one peer. `rows` were given out in `seconds`.
 
-    `first_s` is the time to the first minibatch, `entropy` is in bits, `wait_share` between 0 and 1.
+    `first_s` is the time to the first minibatch, `entropy` is in bits, `wait_share` between 0 and 1. `ended` says
+    whether the epoch gave out all its rows; older files lack it. `pss_bytes` is the memory of several processes, in
+    which pages that they share count once.
     """
 
     scenario: str
@@ -127,6 +132,8 @@ class Measurement:
     entropy: float | None = None
     dollars: float | None = None
     load: float | None = None
+    ended: bool | None = None
+    pss_bytes: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

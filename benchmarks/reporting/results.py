@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from reporting.records import Key, Records, Turns
+from reporting.records import Key, Measurement, Records, Turns
 from reporting.turns import Spread, figures, ratios, spread
 from reporting.words import CEILING, CELLS, OURS, Figure, case_order, is_ours, scenario, scenario_order
 
-_WHOLE = 0.9  # of the rows of a data set; some loaders leave out a few
+_WHOLE = 0.9  # of the rows of a data set, for files without `ended`; some loaders leave out a few
 _LONG_START = 0.2  # of the time of an epoch
 
 
@@ -31,7 +31,7 @@ class Entry:
 class Headline:
     """A case that stands for its scenario: zloader beside the best other tool, None if there is no other.
 
-    `turns` is the number of turns in which both were measured.
+    `turns` is the number of turns in which both were measured, or zloader if there is no other.
     """
 
     label: str
@@ -47,7 +47,7 @@ _HEADLINES: Sequence[tuple[str, Mapping[str, str | int], str]] = (
     ("cold_warm_local", {"epoch": "warm"}, "warm epoch, local disk"),
     ("cold_warm_cloud", {"epoch": "warm"}, "warm epoch, simulated cloud"),
     ("random", {}, "perfectly random cells"),
-    ("minibatch", {"batch_size": 4096}, "minibatches of 4 096"),
+    ("minibatch", {"batch_size": 1024}, "minibatches of 1 024"),
     ("first", {}, "time to the first minibatch"),
 )
 
@@ -110,11 +110,21 @@ class Results:
 
     def _cut_short(self, key: Key, peer: str, figure: Figure) -> bool:
         """Whether an epoch ended early, and much of it was the wait for its first minibatch."""
-        rows = next((data.rows for data in self.records.run.data if data.name == key.data), 0)
         return figure is CELLS and any(
-            each.rows < _WHOLE * rows and (each.first_s or 0) > _LONG_START * each.seconds
+            not self._ended(each) and (each.first_s or 0) > _LONG_START * each.seconds
             for each in self._turns[key][peer].values()
         )
+
+    def at_most(self, key: Key, peer: str, figure: Figure) -> bool:
+        """Whether a figure is an upper bound, because it also counts prefetched cells of an epoch that ended early."""
+        return figure.of_prefetched and not all(map(self._ended, self._turns[key][peer].values()))
+
+    def _ended(self, measured: Measurement) -> bool:
+        """Whether an epoch gave out all its rows. In older files, one that gave out nearly all rows of the data did."""
+        if measured.ended is not None:
+            return measured.ended
+        rows = next((data.rows for data in self.records.run.data if data.name == measured.data), 0)
+        return measured.rows >= _WHOLE * rows
 
     def _reference(self, key: Key, figure: Figure) -> str | None:
         """zloader, or its best variant where zloader itself was not measured."""
@@ -151,12 +161,13 @@ class Results:
                     others = [entry for entry in self.entries(keys[0], figure) if is_rival(entry.peer)]
                     other = others[0] if others else None
                     of = label if data == self.first_data else f"{label} ({data})"
-                    found.append(Headline(of, figure, ours, other, self._common_turns(keys[0], ours, other)))
+                    found.append(Headline(of, figure, ours, other, self.common_turns(keys[0], ours, other)))
         return found
 
-    def _common_turns(self, key: Key, one: Entry, other: Entry | None) -> int:
+    def common_turns(self, key: Key, one: Entry, other: Entry | None) -> int:
+        """The number of turns in which both were measured, or the one if there is no other."""
         turns = self._turns[key]
-        return len(turns[one.peer].keys() & turns[other.peer].keys()) if other else 0
+        return len(turns[one.peer].keys() & turns[(other or one).peer].keys())
 
     def behind(self) -> list[tuple[Key, Entry, Entry]]:
         """The cases in which another loader is better than zloader: the case, zloader, and the best other loader."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,7 +16,6 @@ from reporting.turns import Spread
 from reporting.words import (
     CEILING,
     LIMITS,
-    OTHERS,
     OURS,
     TERMS,
     UNFAIR,
@@ -24,6 +24,7 @@ from reporting.words import (
     case_text,
     is_ours,
     number,
+    others,
     scenario,
     value_text,
 )  # fmt: skip
@@ -32,6 +33,7 @@ from zloader.commands.page import Chart
 
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")
 _LONGEST_ERROR = 400
+_BOUNDED = "too many cells only"  # what is noticed in a checked epoch that was not compared
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,11 @@ def _against(entry: Entry) -> str:
     return ("≤ " if entry.at_least else "") + times(entry.against) if entry.against else ""
 
 
+def _certain(ratio: str, turns: int) -> str:
+    """The ratio, and `one turn` if there was only one."""
+    return ", ".join(filter(None, [ratio, "one turn" if turns == 1 else ""]))
+
+
 def times(measured: Spread) -> str:
     """A ratio with its range.
 
@@ -146,7 +153,7 @@ def at_a_glance(results: Results) -> Section:
         if found.other:
             other = f"{found.other.peer}: {_with_unit(found.other, found.figure)}"
             against = _against(found.other)
-        rows.append([found.label, ours, other, against])
+        rows.append([found.label, ours, other, _certain(against, found.turns)])
     header = ["", OURS, "best other tool", "zloader is … as fast"]
     return Section(title="At a glance", tables=[Table(_medians(results), header, rows)] if rows else [])
 
@@ -168,13 +175,14 @@ def _behind(results: Results) -> list[Section]:
         figure = scenario(key.scenario).figure
         values = [f"{e.peer}: {_with_unit(e, figure)}" for e in (other, ours)]
         words = ", ".join(filter(None, [scenario(key.scenario).title, key.data, case_text(key)]))
-        rows.append([words, *values, _against(other)])
+        rows.append([words, *values, _certain(_against(other), results.common_turns(key, ours, other))])
     if not any(is_ours(peer) for peer in results.peers):
         return []
-    header = ["case", "better", OURS, "ratio of zloader"]
+    header = ["case", "better", OURS, "zloader's advantage"]
     text = f"In these cases another loader was better than zloader, in the median of the turns.{_CEILING}"
     none = f"No other loader was better than zloader in any case of this run.{_CEILING}"
-    tables = [Table("The best other tool in each case.", header, rows, words=True)] if rows else []
+    caption = "The best other tool in each case. zloader's advantage is a ratio. Above 1: zloader is better."
+    tables = [Table(caption, header, rows, words=True)] if rows else []
     return [Section(title="Where another tool is better", text=[text if rows else none], tables=tables)]
 
 
@@ -198,16 +206,16 @@ def _table(results: Results, name: str, data: str) -> Table:
     keys = results.keys(name, data)
     axes = list(dict.fromkeys(axis for key in keys for axis, _ in key.case))
     found = [(key, entry) for key in keys for entry in results.entries(key, figure)]
-    others = [other for other in OTHERS if other.name != figure.name and _has(results, keys, other)]
+    columns = [other for other in others(figure) if _has(results, keys, other)]
     compared = any(entry.against for _, entry in found)
-    header = ["tool", *map(axis_name, axes), figure.name, "range", *([figure.against] if compared else [])]
+    header = ["tool", *map(axis_name, axes), figure.name, "range", "turns", *([figure.against] if compared else [])]
     rows = []
     for key, entry in found:
         case = dict(key.case)
         cells = [entry.peer, *(value_text(case[axis]) if axis in case else "" for axis in axes), *_entry(entry, figure)]
-        cells += [_against(entry)] if compared else []
-        rows.append(cells + [_median(results, key, entry.peer, other) for other in others])
-    return Table(f"{data}: medians over {_turns(results, keys)}.", [*header, *(other.name for other in others)], rows)
+        cells += [str(len(results.turns(key)[entry.peer])), *([_against(entry)] if compared else [])]
+        rows.append(cells + [_median(results, key, entry.peer, other) for other in columns])
+    return Table(f"{data}: medians over {_turns(results, keys)}.", [*header, *(other.name for other in columns)], rows)
 
 
 def _has(results: Results, keys: Sequence[Key], figure: Figure) -> bool:
@@ -223,7 +231,8 @@ def _entry(entry: Entry, figure: Figure) -> list[str]:
 
 def _median(results: Results, key: Key, peer: str, figure: Figure) -> str:
     measured = results.spread(key, peer, figure)
-    return figure.text(measured.median) if measured else ""
+    bound = "≤ " if results.at_most(key, peer, figure) else ""
+    return bound + figure.text(measured.median) if measured else ""
 
 
 def _turns(results: Results, keys: Sequence[Key]) -> str:
@@ -247,8 +256,9 @@ def _limits(records: Records) -> list[Section]:
     text = (
         "How fast parts of this machine are by themselves, measured once before the tools. They are the lines in the "
         "figures. Cells are those of zloader's store: those of another format have other bytes and are decoded in "
-        "another way. Cells from the mirror, or from memory, are not decoded or read again. On a machine with "
-        "other work, a tool may be a little faster than a limit that was measured at another time."
+        "another way. Cells from the mirror, or from memory, are not decoded or read again. Copying is for CSR "
+        'minibatches, 8 bytes per value: "zloader, packed" has fewer, and may exceed it. On a machine with other work, '
+        "a tool may be a little faster than a limit that was measured at another time."
     )
     tables = [Table("Measured in the same run.", ["limit", "bytes", "cells/s"], rows)]
     return [Section(title="Limits of the machine", text=[text], tables=tables)] if rows else []
@@ -256,15 +266,30 @@ def _limits(records: Records) -> list[Section]:
 
 def _tools(results: Results) -> Section:
     rows = [
-        [peer.peer, peer.version, peer.python, peer.format, peer.how,
+        [peer.peer, peer.version, peer.python, peer.format, peer.order, _checks(results, peer.peer), peer.how,
          ", ".join(f"{name} {version}" for name, version in peer.packages.items())]
         for peer in sorted(results.records.peers, key=lambda peer: results.peers.index(peer.peer))
     ]  # fmt: skip
-    header = ["tool", "version", "Python", "format", "how it is set up", "with"]
-    text = "Each tool runs with the newest versions of its own dependencies, set up as its documentation advises."
+    header = ["tool", "version", "Python", "format", "order", "checked", "how it is set up", "with"]
+    text = (
+        "Each tool is set up as its documentation advises. Each other tool runs with the newest versions of its own "
+        'dependencies, and zloader in the environment in which the benchmark was started. The column "checked" says '
+        f'what of an epoch was compared with the data; "{_BOUNDED}" is said of epochs that ended early, and of tools '
+        "that leave out cells."
+    )
     if constrained := _constraints(results.records.run.command):
         text += f" The command of this run held these back: {', '.join(constrained)}."
     return Section(title="The tools", text=[text], tables=[Table("Versions and settings.", header, rows, words=True)])
+
+
+def _checks(results: Results, peer: str) -> str:
+    """What the checked epochs of a tool compared, with the numbers of cases if it is not the same in all."""
+    keys = [key for name in results.scenarios for data in results.data(name) for key in results.keys(name, data)]
+    first = [next(iter(turns.values())) for key in keys if (turns := results.turns(key).get(peer))]
+    found = Counter(str(each.extra["checked"] or _BOUNDED) for each in first if "checked" in each.extra)
+    if len(found) < 2:
+        return "".join(found)
+    return ", ".join(f"{what} ({count} of {found.total()} cases)" for what, count in found.most_common())
 
 
 def _constraints(command: Sequence[str]) -> list[str]:
@@ -313,18 +338,24 @@ def _method(records: Records) -> Section:
         for each in run.data
     ]  # fmt: skip
     points = [
-        "Every tool runs in a process of its own, in an environment with its own dependencies.",
+        "Every tool runs in a process of its own: zloader in the environment in which the benchmark was started, every "
+        "other tool in one with its own dependencies.",
         "The tools take turns: in each turn, each of them runs the same case once, on the same cells. Only the memory "
         "over epochs is measured one tool after the other, once.",
-        "Every figure is the median over turns. Ratios to zloader are taken within each turn.",
-        "In every scenario that compares cells/s, each tool also gives out an epoch whose cells and values are "
-        "checked. A tool whose cells are wrong is listed as failed. Conversions are checked when their stores are "
-        "read.",
+        "Every figure is the median over turns, except the waiting, which is measured in one epoch. Ratios to zloader "
+        "are taken within each turn. A tool that takes too long for a case has fewer turns; the tables give their "
+        "number.",
+        "In scenarios that compare cells/s, each tool also gives out an epoch that is checked and not measured. A "
+        "complete checked epoch must give out all cells, and values with the right sum. Slow tools' checked epochs end "
+        "early, and then only too many cells are noticed. The values of protoplast and of tokens are not compared. A "
+        "tool whose cells are wrong is listed as failed. Conversions are checked when their stores are read.",
         "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
         f"Epochs of slow tools end early{_after(run)}. Cells per second count the cells that were given out until "
-        "then, and GETs, bytes and dollars are for the same number of cells. A speed with ≥ is that of an epoch that "
-        "ended early, and of which the wait for the first minibatch took more than a fifth: the tool would be faster "
-        "in a longer epoch.",
+        "then. A speed with ≥ is that of an epoch that ended early, and of which the wait for the first minibatch took "
+        "more than a fifth: the tool would be faster in a longer epoch.",
+        "GETs, bytes, dollars and CPU seconds per cell are divided by the cells that were given out. In an epoch that "
+        "ended early they include cells that were prefetched but not given out, so they are upper bounds, with ≤. "
+        "Usually these are epochs of other tools.",
     ]
     link = run.extra.get("link")
     if isinstance(link, dict):

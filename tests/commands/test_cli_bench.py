@@ -323,7 +323,7 @@ def test_the_link_is_measured_if_an_epoch_took_long_enough(bucket, sim, monkeypa
     assert 0 < seen["link_bytes_per_s"] < 40_000
     stated = documented("s3://atlas/counts.zarr", *flags, "--link-speed", "1GB/s")
     assert (stated["link_bytes_per_s"], stated["link_stated"]) == (10**9, True)
-    assert stated["advice"]["cold"]["bound"] == "unclear"
+    assert stated["advice"]["cold"]["bound"] not in ("short", "link"), "1 GB/s cannot be the limit"
 
 
 @pytest.mark.slow  # each starts several interpreters
