@@ -58,7 +58,7 @@ def test_the_table_of_rays_page_has_the_simulated_figures_of_its_picture(monkeyp
         runs = {run["machines"]: run["rows_per_s"] for run in found["scale"] if run["network"] == network}
         assert [style.number(cell) for cell in cells] == [round(runs[n], -3) for n in (1, 4, 16, 32)]
     assert (
-        f"{round(figure.s3_rows_per_s(found), -3):,.0f} rows/s use".replace(",", " ") in (DOCS / "ray.md").read_text()
+        f"{round(figure.s3_rows_per_s(found), -3):,.0f} rows/s reach".replace(",", " ") in (DOCS / "ray.md").read_text()
     )
 
 
