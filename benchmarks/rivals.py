@@ -27,12 +27,14 @@ import mmap
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,7 @@ from peers import Peer
 
 _FRESH_S = 30 * 24 * 3600  # after this time an environment is rebuilt with the newest versions
 _PR_SET_PDEATHSIG = 1  # of sys/prctl.h
+_FOLDERS = re.compile(r"""(?<![\w./:])/(?:[^\s/'":,()]+/)+""")  # absolute ones
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 Figures = dict[str, Any]
 COLUMNS = ("cells/s", "(range)", "wall s", "call s", "user s", "system s", "peak MB")
@@ -94,8 +97,8 @@ class EnvironmentFailed(SystemExit):
 
 
 def last_lines(text: str, n_characters: int = 600) -> str:
-    """The end of an output, which has the error."""
-    return text.strip()[-n_characters:]
+    """The end of an output, which has the error, without the folders of this machine."""
+    return _FOLDERS.sub("…/", text).strip()[-n_characters:]
 
 
 def _interpreter(rival: Peer, wanted: str | None) -> str:
@@ -300,7 +303,16 @@ def main() -> None:
         with os.fdopen(os.dup(1), "w") as answer:
             os.dup2(2, 1)  # output of libraries goes to stderr
             die_with_parent()
-            print(json.dumps(write(options.what, [options.source] * options.copies, options.store)), file=answer)
+            with copied(options.source, options.copies, beside=options.store) as sources:
+                print(json.dumps(write(options.what, sources, options.store)), file=answer)
+
+
+@contextlib.contextmanager
+def copied(source: str, copies: int, *, beside: str) -> Iterator[list[str]]:
+    """The source and copies of it, in files of their own: annbatch cannot join a file with itself."""
+    with tempfile.TemporaryDirectory(dir=Path(beside).parent) as folder:
+        others = [shutil.copyfile(source, Path(folder) / f"{number}.h5ad") for number in range(2, copies + 1)]
+        yield [source, *map(str, others)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -270,6 +270,15 @@ def running(group: int) -> list[str]:
     return found
 
 
+def test_errors_are_recorded_without_the_folders_of_this_machine(run):
+    raised = (
+        """File "/home/me/a/reader.py", line 3\nError: no '/home/me/x y' in s3://a/b/c, see http://c.d/e/f/ and a/b"""
+    )
+    shown = """File "…/reader.py", line 3\nError: no '…/x y' in s3://a/b/c, see http://c.d/e/f/ and a/b"""
+    assert run.rivals.last_lines(raised) == shown
+    assert run.rivals.last_lines(f"{raised} ", 3) == "a/b"
+
+
 def test_epochs_are_compared_with_the_data(run):
     data = run.inputs.Data(name="a", path=Path("a"), rows=10, genes=3, values=5, total=100.0, label="plate")
     side = run.peers.Side(how="As it is.", format="", store=None)

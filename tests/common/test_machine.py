@@ -82,6 +82,19 @@ def test_cores_that_this_process_may_not_use_do_not_count_as_busy(monkeypatch):
     assert machine.processor_s() is None
 
 
+@pytest.mark.parametrize(
+    ("name", "written", "limited"),
+    [("cpu.max", "max 100000\n", False), ("cpu.max", "150000 100000\n", True),
+     ("cpu/cpu.cfs_quota_us", "-1\n", False), ("cpu/cpu.cfs_quota_us", "50000\n", True)],
+)  # fmt: skip
+def test_nor_do_the_cores_outside_of_a_container(monkeypatch, tmp_path, name, written, limited):
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    without = machine.processor_s()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(written)
+    assert (machine.processor_s() is None) == (limited or without is None)
+
+
 @pytest.fixture
 def example_dataset(tmp_path) -> zl.Dataset:
     write_store(counts(20, 10), tmp_path / "counts.zarr", tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import zarr
 from helpers import PATIENCE_S, check_minibatch, counts, write_store
 
 import zloader as zl
+from zloader.caching import cached_metadata
 from zloader.caching.mirror import MirrorArray
-from zloader.common.errors import FormatError, MissingObjectError, ReadError
+from zloader.common.errors import CacheError, FormatError, MissingObjectError, ReadError
 from zloader.conversion.writing import elements
 from zloader.dataset import obs_columns, paged_columns
 from zloader.dataset.obs_columns import require_codes
@@ -98,7 +100,11 @@ def check(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
 
 
 def check_epoch(loader: zl.Loader, adata: ad.AnnData) -> None:
-    seen = [check(minibatch, adata) for minibatch in loader]
+    check_rows(loader, adata)
+
+
+def check_rows(minibatches: Iterable[zl.Minibatch], adata: ad.AnnData) -> None:
+    seen = [check(minibatch, adata) for minibatch in minibatches]
     assert sorted(np.concatenate(seen)) == list(range(adata.n_obs))
 
 
@@ -111,13 +117,13 @@ def test_epochs_read_columns_chunk_by_chunk_and_then_from_the_mirror(tmp_path, s
     path = store if form == "converted" else by_anndata(ADATA, tmp_path / "a.zarr", form)
     for epoch in range(2):
         dataset = zl.open_dataset(path, cache=tmp_path / "cache")
-        loader = loader_of(dataset)
-        first = next(iter(loader))
-        assert list(first.obs) == OBS
-        assert {name: values.dtype for name, values in first.obs.items()} == {
-            name: values.dtype for name, values in next(iter(loader_of(zl.open_dataset(path)))).obs.items()
+        loader, whole = loader_of(dataset), next(iter(loader_of(zl.open_dataset(path))))
+        minibatches = list(loader)
+        assert list(minibatches[0].obs) == OBS
+        assert {name: values.dtype for name, values in minibatches[0].obs.items()} == {
+            name: values.dtype for name, values in whole.obs.items()
         }
-        check_epoch(loader, ADATA)
+        check_rows(minibatches, ADATA)
         assert list(arrays_of(dataset)) == PAGED
         assert bool(loader.statistics().gets) == (epoch == 0)
     assert not [name for name in PAGED if list(tmp_path.glob(f"cache/*/{name.replace('/', '%2F')}.npy"))]
@@ -297,8 +303,8 @@ def test_a_wrong_code_among_the_rows_that_are_taken(tmp_path):
 
 
 def test_only_so_many_files_are_open(tmp_path, store, monkeypatch):
-    """With a limit of 80 files, columns may have 20: those of four arrays. Others are read whole."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
+    """Columns may have a quarter of these files: those of four arrays. Others are read whole."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16 * paged_columns._OPEN_FILES, 1000))
     dataset = zl.open_dataset(store, cache=tmp_path)
     check_epoch(loader_of(dataset), ADATA)
     assert len(dataset.store.paged) == 4
@@ -345,6 +351,49 @@ def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path
         assert list(offline.categories("cell_type")) == list(whole.categories("cell_type"))
         if not use:
             assert not any(store.paged for store in offline.stores), "the joined columns are in the cache"
+
+
+@pytest.mark.parametrize("warmed", ["together", "one by one", "one of them whole"])
+def test_stores_that_were_warmed_in_one_way_are_opened_offline_in_another(tmp_path, monkeypatch, warmed):
+    urls, cache = two_stores(tmp_path), tmp_path / "cache"
+    zl.warm(zl.open_dataset(urls, cache=cache))
+    if warmed != "together":
+        shutil.rmtree(cache)
+        zl.warm(zl.open_dataset(urls[1], cache=cache))
+        if warmed == "one of them whole":
+            monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 1 << 30)
+        zl.warm(zl.open_dataset(urls[0], cache=cache))
+    for chosen in (urls, urls[::-1], urls[:1], urls[1:]):
+        offline, whole = zl.open_dataset(chosen, cache=cache, offline=True), zl.open_dataset(chosen)
+        for minibatch in loader_of(offline):
+            rows = minibatch.index.numpy()
+            for name in OBSM:
+                np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows])
+            for name in OBS:
+                np.testing.assert_array_equal(minibatch.obs[name].numpy(), whole.obs_column(name).taken(rows))
+        pd.testing.assert_frame_equal(offline.obs(), whole.obs())
+
+
+def test_offline_a_column_that_was_never_read_is_an_error_and_leaves_no_files(tmp_path, store):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    check_epoch(loader_of(dataset, obs=["maybe"], obsm=[]), ADATA)
+    before = sorted(tmp_path.rglob("*"))
+    offline = zl.open_dataset(store, cache=tmp_path, offline=True)
+    for use in (lambda: next(iter(loader_of(offline, obs=["lane"], obsm=[]))), lambda: offline.obsm_array("pca")):
+        with pytest.raises((CacheError, ReadError), match="not in the mirror"):
+            use()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_offline_names_that_are_too_large_for_the_cache_of_objects(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(cached_metadata, "_MAX_BYTES", 8)
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    zl.warm(dataset)
+    offline = zl.open_dataset(store, cache=tmp_path, offline=True)
+    columns = ["lane", "n_counts"]
+    with pytest.raises(CacheError, match=r"obs/cell_type/categories/.* is not in the mirror"):
+        offline.obs(["cell_type"])
+    pd.testing.assert_frame_equal(offline.obs(columns), dataset.obs(columns))
 
 
 def test_several_stores_are_read_once(tmp_path, sim):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import resource
+import socket
 
 import pytest
 from helpers import counts, write_store
@@ -25,7 +28,9 @@ async def closed(server: asyncio.Server) -> None:
     await server.wait_closed()
 
 
-def test_a_raylet_that_refuses_twice_in_a_row_is_gone():
+def test_a_raylet_that_refuses_twice_in_a_row_is_gone(monkeypatch):
+    monkeypatch.setattr(alive, "_APART_S", 0.0)
+
     async def run() -> None:
         head, at_head = await listening()
         raylet, at_raylet = await listening()
@@ -38,6 +43,51 @@ def test_a_raylet_that_refuses_twice_in_a_row_is_gone():
         await closed(raylet)
         await cluster.require()
         with pytest.raises(ProducerError, match=rf"the raylet .* at 127\.0\.0\.1:{at_raylet[1]}, is gone.* state_dict"):
+            await cluster.require()
+        await closed(head)
+
+    asyncio.run(run())
+
+
+def test_two_refusals_in_the_same_instant_count_once(monkeypatch):
+    monkeypatch.setattr(alive, "_APART_S", 1e9)
+
+    async def run() -> None:
+        head, at_head = await listening()
+        raylet, at_raylet = await listening()
+        cluster = alive.Cluster(head=at_head, raylet=at_raylet, patience_s=1e9)
+        await cluster.require()
+        await closed(raylet)
+        await asyncio.gather(*(cluster.require() for _ in range(3)))
+        await closed(head)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_silence"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), True),
+        (socket.gaierror(socket.EAI_SYSTEM, "System error"), False),
+        (OSError("Multiple exceptions: [Errno 111] ..., [Errno 101] ..."), True),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), True),
+        (TimeoutError(), True),
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"), False),
+    ],
+)
+def test_the_errors_of_a_silent_head(monkeypatch, error, is_silence):
+    """Its name may be gone with it, as that of a service in Kubernetes."""
+
+    async def failing(*address: object) -> None:
+        raise error
+
+    async def run() -> None:
+        head, at_head = await listening()
+        cluster = alive.Cluster(head=at_head, raylet=None, patience_s=0)
+        await cluster.require()
+        monkeypatch.setattr(asyncio, "open_connection", failing)
+        await cluster.require()
+        with pytest.raises(ProducerError, match="the head") if is_silence else contextlib.nullcontext():
             await cluster.require()
         await closed(head)
 
@@ -64,8 +114,9 @@ def test_a_head_may_come_back_and_is_an_error_when_it_does_not():
     asyncio.run(run())
 
 
-def test_a_process_without_file_descriptors_judges_nobody():
+def test_a_process_without_file_descriptors_judges_nobody(monkeypatch):
     """Its connections fail with EMFILE although both listen."""
+    monkeypatch.setattr(alive, "_APART_S", 0.0)
 
     async def run() -> None:
         head, at_head = await listening()

@@ -169,6 +169,11 @@ def open_mirror(
         return None
 
 
+def has_array(directory: MirrorDirectory, path: str) -> bool:
+    """Whether the mirror has files of a decoded array, with some of its chunks or none."""
+    return all(cached_path(directory.path, path, suffix).exists() for suffix in ("flat", "sums"))
+
+
 def open_array(directory: MirrorDirectory, layout: ArrayLayout) -> MirrorArray | None:
     """A single decoded array, which gets all of its disk space now if the cache has limits.
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from zloader.common.errors import OptionError
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 def available_cores() -> int:
     """The number of cores that this process may run on. macOS does not restrict processes to some of the cores."""
@@ -21,17 +23,17 @@ def available_bytes() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, then v1
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
+            limits.append(int((_CGROUP / limit).read_text()))
     return min(limits)
 
 
 def processor_s() -> tuple[float, float] | None:
     """Seconds that all cores of the machine were busy, and seconds in all, of all programs. None if it does not tell.
 
-    It does not if this process may only run on some of the cores, as in a container: the others do not slow it down.
+    It does not if this process may only use a part of the cores, as in a container: the rest do not slow it down.
     Time that another virtual machine had is busy, waiting for a disk is not.
     """
-    if available_cores() < (os.cpu_count() or 1):
+    if available_cores() < (os.cpu_count() or 1) or _has_quota():
         return None
     try:
         first, *_ = Path("/proc/stat").read_text().splitlines()
@@ -40,6 +42,14 @@ def processor_s() -> tuple[float, float] | None:
         return None
     busy, ticks = user + nice + system + irq + soft_irq + steal, os.sysconf("SC_CLK_TCK")
     return busy / ticks, (busy + idle + io) / ticks
+
+
+def _has_quota() -> bool:
+    """Whether the container of this process limits its processor time."""
+    for limit in ("cpu.max", "cpu/cpu.cfs_quota_us"):  # cgroup v2, then v1
+        with contextlib.suppress(OSError):
+            return (_CGROUP / limit).read_text().split()[0] not in ("max", "-1")
+    return False
 
 
 def disk_bytes() -> int | None:

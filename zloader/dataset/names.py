@@ -89,8 +89,8 @@ class ObsNames:
         return names
 
     def whole(self) -> Any:
-        """The names of all rows, as the index of a frame. Those of a categorical index are strings."""
-        if self._array[1] == "categorical":  # its codes are only cached as names
+        """The names of all rows, as the index of a frame. Offline, and of a categorical index, they are strings."""
+        if self._store.offline or self._array[1] == "categorical":  # large arrays and codes are only cached as names
             return self.of(np.arange(self._store.n_obs), keep=False)
         return self._store.names("obs").array
 

@@ -94,8 +94,9 @@ def _codes(store: OpenedStore, name: str, rows: Rows | None = None) -> tuple[NDA
 def read_categories(store: OpenedStore, name: str) -> pd.Index:
     """The categories of a categorical column."""
     path = f"{_path(name)}/categories"
+    stored = store.element(path)
     try:
-        return pd.Categorical.from_codes([], store.element(path)).categories
+        return pd.Categorical.from_codes([], stored).categories
     except (ValueError, TypeError) as error:
         raise store.damaged(path, str(error)) from error
 

@@ -3,7 +3,7 @@
 A billion rows have 1 GB of codes in each column, and a fetch needs those of a few hundred blocks. So with a cache, an
 array of more than 32 MiB is kept chunk by chunk in a file of the mirror, and is complete there once all of its rows
 have been used, or once something needs all of it, such as a condition or a split. Without a cache, wherever the mirror
-takes no such file, and when the process has many files open for other columns, it is read whole, like smaller ones.
+takes no such file, and when the dataset has many files open for other columns, it is read whole, like smaller ones.
 
 Columns of strings, nullable columns and dates are read whole, too: labels and dtypes depend on all of their values.
 """
@@ -23,7 +23,7 @@ import zarr
 from numpy.typing import NDArray
 
 from zloader.caching.cached_files import is_saved
-from zloader.caching.mirror import Mirror, MirrorArray, open_array
+from zloader.caching.mirror import Mirror, MirrorArray, has_array, open_array
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
@@ -40,7 +40,9 @@ from zloader.storage.layout import ArrayLayout, MatrixLayout
 _MOST_WHOLE = 32 << 20  # bytes, over all stores
 _WIDEST = 8  # bytes of a value of an obs column
 _LEAST_OF_STORE = 1 << 20  # bytes per store on average, because each array of a store takes open files
-_OPEN_FILES = 5  # per array of a store: the file, its maps and that of its words, and that of an epoch's leases
+# Per array of a store: the file, its maps and that of its words. Per epoch, and twice in a producer on Ray: a file of
+# leases, and one with the credentials for S3.
+_OPEN_FILES = 8
 _LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch as much as whole columns do
 
 
@@ -80,7 +82,7 @@ class PagedColumns:
 
     def keep_obs(self, name: str) -> str | None:
         """Keeps the codes or numbers of an obs column as `keep` does. Returns their path, or None if it does not."""
-        if self._directory is None or self._n_rows * _WIDEST <= _MOST_WHOLE:
+        if self._directory is None or (self._n_rows * _WIDEST <= _MOST_WHOLE and not self._offline):
             return None
         if not is_categorical(self._stores[0].node(f"obs/{name}")):
             return f"obs/{name}" if self.keep(f"obs/{name}") else None
@@ -99,6 +101,10 @@ class PagedColumns:
         """Whether the cache has an array of all rows in one piece."""
         return self._directory is not None and is_saved(self._directory, saved)
 
+    @property
+    def _offline(self) -> bool:
+        return self._stores[0].offline
+
     @cached_property
     def _n_rows(self) -> int:
         return sum(concurrently(lambda store: store.n_obs, self._stores))
@@ -109,7 +115,7 @@ class PagedColumns:
         `OpenedStore.column` then reads only the chunks that are missing.
         """
         if path not in self._opened:
-            self._opened[path] = self._open(path, kinds)
+            self._opened[path] = self._open_offline(path, kinds) if self._offline else self._open(path, kinds)
         return self._opened[path] and all(_takes_chunks(store.paged[path]) for store in self._stores)
 
     def _open(self, path: str, kinds: str) -> bool:
@@ -122,17 +128,31 @@ class PagedColumns:
             return False
         if sum(layout.n_elements * layout.dtype.itemsize for layout in known) <= least:
             return False
-        self._n_arrays += len(known)
-        if _OPEN_FILES * self._n_arrays > _most_open_files() and not self._stores[0].offline:
-            self._n_arrays -= len(known)
-            return False  # offline there is no other way to read it
-        for store, layout in zip(self._stores, known, strict=True):
-            directory = store.mirror_directory
-            array = None if directory is None else open_array(directory, layout)
-            if array is None:
-                return False
+        if _OPEN_FILES * (self._n_arrays + len(known)) > _most_open_files():
+            return False
+        arrays = [_array(store, layout) for store, layout in zip(self._stores, known, strict=True)]
+        if any(array is None for array in arrays):
+            return False
+        self._n_arrays += len(arrays)
+        for store, array in zip(self._stores, arrays, strict=True):
             store.paged[path] = array
         return True
+
+    def _open_offline(self, path: str, kinds: str) -> bool:
+        """Opens what the mirrors have, since other stores may have been opened with these when they were filled.
+
+        Returns whether all of them have the array chunk by chunk, in the same dtype.
+        """
+        arrays = []
+        for store in self._stores:
+            directory, layout = store.mirror_directory, _layout(store, path, kinds)
+            if directory is None or layout is None or is_saved(directory, path) or not has_array(directory, path):
+                continue
+            array = open_array(directory, layout)
+            if array is not None:
+                store.paged[path] = array
+                arrays.append(array)
+        return len(arrays) == len(self._stores) and len({array.layout.dtype for array in arrays}) == 1
 
     def _parts(self, path: str, options: FetchOptions) -> list[MatrixPart]:
         return [_part(store, path, options) for store in self._stores]
@@ -169,7 +189,7 @@ class Labels:
 
 
 def _most_open_files() -> float:
-    """How many files large columns may keep open: a quarter of those that the system allows the process."""
+    """How many files the large columns of a dataset may keep open: a quarter of those that a process may have."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if most == resource.RLIM_INFINITY else most / 4
 
@@ -177,6 +197,10 @@ def _most_open_files() -> float:
 def _is_saved(store: OpenedStore, path: str) -> bool:
     """Whether the mirror of a store has an array in one piece."""
     return store.mirror_directory is not None and is_saved(store.mirror_directory, path)
+
+
+def _array(store: OpenedStore, layout: ArrayLayout) -> MirrorArray | None:
+    return None if store.mirror_directory is None else open_array(store.mirror_directory, layout)
 
 
 def _takes_chunks(array: MirrorArray) -> bool:

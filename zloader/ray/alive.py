@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ from zloader.common.errors import OptionError, ProducerError
 _CONNECT_S = 5.0
 _HEAD_EVERY_S = 5.0
 _PATIENCE, _OF_RAYS_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s", 0.75
-_REFUSALS, _MOST_REFUSALS = (ConnectionRefusedError, ConnectionResetError), 2
-_UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)  # a machine that is gone
+_REFUSALS, _APART_S = (ConnectionRefusedError, ConnectionResetError), 0.1
+# This process has no file descriptors, memory or ports left.
+_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EAGAIN)
 _ADVICE = "Start Ray again, and resume from the state_dict of this stream"
 Address = tuple[str, int]
 
@@ -36,7 +38,7 @@ class Cluster:
     raylet: Address | None
     patience_s: float
     _answered: set[Address] = field(default_factory=set)
-    _refusals: int = 0  # of the raylet, in a row
+    _refused_s: float | None = None  # when the raylet refused first, since its last answer
     _head_asked_s: float = -_HEAD_EVERY_S
     _head_silent_s: float | None = None  # since when
 
@@ -46,19 +48,20 @@ class Cluster:
         Errors of this process say nothing about either, such as those for want of file descriptors or of ports.
         """
         if self.raylet is not None:
-            self._require_raylet(self.raylet, await self._error_of(self.raylet))
+            self._require_raylet(self.raylet, await self._error_of(self.raylet), time.monotonic())
         now_s = time.monotonic()
         if now_s - self._head_asked_s < min(_HEAD_EVERY_S, self.patience_s / 4):
             return
         self._head_asked_s = now_s
         self._require_head(now_s, await self._error_of(self.head))
 
-    def _require_raylet(self, raylet: Address, error: OSError | None) -> None:
+    def _require_raylet(self, raylet: Address, error: OSError | None, now_s: float) -> None:
         if error is None:
-            self._refusals = 0
+            self._refused_s = None
         elif isinstance(error, _REFUSALS) and raylet in self._answered:  # one that is slow only times out
-            self._refusals += 1
-            if self._refusals >= _MOST_REFUSALS:
+            if self._refused_s is None:
+                self._refused_s = now_s
+            elif now_s - self._refused_s >= _APART_S:  # two epochs of a stream may ask in the same instant
                 raise ProducerError(
                     f"the raylet of this machine, Ray's process at {_shown(raylet)}, is gone. Ray will end this "
                     f"process, too. {_ADVICE}"
@@ -67,9 +70,7 @@ class Cluster:
     def _require_head(self, now_s: float, error: OSError | None) -> None:
         if error is None:
             self._head_silent_s = None
-        elif self.head not in self._answered:
-            return
-        elif isinstance(error, (*_REFUSALS, TimeoutError)) or error.errno in _UNREACHABLE:
+        elif self.head in self._answered and not _is_own(error):
             if self._head_silent_s is None:
                 self._head_silent_s = now_s
             elif now_s - self._head_silent_s >= self.patience_s:
@@ -89,6 +90,13 @@ class Cluster:
         writer.close()
         self._answered.add(address)
         return None
+
+
+def _is_own(error: OSError) -> bool:
+    """Whether an error is for want of something in this process. A name that does not resolve is not."""
+    if isinstance(error, socket.gaierror):
+        return error.errno in (socket.EAI_SYSTEM, socket.EAI_MEMORY)
+    return error.errno in _OWN
 
 
 def cluster_of_ray() -> Cluster:

@@ -166,9 +166,10 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
 def _ahead_bytes(wanted: int | str | None) -> int:
     """The bytes that may wait in the object store of this machine. Raises OptionError if it is smaller."""
     here = ray.get_runtime_context().get_node_id()
-    room = int(next(node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here))
+    resources = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
+    room = int(resources.get("object_store_memory", 4 << 30))  # Ray may not list a new node yet
     ahead_bytes = min(1 << 30, room // 4) if wanted is None else parse_size(wanted, "ahead_bytes")
-    if ahead_bytes > room:
+    if resources and ahead_bytes > room:
         raise OptionError(
             f"ahead_bytes={wanted!r} does not fit into the object store of this machine, which has {room >> 20} MiB: "
             "lower it, or start Ray with a larger object_store_memory"
