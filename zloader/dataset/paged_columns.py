@@ -130,8 +130,9 @@ class PagedColumns:
             return False
         if _OPEN_FILES * (self._n_arrays + len(known)) > _most_open_files():
             return False
-        arrays = [_array(store, layout) for store, layout in zip(self._stores, known, strict=True)]
-        if any(array is None for array in arrays):
+        opened = [_array(store, layout) for store, layout in zip(self._stores, known, strict=True)]
+        arrays = [array for array in opened if array is not None]
+        if len(arrays) < len(opened):
             return False
         self._n_arrays += len(arrays)
         for store, array in zip(self._stores, arrays, strict=True):

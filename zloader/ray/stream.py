@@ -166,7 +166,7 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
 def _ahead_bytes(wanted: int | str | None) -> int:
     """The bytes that may wait in the object store of this machine. Raises OptionError if it is smaller."""
     here = ray.get_runtime_context().get_node_id()
-    resources = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
+    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
     room = int(resources.get("object_store_memory", 4 << 30))  # Ray may not list a new node yet
     ahead_bytes = min(1 << 30, room // 4) if wanted is None else parse_size(wanted, "ahead_bytes")
     if resources and ahead_bytes > room:
