@@ -119,9 +119,9 @@ def markdown(results: Results, figures: str) -> str:
         parts += [_image(chart, figures) for chart in section.charts if chart.name in shown]
         parts += map(_table, section.tables)
         if section.terms:
-            parts.append(_table(Table("", ["word", "meaning"], list(section.terms.items()))))
+            parts.append(_table(Table("", ["word", "meaning"], list(section.terms.items()), words=True)))
         if section.facts:
-            parts.append(_table(Table("", ["", ""], list(section.facts.items()))))
+            parts.append(_table(Table("", ["", ""], list(section.facts.items()), words=True)))
     return "\n\n".join(parts) + "\n"
 
 

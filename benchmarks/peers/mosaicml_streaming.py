@@ -29,7 +29,8 @@ PEER = Peer(
         ),
         "MosaicML Streaming, S3": Side(
             how=f"StreamingDataset(remote='s3://...', local=..., shuffle=True) {_HOW} It keeps the shards that it has "
-            "downloaded in the local directory, and reads them from there in later epochs.",
+            "downloaded in the local directory, and reads them from there in later epochs. Its workers are spawned: "
+            "forked ones share a connection, and over plain HTTP they mix up their responses.",
             format=_FORMAT,
             store="mosaicml-streaming",
             mirrored=True,
@@ -69,7 +70,11 @@ def epochs(options: Request) -> Epochs:
     where = {"remote": options["store"], "local": options["mirror"]} if variables else {"local": options["store"]}
     os.environ |= variables | ({"S3_ENDPOINT_URL": variables["AWS_ENDPOINT_URL"]} if variables else {})
     dataset = StreamingDataset(**where, shuffle=True, batch_size=size)
-    loader = DataLoader(dataset, batch_size=size, num_workers=options["workers"], collate_fn=collated)
+    # Forked workers would share the connection over which the dataset has read its index, and mix up their responses.
+    start = "spawn" if variables else None
+    loader = DataLoader(
+        dataset, batch_size=size, num_workers=options["workers"], collate_fn=collated, multiprocessing_context=start
+    )
     return lambda _: Epoch(
         minibatches=iter(loader),
         size=lambda minibatch: len(minibatch["label"]),

@@ -294,6 +294,6 @@ UNFAIR = (
     "slower with every tool.",
     "Peak memory counts pages of mapped files. The kernel can take those back, so zloader's mirror looks larger in it "
     "than what a process really needs.",
-    "A link that is simulated has the same latency for every request. A real bucket has slow ones.",
+    "The latencies of the simulated link vary, but less than those of a real bucket, which answers some requests late.",
     "Nothing trains here. If a training step takes longer than loading its minibatch, a faster loader gains nothing.",
 )
