@@ -28,7 +28,7 @@ from reporting.looks import slug
 from reporting.records import RecordsError, read
 from reporting.results import Results
 from reporting.tables import Section, Table, at_a_glance, machine, sections, verdict
-from reporting.words import OURS, value_text
+from reporting.words import CEILING, OURS, value_text
 
 from zloader.commands import page
 from zloader.commands.page import Chart
@@ -165,7 +165,10 @@ def readme_section(results: Results, link: str, figures: str) -> str:
     """The lines between the markers: a table, a figure, and where they come from. `link` leads to the whole page."""
     data = [each for each in results.records.run.data if each.name == results.first_data]
     of = "".join(f" over {value_text(each.rows)} cells × {value_text(each.genes or 0)} genes" for each in data)
-    said = f"Medians of one run of all tools in turns{of}. [{link}]({link}) has the rest. {_origin(results)}."
+    said = (
+        f"Medians of one run of all tools in turns{of}. [{link}]({link}) has the rest, and where other tools are "
+        f"better. {CEILING} is no loader and left out here. {_origin(results)}."
+    )
     glance = at_a_glance(results)
     tables = [_table(Table("", table.header, table.rows)) for table in glance.tables]
     images = [_image(chart, figures) for chart in docs_charts(results)[:1]]

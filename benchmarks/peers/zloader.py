@@ -10,8 +10,9 @@ from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side, fetch_rows
 
 _FORMAT = "AnnData Zarr v3 by `zloader convert`: CSR, lz4 with bitshuffle, chunks of about 16 rows"
 _HOW = (
-    "Defaults of zl.Loader, with blocks of rows and fetches of the sizes that the scenario asks for (README and "
-    "docs/loader.md): torch CSR, row numbers and one obs column"
+    "zl.Loader with BlockShuffling(block size), without its default strata, and fetches of the size that the scenario "
+    "asks for (README and docs/loader.md); torch with one thread: torch CSR (dense in sets with controls), row numbers "
+    "and one obs column"
 )
 _MIRRORED = f"{_HOW}. The mirror is on the local disk."
 

@@ -12,6 +12,7 @@ from reporting.words import CEILING, CELLS, OURS, Figure, case_order, is_ours, s
 
 _WHOLE = 0.9  # of the rows of a data set, for files without `ended`; some loaders leave out a few
 _LONG_START = 0.2  # of the time of an epoch
+_HARDLY_BEGUN = 0.5  # the same
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,19 @@ class Results:
         """The peers of a case that have the figure, the best first."""
         found = [(peer, self.spread(key, peer, figure)) for peer in self._turns[key]]
         ours = self._reference(key, figure)
-        entries = [
-            Entry(peer, measured, self._against(key, peer, ours, figure), self._cut_short(key, peer, figure))
-            for peer, measured in found
-            if measured
-        ]
+        entries = []
+        for peer, measured in found:
+            if measured:
+                against = self._against(key, peer, ours, figure)
+                if self._cut_short(key, peer, figure, _HARDLY_BEGUN):
+                    against = None
+                entries.append(Entry(peer, measured, against, self._cut_short(key, peer, figure)))
         return sorted(entries, key=lambda entry: entry.figure.median, reverse=figure.higher_is_better)
 
-    def _cut_short(self, key: Key, peer: str, figure: Figure) -> bool:
-        """Whether an epoch ended early, and much of it was the wait for its first minibatch."""
+    def _cut_short(self, key: Key, peer: str, figure: Figure, share: float = _LONG_START) -> bool:
+        """Whether an epoch ended early, and more than a share of it was the wait for its first minibatch."""
         return figure is CELLS and any(
-            not self._ended(each) and (each.first_s or 0) > _LONG_START * each.seconds
+            not self._ended(each) and (each.first_s or 0) > share * each.seconds
             for each in self._turns[key][peer].values()
         )
 

@@ -33,7 +33,7 @@ from zloader.commands.page import Chart
 
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")
 _LONGEST_ERROR = 400
-_BOUNDED = "too many cells only"  # what is noticed in a checked epoch that was not compared
+_BOUNDED = "only that there are not too many cells"  # what is noticed in a checked epoch that was not compared
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,10 @@ def _medians(results: Results) -> str:
     )
 
 
+_MAIN = (
+    " This is about the main figure of each scenario. In other columns, such as memory, entropy and GETs, other tools "
+    "may be better, too."
+)
 _CEILING = f" {CEILING} is not counted here: it is no loader, and its figures are in each scenario."
 
 
@@ -179,8 +183,8 @@ def _behind(results: Results) -> list[Section]:
     if not any(is_ours(peer) for peer in results.peers):
         return []
     header = ["case", "better", OURS, "zloader's advantage"]
-    text = f"In these cases another loader was better than zloader, in the median of the turns.{_CEILING}"
-    none = f"No other loader was better than zloader in any case of this run.{_CEILING}"
+    text = f"In these cases another loader was better than zloader, in the median of the turns.{_MAIN}{_CEILING}"
+    none = f"No other loader was better than zloader in any case of this run.{_MAIN}{_CEILING}"
     caption = "The best other tool in each case. zloader's advantage is a ratio. Above 1: zloader is better."
     tables = [Table(caption, header, rows, words=True)] if rows else []
     return [Section(title="Where another tool is better", text=[text if rows else none], tables=tables)]
@@ -215,7 +219,9 @@ def _table(results: Results, name: str, data: str) -> Table:
         cells = [entry.peer, *(value_text(case[axis]) if axis in case else "" for axis in axes), *_entry(entry, figure)]
         cells += [str(len(results.turns(key)[entry.peer])), *([_against(entry)] if compared else [])]
         rows.append(cells + [_median(results, key, entry.peer, other) for other in columns])
-    return Table(f"{data}: medians over {_turns(results, keys)}.", [*header, *(other.name for other in columns)], rows)
+    counted = _turns(results, keys)
+    caption = f"{data}: {counted}." if counted == "one turn" else f"{data}: medians over {counted}."
+    return Table(caption, [*header, *(other.name for other in columns)], rows)
 
 
 def _has(results: Results, keys: Sequence[Key], figure: Figure) -> bool:
@@ -249,18 +255,18 @@ def _turns(results: Results, keys: Sequence[Key]) -> str:
 def _limits(records: Records) -> list[Section]:
     rows = [
         [LIMITS.get(limit.name, limit.name) + (f" ({limit.data})" if limit.data else ""),
-         f"{size(limit.bytes_per_s)}/s" if limit.bytes_per_s is not None else "",
+         size(limit.bytes_per_s) if limit.bytes_per_s is not None else "",
          number(limit.rows_per_s) if limit.rows_per_s is not None else ""]
         for limit in records.limits
     ]  # fmt: skip
     text = (
         "How fast parts of this machine are by themselves, measured once before the tools. They are the lines in the "
-        "figures. Cells are those of zloader's store: those of another format have other bytes and are decoded in "
-        "another way. Cells from the mirror, or from memory, are not decoded or read again. Copying is for CSR "
-        'minibatches, 8 bytes per value: "zloader, packed" has fewer, and may exceed it. On a machine with other work, '
-        "a tool may be a little faster than a limit that was measured at another time."
+        "figures of speed. Cells are those of zloader's store: those of another format have other bytes and are "
+        "decoded in another way. Cells from the mirror, or from memory, are not decoded or read again. Copying is for "
+        'CSR minibatches, 8 bytes per value: "zloader, packed" has fewer, and may exceed it. On a machine with '
+        "other work, a tool may be a little faster than a limit that was measured at another time."
     )
-    tables = [Table("Measured in the same run.", ["limit", "bytes", "cells/s"], rows)]
+    tables = [Table("Measured in the same run.", ["limit", "bytes/s", "cells/s"], rows)]
     return [Section(title="Limits of the machine", text=[text], tables=tables)] if rows else []
 
 
@@ -272,8 +278,9 @@ def _tools(results: Results) -> Section:
     ]  # fmt: skip
     header = ["tool", "version", "Python", "format", "order", "checked", "how it is set up", "with"]
     text = (
-        "Each tool is set up as its documentation advises. Each other tool runs with the newest versions of its own "
-        'dependencies, and zloader in the environment in which the benchmark was started. The column "checked" says '
+        "Each tool is set up as its documentation advises. Each other tool runs with the newest versions that pip gave "
+        "for it and its dependencies when its environment was made, on the Python of the table: that of the benchmark "
+        'where it suits. zloader runs in the environment in which the benchmark was started. The column "checked" says '
         f'what of an epoch was compared with the data; "{_BOUNDED}" is said of epochs that ended early, and of tools '
         "that leave out cells."
     )
@@ -311,11 +318,15 @@ def _absent(records: Records) -> list[Section]:
     if missing:
         tables.append(Table("Not measured.", ["tool", "scenario", "reason"], missing, words=True))
     if failed:
-        tables.append(Table("Ended with an error.", ["tool", "scenario", "case", "error"], failed, words=True))
+        caption = "Ended with an error." + (_FAULTS if records.run.notes else "")
+        tables.append(Table(caption, ["tool", "scenario", "case", "error"], failed, words=True))
     text = [] if tables else ["All tools were installed, and none failed."]
     if records.end is None:
         text.append("The run was stopped before its end, so cases or scenarios may be missing.")
     return [Section(title="Missing and failed", text=text, tables=tables)]
+
+
+_FAULTS = ' The last points under "What is unfair" say which of these were faults of the benchmark.'
 
 
 def last_words(error: str) -> str:
@@ -340,8 +351,8 @@ def _method(records: Records) -> Section:
     points = [
         "Every tool runs in a process of its own: zloader in the environment in which the benchmark was started, every "
         "other tool in one with its own dependencies.",
-        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. Only the memory "
-        "over epochs is measured one tool after the other, once.",
+        "The tools take turns: in each turn, each of them runs the same case once, on the same cells. The memory over "
+        "epochs is measured one tool after the other, once, and so are conversions and the largest stores.",
         "Every figure is the median over turns, except the waiting, which is measured in one epoch. Ratios to zloader "
         "are taken within each turn. A tool that takes too long for a case has fewer turns; the tables give their "
         "number.",
@@ -352,16 +363,20 @@ def _method(records: Records) -> Section:
         "Except in cold epochs and in new processes, the first epoch is not measured. zloader's mirror is full then.",
         f"Epochs of slow tools end early{_after(run)}. Cells per second count the cells that were given out until "
         "then. A speed with ≥ is that of an epoch that ended early, and of which the wait for the first minibatch took "
-        "more than a fifth: the tool would be faster in a longer epoch.",
+        "more than a fifth: the tool would probably be faster in a longer epoch. If it took more than half, there is "
+        "no ratio.",
         "GETs, bytes, dollars and CPU seconds per cell are divided by the cells that were given out. In an epoch that "
         "ended early they include cells that were prefetched but not given out, so they are upper bounds, with ≤. "
         "Usually these are epochs of other tools.",
     ]
     link = run.extra.get("link")
     if isinstance(link, dict):
-        points.append(f"The link of the simulated cloud: {_listed(link)}.")
+        points.append(_link(link))
     if run.prices:
-        points.append(f"Dollars are computed from these prices: {_listed(run.prices)}.")
+        points.append(
+            f"Dollars are computed from these prices: {_listed(run.prices)}. Without a price of egress, bytes are "
+            "free, as they are within the region of a bucket."
+        )
     tables = [Table("The data.", ["data set", "cells", "genes", "values", "values per cell"], data)] if data else []
     return Section(title="Method", points=points, tables=tables)
 
@@ -369,7 +384,16 @@ def _method(records: Records) -> Section:
 def _after(run: Run) -> str:
     sizes = run.extra.get("sizes")
     most_s = sizes.get("most_s") if isinstance(sizes, dict) else None
-    return f", after {most_s:g} s" if isinstance(most_s, int | float) else ""
+    return f", {most_s:g} s after their first minibatch" if isinstance(most_s, int | float) else ""
+
+
+def _link(link: Mapping[str, float]) -> str:
+    """The link of the simulated cloud, as cloud.LinkSpeed has it."""
+    return (
+        f"The link of the simulated cloud: a median of {link.get('ttfb_ms', 0):g} ms to the first byte (log-normal, "
+        f"sigma {link.get('ttfb_sigma', 0):g}), {link.get('conn_mbps', 0):g} MB/s per connection, and "
+        f"{link.get('total_mbps', 0):g} MB/s in all."
+    )
 
 
 def _listed(values: Mapping[str, object]) -> str:

@@ -133,8 +133,10 @@ SCENARIOS: Mapping[str, Scenario] = {
     ),
     "cold_warm_cloud": Scenario(
         title="Cold and warm epochs, cloud",
-        question="The same with the store in a simulated S3 bucket, behind a link with a latency and a bandwidth. "
-        "Every GET and every byte of a real bucket would cost money.",
+        question="The same with the store in a simulated S3 bucket, behind a link with a latency and a bandwidth. In "
+        "warm epochs zloader reads its copy on the local disk. Users of other tools can copy their store to the disk "
+        "once, and then have the speeds of the section above. Every GET of a real bucket costs money, and bytes do "
+        "when they leave its region.",
         limits=("link", "decoding"),
         of="from a simulated cloud",
     ),
@@ -184,7 +186,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "scaling": Scenario(
         title="Small and large stores",
         question="How do the time from the start of a process to its first minibatch, and its memory, grow with the "
-        "number of cells in the store? The largest stores have only metadata and two values per cell, and are opened "
+        "number of cells in the store? The largest stores have metadata and only two values per cell, and are opened "
         "by zloader only: they show the cost of opening and planning. Less is better.",
         figure=SECONDS,
     ),
@@ -197,6 +199,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "conversion": Scenario(
         title="Conversion",
         question="How fast does each tool write its own store from an .h5ad file? Tools that read .h5ad need none. "
+        "Starting Python and imports are not counted. "
         "annbatch's conversion also shuffles the rows; zloader's does not. A loop of ours writes the stores of HF "
         "Datasets and MosaicML Streaming row by row, because these libraries have no reader of AnnData.",
         of="converted",
@@ -265,9 +268,10 @@ TERMS: Mapping[str, str] = {
     "Workers count by their private memory. In the scenario with several processes, the memory of all of them is "
     "added, so pages that they share, such as those of a mirror, count several times.",
     "PSS": "The memory of several processes without their workers, after an epoch. Pages that they share count once.",
-    "Waiting": "The share of its time that a training loop with a step of 3 ms waits for minibatches, after the first "
-    "fetch. It is measured in one epoch, in the first turn.",
+    "Waiting": "The share of its time that a training loop waits for minibatches, after the first fetch. Each step "
+    "sleeps for 3 ms, so the loader has all cores. It is measured in one epoch, in the first turn.",
     "Entropy": "How mixed the labels of a minibatch are, in bits: 0 if all cells have the same label.",
+    "Load": "The load average of the machine over the last minute.",
     "Turn": "All tools run the same case once per turn. Figures are medians over turns. Ratios are taken within each "
     "turn, because other work on a machine slows down all tools of a turn; the median and the range are given.",
     "Limit": "The speed of one part of this machine by itself, measured in the same run: copying memory (memcpy; "
@@ -288,12 +292,17 @@ UNFAIR = (
     "bytes per stored value, that the other tools do not need.",
     "Where zloader reads blocks of 64 neighbouring cells, some tools read single random cells, which mixes better and "
     "is slower.",
+    "All tools get fetches of the same size, zloader's default, except annbatch, which is also given chunks of 512. "
+    "Some are faster with their own defaults: see Speed and mixing.",
+    "The synthetic data are small, so an epoch has few fetches. A cold epoch of zloader is mostly the wait for its "
+    "first minibatch, tools that give whole fetches to workers share them unevenly, and most tools start their workers "
+    "in each epoch. The pancreas fits in one fetch: its figures show the cost of starting an epoch, and not a speed.",
     "The tools hand out different things: sparse or dense tensors, scipy matrices, or tokens. A model that needs dense "
     "minibatches has to convert sparse ones, which is not counted.",
     "In all but cold epochs, the store is in the page cache, which is in memory. A store that is larger than memory is "
     "slower with every tool.",
-    "Peak memory counts pages of mapped files. The kernel can take those back, so zloader's mirror looks larger in it "
-    "than what a process really needs.",
+    "Peak memory counts pages of mapped files. The kernel can take those back, so zloader's mirror, and the mapped "
+    "stores of HF Datasets and BioNeMo-SCDL, need less than it says.",
     "The latencies of the simulated link vary, but less than those of a real bucket, which answers some requests late.",
     "Nothing trains here. If a training step takes longer than loading its minibatch, a faster loader gains nothing.",
 )
