@@ -1,7 +1,7 @@
 """The sizes of a run of run.py: `--quick`, `--full`, and `--quick --tiny`.
 
 Most of a run is spent on starting processes, and on the first minibatches of slow peers. The times that run.py gives
-are estimates for all peers on two cores.
+are for all peers on two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ QUICK = Preset(
     rows=20_000,
     genes=62_710,
     turns=2,
-    other_turns={"conversion": 1, "memory": 1},
+    other_turns={"conversion": 1, "memory": 1, "first": 1, "minibatch": 1},
     peer_s=40,
     most_s=1.5,
     check_s=6,

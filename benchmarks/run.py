@@ -1,6 +1,6 @@
 """Every peer and zloader in one run: the same rows, in turns, in processes of their own. Writes JSONL.
 
-    python benchmarks/run.py --quick                       # about half an hour, after the environments are made
+    python benchmarks/run.py --quick                       # about 25 minutes, after the environments are made
     python benchmarks/run.py --full                        # about an hour, and 15 GB of disk
     python benchmarks/run.py --quick --tiny                # two minutes, without environments
     python benchmarks/run.py --quick --peers zloader,annbatch --scenario cold_warm_local --data FILE.h5ad
@@ -73,7 +73,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="about half an hour")
+    size.add_argument("--quick", action="store_true", help="about 25 minutes")
     size.add_argument("--full", action="store_true", help="about an hour")
     parser.add_argument("--tiny", action="store_true", help="with --quick: two minutes, peers that need no environment")
     parser.add_argument("--peers", default=",".join(peers.MODULES), help="comma-separated (default: all)")

@@ -270,6 +270,16 @@ def running(group: int) -> list[str]:
     return found
 
 
+def test_a_worker_that_has_ended_has_no_memory(run):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
+        assert run.peers._private_bytes(worker.pid) > 0
+        worker.kill()
+        while Path(f"/proc/{worker.pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
+        assert run.peers._private_bytes(worker.pid) == 0
+    assert run.peers._private_bytes(worker.pid) == 0
+
+
 def test_errors_are_recorded_without_the_folders_of_this_machine(run):
     raised = (
         """File "/home/me/a/reader.py", line 3\nError: no '/home/me/x y' in s3://a/b/c, see http://c.d/e/f/ and a/b"""
