@@ -173,7 +173,7 @@ def main() -> None:
     """Measures, prints tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="directory for the store and its mirror")
-    parser.add_argument("--rows", type=int, default=1_000_000_000)
+    parser.add_argument("--rows", type=lambda text: int(float(text)), default=1_000_000_000)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--minibatches", type=int, default=1, help="that the first process takes")
