@@ -10,7 +10,8 @@ from typing import Any
 from peers import EPOCHS, Epoch, Epochs, Peer, Request, Side
 
 _REQUESTS = 64
-_CHUNKS = "blocks of 512 cells of a shuffled store"
+_BLOCKS, _CHUNKS = "blocks of 64 cells of a shuffled store", "blocks of 512 cells of a shuffled store"
+_OF_512 = {"chunk_size": 512, "preload_nchunks": 32}
 _FORMAT = "annbatch's collection: AnnData Zarr v3, rows shuffled when written"
 _HOW = (
     "As its README recommends: a shuffled DatasetCollection, a load function that reads one obs column, and the zarrs "
@@ -28,14 +29,14 @@ PEER = Peer(
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
             scenarios=(*EPOCHS, "order", "scaling", "processes", "conversion"),
-            order="blocks of 64 cells of a shuffled store",
+            order=_BLOCKS,
         ),
         "annbatch, chunks of 512": Side(
             how=f"{_HOW} Chunks of 512 rows, 32 at a time: the store was shuffled when written, so that they mix well.",
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
             scenarios=("cold_warm_local", "minibatch"),
-            options={"chunk_size": 512, "preload_nchunks": 32},
+            options=_OF_512,
             order=_CHUNKS,
         ),
         "annbatch, chunks of 512, memory kept": Side(
@@ -44,7 +45,7 @@ PEER = Peer(
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
             scenarios=("cold_warm_local",),
-            options={"chunk_size": 512, "preload_nchunks": 32},
+            options=_OF_512,
             order=_CHUNKS,
         ),
         "annbatch, memory kept": Side(
@@ -52,21 +53,21 @@ PEER = Peer(
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
             scenarios=("cold_warm_local",),
-            order="blocks of 64 cells of a shuffled store",
+            order=_BLOCKS,
         ),
         "annbatch, obstore": Side(
             how=f"{_HOW} Over S3, obstore with zarr's own pipeline and 64 requests at a time, the fastest found.",
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
             scenarios=("cold_warm_cloud",),
-            order="blocks of 64 cells of a shuffled store",
+            order=_BLOCKS,
         ),
         "annbatch, obstore, chunks of 512": Side(
             how=f"{_HOW} Over S3 as above, with chunks of 512 rows, 32 at a time.",
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
             scenarios=("cold_warm_cloud",),
-            options={"chunk_size": 512, "preload_nchunks": 32},
+            options=_OF_512,
             order=_CHUNKS,
         ),
     },

@@ -14,8 +14,8 @@ PEER = Peer(
         "AnnLoader": Side(
             how="AnnLoader(AnnCollection([read_h5ad(backed='r')]), shuffle=True), as anndata's tutorial has "
             "it: its sampler asks for the rows of a minibatch at once. use_default_converter=False keeps X sparse. "
-            "No worker processes: with them it "
-            "cannot collate its own views (TypeError). Minibatches are AnnData views, not tensors.",
+            "No worker processes: with them it cannot collate its own views (TypeError). Minibatches are AnnData "
+            "views, not tensors.",
             format=".h5ad, uncompressed",
             store=None,
             scenarios=("cold_warm_local", "minibatch", "random", "first", "memory"),

@@ -105,9 +105,8 @@ class Results:
         entries = []
         for peer, measured in found:
             if measured:
-                against = self._against(key, peer, ours, figure)
-                if self._cut_short(key, peer, figure, _HARDLY_BEGUN):
-                    against = None
+                hardly_begun = self._cut_short(key, peer, figure, _HARDLY_BEGUN)
+                against = None if hardly_begun else self._against(key, peer, ours, figure)
                 entries.append(Entry(peer, measured, against, self._cut_short(key, peer, figure)))
         return sorted(entries, key=lambda entry: entry.figure.median, reverse=figure.higher_is_better)
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from test_cli import params, zloader
 
 import zloader as zl
+from zloader.commands import bench_run
 from zloader.commands.bench_results import BenchEpoch, medians
 from zloader.commands.bench_run import kind_of, run_epoch
 from zloader.commands.bill_run import Prices
@@ -315,6 +316,7 @@ def test_while_it_runs_a_terminal_shows_the_figures_that_there_are():
 def test_the_link_is_measured_if_an_epoch_took_long_enough(bucket, sim, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    monkeypatch.setattr(bench_run, "processor_s", lambda: None)  # otherwise other programs may be what bounds it
     server = sim(root=bucket, total_mbps=0.02)
     flags = ("--endpoint-url", server.url, "--region", "us-east-1", "--epochs", 1, *FLAGS)
     seen = documented("s3://atlas/counts.zarr", *flags)
@@ -323,7 +325,7 @@ def test_the_link_is_measured_if_an_epoch_took_long_enough(bucket, sim, monkeypa
     assert 0 < seen["link_bytes_per_s"] < 40_000
     stated = documented("s3://atlas/counts.zarr", *flags, "--link-speed", "1GB/s")
     assert (stated["link_bytes_per_s"], stated["link_stated"]) == (10**9, True)
-    assert stated["advice"]["cold"]["bound"] not in ("short", "link"), "1 GB/s cannot be the limit"
+    assert stated["advice"]["cold"]["bound"] == "waiting"
 
 
 @pytest.mark.slow  # each starts several interpreters

@@ -326,6 +326,16 @@ def test_an_array_has_as_many_open_files_as_are_counted(tmp_path, store):
     assert 6 < during - before <= 6 * paged_columns._OPEN_FILES
 
 
+def check_columns(loader: zl.Loader, whole: zl.Dataset) -> None:
+    """Compares the columns of an epoch with those that a dataset without a cache reads whole."""
+    for minibatch in loader:
+        rows = minibatch.index.numpy()
+        for name in OBSM:
+            np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows])
+        for name in OBS:
+            np.testing.assert_array_equal(minibatch.obs[name].numpy(), whole.obs_column(name).taken(rows))
+
+
 def two_stores(folder: Path) -> list[Path]:
     return [by_anndata(table(150, seed=seed), folder / f"{seed}.zarr", "v3") for seed in (1, 2)]
 
@@ -342,12 +352,7 @@ def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path
             pd.testing.assert_frame_equal(found.obs, wanted.obs)
             for name in OBSM:
                 np.testing.assert_array_equal(found.obsm[name], wanted.obsm[name])
-        for minibatch in loader_of(offline):
-            rows = minibatch.index.numpy()
-            for name in OBSM:
-                np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows])
-            for name in OBS:
-                np.testing.assert_array_equal(minibatch.obs[name].numpy(), whole.obs_column(name).taken(rows))
+        check_columns(loader_of(offline), whole)
         assert list(offline.categories("cell_type")) == list(whole.categories("cell_type"))
         if not use:
             assert not any(store.paged for store in offline.stores), "the joined columns are in the cache"
@@ -365,12 +370,7 @@ def test_stores_that_were_warmed_in_one_way_are_opened_offline_in_another(tmp_pa
         zl.warm(zl.open_dataset(urls[0], cache=cache))
     for chosen in (urls, urls[::-1], urls[:1], urls[1:]):
         offline, whole = zl.open_dataset(chosen, cache=cache, offline=True), zl.open_dataset(chosen)
-        for minibatch in loader_of(offline):
-            rows = minibatch.index.numpy()
-            for name in OBSM:
-                np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows])
-            for name in OBS:
-                np.testing.assert_array_equal(minibatch.obs[name].numpy(), whole.obs_column(name).taken(rows))
+        check_columns(loader_of(offline), whole)
         pd.testing.assert_frame_equal(offline.obs(), whole.obs())
 
 

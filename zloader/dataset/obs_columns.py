@@ -36,12 +36,9 @@ def read_column(store: OpenedStore, name: str, rows: Rows | None = None) -> Any:
         if ordered is None:
             raise store.damaged(_path(name), "its metadata do not say whether its categories are ordered")
         return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
-    if isinstance(node, zarr.Array) and node.dtype.kind in NUMBERS:
-        _require_shape(store, name, node.shape)
-        numbers = store.column(_path(name))
-        return numbers if rows is None else numbers[rows]
-    column = store.element(_path(name))
-    _require_shape(store, name, getattr(column, "shape", None))
+    if (column := _numbers(store, name)) is None:
+        column = store.element(_path(name))
+        _require_shape(store, name, getattr(column, "shape", None))
     return column if rows is None else column[rows]
 
 
@@ -56,14 +53,22 @@ def read_numbers(store: OpenedStore, name: str) -> ObsColumn:
     if is_categorical(node):
         codes, categories = _codes(store, name)
         return ObsColumn(values=codes, categories=as_labels(categories))
-    if isinstance(node, zarr.Array) and node.dtype.kind in NUMBERS:
-        _require_shape(store, name, node.shape)
-        return ObsColumn(values=store.column(_path(name)), categories=None)
+    if (numbers := _numbers(store, name)) is not None:
+        return ObsColumn(values=numbers, categories=None)
     return as_numbers(name, read_column(store, name))
 
 
 def is_categorical(node: Any) -> bool:
     return isinstance(node, zarr.Group) and node.attrs.get("encoding-type") == "categorical"
+
+
+def _numbers(store: OpenedStore, name: str) -> NDArray[Any] | None:
+    """A column that is stored as an array of numbers; None for any other."""
+    node = store.node(_path(name))
+    if not isinstance(node, zarr.Array) or node.dtype.kind not in NUMBERS:
+        return None
+    _require_shape(store, name, node.shape)
+    return store.column(_path(name))
 
 
 def _codes(store: OpenedStore, name: str, rows: Rows | None = None) -> tuple[NDArray[np.integer], pd.Index]:

@@ -112,10 +112,13 @@ def cluster_of_ray() -> Cluster:
 
 def raylet_of(node_id: str, nodes: Sequence[Mapping[str, Any]]) -> Address | None:
     """The address of the raylet of a node; None if Ray does not list the node, which may be too new."""
-    for node in nodes:
-        if node["NodeID"] == node_id:
-            return node["NodeManagerAddress"], int(node["NodeManagerPort"])
-    return None
+    node = node_of(node_id, nodes)
+    return None if node is None else (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+
+
+def node_of(node_id: str, nodes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The entry of a node among those that Ray lists; None if it is not there."""
+    return next((node for node in nodes if node["NodeID"] == node_id), None)
 
 
 def patience_of(environment: Mapping[str, str]) -> float:

@@ -13,6 +13,7 @@ import torch.utils.data
 from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Statistics
+from zloader.ray.alive import node_of
 from zloader.ray.crew import Crew
 from zloader.ray.production import Production
 from zloader.ray.window import MeanBytes, Window
@@ -165,11 +166,10 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
 
 def _ahead_bytes(wanted: int | str | None) -> int:
     """The bytes that may wait in the object store of this machine. Raises OptionError if it is smaller."""
-    here = ray.get_runtime_context().get_node_id()
-    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
-    room = int(resources.get("object_store_memory", 4 << 30))  # Ray may not list a new node yet
+    here = node_of(ray.get_runtime_context().get_node_id(), ray.nodes())  # Ray may not list a new node yet
+    room = 4 << 30 if here is None else int(here["Resources"]["object_store_memory"])
     ahead_bytes = min(1 << 30, room // 4) if wanted is None else parse_size(wanted, "ahead_bytes")
-    if resources and ahead_bytes > room:
+    if here is not None and ahead_bytes > room:
         raise OptionError(
             f"ahead_bytes={wanted!r} does not fit into the object store of this machine, which has {room >> 20} MiB: "
             "lower it, or start Ray with a larger object_store_memory"
