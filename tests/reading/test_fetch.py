@@ -27,6 +27,7 @@ from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.resources import BufferPool
+from zloader.storage.blosc import CHUNK
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout
 from zloader.testing.source import FakeSource, Fault
@@ -227,7 +228,9 @@ def test_a_mirrored_chunk_that_cannot_be_decoded_is_read_from_the_store(store, t
     array = mirror.arrays["X/data"]
     chunks = np.array([2, 5])
     starts, stops = array.bounds(chunks)
-    array.put(chunks, [np.full(size, 7, np.uint8) for size in stops - starts])
+    jobs = np.zeros(len(chunks), CHUNK)
+    jobs["size"] = stops - starts
+    array.keep(chunks, jobs, [bytes([7]) * int(jobs["size"].max())], np.empty(0))
     gets = []
     for _ in range(3):
         minibatches, counters = run(part, FakeSource(store), plan(), mirror=mirror)

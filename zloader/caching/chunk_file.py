@@ -1,7 +1,8 @@
 """A file with the chunks of one array, and the words beside it that say which chunks are present (checksums.py).
 
 Both forms of a mirror are such files: mirror.py has the decoded one, stored_array.py the stored one. A form says where
-in the file each chunk is.
+in the file each chunk is, what is kept of a chunk that was read, and how its elements are taken from the file. Whoever
+reads arrays knows no form.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +74,14 @@ class ChunkSet:
 class ChunkFile(ABC):
     """The chunks of one array in the file `path` of `n_bytes`, and their words in the sidecar file `words_path`.
 
-    Raises OSError if the files cannot be created or opened.
+    `jobs` (dtype blosc.CHUNK) say where the stored bytes of each chunk are in some reads, and where its elements are in
+    an array. Raises OSError if the files cannot be created or opened.
     """
+
+    # Whether `rows` finds elements in the file as they are, so that a fetch needs no buffer for them.
+    in_place: ClassVar[bool]
+    # Whether `place` has to say where chunks are in their objects, before they are acquired.
+    needs_places: ClassVar[bool]
 
     def __init__(
         self, directory: MirrorDirectory, layout: ArrayLayout, path: Path, words_path: Path, n_bytes: int
@@ -118,6 +125,31 @@ class ChunkFile(ABC):
     @abstractmethod
     def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         """The first byte of each chunk in the file, and the byte after its last."""
+
+    @abstractmethod
+    def keep(
+        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
+    ) -> None:
+        """Writes chunks (ascending) of which all elements were decoded. After a failure (full disk), writes no more.
+
+        A chunk that the store lacks, which stands for fill values, has no bytes in `reads`.
+        """
+
+    @abstractmethod
+    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
+        """Fills in the elements of present chunks; returns the chunks that cannot be decoded."""
+
+    def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
+        """Sets the offset of each chunk in its object and its size, in bytes."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no places")
+
+    def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
+        """An array with the elements `[start, stop)` of each row, and where each row begins in it."""
+        raise NotImplementedError(f"{type(self).__name__} has no elements in place")
+
+    def prefetch(self, chunks: Rows) -> None:
+        """Makes the kernel load chunks into the page cache, if needed."""
+        page_cache.prefetch(self._file, *self.bounds(chunks))
 
     @property
     def limited(self) -> bool:

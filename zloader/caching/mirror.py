@@ -44,6 +44,9 @@ _SHORT_BYTES = 1024  # runs of rows that are shorter than this on average are re
 class MirrorArray(ChunkFile):
     """The decoded chunks of one array. Raises OSError if its files cannot be created or opened."""
 
+    in_place = True
+    needs_places = False
+
     def __init__(self, directory: MirrorDirectory, layout: ArrayLayout) -> None:
         path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in ("flat", "sums"))
         super().__init__(directory, layout, path, words_path, layout.n_elements * layout.dtype.itemsize)
@@ -58,17 +61,24 @@ class MirrorArray(ChunkFile):
         first, last = self.layout.chunk_bounds(chunks)
         return first * self.layout.dtype.itemsize, last * self.layout.dtype.itemsize
 
-    def copy(self, firsts: Rows, slots: Sequence[NDArray[Any]]) -> None:
-        """Fills each slot with the elements from its `first` on, which have to be in present chunks."""
-        self.count_mapped(sum(slot.nbytes for slot in slots))
-        elements = self.elements
-        for first, slot in zip(firsts.tolist(), slots, strict=True):
-            slot[:] = elements[first : first + len(slot)]
+    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
+        """Copies the elements of present chunks. They need no decoding, so none is corrupt."""
+        lengths = jobs["stop"] - jobs["first"]
+        self.count_mapped(int(lengths.sum()) * self.layout.dtype.itemsize)
+        firsts, begins = chunks * self.layout.chunk_elements + jobs["first"], jobs["begin"]
+        kept = self.elements
+        for first, begin, length in zip(firsts.tolist(), begins.tolist(), lengths.tolist(), strict=True):
+            elements[begin : begin + length] = kept[first : first + length]
+        return chunks[:0]
 
-    def prefetch(self, starts: Rows, stops: Rows) -> None:
-        """Makes the kernel load the elements `[start, stop)` of each row into the page cache, if needed."""
-        itemsize = self.layout.dtype.itemsize
-        page_cache.prefetch(self._file, starts * itemsize, stops * itemsize)
+    def keep(
+        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
+    ) -> None:
+        """Writes decoded chunks (ascending), consecutive ones at once. After a failure (full disk), writes no more."""
+        begins, ends = jobs["begin"], jobs["begin"] + jobs["stop"] - jobs["first"]
+        for run in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
+            if len(run):
+                self.put(int(chunks[run[0]]), elements[begins[run[0]] : ends[run[-1]]])
 
     def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
         """An array with the elements `[start, stop)` of each row, and where each row begins in it.
@@ -76,8 +86,8 @@ class MirrorArray(ChunkFile):
         The array is the memory map, unless the rows are so short and scattered that most of each mapped page would be
         unused. Then they are read into a new array.
         """
-        self.prefetch(starts, stops)
         itemsize, lengths = self.layout.dtype.itemsize, stops - starts
+        page_cache.prefetch(self._file, starts * itemsize, stops * itemsize)
         runs = 1 + int(np.count_nonzero(starts[1:] != stops[:-1]))
         n_bytes = int(lengths.sum()) * itemsize
         if n_bytes >= runs * _SHORT_BYTES:
@@ -130,9 +140,9 @@ def contents_of(arrays: Iterable[ChunkFile]) -> MirrorContents:
 class Mirror:
     """The mirror of some arrays of one store, by path."""
 
-    def __init__(self, directory: MirrorDirectory, arrays: Sequence[MirrorArray | StoredArray]) -> None:
+    def __init__(self, directory: MirrorDirectory, arrays: Sequence[ChunkFile]) -> None:
         self._directory = directory
-        self.arrays: Mapping[str, MirrorArray | StoredArray] = {array.layout.path: array for array in arrays}
+        self.arrays: Mapping[str, ChunkFile] = {array.layout.path: array for array in arrays}
 
     def leases(self) -> Leases:
         """A new owner of leases."""

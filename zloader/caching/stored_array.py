@@ -7,6 +7,8 @@ a chunk belongs. NAME.places has the offset and size of each chunk, so that no i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +17,8 @@ from zloader.caching.atomic_files import cached_path
 from zloader.caching.checksums import bounds_of
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.directory import MirrorDirectory
-from zloader.common import page_cache
 from zloader.common.records import Rows
+from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout
 
 
@@ -25,6 +27,9 @@ class StoredArray(ChunkFile):
 
     `content` holds the chunks at `bounds`. Raises OSError if its files cannot be created or opened.
     """
+
+    in_place = False
+    needs_places = True
 
     def __init__(self, directory: MirrorDirectory, layout: ArrayLayout, object_sizes: Mapping[str, int]) -> None:
         path, words_path = (cached_path(directory.path, layout.path, suffix) for suffix in ("stored", "places"))
@@ -38,18 +43,34 @@ class StoredArray(ChunkFile):
         return bounds_of(np.stack([offsets[chunks], sizes[chunks]]), len(self.content))
 
     def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
-        """Sets the offset in its object and the size of each chunk. Needed before chunks are acquired or put."""
+        """Sets the offset of each chunk in its object and its size, in bytes."""
         self._places[0][chunks] = self._begins[chunks // self.layout.chunks_per_shard] + offsets
         self._places[1][chunks] = sizes
 
-    def put(self, chunks: Rows, stored: Sequence[NDArray[np.uint8]]) -> None:
+    def keep(
+        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
+    ) -> None:
         """Writes the stored bytes of chunks that have been placed. After a failure (full disk), writes no more."""
         starts, _ = self.bounds(chunks)
-        for chunk, start, content in zip(chunks.tolist(), starts.tolist(), stored, strict=True):
+        places = zip(*(jobs[name].tolist() for name in ("read", "offset", "size")), strict=True)
+        for chunk, start, (read, offset, size) in zip(chunks.tolist(), starts.tolist(), places, strict=True):
+            content = np.frombuffer(reads[read], np.uint8)[offset : offset + size]
             if not self._write(start, content):
                 return
             self._mark_present(chunk, content)
 
-    def prefetch(self, chunks: Rows) -> None:
-        """Makes the kernel load chunks into the page cache, if needed."""
-        page_cache.prefetch(self._file, *self.bounds(chunks))
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return Decoder(self.layout)
+
+    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
+        """Decodes present chunks; returns those that are corrupt, although they match the checksums in the mirror."""
+        starts, stops = self.bounds(chunks)
+        absent = (starts == stops) & self.layout.absent_is_fill
+        for job in jobs[absent]:
+            elements[job["begin"] : job["begin"] + job["stop"] - job["first"]] = self.layout.fill_value
+        left = jobs[~absent]
+        left["read"], left["offset"], left["size"] = 0, starts[~absent], (stops - starts)[~absent]
+        self.count_mapped(int(left["size"].sum()))
+        errors = self._decoder.decode_all([self.content], left, elements)
+        return np.asarray(chunks[~absent][[position for position, _ in errors]])

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import Mirror, MirrorArray
-from zloader.caching.stored_array import StoredArray
+from zloader.caching.chunk_file import ChunkFile
+from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource
 from zloader.reading.bridge import ByteBudget
@@ -74,7 +74,7 @@ def opened_readers(
                 own_buffers=own_buffers,
                 indexes=part.indexes,
             )
-            mirrored: Mapping[str, MirrorArray | StoredArray] = {}
+            mirrored: Mapping[str, ChunkFile] = {}
             leases = None
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)

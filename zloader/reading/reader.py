@@ -1,12 +1,10 @@
 """Loads the elements of some rows of one array, from the mirror or from the store.
 
 The rows become chunks, and the chunks that the mirror lacks become coalesced reads (`zloader.reading.read_plan`). Each
-read is decoded in a thread as soon as it arrives. With a mirror, the chunks are decoded into its file, and the rows are
-taken from there. Without a mirror, they are decoded into the buffer of the fetch. If an earlier fetch or another
-process is already downloading a chunk into the mirror, the reader waits for it instead of reading it twice.
-
-A mirror in the stored form gets the chunks as they were read, once they have decoded without an error. They are then
-decoded from there into the buffer of each fetch.
+read is decoded in a thread as soon as it arrives. With a mirror, the chunks are kept there, and the rows are taken from
+there: as they are, or through the buffer of the fetch, as the form of the mirror has it. Without a mirror, chunks are
+decoded into the buffer of the fetch. If an earlier fetch or another process is already downloading a chunk into the
+mirror, the reader waits for it instead of reading it twice.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray
-from zloader.caching.stored_array import StoredArray
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import batches, planner_of
@@ -48,7 +45,7 @@ class ArrayReader:
     def __init__(
         self,
         layout: ArrayLayout,
-        mirror: MirrorArray | StoredArray | None,
+        mirror: ChunkFile | None,
         leases: Leases | None,
         resources: Resources,
     ) -> None:
@@ -78,9 +75,9 @@ class ArrayReader:
         return len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
 
     def buffer_bytes(self, needed: Needed) -> int:
-        """Size of the buffer that `load` needs, a multiple of 64; 0 if a mirror has the elements decoded."""
+        """Size of the buffer that `load` needs, a multiple of 64; 0 if a mirror has the elements in place."""
         mirror = self._mirror
-        if isinstance(mirror, MirrorArray) and (mirror.writable or mirror.contains(needed.chunks)):
+        if mirror is not None and mirror.in_place and (mirror.writable or mirror.contains(needed.chunks)):
             return 0
         return -(-needed.n_bytes // 64) * 64
 
@@ -92,7 +89,7 @@ class ArrayReader:
             downloaded = await self.fill_mirror(chunks, turn) if mirror.writable else chunks[:0]
             missing = await self._missing(mirror, chunks)
             self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([downloaded, missing]))])
-            if not len(missing) and isinstance(mirror, MirrorArray):
+            if mirror.in_place and not len(missing):
                 (source, positions), _ = await self._resources.run(mirror.rows, needed.starts, needed.stops)
                 return Elements(source=source, starts=positions)
         if len(buffer) < needed.n_bytes:
@@ -104,36 +101,18 @@ class ArrayReader:
 
     async def _take_mirrored(self, chunks: Rows, slots: Slots, turn: int) -> None:
         """Fills the slots of chunks that the mirror has."""
-        mirror = self._mirror
+        mirror, run = self._mirror, self._resources.run
         if mirror is None or not len(chunks):
             return
-        if isinstance(mirror, MirrorArray):
-            _, firsts, _ = slots.locate(chunks)
-            firsts += chunks * self._layout.chunk_elements
-            await self._resources.run(mirror.copy, firsts, slots.of(chunks))
-            return
-        run = self._resources.run
         await run(mirror.prefetch, chunks)
         async with asyncio.TaskGroup() as group:
-            decoding = [group.create_task(run(self._decode_mirrored, few, slots)) for few in self._few_of(chunks)]
-        self._resources.counters.decode_s += sum(task.result()[1] for task in decoding)
-        corrupt = np.concatenate([task.result()[0] for task in decoding])
-        if len(corrupt):  # although they match the checksums in the mirror
+            takes = (run(mirror.take, few, slots.jobs(few), slots.elements) for few in self._few_of(chunks))
+            taking = [group.create_task(take) for take in takes]
+        self._resources.counters.decode_s += sum(task.result()[1] for task in taking)
+        corrupt = np.concatenate([task.result()[0] for task in taking])
+        if len(corrupt):
             mirror.discard(corrupt)
             await self._read_chunks(corrupt, slots, turn)
-
-    def _decode_mirrored(self, chunks: Rows, slots: Slots) -> Rows:
-        """Decodes chunks from a mirror in the stored form into their slots; returns those that are corrupt."""
-        assert isinstance(self._mirror, StoredArray)
-        starts, stops = self._mirror.bounds(chunks)
-        absent = (starts == stops) & self._layout.absent_is_fill
-        for slot in slots.of(chunks[absent]):
-            slot[:] = self._layout.fill_value
-        chunks, starts, stops = (each[~absent] for each in (chunks, starts, stops))
-        jobs = slots.jobs(chunks, 0, starts, stops - starts)
-        self._mirror.count_mapped(int((stops - starts).sum()))
-        errors = self._decoder.decode_all([self._mirror.content], jobs, slots.elements)
-        return np.asarray(chunks[[position for position, _ in errors]])
 
     async def fill_mirror(self, chunks: Rows, turn: int) -> Rows:
         """Reads the chunks that the mirror lacks into it, and waits for those that others are reading.
@@ -147,7 +126,7 @@ class ArrayReader:
             return chunks[:0]
         wanted = self._planner.chunks_to_mirror(chunks, first_fetch=not turn)
         left = await self._missing(mirror, wanted)
-        if isinstance(mirror, StoredArray):
+        if mirror.needs_places:
             await self._place(mirror, left, turn)
         downloaded = [chunks[:0]]
         waited_s = 0.0
@@ -165,7 +144,7 @@ class ArrayReader:
                 waited_s += _POLL_S
         return np.concatenate(downloaded)
 
-    async def _claim(self, mirror: MirrorArray | StoredArray, chunks: Rows, waited_s: float) -> tuple[Rows, Rows]:
+    async def _claim(self, mirror: ChunkFile, chunks: Rows, waited_s: float) -> tuple[Rows, Rows]:
         """The chunks to read here and the chunks that others are reading; after the deadline, all are read here."""
         if waited_s > self._resources.options.deadline_s:
             return chunks, chunks[:0]
@@ -175,7 +154,7 @@ class ArrayReader:
         claimed, _ = await self._resources.run(mirror.acquire, chunks, self._leases)  # allocates space on disk
         return claimed
 
-    async def _place(self, mirror: StoredArray, chunks: Rows, turn: int) -> None:
+    async def _place(self, mirror: ChunkFile, chunks: Rows, turn: int) -> None:
         """Tells the mirror where the chunks are in their objects."""
         per_shard = self._layout.chunks_per_shard
         for shard, index in (await self._indexes_of(chunks, turn)).items():
@@ -184,7 +163,7 @@ class ArrayReader:
             mirror.place(here[stored], offsets, sizes)
             mirror.place(here[~stored], 0, 0)
 
-    async def _missing(self, mirror: MirrorArray | StoredArray, chunks: Rows) -> Rows:
+    async def _missing(self, mirror: ChunkFile, chunks: Rows) -> Rows:
         """The chunks that the mirror lacks; checksums that have to be compared are compared in a thread."""
         if not mirror.has_unverified(chunks):
             return mirror.missing(chunks)
@@ -257,14 +236,11 @@ class ArrayReader:
                 f"{self._resources.url}: chunk {absent[0]} of {self._layout.path} was never written: the store is "
                 "incomplete. Convert it again"
             )
-        if slots is None and isinstance(self._mirror, StoredArray):
-            self._mirror.put(absent, [np.empty(0, np.uint8)] * len(absent))
-            return
         for chunk in absent[:, None]:
             filled = self._scratch(chunk) if slots is None else slots
             filled.of(chunk)[0][:] = self._layout.fill_value
-            if slots is None:
-                self._put_decoded(chunk, filled)
+            if slots is None and self._mirror is not None:
+                self._mirror.keep(chunk, filled.jobs(chunk), [b""], filled.elements)
 
     def _decode_to_mirror(
         self,
@@ -278,19 +254,15 @@ class ArrayReader:
 
         Returns the position and the error of each corrupt chunk.
         """
+        assert self._mirror is not None
         corrupt = []
         for here in self._few_of(np.argsort(chunks, kind="stable")):
             slots = self._scratch(chunks[here])
             jobs = slots.jobs(chunks[here], reads[here], offsets[here], sizes[here])
             errors = self._decoder.decode_all(stored, jobs, slots.elements)
             corrupt += [(int(here[position]), error) for position, error in errors]
-            valid = np.delete(here, [position for position, _ in errors])
-            if isinstance(self._mirror, StoredArray):
-                places = zip(reads[valid].tolist(), offsets[valid].tolist(), sizes[valid].tolist(), strict=True)
-                found = [np.frombuffer(stored[read], np.uint8, size, offset) for read, offset, size in places]
-                self._mirror.put(chunks[valid], found)
-            else:
-                self._put_decoded(chunks[valid], slots)
+            kept = np.delete(np.arange(len(here)), [position for position, _ in errors])
+            self._mirror.keep(chunks[here[kept]], jobs[kept], stored, slots.elements)
         return corrupt
 
     def _few_of(self, chunks: Rows) -> list[Rows]:
@@ -303,14 +275,6 @@ class ArrayReader:
         elements = self._resources.own_buffer("decoded", self._bytes(chunks)).view(self._layout.dtype)
         first, last = self._layout.chunk_bounds(chunks)
         return Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=first - first, stops=last - first)
-
-    def _put_decoded(self, chunks: Rows, slots: Slots) -> None:
-        """Writes decoded chunks (ascending) to the mirror, consecutive chunks in one write."""
-        assert isinstance(self._mirror, MirrorArray)
-        for run in np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1):
-            if len(run):
-                begins, _, lengths = slots.locate(run)
-                self._mirror.put(int(run[0]), slots.elements[begins[0] : begins[-1] + lengths[-1]])
 
     async def _indexes_of(self, chunks: Rows, turn: int) -> dict[int, ShardIndex]:
         """The index of each shard that contains some of the chunks."""

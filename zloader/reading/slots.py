@@ -87,8 +87,8 @@ class Slots:
             source=self.elements, starts=shifts[np.searchsorted(self.chunks, starts // width)] + starts % width
         )
 
-    def jobs(self, chunks: Rows, reads: Rows | int, offsets: Rows, sizes: Rows) -> NDArray[Any]:
-        """How to decode chunks into their slots (dtype blosc.CHUNK), from these places in some reads."""
+    def jobs(self, chunks: Rows, reads: Rows | int = 0, offsets: Rows | int = 0, sizes: Rows | int = 0) -> NDArray[Any]:
+        """How to decode chunks into their slots (dtype blosc.CHUNK), from these places in some reads, if any."""
         jobs = np.empty(len(chunks), blosc.CHUNK)
         jobs["read"], jobs["offset"], jobs["size"] = reads, offsets, sizes
         jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
