@@ -11,7 +11,8 @@ import numpy as np
 
 import zloader as zl
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, ShardIndex, chunk_spans, chunks_of
+from zloader.storage.layout import ArrayLayout, chunk_spans, chunks_of
+from zloader.storage.placement import ObjectIndex
 
 
 def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
@@ -19,11 +20,11 @@ def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
     chunks = []
     for shard in range(layout.n_shards):
         content = (store / layout.shard_key(shard)).read_bytes()
-        span = layout.index_span(shard, len(content))
-        table = layout.parse_index(content[span.start : span.stop], shard=shard, object_size=len(content))
+        span = layout.placement.index(shard, len(content))
+        table = layout.placement.parse(content[span.start : span.stop], shard, len(content))
         view = np.frombuffer(content, np.uint8)
         here = np.arange(shard * layout.chunks_per_shard, min((shard + 1) * layout.chunks_per_shard, layout.n_chunks))
-        spans, _ = chunk_spans(layout, here, {shard: ShardIndex(table)}, gap_bytes=0, max_read_bytes=1 << 40)
+        spans, _ = chunk_spans(layout, here, {shard: ObjectIndex(table)}, gap_bytes=0, max_read_bytes=1 << 40)
         for piece in spans:
             starts = piece.span.start + piece.offsets
             chunks += [view[a:b] for a, b in zip(starts.tolist(), (starts + piece.sizes).tolist(), strict=True)]

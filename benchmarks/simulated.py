@@ -36,7 +36,8 @@ from zloader.ray.production import Production
 from zloader.ray.window import MeanBytes, Window
 from zloader.reading.read_plan import ReadPlanner, planner_of
 from zloader.reading.resources import Counters
-from zloader.storage.layout import ArrayLayout, ShardIndex, total_bytes
+from zloader.storage.layout import ArrayLayout, total_bytes
+from zloader.storage.placement import ObjectIndex
 from zloader.testing._virtual_time import run_in_virtual_time
 
 VALUES = 1840  # per row
@@ -103,7 +104,7 @@ class Store:
             size = round(CHUNK * stored)
             sizes = dict.fromkeys(map(layout.shard_key, range(min(16, layout.n_shards))), size * CHUNKS_PER_SHARD)
             offsets = size * np.arange(CHUNKS_PER_SHARD)
-            index = ShardIndex(np.stack([offsets, np.full(CHUNKS_PER_SHARD, size)], axis=1).astype(np.uint64))
+            index = ObjectIndex(np.stack([offsets, np.full(CHUNKS_PER_SHARD, size)], axis=1).astype(np.uint64))
             self.planners.append(
                 (planner_of(layout, options, sizes, sweeping=False), defaultdict(lambda index=index: index))
             )
@@ -207,7 +208,7 @@ class Machine:
             share, shards = len(missing) / len(chunks), np.unique(missing // CHUNKS_PER_SHARD)
         n_new = int(np.count_nonzero(~self.indexed[shards])) * len(STORED)
         self.indexed[shards] = True
-        n_bytes += n_new * self.store.planner.layout.index_bytes
+        n_bytes += n_new * self.store.planner.layout.placement.index_bytes
         self.gets += gets + n_new
         self.bytes_read += n_bytes
         return n_bytes, share

@@ -121,14 +121,13 @@ def test_leases_expire_with_their_owner(tmp_path):
 
 
 _LEASES = """
-import sys
+import pickle, sys
 import numpy as np
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
-from zloader.storage.layout import ArrayLayout
 from zloader.caching.mirror import MirrorArray
 from zloader.common.options import Cache
-layout = ArrayLayout(**eval(sys.argv[2], {"dtype": np.dtype}))
+layout = pickle.loads(bytes.fromhex(sys.argv[2]))
 directory = MirrorDirectory(Cache(directory=sys.argv[1]), "f" * 32, "store")
 leases = Leases(directory.path)
 MirrorArray(directory, layout).acquire(np.arange(3, 9), leases)
@@ -139,7 +138,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_leases_of_a_killed_process_expire(interpreter, tmp_path):
-    layout = repr({name: getattr(LAYOUT, name) for name in LAYOUT.__dataclass_fields__})
+    layout = pickle.dumps(LAYOUT).hex()
     with interpreter.running(_LEASES, tmp_path, layout) as process:
         assert process.stdout.readline() == "leased\n"
         mirror, leases = MirrorArray(_directory(tmp_path), LAYOUT), Leases(_directory(tmp_path).path)

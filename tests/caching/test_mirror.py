@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import random
 import re
 import stat
@@ -408,7 +409,7 @@ def test_a_damaged_chunk_is_reported_and_can_be_written_again(full, caplog):
 # status from waitpid; `limit DIRECTORY BYTES` fills with a limit on the size of each file.
 # The package is set up without its __init__, which would import torch.
 _NURSERY = """
-import json, logging, os, resource, sys, traceback, types
+import json, logging, os, pickle, resource, sys, traceback, types
 from pathlib import Path
 
 package = types.ModuleType("zloader")
@@ -416,12 +417,10 @@ package.__path__ = [sys.argv[1]]
 sys.modules["zloader"] = package
 import numpy as np
 from zloader.caching.directory import MirrorDirectory
-from zloader.storage.layout import ArrayLayout
 from zloader.caching.mirror import MirrorArray
 from zloader.common.options import Cache
 
-options = json.loads(sys.argv[2])
-layout = ArrayLayout(**options | {"dtype": np.dtype(options["dtype"])})
+layout = pickle.loads(bytes.fromhex(sys.argv[2]))
 truth = np.load(sys.argv[3])
 
 def mirror_directory(directory):
@@ -502,9 +501,8 @@ class _Nursery:
 def nursery(tmp_path_factory):
     truth = tmp_path_factory.mktemp("truth") / "truth.npy"
     np.save(truth, BIG_TRUTH)
-    layout = {name: value.str if name == "dtype" else value for name, value in vars(BIG).items()}
     package = str(Path(zloader.__file__).parent)
-    command = [sys.executable, "-c", _NURSERY, package, json.dumps(layout), str(truth)]
+    command = [sys.executable, "-c", _NURSERY, package, pickle.dumps(BIG).hex(), str(truth)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
         yield _Nursery(process)
         process.stdin.close()

@@ -18,10 +18,8 @@ from zarr.core.chunk_key_encodings import DefaultChunkKeyEncoding
 from zloader.common.errors import CorruptChunkError, FormatError, TruncatedObjectError
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import (
-    ABSENT,
     ArrayLayout,
     MatrixLayout,
-    ShardIndex,
     align_to_runs,
     chunk_spans,
     chunks_of,
@@ -32,10 +30,16 @@ from zloader.storage.layout import (
     total_bytes,
 )
 from zloader.storage.metadata import array_layout
+from zloader.storage.placement import ABSENT, ObjectIndex
 
 pytestmark = pytest.mark.any_version
 
 LAYOUT = ArrayLayout.plain("X/data", "<u2", n_elements=95, chunk_elements=10, chunks_per_shard=4)
+
+
+def _layout_of(chunks_per_shard):
+    placement = dataclasses.replace(LAYOUT.placement, chunks_per_object=chunks_per_shard)
+    return dataclasses.replace(LAYOUT, placement=placement)
 
 
 def _int64(*values):
@@ -104,7 +108,7 @@ def test_reads_respect_gap_and_cap_and_are_not_split_needlessly(pieces, gap_byte
 def shards(draw):
     """The parsed indexes of some shards, and the chunk that owns each byte of each shard (-1: none)."""
     n_shards = draw(st.integers(1, 4))
-    layout = dataclasses.replace(LAYOUT, chunks_per_shard=draw(st.integers(1, 6)))
+    layout = _layout_of(draw(st.integers(1, 6)))
     layout = dataclasses.replace(layout, n_elements=n_shards * layout.chunks_per_shard * layout.chunk_elements)
     indexes, owners = {}, {}
     for shard in range(n_shards):
@@ -118,7 +122,7 @@ def shards(draw):
                 size = draw(st.integers(1, 60))
                 table[within] = len(owner), size
                 owner += [shard * layout.chunks_per_shard + within] * size
-        indexes[shard], owners[layout.shard_key(shard)] = ShardIndex(table), np.array(owner, np.int64)
+        indexes[shard], owners[layout.shard_key(shard)] = ObjectIndex(table), np.array(owner, np.int64)
     return layout, indexes, owners
 
 
@@ -151,7 +155,7 @@ def test_every_chunk_is_in_exactly_one_span_at_the_right_offset(shards, gap_byte
 def test_a_shard_of_which_nothing_wanted_is_stored_gives_no_span():
     nothing = np.full((4, 2), ABSENT, np.uint64)
     something = np.array([[0, 7], [7, 5], [ABSENT, ABSENT], [12, 3]], np.uint64)
-    indexes = {0: ShardIndex(nothing), 1: ShardIndex(something)}
+    indexes = {0: ObjectIndex(nothing), 1: ObjectIndex(something)}
     spans, absent = chunk_spans(LAYOUT, _int64(1, 3, 4, 6), indexes, gap_bytes=0, max_read_bytes=100)
     assert [(piece.span.key, piece.chunks.tolist()) for piece in spans] == [("X/data/c/1", [4])]
     assert absent.tolist() == [1, 3, 6]
@@ -177,7 +181,7 @@ BEYOND = 1 << 32  # no 4-byte offset
 )
 def test_a_shard_index_gives_the_ranges_of_its_table(offsets, stored):
     table = np.array(offsets, np.uint64)
-    here, starts, sizes = ShardIndex(table).ranges(_int64(2, 0, 1))
+    here, starts, sizes = ObjectIndex(table).ranges(_int64(2, 0, 1))
     assert here.tolist() == [stored[2], stored[0], stored[1]]
     wanted = table[[2, 0, 1]][here].astype(np.int64)
     assert (starts.tolist(), sizes.tolist()) == (wanted[:, 0].tolist(), wanted[:, 1].tolist())
@@ -222,7 +226,7 @@ def test_needed_of_each_chunk_equals_a_loop(pairs, chunk_elements):
 
 @given(draw=st.data(), chunks_per_shard=st.integers(1, 12), n_chunks=st.integers(1, 60), run=st.integers(1, 20))
 def test_widened_takes_whole_runs_of_one_object(draw, chunks_per_shard, n_chunks, run):
-    layout = dataclasses.replace(LAYOUT, n_elements=n_chunks, chunk_elements=1, chunks_per_shard=chunks_per_shard)
+    layout = dataclasses.replace(_layout_of(chunks_per_shard), n_elements=n_chunks, chunk_elements=1)
     chunks = draw.draw(st.sets(st.integers(0, n_chunks - 1)))
     wide = align_to_runs(layout, _int64(*sorted(chunks)), run).tolist()
 
@@ -241,7 +245,7 @@ def test_the_last_chunk_is_as_long_as_what_is_left():
     first, last = LAYOUT.chunk_bounds(_int64(0, 8, 9))
     assert first.tolist() == [0, 80, 90]
     assert last.tolist() == [10, 90, 95]
-    assert (LAYOUT.n_chunks, LAYOUT.n_shards, LAYOUT.index_bytes) == (10, 3, 68)
+    assert (LAYOUT.n_chunks, LAYOUT.n_shards, LAYOUT.placement.index_bytes) == (10, 3, 68)
 
 
 def test_an_array_without_elements_has_no_chunks():
@@ -303,13 +307,13 @@ def _read_back(root, layout):
         file = root / layout.shard_key(shard)
         if not file.exists():
             tables[shard] = np.full((layout.chunks_per_shard, 2), ABSENT, np.uint64)
-        elif layout.sharded:
-            span = layout.index_span(shard, file.stat().st_size)
+        elif layout.placement.sharded:
+            span = layout.placement.index(shard, file.stat().st_size)
             index = file.read_bytes()[span.start : span.stop]
-            tables[shard] = layout.parse_index(index, shard=shard, object_size=file.stat().st_size)
+            tables[shard] = layout.placement.parse(index, shard, file.stat().st_size)
         else:
             tables[shard] = np.array([[0, file.stat().st_size]], np.uint64)
-    indexes = {shard: ShardIndex(table) for shard, table in tables.items()}
+    indexes = {shard: ObjectIndex(table) for shard, table in tables.items()}
     chunks = np.arange(layout.n_chunks)
     spans, absent = chunk_spans(layout, chunks, indexes, gap_bytes=64, max_read_bytes=200)
     first, last = layout.chunk_bounds(chunks)
@@ -470,8 +474,8 @@ def _index(table, *, checksum=True):
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_parse_index(checksum):
-    layout = dataclasses.replace(LAYOUT, index_checksum=checksum)
-    table = layout.parse_index(_index(TABLE, checksum=checksum), shard=0, object_size=OBJECT_SIZE)
+    placement = dataclasses.replace(LAYOUT.placement, index_checksum=checksum)
+    table = placement.parse(_index(TABLE, checksum=checksum), 0, OBJECT_SIZE)
     np.testing.assert_array_equal(table, TABLE)
 
 
@@ -480,16 +484,16 @@ def test_a_flipped_byte_of_an_index_is_noticed(place, change):
     stored = bytearray(_index(TABLE))
     stored[place] ^= change
     with pytest.raises(CorruptChunkError, match="X/data/c/2"):
-        LAYOUT.parse_index(bytes(stored), shard=2, object_size=OBJECT_SIZE)
+        LAYOUT.placement.parse(bytes(stored), 2, OBJECT_SIZE)
 
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_an_index_that_was_cut_short_is_noticed(checksum):
-    layout = dataclasses.replace(LAYOUT, index_checksum=checksum)
+    placement = dataclasses.replace(LAYOUT.placement, index_checksum=checksum)
     whole = _index(TABLE, checksum=checksum)
     for length in range(len(whole)):
         with pytest.raises(CorruptChunkError):
-            layout.parse_index(whole[:length], shard=0, object_size=OBJECT_SIZE)
+            placement.parse(whole[:length], 0, OBJECT_SIZE)
 
 
 BEYOND = {
@@ -506,19 +510,19 @@ BEYOND = {
 @pytest.mark.parametrize("entry", BEYOND.values(), ids=BEYOND.keys())
 @pytest.mark.parametrize("checksum", [True, False])
 def test_an_index_that_points_beyond_its_object_is_noticed(entry, checksum):
-    layout = dataclasses.replace(LAYOUT, index_checksum=checksum)
+    placement = dataclasses.replace(LAYOUT.placement, index_checksum=checksum)
     table = TABLE.copy()
     table[3] = [400, 100]
-    layout.parse_index(_index(table, checksum=checksum), shard=0, object_size=OBJECT_SIZE)
+    placement.parse(_index(table, checksum=checksum), 0, OBJECT_SIZE)
     table[3] = entry
     with pytest.raises(CorruptChunkError, match=r"X/data/c/0.*500"):
-        layout.parse_index(_index(table, checksum=checksum), shard=0, object_size=OBJECT_SIZE)
+        placement.parse(_index(table, checksum=checksum), 0, OBJECT_SIZE)
 
 
 def test_where_the_index_lies():
-    at_end = LAYOUT.index_span(2, OBJECT_SIZE)
+    at_end = LAYOUT.placement.index(2, OBJECT_SIZE)
     assert (at_end.key, at_end.start, at_end.stop) == ("X/data/c/2", OBJECT_SIZE - 68, OBJECT_SIZE)
-    at_start = dataclasses.replace(LAYOUT, index_at_end=False).index_span(2, OBJECT_SIZE)
+    at_start = dataclasses.replace(LAYOUT.placement, index_at_end=False).index(2, OBJECT_SIZE)
     assert (at_start.start, at_start.stop) == (0, 68)
 
 
@@ -529,7 +533,7 @@ def test_an_object_smaller_than_its_index_is_noticed():
 
 
 def test_an_empty_object_without_an_index_is_noticed():
-    plain = dataclasses.replace(LAYOUT, sharded=False, chunks_per_shard=1)
+    plain = ArrayLayout.plain("X/data", "<u2", n_elements=95, chunk_elements=10)
     with pytest.raises(TruncatedObjectError, match="X/data/c/1 has 0 bytes"):
         plain.find_index(1, 0, "a.zarr")
 

@@ -24,12 +24,13 @@ from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import shares
 from zloader.reading.read_plan import ReadPlanner, planner_of
-from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, ShardIndex, chunks_of, total_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, chunks_of, total_bytes
+from zloader.storage.placement import ObjectIndex
 
 MOST_FETCHES = 256  # a longer epoch is sampled
 SAMPLED_FETCHES = 4  # a few are enough, because each has hundreds of blocks from all over the dataset
 
-Indexes = Mapping[int, ShardIndex]
+Indexes = Mapping[int, ObjectIndex]
 _DEFAULTS = FetchOptions()
 
 
@@ -135,7 +136,7 @@ def _shards(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[int]:
 
 def _indexed(store: OpenedStore, array: ArrayLayout, shards: Iterable[int]) -> int:
     """How many of the shards have an index to read."""
-    return sum(array.sharded and array.shard_key(shard) in store.objects for shard in shards)
+    return sum(array.placement.index_bytes > 0 and array.shard_key(shard) in store.objects for shard in shards)
 
 
 def _unseen(planner: ReadPlanner, wanted: Sequence[Rows]) -> list[Rows]:
@@ -172,7 +173,7 @@ class _Count:
     def add_indexes(self, array: ArrayLayout, n_shards: int) -> None:
         """Counts the reads of the indexes of `n_shards` shards."""
         self.index_gets += n_shards
-        self.index_bytes += n_shards * array.index_bytes
+        self.index_bytes += n_shards * array.placement.index_bytes
 
     def cost(self, scale: float | None = None) -> EpochCost:
         """The epoch's cost; `scale` extrapolates from a sample to the epoch."""
@@ -185,21 +186,21 @@ class _Count:
 
 def read_indexes(
     store: OpenedStore, array: ArrayLayout, shards: Sequence[int], options: FetchOptions = _DEFAULTS
-) -> dict[int, ShardIndex]:
+) -> dict[int, ObjectIndex]:
     """The index of each shard: the offset and size of its chunks.
 
     Costs one GET per shard, or none if the array has no shards. Raises MissingObjectError if a required shard is
     missing, and any ReadError.
     """
     sizes = store.object_sizes()
-    indexes: dict[int, ShardIndex] = {}
+    indexes: dict[int, ObjectIndex] = {}
     spans: dict[int, Span] = {}
     for shard in shards:
         found = array.find_index(shard, sizes.get(array.shard_key(shard)), store.location.url)
         if isinstance(found, Span):
             spans[shard] = found
         else:
-            indexes[shard] = ShardIndex(found)
+            indexes[shard] = ObjectIndex(found)
     source = store.source(options)
 
     async def produce(put: Put[list[bytes]]) -> None:
@@ -207,6 +208,6 @@ def read_indexes(
 
     (stored,) = Bridge(produce, ready_bytes=1, name="zloader-indexes") if spans else ([],)
     for shard, body in zip(spans, stored, strict=True):
-        table = array.parse_index(body, shard=shard, object_size=sizes[array.shard_key(shard)])
-        indexes[shard] = ShardIndex(table)
+        table = array.placement.parse(body, shard, sizes[array.shard_key(shard)])
+        indexes[shard] = ObjectIndex(table)
     return indexes

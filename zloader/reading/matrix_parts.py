@@ -19,7 +19,8 @@ from zloader.reading.bridge import ByteBudget
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
 from zloader.selecting.genes import ChosenGenes
-from zloader.storage.layout import MatrixLayout, RowOffsets, ShardIndex
+from zloader.storage.layout import MatrixLayout, RowOffsets
+from zloader.storage.placement import ObjectIndex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class MatrixPart:
     source: ByteSource
     mirror: Mirror | None
     genes: ChosenGenes | None = None
-    indexes: dict[str, dict[int, ShardIndex]] = field(default_factory=dict)
+    indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)
 
     @property
     def n_columns(self) -> int:

@@ -14,13 +14,13 @@ from zloader.common.records import Rows
 from zloader.storage.layout import (
     ArrayLayout,
     ChunkSpan,
-    ShardIndex,
     align_to_runs,
     chunk_spans,
     chunks_of,
     distinct,
     fill_gaps,
 )
+from zloader.storage.placement import ObjectIndex
 
 # A mirror keeps every chunk that is read, so the chunks in a small gap are planned as chunks of their own, unless they
 # are already there. Bytes that belong to no chunk are read over up to this many: some writers pad between chunks.
@@ -65,7 +65,7 @@ class ReadPlanner:
         return found
 
     def spans(
-        self, chunks: Rows, indexes: Mapping[int, ShardIndex], *, into_mirror: bool
+        self, chunks: Rows, indexes: Mapping[int, ObjectIndex], *, into_mirror: bool
     ) -> tuple[list[ChunkSpan], Rows]:
         """The spans to read for `chunks`, and the chunks that are not stored.
 

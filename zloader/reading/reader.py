@@ -24,7 +24,8 @@ from zloader.reading.read_plan import batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.reading.slots import Elements, Needed, Slots
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, ChunkSpan, ShardIndex, total_bytes
+from zloader.storage.layout import ArrayLayout, ChunkSpan, total_bytes
+from zloader.storage.placement import ObjectIndex
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
 # A task costs about 0.3 ms of interpreter time, which is then small beside decoding, and eight tasks at once keep the
@@ -55,7 +56,7 @@ class ArrayReader:
         self._leases = leases
         self._resources = resources
         self._decoder = Decoder(layout)
-        self._indexes: dict[int, asyncio.Task[ShardIndex]] = {}
+        self._indexes: dict[int, asyncio.Task[ObjectIndex]] = {}
         self._known = resources.indexes.setdefault(layout.path, {})
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
         self._rereads = min(1, resources.options.retries)
@@ -276,36 +277,36 @@ class ArrayReader:
         first, last = self._layout.chunk_bounds(chunks)
         return Slots(layout=self._layout, chunks=chunks, elements=elements, firsts=first - first, stops=last - first)
 
-    async def _indexes_of(self, chunks: Rows, turn: int) -> dict[int, ShardIndex]:
+    async def _indexes_of(self, chunks: Rows, turn: int) -> dict[int, ObjectIndex]:
         """The index of each shard that contains some of the chunks."""
         shards = self._planner.shards(chunks)
         return dict(zip(shards, await asyncio.gather(*(self._index(shard, turn) for shard in shards)), strict=True))
 
-    async def _index(self, shard: int, turn: int) -> ShardIndex:
+    async def _index(self, shard: int, turn: int) -> ObjectIndex:
         if shard not in self._known:
             if shard not in self._indexes:
                 self._indexes[shard] = asyncio.ensure_future(self._read_index(shard, turn))
             self._known[shard] = await self._indexes[shard]
         return self._known[shard]
 
-    async def _read_index(self, shard: int, turn: int) -> ShardIndex:
+    async def _read_index(self, shard: int, turn: int) -> ObjectIndex:
         resources, key = self._resources, self._layout.shard_key(shard)
         span = self._layout.find_index(shard, resources.object_sizes.get(key), resources.url)
         if not isinstance(span, Span):
-            return ShardIndex(span)
+            return ObjectIndex(span)
         await resources.in_flight.acquire(span.size, turn)
         try:
             return await self._parsed_index(shard, span)
         finally:
             resources.in_flight.release(span.size)
 
-    async def _parsed_index(self, shard: int, span: Span) -> ShardIndex:
+    async def _parsed_index(self, shard: int, span: Span) -> ObjectIndex:
         resources = self._resources
         for attempt in range(self._rereads + 1):
             try:
                 (stored,) = await resources.read([span])
                 size = resources.object_sizes[span.key]
-                return ShardIndex(self._layout.parse_index(stored, shard=shard, object_size=size))
+                return ObjectIndex(self._layout.placement.parse(stored, shard, size))
             except CorruptChunkError as error:
                 if attempt == self._rereads:
                     where = f"{resources.url}: {span.key} bytes {span.start}-{span.stop - 1}"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, LocalSource, Span
 from zloader.reading.bridge import ByteBudget
-from zloader.storage.layout import ShardIndex
+from zloader.storage.placement import ObjectIndex
 
 Bytes = NDArray[np.uint8]
 Result = TypeVar("Result")
@@ -106,7 +106,7 @@ class Resources:
     # Whether this process will need the whole store. Then the chunks beside a block are worth mirroring with it.
     sweeping: bool
     own_buffers: threading.local  # of each thread, shared by all stores of the epoch
-    indexes: dict[str, dict[int, ShardIndex]] = field(default_factory=dict)  # that were read, by array and shard
+    indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)  # that were read, by array and shard
 
     def __post_init__(self) -> None:
         self._retries = 0  # of the source, as last counted

@@ -2,8 +2,8 @@
 
 Every array is treated as a flat sequence of elements. In CSR, `indices` and `data` are such sequences, and `indptr`
 gives the elements of each row. In a dense matrix of n genes, row r owns elements r*n to (r+1)*n. A chunk holds
-`chunk_elements` consecutive elements. A shard is one stored object with one or more chunks and, if sharded, an index of
-their byte ranges (Zarr v3 sharding codec, https://zarr-specs.readthedocs.io).
+`chunk_elements` consecutive elements. A shard is one stored object with one or more chunks (placement.py says where in
+it).
 
 All functions are vectorised; their cost is proportional to the rows or chunks given, not to the array.
 """
@@ -14,14 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.common.records import Rows, Span
-
-ABSENT = np.iinfo(np.uint64).max  # offset and size of a chunk that is not stored
+from zloader.storage.placement import ABSENT, Index, ObjectIndex, Placement, ZarrPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +33,11 @@ class ArrayLayout:
     dtype: np.dtype[Any]
     n_elements: int
     chunk_elements: int
-    chunks_per_shard: int
     codecs: tuple[Mapping[str, Any], ...]
-    sharded: bool
-    index_checksum: bool
-    index_at_end: bool
-    key_prefix: str  # in a shard's key after the path: "c" and the separator; empty in Zarr v2
-    separator: str
-    n_dims: int
-    fill_value: Any
+    placement: Placement
+    fill_value: Any = 0
     # Whether a missing object or chunk stands for fill values. Never the case in stores written by zloader.
-    absent_is_fill: bool
+    absent_is_fill: bool = False
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
     below: int | None = None
 
@@ -60,17 +52,20 @@ class ArrayLayout:
             dtype=np.dtype(dtype),
             n_elements=n_elements,
             chunk_elements=chunk_elements,
-            chunks_per_shard=chunks_per_shard,
             codecs=({"name": "bytes"},),
-            sharded=sharded,
-            index_checksum=sharded,
-            index_at_end=sharded,
-            key_prefix="c/",
-            separator="/",
-            n_dims=1,
-            fill_value=0,
-            absent_is_fill=False,
+            placement=ZarrPlacement(
+                path=path,
+                chunks_per_object=chunks_per_shard,
+                sharded=sharded,
+                index_checksum=sharded,
+                index_at_end=sharded,
+            ),
         )
+
+    @property
+    def chunks_per_shard(self) -> int:
+        """Number of chunks in a whole shard."""
+        return self.placement.chunks_per_object
 
     @property
     def n_chunks(self) -> int:
@@ -81,11 +76,6 @@ class ArrayLayout:
     def n_shards(self) -> int:
         """Number of shards, which are stored objects."""
         return -(-self.n_chunks // self.chunks_per_shard)
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of the index of a shard."""
-        return (16 * self.chunks_per_shard + 4 * self.index_checksum) if self.sharded else 0
 
     def chunk_bytes(self, object_sizes: Mapping[str, int]) -> float:
         """Average stored bytes per chunk, estimated from the first 16 objects; 0 if there are no objects."""
@@ -100,7 +90,7 @@ class ArrayLayout:
 
     def shard_key(self, shard: int) -> str:
         """The key of a stored object, relative to the store."""
-        return f"{self.path}/{self.key_prefix}" + self.separator.join([str(shard), *["0"] * (self.n_dims - 1)])
+        return self.placement.key(shard)
 
     def chunk_bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         """The first element of each chunk, and the element after its last."""
@@ -113,8 +103,8 @@ class ArrayLayout:
             bad = elements.min() if elements.min() < 0 else elements.max()
             raise CorruptChunkError(f"it holds gene {bad}, but there are {self.below} genes")
 
-    def find_index(self, shard: int, object_size: int | None, url: str) -> Span | NDArray[np.uint64]:
-        """The span of a shard's index, or the index itself if none is stored.
+    def find_index(self, shard: int, object_size: int | None, url: str) -> Span | Index:
+        """The span of a shard's index, or the index itself if it need not be read.
 
         `object_size` is None for a missing object, which stands for fill values or raises MissingObjectError. An object
         that is empty or smaller than its index raises TruncatedObjectError.
@@ -125,28 +115,8 @@ class ArrayLayout:
                     f"{url}: {self.shard_key(shard)} is not there: the store is incomplete. Convert it again"
                 )
             return np.full((self.chunks_per_shard, 2), ABSENT, np.uint64)
-        require_bytes(url, self.shard_key(shard), object_size, self.index_bytes)
-        return self.index_span(shard, object_size) if self.sharded else np.array([[0, object_size]], np.uint64)
-
-    def index_span(self, shard: int, object_size: int) -> Span:
-        """The span of a shard's index in its object of `object_size` bytes."""
-        start = object_size - self.index_bytes if self.index_at_end else 0
-        return Span(key=self.shard_key(shard), start=start, stop=start + self.index_bytes)
-
-    def parse_index(self, stored: bytes, *, shard: int, object_size: int) -> NDArray[np.uint64]:
-        """The offset and size of each chunk of a shard in bytes (chunks x 2, uint64); ABSENT for a missing chunk."""
-        where = f"the shard index of {self.shard_key(shard)}"
-        if len(stored) != self.index_bytes:
-            raise CorruptChunkError(f"{where} has {len(stored)} bytes instead of {self.index_bytes}")
-        body = stored[:-4] if self.index_checksum else stored
-        if self.index_checksum and google_crc32c.value(body) != int.from_bytes(stored[-4:], "little"):
-            raise CorruptChunkError(f"{where} does not match its checksum")
-        table = np.frombuffer(body, "<u8").reshape(-1, 2)
-        stored_chunks = table[table[:, 0] != ABSENT]
-        ends = stored_chunks.sum(axis=1)
-        if len(ends) and (ends.max() > object_size or (stored_chunks > object_size).any()):
-            raise CorruptChunkError(f"{where} points to byte {int(ends.max())}, but the object has {object_size} bytes")
-        return table
+        require_bytes(url, self.shard_key(shard), object_size, self.placement.index_bytes)
+        return self.placement.index(shard, object_size)
 
 
 class RowOffsets(Protocol):
@@ -249,34 +219,6 @@ def needed_bounds(chunks: Rows, starts: Rows, stops: Rows, chunk_elements: int) 
     return firsts, ends
 
 
-class ShardIndex:
-    """The byte ranges of a shard's chunks in memory, made from the result of `parse_index`.
-
-    A process keeps the indexes of all shards that it reads. Chunks that are stored end to end, as zloader and zarr
-    write them, take 4 bytes each: 50 MB for 100 million rows in chunks of 16. Others take 16.
-    """
-
-    def __init__(self, table: NDArray[np.uint64]) -> None:
-        n_stored = int(np.count_nonzero(table[:, 0] != ABSENT))
-        offsets, sizes = table[:n_stored].T
-        bounds = np.append(offsets[:1], offsets + sizes)
-        end_to_end = (bounds[:-1] == offsets).all() and (table[n_stored:, 0] == ABSENT).all()
-        self._table = None if end_to_end and n_stored and bounds[-1] < 1 << 32 else table
-        self._bounds = bounds.astype(np.uint32) if self._table is None else None
-
-    def ranges(self, chunks: Rows) -> tuple[NDArray[np.bool_], Rows, Rows]:
-        """Which of the shard's chunks are stored, and the offsets and sizes in bytes of those that are."""
-        if self._bounds is None:
-            assert self._table is not None
-            table = self._table[chunks]
-            stored = table[:, 0] != ABSENT
-            offsets, sizes = table[stored].astype(np.int64).T
-            return stored, offsets, sizes
-        stored = chunks < len(self._bounds) - 1
-        offsets, ends = (self._bounds[chunks[stored] + more].astype(np.int64) for more in (0, 1))
-        return stored, offsets, ends - offsets
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpan:
     """A span and its chunks: chunk `chunks[i]` is bytes `[offsets[i], offsets[i] + sizes[i])` of the span."""
@@ -304,7 +246,7 @@ def coalesce(starts: Rows, stops: Rows, *, gap_bytes: int, max_read_bytes: int) 
 def chunk_spans(
     layout: ArrayLayout,
     chunks: Rows,
-    indexes: Mapping[int, ShardIndex],
+    indexes: Mapping[int, ObjectIndex],
     *,
     gap_bytes: int,
     max_read_bytes: int,

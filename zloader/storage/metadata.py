@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import FormatError
 from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout
+from zloader.storage.placement import ZarrPlacement
 
 SHARDING = "sharding_indexed"
 
@@ -72,14 +73,17 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         dtype=_dtype(path, metadata["data_type"]),
         n_elements=math.prod(shape),
         chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # would be 0 without genes
-        chunks_per_shard=outer[0] // inner[0],
         codecs=tuple(sharding["codecs"]) if sharding else codecs,
-        sharded=sharding is not None,
-        index_checksum="crc32c" in index_codecs,
-        index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
-        key_prefix=f"c{separator}" if is_default else "",
-        separator=separator,
-        n_dims=len(shape),
+        placement=ZarrPlacement(
+            path=path,
+            chunks_per_object=outer[0] // inner[0],
+            sharded=sharding is not None,
+            index_checksum="crc32c" in index_codecs,
+            index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
+            prefix=f"c{separator}" if is_default else "",
+            separator=separator,
+            n_dims=len(shape),
+        ),
         fill_value=metadata.get("fill_value", 0),
         absent_is_fill=absent_is_fill,
     )
@@ -111,14 +115,10 @@ def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) 
         dtype=dtype,
         n_elements=math.prod(shape),
         chunk_elements=max(1, math.prod(chunks)),
-        chunks_per_shard=1,
         codecs=tuple(codecs),
-        sharded=False,
-        index_checksum=False,
-        index_at_end=False,
-        key_prefix="",
-        separator=metadata.get("dimension_separator", "."),
-        n_dims=len(shape),
+        placement=ZarrPlacement(
+            path=path, prefix="", separator=metadata.get("dimension_separator", "."), n_dims=len(shape)
+        ),
         fill_value=0 if fill_value is None else fill_value,
         absent_is_fill=absent_is_fill,
     )

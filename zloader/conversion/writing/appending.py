@@ -27,6 +27,7 @@ from zloader.conversion.writing.shards import stored_layout
 from zloader.dataset.dataset import Dataset
 from zloader.storage.coders import chain_of
 from zloader.storage.layout import ArrayLayout
+from zloader.storage.placement import ZarrPlacement
 
 TOGETHER = "convert all sources together"
 
@@ -195,7 +196,9 @@ class AppendPlan:
 
 def _is_checked_shards(layout: ArrayLayout) -> bool:
     chain = chain_of(layout.codecs, layout.path)
-    return layout.sharded and layout.index_checksum and layout.index_at_end and chain.checked
+    placement = layout.placement
+    assert isinstance(placement, ZarrPlacement)
+    return placement.sharded and placement.index_checksum and placement.index_at_end and chain.checked
 
 
 def _positions(names: pd.Index, genes: pd.Index, at: str) -> Rows | None:

@@ -25,7 +25,8 @@ from zloader.common.checks import parse_size, require_count, require_flag, requi
 from zloader.common.errors import OptionError
 from zloader.common.options import MiB
 from zloader.storage.coders import INSTALL_PCODEC, PCODEC, PREFIX, chain_of, has_pcodec
-from zloader.storage.layout import ABSENT, ArrayLayout
+from zloader.storage.layout import ArrayLayout
+from zloader.storage.placement import ABSENT
 
 CODECS = ("lz4", "zstd", PCODEC, "none")
 # Counts the forms in which chunks have been encoded. A conversion cannot be resumed in another form.

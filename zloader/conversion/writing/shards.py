@@ -28,8 +28,9 @@ from zloader.conversion.writing.encode import ChunkEncoder, shard_index
 from zloader.conversion.writing.object_writer import ObjectWriter, translated
 from zloader.conversion.writing.pending_writes import run_to_completion
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ABSENT, ArrayLayout
+from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import layout_of
+from zloader.storage.placement import ABSENT
 
 _MAX_ENCODING = 16
 _JOB_ELEMENTS = 1 << 19  # encoded per job: a few chunks, so that the overhead per job is negligible
@@ -252,7 +253,7 @@ def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int |
         if isinstance(found, np.ndarray):
             return found
         assert size is not None
-        table = layout.parse_index(_read(location, key, found.start, found.stop), shard=shard, object_size=size)
+        table = layout.placement.parse(_read(location, key, found.start, found.stop), shard, size)
     except CorruptChunkError as error:
         raise CorruptChunkError(f"{location.url}: {error}") from error
     here = table[: layout.n_chunks - shard * layout.chunks_per_shard]
