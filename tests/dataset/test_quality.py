@@ -18,7 +18,7 @@ import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet, Within
 from zloader.order.plan import Plan
-from zloader.order.sampling import BlockShuffling, bound, stratified
+from zloader.order.sampling import BlockShuffling, stratified
 from zloader.selecting.columns import ObsColumn
 
 pytestmark = pytest.mark.any_version
@@ -178,7 +178,7 @@ def test_indices_count_however_the_labels_are_named(rows):
     seen = []
     for named in ("c", own):
         table = SimpleNamespace(obs_column={"c": column}.__getitem__)
-        sampling = bound(zl.ClassBalancedSampling(named, indices=np.arange(5000)), table)
+        sampling = zl.ClassBalancedSampling(named, indices=np.arange(5000)).bound(table)
         seen.append(measured(sampling if chosen is None else Within(sampling, chosen), 64, labels=labels))
     assert seen[0] == seen[1]
     assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)

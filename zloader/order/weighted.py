@@ -17,13 +17,13 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.draws import Codes, Draws, require_within
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, Table, checked_once
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE, Sampling, Table, checked_once
 from zloader.selecting.columns import ObsColumn, as_numbers
 from zloader.selecting.groups import count_codes
 
 
 @dataclass(frozen=True, eq=False)
-class _Weighted(SharesArrays):
+class _Weighted(SharesArrays, Sampling):
     """Base class: the common options, and the draws once the weights are known."""
 
     _: KW_ONLY
@@ -31,18 +31,11 @@ class _Weighted(SharesArrays):
     total_size: int | None = None
     replace: bool = True
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
+    repeats: bool = field(init=False, repr=False)
     _chosen: Rows | None = field(default=None, init=False, repr=False)  # `indices` in ascending order
     _draws: Draws | None = field(default=None, init=False, repr=False)
 
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Always True: the rows of each fetch are permuted in memory."""
-        return True
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a row may occur more than once per epoch."""
-        return self.replace
+    shuffles_fetch = True
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch: `total_size`, or the number of rows with a weight above 0."""
@@ -191,4 +184,5 @@ def _require_options(sampling: _Weighted) -> None:
         require_count(total_size=sampling.total_size)
     if not isinstance(sampling.replace, bool):
         raise OptionError(f"replace must be True or False, not {sampling.replace!r}")
+    object.__setattr__(sampling, "repeats", sampling.replace)
     object.__setattr__(sampling, "_chosen", checked_once(sampling.indices))
