@@ -213,7 +213,7 @@ class Within(WrappedSampling):
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows of the whole dataset at positions `[start, stop)` of the epoch."""
         options = {"dataset_rows": len(self.chosen), "seed": seed, "epoch": epoch}
-        return self._renumbered(start, stop, self.chosen.numbers, **options)
+        return self._renumbered(self.chosen.numbers, start, stop, **options)
 
 
 def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> RowSet:

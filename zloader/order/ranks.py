@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch.distributed
 
 from zloader.common.checks import require_count, require_one_of, require_whole
@@ -60,18 +59,14 @@ class RankShare(WrappedSampling):
     """A sampling of the rows `[begin, end)`. Each epoch takes `size` rows, the same number on every machine.
 
     If the part has one row more than `size`, each epoch leaves one row out, and the next epoch the row after it. Two
-    successive epochs therefore cover all rows, with any sampling.
+    successive epochs therefore cover all rows, with any sampling. `indices` remains None, so `zl.quality` compares the
+    minibatches with random rows of the whole dataset, which shows what it costs to mix within the part only.
     """
 
     begin: int
     end: int
     size: int
     number: int
-
-    @property
-    def indices(self) -> Rows:  # type: ignore[override]
-        """The rows of this machine."""
-        return np.arange(self.begin, self.end)
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch on this machine."""
@@ -81,14 +76,8 @@ class RankShare(WrappedSampling):
         """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         machine_seed, n_rows = key_of(seed, self.number), self.end - self.begin
         left_out = (machine_seed + epoch) % n_rows if n_rows > self.size else n_rows
-        return self._renumbered(
-            start,
-            stop,
-            lambda rows: self.begin + rows + (rows >= left_out),
-            dataset_rows=self.size,
-            seed=machine_seed,
-            epoch=epoch,
-        )
+        options = {"dataset_rows": self.size, "seed": machine_seed, "epoch": epoch}
+        return self._renumbered(lambda rows: self.begin + rows + (rows >= left_out), start, stop, **options)
 
 
 def placement_of(

@@ -81,12 +81,12 @@ class Sampling(ABC):
     [[1, 3], [5, 7, 9, 11]]
 
     All else has a default. `bound`, `sized` and `batched` may be called again on their own result and must then return
-    it unchanged. These attributes may be set in the class or in `__init__`, or be properties:
+    it, or an equal one. These attributes may be set in the class or in `__init__`, or be properties:
 
     - `shuffles_fetch`: whether the rows of each fetch are permuted in memory. Default: False.
     - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError. Default: 1.
     - `repeats`: whether a row may occur more than once per epoch. Default: False.
-    - `indices`: the rows that may occur, or None for all rows of the dataset. Default: None.
+    - `indices`: the rows that it is restricted to, or None. Default: None.
 
     A loader refuses the saved state of another loader if the samplings differ in class or in a public attribute.
     """
@@ -137,12 +137,10 @@ class WrappedSampling(Sampling):
     def _around(self, sampling: Sampling) -> Sampling:
         return self if sampling is self.sampling else replace(self, sampling=sampling)
 
-    def _renumbered(
-        self, start: int, stop: int, rows_of: Callable[[Rows], Rows], *, dataset_rows: int, seed: int, epoch: int
-    ) -> Rows:
+    def _renumbered(self, rows_of: Callable[[Rows], Rows], start: int, stop: int, **of: int) -> Rows:
         """The rows that `rows_of` gives for rows of `sampling`. Gaps remain. Raises OptionError for invalid rows."""
-        rows = self.sampling.rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
-        require_rows(rows, self.sampling, start, stop, dataset_rows)
+        rows = self.sampling.rows(start, stop, **of)
+        require_rows(rows, self.sampling, start, stop, of["dataset_rows"])
         if not self.has_gaps:
             return rows_of(rows)
         return np.where(rows < 0, -1, rows_of(np.maximum(rows, 0)))
@@ -155,7 +153,7 @@ for _name in Sampling.__annotations__:
 def require_sampling(sampling: Any) -> None:
     """Raises OptionError unless `sampling` is a Sampling. A class is refused too."""
     if not isinstance(sampling, Sampling):
-        why = "which is a class" if isinstance(sampling, type) else "whose class is no subclass of zl.Sampling"
+        why = "which is a class" if isinstance(sampling, type) else "whose class has to be a subclass of zl.Sampling"
         raise OptionError(f"sampling must be a sampling such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
 
 
@@ -251,15 +249,16 @@ class Streaming(Subset):
 
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
     shuffle: bool = False
-    shuffles_fetch: bool = field(init=False, repr=False)
-    repeats: bool = field(init=False, repr=False)  # whether `indices` lists a row more than once
+    _repeats: bool = field(init=False, repr=False)  # whether `indices` lists a row more than once
+
+    shuffles_fetch = property(attrgetter("shuffle"))
+    repeats = property(attrgetter("_repeats"))
 
     def __post_init__(self) -> None:
         rows = _checked(self.indices)
         self._choose(rows)
         ordered = np.empty(0, np.int64) if rows is None else np.sort(rows)
-        object.__setattr__(self, "shuffles_fetch", self.shuffle)
-        object.__setattr__(self, "repeats", bool((ordered[1:] == ordered[:-1]).any()))
+        object.__setattr__(self, "_repeats", bool((ordered[1:] == ordered[:-1]).any()))
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the order of the epoch."""

@@ -185,10 +185,10 @@ class BoundCellSets(SharesArrays, Sampling):
     def batched(self, batch_size: int) -> BoundCellSets:
         """The sampling of minibatches of `batch_size` rows. Raises OptionError for sizes that do not fit together."""
         n_sets = whole_sets(batch_size, self.set_size)
-        if not self.options.distinct or n_sets == self._sets_per_minibatch:
-            return self
-        batched = copy.copy(self)
+        batched = copy.copy(self)  # even if nothing changes, so that each plan keeps the order of its own epoch
         batched._ordered = None
+        if not self.options.distinct:
+            return batched
         batched._sets_per_minibatch = n_sets
         if self._weights is not None:
             self._require_distinct(n_sets)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,11 @@ class _Weighted(SharesArrays, Sampling):
     total_size: int | None = None
     replace: bool = True
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
-    repeats: bool = field(init=False, repr=False)
     _chosen: Rows | None = field(default=None, init=False, repr=False)  # `indices` in ascending order
     _draws: Draws | None = field(default=None, init=False, repr=False)
 
     shuffles_fetch = True
+    repeats = property(attrgetter("replace"))
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch: `total_size`, or the number of rows with a weight above 0."""
@@ -184,5 +185,4 @@ def _require_options(sampling: _Weighted) -> None:
         require_count(total_size=sampling.total_size)
     if not isinstance(sampling.replace, bool):
         raise OptionError(f"replace must be True or False, not {sampling.replace!r}")
-    object.__setattr__(sampling, "repeats", sampling.replace)
     object.__setattr__(sampling, "_chosen", checked_once(sampling.indices))
