@@ -30,7 +30,7 @@ from rivals import table
 import zloader as zl
 from zloader.dataset.views import RowSet
 from zloader.order.plan import Plan
-from zloader.order.sampling import Sampling, bound, stratified
+from zloader.order.sampling import Sampling, stratified
 from zloader.selecting.columns import ObsColumn
 
 Figures = dict[str, Any]
@@ -63,8 +63,8 @@ MAKERS: dict[str, Callable[[Rows, Any], Sampling]] = {
     "BlockShuffling(1), 64 strata": lambda table, weights: stratified(1),
     "MixtureOfScanners(16, 64)": lambda table, weights: zl.MixtureOfScanners(16),
     "MixtureOfScanners(1024, 1)": lambda table, weights: zl.MixtureOfScanners(1024, block_size=1),
-    "ClassBalancedSampling, 64": lambda table, weights: bound(zl.ClassBalancedSampling("class"), table),
-    "Mixture of 3, 64": lambda table, weights: bound(zl.Mixture(GROUPS), table),
+    "ClassBalancedSampling, 64": lambda table, weights: zl.ClassBalancedSampling("class").bound(table),
+    "Mixture of 3, 64": lambda table, weights: zl.Mixture(GROUPS).bound(table),
     "BlockWeightedSampling, 64": lambda table, weights: zl.BlockWeightedSampling(weights),
     "BlockWeightedSampling, 1": lambda table, weights: zl.BlockWeightedSampling(weights, block_size=1),
 }

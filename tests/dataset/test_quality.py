@@ -18,7 +18,8 @@ import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet, Within
 from zloader.order.plan import Plan
-from zloader.order.sampling import BlockShuffling, bound, stratified
+from zloader.order.ranks import RankPlacement
+from zloader.order.sampling import BlockShuffling, stratified
 from zloader.selecting.columns import ObsColumn
 
 pytestmark = pytest.mark.any_version
@@ -74,6 +75,14 @@ def test_where_the_defaults_stand():
     assert seen.l1_across == pytest.approx(1, abs=0.01)
     assert seen.same_block_share == pytest.approx(63 / 16383, rel=0.05)
     assert seen.longest_run <= 5
+
+
+def test_the_part_of_a_machine_is_compared_with_random_rows_of_the_whole_dataset():
+    """Each machine has rows of a single label."""
+    part = RankPlacement(rank=0, world_size=1, machine=1, machines=2).keep_to_part(zl.BlockShuffling(4), 1000)
+    seen = measured(part, 4, labels=np.arange(1000) // 500, batch_size=10)
+    assert seen.entropy_bits == pytest.approx(0)
+    assert seen.random_entropy_bits > 0.9
 
 
 def test_blocks_in_random_order_alone_have_less_entropy():
@@ -178,7 +187,7 @@ def test_indices_count_however_the_labels_are_named(rows):
     seen = []
     for named in ("c", own):
         table = SimpleNamespace(obs_column={"c": column}.__getitem__)
-        sampling = bound(zl.ClassBalancedSampling(named, indices=np.arange(5000)), table)
+        sampling = zl.ClassBalancedSampling(named, indices=np.arange(5000)).bound(table)
         seen.append(measured(sampling if chosen is None else Within(sampling, chosen), 64, labels=labels))
     assert seen[0] == seen[1]
     assert seen[0].random_entropy_bits == pytest.approx(1.9, abs=0.05)

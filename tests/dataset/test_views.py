@@ -655,10 +655,8 @@ def test_the_quality_of_a_plan_over_a_view_is_measured_against_its_rows(dataset)
     np.testing.assert_array_equal(some.sampling.indices, view.row_numbers[[1, 2, 9]])
 
 
-class Astray:
+class Astray(zl.Sampling):
     """A custom sampling that returns wrong row numbers, shifted by `by`."""
-
-    shuffles_fetch = False
 
     def __init__(self, by) -> None:
         self.by = by

@@ -13,7 +13,7 @@ import pytest
 
 from zloader.dataset.views import RowSet
 from zloader.order.mixture import Mixture
-from zloader.order.sampling import BlockShuffling, Streaming, bound
+from zloader.order.sampling import BlockShuffling, Streaming
 from zloader.order.scanners import MixtureOfScanners
 from zloader.order.sets import CellSets
 from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
@@ -47,9 +47,9 @@ SAMPLINGS = {
     "weights of indices": BlockWeightedSampling(WEIGHTS, block_size=10, indices=ODD),
     "once by weight": BlockWeightedSampling(WEIGHTS, block_size=6, total_size=300, replace=False),
     "classes": ClassBalancedSampling(LABELS, block_size=8),
-    "mixture": bound(Mixture({"a": (0, 0.7), "b": (1, 0.2), "c": (2, 0.1)}, block_size=12), THIRDS),
-    "sets": bound(CellSets("label", 7), TABLE),
-    "balanced sets": bound(CellSets("label", 7, weights="balanced"), TABLE),
+    "mixture": Mixture({"a": (0, 0.7), "b": (1, 0.2), "c": (2, 0.1)}, block_size=12).bound(THIRDS),
+    "sets": CellSets("label", 7).bound(TABLE),
+    "balanced sets": CellSets("label", 7, weights="balanced").bound(TABLE),
     "classes once": ClassBalancedSampling(LABELS, block_size=8, total_size=200, replace=False),
 }
 # Per sampling, seed and epoch: the first 16 rows, and the crc32 of all rows as little-endian int64.

@@ -17,7 +17,6 @@ from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet
 from zloader.order.mixture import Mixture
 from zloader.order.plan import Plan
-from zloader.order.sampling import bound
 
 pytestmark = pytest.mark.any_version
 
@@ -55,7 +54,7 @@ def mixture(sizes, weights, **options):
     """A bound mixture of disjoint groups, and the group of each row."""
     groups = stretches(sizes)
     pairs = {name: (rows, weight) for (name, rows), weight in zip(groups.items(), weights, strict=True)}
-    return bound(Mixture(pairs, **options), Table(sum(sizes))), np.repeat(np.arange(len(sizes)), sizes)
+    return Mixture(pairs, **options).bound(Table(sum(sizes))), np.repeat(np.arange(len(sizes)), sizes)
 
 
 def order_of(sampling, n_obs, *, seed=0, epochs=range(1), cuts=()) -> np.ndarray:
@@ -170,24 +169,24 @@ def test_each_pass_seed_and_group_has_an_order_of_its_own():
 
 def test_a_row_of_two_groups_comes_for_each():
     groups = {"all": (np.arange(100), 0.5), "few": ([3, 4], 0.5)}
-    counts = Counter(order_of(bound(Mixture(groups, block_size=2, epoch_rows=200), Table(100)), 100).tolist())
+    counts = Counter(order_of(Mixture(groups, block_size=2, epoch_rows=200).bound(Table(100)), 100).tolist())
     assert counts[3] == counts[4] == 51
     assert all(counts[row] == 1 for row in range(100) if row not in (3, 4))
 
 
 def test_a_group_of_weight_0_never_comes_and_may_be_empty():
     groups = {"a": ([1, 2, 3], 1), "none": ([], 0), "b": (np.arange(50, 90), 0.0)}
-    sampling = bound(Mixture(groups), Table(100))
+    sampling = Mixture(groups).bound(Table(100))
     assert sampling.n_rows(100) == 3
     assert {*order_of(sampling, 100, epochs=range(9)).tolist()} == {1, 2, 3}
     assert sampling.indices.tolist() == [1, 2, 3]
-    assert bound(Mixture({"a": (range(60), 1), "b": (range(40, 100), 2)}), Table(100)).indices is None
+    assert Mixture({"a": (range(60), 1), "b": (range(40, 100), 2)}).bound(Table(100)).indices is None
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 10**6, 10**15])
 def test_more_rows_than_an_int32_counts_take_little_memory(epoch):
     groups = {"a": (Stretch(range(5 * 10**9)), 0.7), "b": (Stretch(range(5 * 10**9, 6 * 10**9)), 0.3)}
-    sampling = bound(Mixture(groups), Table(6 * 10**9))
+    sampling = Mixture(groups).bound(Table(6 * 10**9))
     plan = Plan(dataset_rows=6 * 10**9, sampling=sampling, batch_size=64, fetch_factor=256, epoch=epoch)
     plan.fetch(0)  # compiles
     tracemalloc.start()
@@ -229,9 +228,9 @@ BAD = {
     "all 0": (lambda: Mixture({"a": ([1], 0), "b": ([2], 0)}), "every group has the weight 0"),
     "epoch_rows": (lambda: Mixture({"a": ([1], 1)}, epoch_rows=0), "epoch_rows must be a whole number"),
     "block_size": (lambda: Mixture({"a": ([1], 1)}, block_size=2.5), "block_size must be a whole number"),
-    "empty": (lambda: bound(Mixture({"a": ([], 1), "b": ([2], 1)}), TABLE), "the group 'a' has no row"),
+    "empty": (lambda: Mixture({"a": ([], 1), "b": ([2], 1)}).bound(TABLE), "the group 'a' has no row"),
     "unbound": (lambda: Mixture({"a": ([1], 1)}).n_rows(10), "call bound"),
-    "another dataset": (lambda: bound(Mixture({"a": ([1], 1)}), TABLE).n_rows(11), "of 10 rows, .* has 11"),
+    "another dataset": (lambda: Mixture({"a": ([1], 1)}).bound(TABLE).n_rows(11), "of 10 rows, .* has 11"),
 }
 
 
@@ -243,6 +242,6 @@ def test_options_that_make_no_sense_are_refused(make, message):
 
 def test_a_mixture_may_be_bound_to_several_datasets():
     sampling = Mixture({"a": ([1, 2], 1)})
-    small, large = bound(sampling, Table(10)), bound(sampling, Table(20))
+    small, large = sampling.bound(Table(10)), sampling.bound(Table(20))
     assert small.n_rows(10) == large.n_rows(20) == 2
-    assert bound(small, SimpleNamespace(n_obs=20, rows_of=Table(20).rows_of)).n_rows(20) == 2
+    assert small.bound(SimpleNamespace(n_obs=20, rows_of=Table(20).rows_of)).n_rows(20) == 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
-from zloader.order.sampling import BlockShuffling, Streaming, stratified
+from zloader.order.sampling import BlockShuffling, Sampling, Streaming, stratified
 from zloader.order.scanners import MixtureOfScanners
 
 pytestmark = pytest.mark.any_version
@@ -152,7 +152,7 @@ def test_streaming_reads_in_order_and_deals_fetches_in_turn(plan):
 @example(plan=Plan(dataset_rows=41, sampling=BlockShuffling(1), batch_size=4, fetch_factor=1, world_size=5))
 def test_fetches_are_equally_long_to_a_minibatch_or_a_block(plan):
     """So the last fetch is not left with a few blocks."""
-    block_size = getattr(plan.sampling, "block_size", 1)
+    block_size = plan.sampling.block_size
     step = math.lcm(block_size, plan.batch_size) // plan.batch_size if plan.fetch_rows % block_size == 0 else 1
     left = plan.n_rows % (plan.world_size * plan.batch_size)
     # Fewer rows than ranks come in addition, because they are no minibatch for every rank.
@@ -351,10 +351,8 @@ def test_a_block_as_large_as_a_fetch_is_allowed():
     np.testing.assert_array_equal(np.sort(_all_rows(plan)), np.arange(100))
 
 
-class Given:
+class Given(Sampling):
     """A user-defined sampling that returns the given rows."""
-
-    shuffles_fetch = False
 
     def __init__(self, rows) -> None:
         self.given = rows
@@ -381,6 +379,14 @@ def test_rows_that_are_none_are_refused(rows, message):
     plan = Plan(dataset_rows=4, sampling=Given(rows), batch_size=2, fetch_factor=2)
     with pytest.raises(OptionError, match=message):
         plan.fetch(0)
+
+
+@pytest.mark.parametrize("block_size", [0, 2.5, "8", None])
+def test_a_block_size_that_is_no_count_is_refused(block_size):
+    sampling = Given(np.arange(4))
+    sampling.block_size = block_size
+    with pytest.raises(OptionError, match=f"block_size must be .* not {block_size!r}"):
+        Plan(dataset_rows=4, sampling=sampling, batch_size=2, fetch_factor=2)
 
 
 def test_rows_that_came_as_padding_are_seen():

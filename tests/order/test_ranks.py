@@ -238,10 +238,8 @@ def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
         assert (here.rank, here.world_size, here.machine, here.machines) == (0, 1, 0, 1)
 
 
-class Backwards:
+class Backwards(zl.Sampling):
     """A user-defined sampling."""
-
-    shuffles_fetch = False
 
     def n_rows(self, dataset_rows):
         return dataset_rows

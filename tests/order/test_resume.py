@@ -341,7 +341,7 @@ def test_a_broken_state_is_refused(dataset, changed, says):
     assert len(rows_of(loader)) == N_ROWS
 
 
-class Doubled:
+class Doubled(zl.Sampling):
     """A user-defined sampling that wraps another."""
 
     shuffles_fetch = True

@@ -14,11 +14,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
+from zloader.dataset.views import RowSet, Within
 from zloader.order.permutation import key_of, mix, permute, shuffled
 from zloader.order.plan import Plan
-from zloader.order.sampling import BlockShuffling, Streaming, bound, sized, stratified
+from zloader.order.ranks import RankShare
+from zloader.order.sampling import BlockShuffling, Sampling, Streaming, WrappedSampling, stratified
 from zloader.order.scanners import MixtureOfScanners
 from zloader.order.strata import strata_of
+from zloader.order.unseen import Unseen
 
 pytestmark = pytest.mark.any_version
 
@@ -427,7 +430,7 @@ def test_scanners_of_indices_read_those_alone(indices, epoch):
 )
 def test_a_fetch_advances_as_many_scanners_as_are_active(active, fetch_rows, block_size):
     scanners = MixtureOfScanners(16, active)
-    known = sized(scanners, fetch_rows)
+    known = scanners.sized(fetch_rows)
     assert (known.active, known.block_size, known.n_scanners) == (None, block_size, 16)
     plan = Plan(dataset_rows=1_000_003, sampling=scanners, batch_size=fetch_rows, fetch_factor=1)
     np.testing.assert_array_equal(
@@ -441,7 +444,7 @@ def test_sized_scanners_follow_no_array_of_the_caller():
     indices = np.array([5, 2, 9, 7])
     scanners = MixtureOfScanners(4, active=2, indices=indices)
     indices[:] = [0, 1, 3, 4]
-    assert sorted(_order(sized(scanners, 4), 10)) == [2, 5, 7, 9]
+    assert sorted(_order(scanners.sized(4), 10)) == [2, 5, 7, 9]
 
 
 def test_scanners_that_depend_on_a_fetch_say_so():
@@ -485,8 +488,57 @@ def test_planning_a_fetch_of_100_million_rows_takes_little_memory(sampling):
 
 def test_a_sampling_that_names_no_column_is_bound_as_it_is():
     for sampling in ALL_KINDS.values():
-        assert bound(sampling, SimpleNamespace()) is sampling
-        assert sized(sampling, 100) is sampling
+        assert sampling.bound(SimpleNamespace()) is sampling
+        assert sampling.sized(100) is sampling
+
+
+class PairsWithGaps(Streaming):
+    """Differs from Sampling in every attribute: pairs of rows of which the second is missing at times."""
+
+    shuffles_fetch, block_size, repeats, indices, set_size, unit, has_gaps = True, 4, True, (0, 1, 4, 5), 2, 2, True
+
+    def __init__(self, sizes=()) -> None:
+        self.__dict__["sizes"] = sizes
+
+    def n_rows(self, dataset_rows):
+        return dataset_rows // 2
+
+    def rows(self, start, stop, **kwargs):
+        return np.array([0, -1, 4, 5] * 25)[start:stop]
+
+    def sized(self, fetch_rows):
+        return self if self.sizes else PairsWithGaps((fetch_rows,))
+
+    def batched(self, batch_size):
+        return self if len(self.sizes) > 1 else PairsWithGaps((*self.sizes, batch_size))
+
+
+WRAPPERS = {  # and how they number rows
+    Unseen: (lambda sampling: Unseen(sampling=sampling, first=np.empty(0, np.int64), begin=0), 0),
+    RankShare: (lambda sampling: RankShare(sampling=sampling, begin=50, end=100, size=50, number=1), 50),
+    Within: (lambda sampling: Within(sampling, RowSet.of(np.arange(100) >= 30)), 30),
+}
+
+
+@pytest.mark.parametrize("kind", WrappedSampling.__subclasses__())
+def test_a_wrapper_has_every_member_of_the_sampling_that_it_wraps(kind):
+    wrapped = PairsWithGaps()
+    wrapper, shift = WRAPPERS[kind][0](wrapped), WRAPPERS[kind][1]
+    attributes = {*Sampling.__annotations__}
+    for name in attributes:
+        assert getattr(wrapped, name) != getattr(Sampling, name)
+        if name != "indices" or kind is not Within:  # which gives its own
+            assert getattr(wrapper, name) == getattr(wrapped, name)
+    methods = {name for name in vars(Sampling) if not name.startswith("_")} - attributes - {"bound"}
+    assert all(getattr(kind, name) is not getattr(Sampling, name) for name in methods)
+    adapted = wrapper.sized(8).batched(4)
+    assert adapted.sampling.sizes == (8, 4)
+    assert adapted.sized(8).batched(4) is adapted
+    plan = Plan(dataset_rows=100, sampling=wrapper, batch_size=4, fetch_factor=2)
+    assert plan.n_rows == wrapped.n_rows({Unseen: 100, RankShare: 50, Within: 70}[kind])
+    rows = np.array([0, 4, 5]) + shift
+    np.testing.assert_array_equal(np.sort(np.unique(plan.fetch(0).rows)), rows)
+    assert plan.fetch(0).sets[:3].tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize(("indices", "repeats"), [(None, False), ([3, 1, 2], False), ([3, 1, 3], True)])

@@ -18,7 +18,6 @@ from zloader.order.dealing import dealt, shared_out
 from zloader.order.permutation import permute_each
 from zloader.order.plan import Plan
 from zloader.order.resume import resumed
-from zloader.order.sampling import bound
 from zloader.order.sets import CellSets
 from zloader.selecting.columns import as_numbers
 from zloader.selecting.groups import groups_of
@@ -48,7 +47,7 @@ def table_of(sizes, seed=0) -> Table:
 
 def plan_of(sampling, table, batch_size, **options) -> Plan:
     options = {"fetch_factor": 3} | options
-    return Plan(dataset_rows=table.n_obs, sampling=bound(sampling, table), batch_size=batch_size, **options)
+    return Plan(dataset_rows=table.n_obs, sampling=sampling.bound(table), batch_size=batch_size, **options)
 
 
 def minibatches(plan, **options) -> list[list[list[int]]]:
@@ -238,7 +237,7 @@ def test_a_missing_label_leaves_a_row_out_and_is_counted():
     line = pd.Categorical.from_codes([0, 0, -1, 1, 1, 1, 0, -1], ["A", "B"])
     number = np.array([1, 1, 1, 2, np.nan, 2, 1, np.nan])
     table = Table({"line": line, "number": number})
-    sampling = bound(CellSets(["line", "number"], 2, rest="keep", least=3), table)
+    sampling = CellSets(["line", "number"], 2, rest="keep", least=3).bound(table)
     assert sampling.indices.tolist() == [0, 1, 6]
     counts = sampling.counts
     assert (counts.groups, counts.rows, counts.sets) == (1, 3, 2)
@@ -278,7 +277,7 @@ def test_an_epoch_resumes_with_any_number_of_ranks(options):
 
 def test_the_order_is_that_of_the_seed_and_the_epoch_in_any_slices():
     table = table_of([300, 200, 50])
-    sampling = bound(CellSets("group", 8), table)
+    sampling = CellSets("group", 8).bound(table)
     options = {"dataset_rows": 550, "seed": 7}
     n_rows = sampling.n_rows(550)
     whole = sampling.rows(0, n_rows, epoch=2, **options)
@@ -294,7 +293,7 @@ def test_the_order_is_that_of_the_seed_and_the_epoch_in_any_slices():
 def test_epochs_that_are_planned_at_the_same_time_do_not_mix():
     """A thread that plans another epoch whenever this one has computed its order."""
     table = table_of([300, 200, 50])
-    sampling = bound(CellSets("group", 8), table)
+    sampling = CellSets("group", 8).bound(table)
     options = {"dataset_rows": 550, "seed": 7}
     wanted = sampling.rows(0, 80, epoch=2, **options)
 
@@ -302,7 +301,7 @@ def test_epochs_that_are_planned_at_the_same_time_do_not_mix():
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
             if name == "_ordered":
-                super().__setattr__(name, (1, *bound(CellSets("group", 8), table)._sets(1)))
+                super().__setattr__(name, (1, *CellSets("group", 8).bound(table)._sets(1)))
 
     sampling.__class__ = Meddled
     np.testing.assert_array_equal(sampling.rows(0, 80, epoch=2, **options), wanted)
@@ -326,18 +325,18 @@ BAD = {
     "two rules": (lambda: CellSets("group", 4, weights="balanced", per_group=2), "give one of them"),
     "epoch_sets": (lambda: CellSets("group", 4, epoch_sets=2), "epoch_sets goes with weights"),
     "too large": (
-        lambda: bound(CellSets("group", 50), TABLE),
+        lambda: CellSets("group", 50).bound(TABLE),
         r"none of the 3 groups by group has 50 rows. The largest are group=2 \(40 rows\), group=1 \(5 rows\)",
     ),
-    "least": (lambda: bound(CellSets("group", 5, least=41, rest="fill"), TABLE), "none of the 3 groups .* lower least"),
+    "least": (lambda: CellSets("group", 5, least=41, rest="fill").bound(TABLE), "none of the 3 groups .* lower least"),
     "unlabelled": (
-        lambda: bound(CellSets("group", 2), Table({"group": pd.Categorical.from_codes([-1, -1], ["a"])})),
+        lambda: CellSets("group", 2).bound(Table({"group": pd.Categorical.from_codes([-1, -1], ["a"])})),
         "none of the 2 rows has a label in group",
     ),
-    "an unknown label": (lambda: bound(CellSets("group", 4, weights={7: 1}), TABLE), "weights names 7, but no group"),
-    "a small group": (lambda: bound(CellSets("group", 4, weights={0: 1}), TABLE), "group=0, which has only 3 rows"),
-    "a weight": (lambda: bound(CellSets("group", 4, weights={2: -1}), TABLE), "weights has -1 for 2"),
-    "no weight": (lambda: bound(CellSets("group", 4, weights={2: 0}), TABLE), "every group has the weight 0"),
+    "an unknown label": (lambda: CellSets("group", 4, weights={7: 1}).bound(TABLE), "weights names 7, but no group"),
+    "a small group": (lambda: CellSets("group", 4, weights={0: 1}).bound(TABLE), "group=0, which has only 3 rows"),
+    "a weight": (lambda: CellSets("group", 4, weights={2: -1}).bound(TABLE), "weights has -1 for 2"),
+    "no weight": (lambda: CellSets("group", 4, weights={2: 0}).bound(TABLE), "every group has the weight 0"),
     "too heavy": (
         lambda: plan_of(CellSets("group", 4, weights={1: 1, 2: 3}), TABLE, 8),
         r"no group can be more than 1/2 of all sets, but of 2 groups group=2 has 75.0% of the weight",
@@ -349,8 +348,8 @@ BAD = {
     "batch_size": (lambda: plan_of(CellSets("group", 4), TABLE, 10), "not a multiple of set_size 4, .* take 8 or 12"),
     "a small batch_size": (lambda: plan_of(CellSets("group", 4), TABLE, 2), "take 4"),
     "unbound": (lambda: CellSets("group", 4).n_rows(48), "call bound"),
-    "another dataset": (lambda: bound(CellSets("group", 4), TABLE).n_rows(9), "of 48 rows, .* has 9"),
-    "fractions": (lambda: bound(CellSets("x", 2), Table({"x": np.array([0.5, 1])})), "obs column 'x' holds float64"),
+    "another dataset": (lambda: CellSets("group", 4).bound(TABLE).n_rows(9), "of 48 rows, .* has 9"),
+    "fractions": (lambda: CellSets("x", 2).bound(Table({"x": np.array([0.5, 1])})), "obs column 'x' holds float64"),
     "ranks": (lambda: plan_of(CellSets("group", 20), TABLE, 20, world_size=3), "2 units of 20 rows cannot be divided"),
 }
 

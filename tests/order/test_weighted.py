@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from zloader.common.errors import OptionError
 from zloader.order.permutation import key_of, mix
 from zloader.order.plan import Plan
-from zloader.order.sampling import bound
 from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
 from zloader.selecting.columns import ObsColumn
 
@@ -236,7 +235,7 @@ def test_classes_are_drawn_alike_and_rows_of_a_class_too():
     codes = np.repeat([0, 1, -1, 2, 3], [500, 40, 30, 8, 100])
     codes = codes[np.random.Generator(np.random.PCG64(3)).permutation(len(codes))]
     sampling = ClassBalancedSampling("type", block_size=8, total_size=80_000)
-    order = _order(bound(sampling, _typed(codes, list("abcd"))), len(codes))
+    order = _order(sampling.bound(_typed(codes, list("abcd"))), len(codes))
     first = order[::8]  # first row of each slot
     assert _is_as_expected(np.bincount(codes[first], minlength=4), np.ones(4))
     for code in range(4):
@@ -280,7 +279,7 @@ def test_weights_of_labels_are_those_of_their_rows():
     codes = [0, 1, 2, 1, -1, 0]
     by_label = BlockWeightedSampling({"a": 2.0, "c": 5}, column="type", block_size=2, total_size=40)
     by_row = BlockWeightedSampling([2.0, 0, 5, 0, 0, 2], block_size=2, total_size=40)
-    np.testing.assert_array_equal(_order(bound(by_label, _typed(codes, list("abc"))), 6), _order(by_row, 6))
+    np.testing.assert_array_equal(_order(by_label.bound(_typed(codes, list("abc"))), 6), _order(by_row, 6))
 
 
 # ---- with indices, ranks, epochs, processes
@@ -309,7 +308,7 @@ def test_indices_are_the_rows_that_take_part(weights, block_size, epoch, replace
     ids=["weighted", "balanced"],
 )
 def test_what_is_bound_to_a_column_still_names_its_indices(sampling, indices):
-    known = bound(sampling(indices=indices), _typed([0, 1, 2, 1, -1, 0], list("abc"))).indices
+    known = sampling(indices=indices).bound(_typed([0, 1, 2, 1, -1, 0], list("abc"))).indices
     assert (known if indices is None else known.tolist()) == (indices and sorted(indices))
 
 
@@ -394,30 +393,28 @@ BAD = {
         "row 5.*of the dataset",
     ),
     "a negative weight of a label": (
-        lambda: bound(BlockWeightedSampling({"a": -1}, column="type"), _typed([0], ["a"])),
+        lambda: BlockWeightedSampling({"a": -1}, column="type").bound(_typed([0], ["a"])),
         "-1 for 'a'",
     ),
     "words as weights of labels": (
-        lambda: bound(BlockWeightedSampling({"a": "1"}, column="type"), _typed([0], ["a"])),
+        lambda: BlockWeightedSampling({"a": "1"}, column="type").bound(_typed([0], ["a"])),
         "'1' for 'a'",
     ),
     "no column or labels": (lambda: ClassBalancedSampling(None), "labels must be .* not None"),
     "a table of labels": (lambda: ClassBalancedSampling([[1, 2]]), "labels must be"),
     "fractions as classes": (lambda: ClassBalancedSampling([0.5, 1.5]), "float64"),
     "fractions in a column": (
-        lambda: bound(
-            ClassBalancedSampling("age"), _table(age=ObsColumn(values=np.array([0.5, 1.5]), categories=None))
-        ),
+        lambda: ClassBalancedSampling("age").bound(_table(age=ObsColumn(values=np.array([0.5, 1.5]), categories=None))),
         "'age' holds float64",
     ),
     "no labels": (lambda: ClassBalancedSampling([None, None]), "no row"),
     "unknown label": (
-        lambda: bound(BlockWeightedSampling({"d": 1}, column="type"), _typed([0], ["a"])),
+        lambda: BlockWeightedSampling({"d": 1}, column="type").bound(_typed([0], ["a"])),
         "'d'.*'type'.*'a'",
     ),
     "weights of numbers": (
-        lambda: bound(
-            BlockWeightedSampling({1: 1}, column="n"), _table(n=ObsColumn(values=np.arange(3), categories=None))
+        lambda: BlockWeightedSampling({1: 1}, column="n").bound(
+            _table(n=ObsColumn(values=np.arange(3), categories=None))
         ),
         "'n' holds numbers",
     ),
@@ -434,6 +431,6 @@ def test_options_that_make_no_sense_are_refused(make, message):
 
 
 def test_a_block_larger_than_a_fetch_is_refused_also_once_bound():
-    sampling = bound(ClassBalancedSampling("type", block_size=64), _typed([0, 1] * 40, ["a", "b"]))
+    sampling = ClassBalancedSampling("type", block_size=64).bound(_typed([0, 1] * 40, ["a", "b"]))
     with pytest.raises(OptionError, match="block_size 64"):
         Plan(dataset_rows=80, sampling=sampling, batch_size=8, fetch_factor=2)

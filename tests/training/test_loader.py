@@ -388,7 +388,7 @@ def test_a_store_changed_between_pickling_and_opening_is_refused(tmp_path):
         ({"options": {"memory": "1GiB"}}, OptionError, "must be a zl.FetchOptions"),
         ({"dataset": "a.zarr"}, OptionError, "from zl.open_dataset, not 'a.zarr'"),
         ({"sampling": zl.BlockShuffling}, OptionError, r"zl.BlockShuffling\(64\), not .* which is a class"),
-        ({"sampling": 5}, OptionError, "not 5, which lacks n_rows and rows and shuffles_fetch"),
+        ({"sampling": 5}, OptionError, "not 5, whose class has to be a subclass of zl.Sampling"),
         ({"sampling": "block"}, OptionError, "sampling must be one of 'block_shuffling', .* not 'block'"),
         ({"rank": 2, "world_size": 2}, OptionError, "ranks are numbered from 0"),
         ({"rank": 1}, OptionError, "together"),

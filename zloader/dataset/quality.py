@@ -139,9 +139,9 @@ def _codes(labels: Any, plan: Plan) -> NDArray[Any]:
 
 def _chosen_rows(plan: Plan) -> RowSet | None:
     """The rows that the plan samples from, at one bit per row; None for all rows of the dataset."""
-    if isinstance(plan.sampling, Within) and getattr(plan.sampling.sampling, "indices", None) is None:
+    if isinstance(plan.sampling, Within) and plan.sampling.sampling.indices is None:
         return plan.sampling.chosen
-    indices = getattr(plan.sampling, "indices", None)
+    indices = plan.sampling.indices
     if indices is None:
         return None
     mask = np.zeros(plan.dataset_rows, bool)

@@ -23,7 +23,7 @@ from zloader.common.nearest import suggestion
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.dataset.store import OpenedStore
-from zloader.order.sampling import Sampling, as_array, checked_once, require_rows
+from zloader.order.sampling import WrappedSampling, as_array, checked_once
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask, matching, row_test
 
@@ -195,49 +195,16 @@ def _windows(n_rows: int) -> list[slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class Within:
+class Within(WrappedSampling):
     """A sampling of the rows of a view, numbered from 0, as a sampling of rows of the whole dataset."""
 
-    sampling: Sampling
     chosen: RowSet
 
     @property
-    def shuffles_fetch(self) -> bool:
-        """Whether the rows of a fetch are permuted in memory."""
-        return self.sampling.shuffles_fetch
-
-    @property
-    def block_size(self) -> int:
-        """Rows of the view per block; 1 if the sampling has no blocks."""
-        return getattr(self.sampling, "block_size", 1)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether an epoch may contain a row more than once."""
-        return getattr(self.sampling, "repeats", False)
-
-    @property
-    def set_size(self) -> int | None:
-        """Rows per set, if the sampling has sets."""
-        return getattr(self.sampling, "set_size", None)
-
-    @property
-    def unit(self) -> int:
-        """The rows that no minibatch divides."""
-        return getattr(self.sampling, "unit", 1)
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether row -1 stands for no row."""
-        return getattr(self.sampling, "has_gaps", False)
-
-    @property
-    def indices(self) -> Rows:
+    def indices(self) -> Rows:  # type: ignore[override]
         """The rows of the whole dataset that the sampling draws from."""
-        positions = getattr(self.sampling, "indices", None)
-        if positions is None:
-            return self.chosen.all_numbers()
-        return self.chosen.numbers(np.asarray(positions))
+        positions = self.sampling.indices
+        return self.chosen.all_numbers() if positions is None else self.chosen.numbers(np.asarray(positions))
 
     def n_rows(self, dataset_rows: int) -> int:
         """The number of rows in an epoch."""
@@ -245,12 +212,8 @@ class Within:
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows of the whole dataset at positions `[start, stop)` of the epoch."""
-        n_rows = len(self.chosen)
-        positions = self.sampling.rows(start, stop, dataset_rows=n_rows, seed=seed, epoch=epoch)
-        require_rows(positions, self.sampling, start, stop, n_rows)
-        if not self.has_gaps:
-            return self.chosen.numbers(positions)
-        return np.where(positions < 0, -1, self.chosen.numbers(np.maximum(positions, 0)))
+        options = {"dataset_rows": len(self.chosen), "seed": seed, "epoch": epoch}
+        return self._renumbered(self.chosen.numbers, start, stop, **options)
 
 
 def rows_matching(condition: Condition, column: Column, n_rows: int, names: Sequence[str] = ()) -> RowSet:

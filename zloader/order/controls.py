@@ -239,7 +239,7 @@ class BoundControls(SharesArrays):
 
 def _came(groups: Groups, dataset: ControlTable, sampling: Sampling) -> Rows:
     """The number of rows of each group that the sampling may yield."""
-    rows, chosen = dataset.in_whole(dataset), getattr(sampling, "indices", None)
+    rows, chosen = dataset.in_whole(dataset), sampling.indices
     if chosen is not None:
         positions = np.asarray(chosen, np.int64)
         wrong = positions[(positions < 0) | (positions >= len(rows))]

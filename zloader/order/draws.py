@@ -36,7 +36,7 @@ from zloader.common.machine import require_memory
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
-from zloader.order.sampling import BlockShuffling
+from zloader.order.sampling import BlockShuffling, Sampling
 
 _U64 = np.uint64
 _ROUNDING = 1 + 1e-9  # larger than the rounding error in sums of equal weights
@@ -137,7 +137,7 @@ def _search(ends: NDArray[np.float64], points: NDArray[np.float64]) -> Rows:
     return found
 
 
-class Draws(SharesArrays):
+class Draws(SharesArrays, Sampling):
     """A sampling of `total_size` rows per epoch, drawn by weight in blocks of `block_size`.
 
     The weight of row i is `table[i]`, or `table[codes[i]]` if there are codes; code -1 selects the last entry. With

@@ -28,7 +28,7 @@ from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.permutation import key_of
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, ChosenRows, Table, stratified
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE, ChosenRows, Sampling, Table, stratified
 
 _UNIT_BITS = 30
 _UNIT = 1 << _UNIT_BITS
@@ -82,7 +82,7 @@ def _dealt(tree: _Node, slots: Rows) -> Iterator[tuple[int, Rows, int]]:
         left.append((node.second, at[~first], (turns - before)[~first]))
 
 
-class Mixture:
+class Mixture(Sampling):
     """Mixes groups of rows, such as several atlases, in given shares, in blocks of `block_size` rows.
 
     Args:
@@ -158,7 +158,7 @@ class Mixture:
         return bound
 
     @property
-    def indices(self) -> Rows | None:
+    def indices(self) -> Rows | None:  # type: ignore[override]
         """The rows that are in a group with a weight, ascending; None for all rows of the dataset."""
         mask = np.zeros(self._dataset_rows, bool)
         for chosen in self._drawn().values():

@@ -35,7 +35,7 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.fetches import AddsControls, Fetch, Remaining
 from zloader.order.permutation import key_of, shuffled
-from zloader.order.sampling import Sampling, batched, require_rows, require_sampling, sized
+from zloader.order.sampling import Sampling, require_rows, require_sampling
 from zloader.order.unseen import Unseen
 
 
@@ -68,12 +68,13 @@ class Plan:
         for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
         require_sampling(self.sampling)
-        object.__setattr__(self, "sampling", batched(sized(self.sampling, self.fetch_rows), self.batch_size))
+        object.__setattr__(self, "sampling", self.sampling.sized(self.fetch_rows).batched(self.batch_size))
         if self.rank >= self.world_size:
             raise OptionError(
                 f"rank {self.rank} does not exist in a world of {self.world_size}: ranks are numbered from 0"
             )
-        block_size = getattr(self.sampling, "block_size", 1)
+        block_size = self.sampling.block_size
+        require_count(block_size=block_size)
         if block_size > self.fetch_rows:
             raise OptionError(
                 f"block_size {block_size} is larger than a fetch of batch_size {self.batch_size} x fetch_factor "
@@ -109,8 +110,7 @@ class Plan:
     @property
     def sweeps(self) -> bool:
         """Whether this rank reads every row of the dataset in an epoch."""
-        repeats = getattr(self.sampling, "repeats", False)
-        return self.world_size == 1 and self.n_rows == self.dataset_rows and not repeats
+        return self.world_size == 1 and self.n_rows == self.dataset_rows and not self.sampling.repeats
 
     @property
     def n_rows(self) -> int:
@@ -120,7 +120,7 @@ class Plan:
     @property
     def _unit(self) -> int:
         """The rows that no minibatch divides: a set, or all rows of a minibatch; otherwise one."""
-        return int(getattr(self.sampling, "unit", 1))
+        return int(self.sampling.unit)
 
     @property
     def _n_units(self) -> int:
@@ -161,7 +161,7 @@ class Plan:
     @property
     def _step(self) -> int:
         """Fetches begin at multiples of this many minibatches. These are whole blocks if those of a full fetch are."""
-        block_size = int(getattr(self.sampling, "block_size", 1))
+        block_size = int(self.sampling.block_size)
         step = block_size // math.gcd(block_size, self.batch_size)
         return 1 if self.fetch_factor % step else step
 
@@ -236,7 +236,7 @@ class Plan:
     def fetch(self, number: int) -> Fetch:
         """Fetch `number` of this rank, counted from 0."""
         rows = self._rows(*self._span(number))
-        set_size: int | None = getattr(self.sampling, "set_size", None)
+        set_size = self.sampling.set_size
         fetch = Fetch(
             number=number,
             rows=rows,
@@ -244,7 +244,7 @@ class Plan:
             cuts=self._cuts(number),
             sets=None if set_size is None else np.arange(len(rows)) // set_size,
         )
-        if getattr(self.sampling, "has_gaps", False):
+        if self.sampling.has_gaps:
             fetch = fetch.without(rows < 0)
         return fetch if self.controls is None else self.controls.added(fetch, seed=self.seed, epoch=self.epoch)
 

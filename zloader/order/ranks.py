@@ -13,7 +13,7 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.draws import Draws
 from zloader.order.permutation import key_of
-from zloader.order.sampling import BlockShuffling, Sampling, Streaming
+from zloader.order.sampling import BlockShuffling, Sampling, Streaming, WrappedSampling
 from zloader.order.scanners import MixtureOfScanners
 
 Locality = Literal["global", "machine"]
@@ -55,39 +55,29 @@ class RankPlacement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankShare:
+class RankShare(WrappedSampling):
     """A sampling of the rows `[begin, end)`. Each epoch takes `size` rows, the same number on every machine.
 
     If the part has one row more than `size`, each epoch leaves one row out, and the next epoch the row after it. Two
-    successive epochs therefore cover all rows, with any sampling.
+    successive epochs therefore cover all rows, with any sampling. `indices` remains None, so `zl.quality` compares the
+    minibatches with random rows of the whole dataset, which shows what it costs to mix within the part only.
     """
 
-    sampling: Sampling
     begin: int
     end: int
     size: int
     number: int
 
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Whether the underlying sampling permutes the rows of each fetch."""
-        return self.sampling.shuffles_fetch
-
-    @property
-    def block_size(self) -> int:
-        """Block size of the underlying sampling."""
-        return int(getattr(self.sampling, "block_size", 1))
-
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch on this machine."""
-        return self.size
+        return self.sampling.n_rows(self.size)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         machine_seed, n_rows = key_of(seed, self.number), self.end - self.begin
         left_out = (machine_seed + epoch) % n_rows if n_rows > self.size else n_rows
-        rows = self.sampling.rows(start, stop, dataset_rows=self.size, seed=machine_seed, epoch=epoch)
-        return self.begin + rows + (rows >= left_out)
+        options = {"dataset_rows": self.size, "seed": machine_seed, "epoch": epoch}
+        return self._renumbered(lambda rows: self.begin + rows + (rows >= left_out), start, stop, **options)
 
 
 def placement_of(

@@ -21,6 +21,7 @@ import numpy as np
 
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
+from zloader.order.sampling import Sampling
 
 VERSION = 2  # changes whenever the same position would stand for other rows
 MAX_STRETCHES = 16  # per epoch
@@ -170,7 +171,7 @@ def _text(value: Any) -> str:
         return repr(value)
     if isinstance(fingerprint := getattr(value, "fingerprint", None), str):  # a dataset or view
         return f"<rows {fingerprint}>"
-    if hasattr(value, "n_rows"):  # a sampling inside a sampling
+    if isinstance(value, Sampling):  # a sampling inside a sampling
         return described(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"

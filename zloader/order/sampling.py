@@ -7,8 +7,10 @@ to n, however many rows the dataset has. More samplings are in `scanners.py` and
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,14 +63,13 @@ class Table(Protocol):
         ...
 
 
-class Sampling(Protocol):
-    """The order of the rows in an epoch, as a pure function of positions. All samplings implement this protocol.
+class Sampling(ABC):
+    """Base class of samplings: the order of the rows in an epoch, as a pure function of positions.
 
-    To write your own, implement these three:
+    For an order of your own, subclass it and write these two methods:
 
     >>> import numpy as np, zloader.order.plan
-    >>> class EverySecondRow:
-    ...     shuffles_fetch = False
+    >>> class EverySecondRow(zl.Sampling):
     ...     def n_rows(self, dataset_rows):
     ...         return dataset_rows // 2
     ...     def rows(self, start, stop, *, dataset_rows, seed, epoch):
@@ -79,40 +80,80 @@ class Sampling(Protocol):
     >>> [plan.fetch(number).rows.tolist() for number in range(plan.n_fetches)]
     [[1, 3], [5, 7, 9, 11]]
 
-    Five members are optional:
+    All else has a default. `bound`, `sized` and `batched` may be called again on their own result and must then return
+    it, or an equal one. These attributes may be set in the class or in `__init__`, or be properties:
 
-    - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError.
-    - `repeats`: True if a row may occur more than once per epoch.
-    - `bound(dataset)`: returns the sampling to use once the dataset is known, such as with the values of
-      `dataset.obs_column(name)`.
-    - `sized(fetch_rows)`: returns the sampling to use once the number of rows per fetch is known.
-    - `batched(batch_size)`: returns the sampling to use once the number of rows per minibatch is known.
-
-    The last three may be called again on their own result and must then return it unchanged.
+    - `shuffles_fetch`: whether the rows of each fetch are permuted in memory. Default: False.
+    - `block_size`: rows per contiguous block. A loader with smaller fetches raises OptionError. Default: 1.
+    - `repeats`: whether a row may occur more than once per epoch. Default: False.
+    - `indices`: the rows that it is restricted to, or None. Default: None.
 
     A loader refuses the saved state of another loader if the samplings differ in class or in a public attribute.
     """
 
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Whether the rows of each fetch are permuted in memory."""
-        ...
+    shuffles_fetch: bool = False
+    block_size: int = 1
+    repeats: bool = False
+    indices: Sequence[int] | NDArray[np.integer] | None = None
+    set_size: int | None = None  # rows per set, if the sampling has sets
+    unit: int = 1  # the rows that no minibatch divides: a set, or all sets of a minibatch
+    has_gaps: bool = False  # whether row -1 stands for no row
 
+    @abstractmethod
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch."""
-        ...
 
+    @abstractmethod
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
-        ...
+
+    def bound(self, dataset: Table) -> Sampling:
+        """The sampling to use for a dataset or view, with its obs columns or rows looked up. Default: itself."""
+        return self
+
+    def sized(self, fetch_rows: int) -> Sampling:
+        """The sampling to use for fetches of `fetch_rows` rows. Default: itself."""
+        return self
+
+    def batched(self, batch_size: int) -> Sampling:
+        """The sampling to use for minibatches of `batch_size` rows. Default: itself."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class WrappedSampling(Sampling):
+    """Base class: an order made from that of `sampling`, which is bound already, with all of its attributes."""
+
+    sampling: Sampling
+
+    def sized(self, fetch_rows: int) -> Sampling:
+        """The same around `sampling.sized(fetch_rows)`."""
+        return self._around(self.sampling.sized(fetch_rows))
+
+    def batched(self, batch_size: int) -> Sampling:
+        """The same around `sampling.batched(batch_size)`."""
+        return self._around(self.sampling.batched(batch_size))
+
+    def _around(self, sampling: Sampling) -> Sampling:
+        return self if sampling is self.sampling else replace(self, sampling=sampling)
+
+    def _renumbered(self, rows_of: Callable[[Rows], Rows], start: int, stop: int, **of: int) -> Rows:
+        """The rows that `rows_of` gives for rows of `sampling`. Gaps remain. Raises OptionError for invalid rows."""
+        rows = self.sampling.rows(start, stop, **of)
+        require_rows(rows, self.sampling, start, stop, of["dataset_rows"])
+        if not self.has_gaps:
+            return rows_of(rows)
+        return np.where(rows < 0, -1, rows_of(np.maximum(rows, 0)))
+
+
+for _name in Sampling.__annotations__:
+    setattr(WrappedSampling, _name, property(attrgetter(f"sampling.{_name}")))
 
 
 def require_sampling(sampling: Any) -> None:
-    """Raises OptionError unless `sampling` has the members of Sampling. A class is refused too."""
-    needed = ("n_rows", "rows", "shuffles_fetch")
-    missing = [name for name in needed if not hasattr(sampling, name)]
-    if isinstance(sampling, type) or missing:
-        why = "which is a class" if isinstance(sampling, type) else f"which lacks {' and '.join(missing)}"
+    """Raises OptionError unless `sampling` is a Sampling. A class is refused too."""
+    if not isinstance(sampling, Sampling):
+        why = "which is a class" if isinstance(sampling, type) else "whose class has to be a subclass of zl.Sampling"
         raise OptionError(f"sampling must be a sampling such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
 
 
@@ -123,28 +164,10 @@ def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: i
         raise OptionError(f"{expected} as a 1-d array of integers, not {rows!r:.100}")
     if len(rows) != stop - start:
         raise OptionError(f"{expected}, not {len(rows)}")
-    least = -1 if getattr(sampling, "has_gaps", False) else 0
+    least = -1 if sampling.has_gaps else 0
     if len(rows) and not least <= rows.min() <= rows.max() < n_rows:
         bad = rows.min() if rows.min() < least else rows.max()
         raise OptionError(f"{expected} from 0 to {n_rows - 1}, but gave {bad}")
-
-
-def bound(sampling: Sampling, dataset: Table) -> Sampling:
-    """The sampling with the obs columns or rows that it names looked up in the dataset that it samples."""
-    bind: Callable[[Table], Sampling] | None = getattr(sampling, "bound", None)
-    return sampling if bind is None else bind(dataset)
-
-
-def sized(sampling: Sampling, fetch_rows: int) -> Sampling:
-    """The sampling adapted to fetches of `fetch_rows` rows."""
-    size: Callable[[int], Sampling] | None = getattr(sampling, "sized", None)
-    return sampling if size is None else size(fetch_rows)
-
-
-def batched(sampling: Sampling, batch_size: int) -> Sampling:
-    """The sampling adapted to minibatches of `batch_size` rows."""
-    batch: Callable[[int], Sampling] | None = getattr(sampling, "batched", None)
-    return sampling if batch is None else batch(batch_size)
 
 
 def as_array(indices: Any) -> NDArray[Any]:
@@ -184,7 +207,7 @@ def checked_once(indices: Sequence[int] | NDArray[np.integer] | None) -> Rows | 
     return rows
 
 
-class Subset(SharesArrays):
+class Subset(SharesArrays, Sampling):
     """Base class: restricts a sampling to optional `indices`."""
 
     _rows: Rows | None
@@ -226,23 +249,16 @@ class Streaming(Subset):
 
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
     shuffle: bool = False
-    _repeats: bool = field(init=False, repr=False)
+    _repeats: bool = field(init=False, repr=False)  # whether `indices` lists a row more than once
+
+    shuffles_fetch = property(attrgetter("shuffle"))
+    repeats = property(attrgetter("_repeats"))
 
     def __post_init__(self) -> None:
         rows = _checked(self.indices)
         self._choose(rows)
         ordered = np.empty(0, np.int64) if rows is None else np.sort(rows)
         object.__setattr__(self, "_repeats", bool((ordered[1:] == ordered[:-1]).any()))
-
-    @property
-    def repeats(self) -> bool:
-        """Whether `indices` lists a row more than once."""
-        return self._repeats
-
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Whether the rows of each fetch are permuted in memory."""
-        return self.shuffle
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
@@ -283,16 +299,13 @@ class BlockShuffling(Subset):
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
     n_strata: int = 1
 
+    shuffles_fetch = True
+
     def __post_init__(self) -> None:
         require_count(block_size=self.block_size, n_strata=self.n_strata)
         for name in ("block_size", "n_strata"):
             object.__setattr__(self, name, int(getattr(self, name)))  # NumPy integers overflow
         self._choose(checked_once(self.indices))
-
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Always True: the rows of each fetch are permuted in memory."""
-        return True
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the order of the epoch."""

@@ -46,6 +46,8 @@ class MixtureOfScanners(Subset):
     block_size: int = DEFAULT_BLOCK_SIZE
     indices: Sequence[int] | NDArray[np.integer] | None = field(default=None, repr=False)
 
+    shuffles_fetch = True
+
     def __post_init__(self) -> None:
         require_count(n_scanners=self.n_scanners, block_size=self.block_size)
         for name in ("n_scanners", "block_size"):
@@ -58,11 +60,6 @@ class MixtureOfScanners(Subset):
                     "n_scanners"
                 )
         self._choose(checked_once(self.indices))
-
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Always True: the rows of each fetch are permuted in memory."""
-        return True
 
     def sized(self, fetch_rows: int) -> MixtureOfScanners:
         """A copy with the `block_size` with which a fetch of `fetch_rows` rows advances `active` scanners."""

@@ -25,7 +25,7 @@ from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.dealing import dealt, shared_out
 from zloader.order.permutation import key_of, permute_each
-from zloader.order.sampling import Table
+from zloader.order.sampling import Sampling, Table
 from zloader.selecting.columns import Column
 from zloader.selecting.groups import Groups, groups_of, sorted_rows
 
@@ -35,7 +35,7 @@ _ROW_BYTES = 4  # of the table of rows by group
 
 
 @dataclass(frozen=True, eq=False)
-class CellSets:
+class CellSets(Sampling):
     """Sets of rows that agree in obs columns. A minibatch consists of whole sets, which stand one after another.
 
     This is how models of perturbations are trained: a set is some cells of one cell line under one drug. `batch_size`
@@ -90,8 +90,6 @@ class CellSets:
     epoch_sets: int | None = None
     distinct: bool = True
 
-    shuffles_fetch = False
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", one_or_more(group=self.group))
         require_count(set_size=self.set_size)
@@ -132,21 +130,21 @@ class SetCounts:
     unlabelled_rows: int
 
 
-class BoundCellSets(SharesArrays):
+class BoundCellSets(SharesArrays, Sampling):
     """The sets of a dataset's groups: a CellSets that knows its rows.
 
-    It is a sampling with optional members of its own. No minibatch divides `unit` rows, which are a set, or all sets of
-    a minibatch. If `has_gaps`, row -1 stands for no row, at the end of a set that is kept short.
+    The unit is a set, or all sets of a minibatch, with weights and `distinct`. With `rest="keep"`, gaps stand at the
+    end of a set that is kept short.
     """
 
-    shuffles_fetch = False
+    set_size: int
 
     def __init__(self, options: CellSets, dataset: Table) -> None:
         self.options, self.set_size = options, int(options.set_size)
         self.has_gaps = options.rest == "keep"
         self.repeats = options.rest == "fill" or options.per_group is not None or options.weights is not None
         groups = groups_of(list(options.group), dataset.obs_column, dataset.n_obs, row_bytes=_ROW_BYTES)
-        self._dataset_rows, self._unit = dataset.n_obs, self.set_size
+        self._dataset_rows, self.unit = dataset.n_obs, self.set_size
         chosen = _chosen(groups, options, dataset.obs_column)
         weights = _weights(groups, chosen, options, dataset.obs_column)
         if weights is not None:
@@ -177,12 +175,7 @@ class BoundCellSets(SharesArrays):
         return f"{self.options} of {self.counts.groups} groups"
 
     @property
-    def unit(self) -> int:
-        """The rows that no minibatch divides."""
-        return self._unit
-
-    @property
-    def indices(self) -> Rows | None:
+    def indices(self) -> Rows | None:  # type: ignore[override]
         """The rows of all groups, ascending; None for all rows of the dataset."""
         if len(self._rows) == self._dataset_rows:
             return None
@@ -192,14 +185,14 @@ class BoundCellSets(SharesArrays):
     def batched(self, batch_size: int) -> BoundCellSets:
         """The sampling of minibatches of `batch_size` rows. Raises OptionError for sizes that do not fit together."""
         n_sets = whole_sets(batch_size, self.set_size)
-        batched = copy.copy(self)
+        batched = copy.copy(self)  # even if nothing changes, so that each plan keeps the order of its own epoch
         batched._ordered = None
         if not self.options.distinct:
             return batched
         batched._sets_per_minibatch = n_sets
         if self._weights is not None:
             self._require_distinct(n_sets)
-            batched._unit = n_sets * self.set_size
+            batched.unit = n_sets * self.set_size
             batched._n_sets = -(-batched._n_sets // n_sets) * n_sets
             batched._require_sets_without_replacement()
         return batched

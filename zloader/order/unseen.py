@@ -7,44 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from zloader.common.records import Rows
-from zloader.order.sampling import Sampling
+from zloader.order.sampling import WrappedSampling
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Unseen:
+class Unseen(WrappedSampling):
     """The rest of an epoch as a sampling: the rows `first`, then the order of `sampling` from position `begin` on.
 
     It is valid only for the seed and the epoch from which `first` was computed.
     """
 
-    sampling: Sampling
     first: Rows
     begin: int
-
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Whether the underlying sampling permutes the rows of each fetch."""
-        return self.sampling.shuffles_fetch
-
-    @property
-    def block_size(self) -> int:
-        """Block size of the underlying sampling. The rows `first` may begin and end within a block."""
-        return int(getattr(self.sampling, "block_size", 1))
-
-    @property
-    def set_size(self) -> int | None:
-        """Rows per set of the underlying sampling, if it has sets."""
-        return getattr(self.sampling, "set_size", None)
-
-    @property
-    def unit(self) -> int:
-        """The rows of the underlying sampling that no minibatch divides."""
-        return int(getattr(self.sampling, "unit", 1))
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether row -1 of the underlying sampling stands for no row."""
-        return bool(getattr(self.sampling, "has_gaps", False))
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows left in the epoch."""

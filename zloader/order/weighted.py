@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,13 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.draws import Codes, Draws, require_within
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, Table, checked_once
+from zloader.order.sampling import DEFAULT_BLOCK_SIZE, Sampling, Table, checked_once
 from zloader.selecting.columns import ObsColumn, as_numbers
 from zloader.selecting.groups import count_codes
 
 
 @dataclass(frozen=True, eq=False)
-class _Weighted(SharesArrays):
+class _Weighted(SharesArrays, Sampling):
     """Base class: the common options, and the draws once the weights are known."""
 
     _: KW_ONLY
@@ -34,15 +35,8 @@ class _Weighted(SharesArrays):
     _chosen: Rows | None = field(default=None, init=False, repr=False)  # `indices` in ascending order
     _draws: Draws | None = field(default=None, init=False, repr=False)
 
-    @property
-    def shuffles_fetch(self) -> bool:
-        """Always True: the rows of each fetch are permuted in memory."""
-        return True
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a row may occur more than once per epoch."""
-        return self.replace
+    shuffles_fetch = True
+    repeats = property(attrgetter("replace"))
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch: `total_size`, or the number of rows with a weight above 0."""

@@ -22,6 +22,7 @@ from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.dataset.dataset import Dataset
 from zloader.order.fetches import Fetch
 from zloader.order.plan import Plan
+from zloader.order.sampling import Sampling
 from zloader.ray.producers import pickled, unpickled
 from zloader.ray.tables import table_of
 from zloader.reading.fetch import FetchScheduler, shares
@@ -79,7 +80,8 @@ def _loader_of(dataset: Dataset, fields: Sequence[str], options: Mapping[str, An
     refused |= options.keys() & {"batch_transform", "locality", "local_world_size", "remainder"}
     if refused:
         raise OptionError(f"zr.read does not take {sorted(refused)[0]}=: it reads columns, named by fields=")
-    if options.get("controls") is not None or hasattr(options.get("sampling"), "set_size"):
+    sampling = options.get("sampling")
+    if options.get("controls") is not None or (isinstance(sampling, Sampling) and sampling.set_size is not None):
         raise OptionError("zr.read has no sets and no controls, which are parts of minibatches: take zr.stream")
     groups = {group: [name.removeprefix(group) for name in fields if name.startswith(group)] for group in _GROUPS}
     matrices = [name for name in fields if name != "obs_names" and not name.startswith(_GROUPS)]

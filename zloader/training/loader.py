@@ -24,7 +24,7 @@ from zloader.order.named import sampling_of
 from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
-from zloader.order.sampling import Sampling, batched, bound, sized
+from zloader.order.sampling import Sampling
 from zloader.order.sets import BoundCellSets, SetCounts
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
@@ -180,7 +180,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self.dtype, self.device = self._contents.dtype, self._contents.device
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
-        self._sampling = batched(sized(bound(self._wanted_sampling, self.dataset), fetch_rows), self.batch_size)
+        self._sampling = self._wanted_sampling.bound(self.dataset).sized(fetch_rows).batched(self.batch_size)
         self._controls = bound_controls(self.controls, self.dataset, self._sampling, self._contents.own_transforms)
         self._epochs = EpochCount()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
