@@ -146,7 +146,9 @@ if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pas
             return importlib.import_module(f"zloader.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        from zloader.common.keywords import answers
+
+        found = globals()[name] = answers(getattr(importlib.import_module(_MODULES[name]), name))
         return found
 
 

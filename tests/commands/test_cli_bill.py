@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 from helpers import counts, write_store
@@ -101,17 +102,42 @@ def test_as_text_with_all_prices_and_the_verdict():
     assert "each later epoch" not in zloader("bill", "--no-mirror").stdout
 
 
+@pytest.mark.parametrize("flags", [["--parameters", "1e6"], ["--tokens-per-row", "1"], ["--gpu-rows-per-s", "5000"]])
+def test_rates_of_others_are_for_models_of_their_size(flags):
+    assert "published" not in zloader("bill", *flags).stdout
+    assert bill(*flags)["hours_per_epoch_as_published"] == {}
+    assert len(bill("--parameters", "60e6")["hours_per_epoch_as_published"]) == 2
+
+
+def test_small_runs_are_not_rounded_to_nothing():
+    text = zloader("bill", "--rows", 3000, "--gpus", 1, "--epochs", 1).stdout
+    assert re.search(r"whole run: 0\.00\d+ hours, \$0\.00\d+", text)
+    assert "$0.00 \n" not in zloader("bill").stdout
+
+
 def test_figures_of_a_measured_store(tmp_path):
     store, file = tmp_path / "s.zarr", tmp_path / "bench.json"
     write_store(counts(200, 30), store, tmp_path)
-    measured = zloader("bench", store, "--cache", tmp_path / "cache", "--epochs", 2, "--json").stdout
-    file.write_text(measured)
-    cold, warm = (epoch["figures"] for epoch in json.loads(measured)["epochs"])
+    measured = json.loads(zloader("bench", store, "--cache", tmp_path / "cache", "--epochs", 2, "--json").stdout)
+    file.write_text(json.dumps(measured))
+    refused = zloader("bill", "--measured", file, status=1)
+    assert "were too short to tell how fast loading is" in refused.stderr
+    for advice in measured["advice"].values():
+        advice["bound"] = "loading"  # as if the store were larger
+    file.write_text(json.dumps(measured))
+    cold, warm = (epoch["figures"] for epoch in measured["epochs"])
     run = bill("--measured", file)["run"]
     assert run["rows"] == 200
     assert (run["cold_rows_per_s"], run["warm_rows_per_s"]) == (cold["rows_per_s"], warm["rows_per_s"])
     assert (run["bytes_per_row"], run["gets_per_row"]) == (cold["bytes_read"] / 200, cold["gets"] / 200)
     assert bill("--measured", file, "--rows", "1e6")["run"]["rows"] == 1e6
+
+
+def test_the_rate_of_a_short_epoch_is_not_taken(tmp_path):
+    file = bench_file(tmp_path / "bench.json", advice={**ADVICE, "warm": {"bound": "short"}})
+    document = bill("--measured", file)
+    assert (document["run"]["cold_rows_per_s"], document["run"]["warm_rows_per_s"]) == (2, 400e3)
+    assert document["sources"]["warm_rows_per_s"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -158,8 +184,12 @@ EPOCHS = [
 ]
 
 
+ADVICE = {kind: {"bound": "loading"} for kind in ("cold", "mixed", "warm")}
+
+
 def bench_file(path, **changes):
-    path.write_text(json.dumps({"rows": 10, "step_ms": 0, "link_bytes_per_s": 3e6, "epochs": EPOCHS, **changes}))
+    document = {"rows": 10, "step_ms": 0, "link_bytes_per_s": 3e6, "epochs": EPOCHS, "advice": ADVICE, **changes}
+    path.write_text(json.dumps(document))
     return path
 
 
@@ -184,8 +214,9 @@ def test_it_says_where_each_rate_comes_from(tmp_path):
         ({"step_ms": 20.0}, "was measured with --step-ms 20, so its rates are those of the steps, not of loading"),
         ({"epochs": EPOCHS[:2]}, "has no complete epoch that was cold or warm"),
         ({"epochs": []}, "has no complete epoch that was cold or warm"),
+        ({"advice": {kind: {"bound": "short"} for kind in ADVICE}}, "were too short to tell how fast loading is"),
     ],
-    ids=["steps", "only a mixed one", "none"],
+    ids=["steps", "only a mixed one", "none", "too short"],
 )
 def test_measurements_that_say_nothing_of_loading(tmp_path, changes, said):
     assert said in zloader("bill", "--measured", bench_file(tmp_path / "bench.json", **changes), status=1).stderr

@@ -17,13 +17,10 @@ from zloader.commands.bill_flags import BillFlags
 from zloader.commands.bill_run import Run
 from zloader.commands.command import app, print_json, takes_flags
 
-# Rates that others published for whole runs. They are quoted as they are, because their counts of FLOPs differ.
-PUBLISHED = {
-    "fast-scgpt, eight H100": 31_900,
-    "fast-scgpt, one H100": 842,
-    "protoplast, four A100, Tahoe-100M in 14.5 minutes": 115_000,
-    "SLAF, tokens from 32 producer machines": 30_581,
-}
+# Rates that others published for whole runs of models like scGPT. They are quoted as they are, because their counts of
+# FLOPs differ.
+PUBLISHED = {"fast-scgpt, eight H100": 31_900, "fast-scgpt, one H100": 842}
+_TOKENS_PARAMETERS = BillFlags.parameters * BillFlags.tokens_per_row
 
 
 @app.command()
@@ -45,13 +42,24 @@ def _document(run: Run) -> dict[str, Any]:
     document = {"run": dataclasses.asdict(run), "cold": dataclasses.asdict(cold)}
     document |= {"warm": dataclasses.asdict(warm)} if run.mirror else {}
     hours, dollars = run.totals()
-    published = {name: run.rows / rate / 3600 for name, rate in PUBLISHED.items()}
+    published = {name: run.rows / rate / 3600 for name, rate in _published(run).items()}
     return document | {
         "hours": hours,
         "dollars": dollars,
         "verdict": _verdict(run),
         "hours_per_epoch_as_published": published,
     }
+
+
+def _published(run: Run) -> dict[str, int]:
+    """The rates of others for a model of about this size; none for any other."""
+    alike = 0.5 <= run.parameters * run.tokens_per_row / _TOKENS_PARAMETERS <= 2
+    return PUBLISHED if alike and run.gpu_rows_per_s is None else {}
+
+
+def _figure(value: float) -> str:
+    """Hours or dollars to the hundredth; smaller ones to two digits."""
+    return f"{value:,.2f}" if value >= 0.01 or not value else f"{value:.2g}"
 
 
 _ADVICE = {
@@ -97,20 +105,20 @@ def _show(run: Run, sources: Mapping[str, str]) -> None:
         table.add_column(name, justify="right" if name else "left")
     table.add_row("rows/s", *(f"{each.rows_per_s:,.0f}" for each in epochs.values()))
     table.add_row("set by", *({"gpu": "GPUs"}.get(each.bound_by, each.bound_by) for each in epochs.values()))
-    table.add_row("hours", *(f"{each.hours:,.2f}" for each in epochs.values()))
+    table.add_row("hours", *(_figure(each.hours) for each in epochs.values()))
     table.add_row("GETs", *(f"{each.gets:,.0f}" for each in epochs.values()))
     table.add_row("GB read", *(f"{each.gigabytes:,.0f}" for each in epochs.values()))
     for item in next(iter(epochs.values())).dollars:
-        table.add_row(f"$ {item}", *(f"{each.dollars[item]:,.2f}" for each in epochs.values()))
-    table.add_row("$ in all", *(f"{each.total_dollars:,.2f}" for each in epochs.values()))
+        table.add_row(f"$ {item}", *(_figure(each.dollars[item]) for each in epochs.values()))
+    table.add_row("$ in all", *(_figure(each.total_dollars) for each in epochs.values()))
     console.print(table)
     hours, dollars = run.totals()
-    console.print(f"whole run: {hours:,.2f} hours, ${dollars:,.2f}", style="bold")
+    console.print(f"whole run: {_figure(hours)} hours, ${_figure(dollars)}", style="bold")
     console.print(_verdict(run), soft_wrap=True)
     console.print(_rates(run, sources), soft_wrap=True)
     console.print(f"prices: GPU hour ${run.gpu_hour:g}, producer hour ${run.producer_hour:g}, 1000 GETs "
                   f"${run.thousand_gets:g}, GB read ${run.gigabyte_egress:g}, GB of NVMe and month "
                   f"${run.nvme_gigabyte_month:g}", soft_wrap=True)  # fmt: skip
-    for name, rate in PUBLISHED.items():
-        console.print(f"as published, {name}: {rate:,} rows/s, {run.rows / rate / 3600:,.2f} hours per epoch",
+    for name, rate in _published(run).items():
+        console.print(f"as published, {name}: {rate:,} rows/s, {_figure(run.rows / rate / 3600)} hours per epoch",
                       soft_wrap=True, style="dim")  # fmt: skip

@@ -133,18 +133,19 @@ def _require_usable(run: Run) -> None:
 def _from_bench(path: Path) -> dict[str, float]:
     """The rows, the figures of the first cold epoch and of the first warm one, and the speed of the link.
 
-    Raises OptionError if the file has neither, or if its epochs had steps, whose time is part of their rates.
+    Epochs that `bench` called too short to tell have no rates, only bytes and GETs. Raises OptionError if the file has
+    no others, or if its epochs had steps, whose time is part of their rates.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         known = {"rows": float(document["rows"])}
         step_ms = float(document["step_ms"])
         of_kinds = {epoch["kind"]: epoch["figures"] for epoch in reversed(document["epochs"]) if epoch["complete"]}
-        if "warm" in of_kinds:
-            known["warm_rows_per_s"] = float(of_kinds["warm"]["rows_per_s"])
+        rates = {kind for kind in of_kinds if document["advice"][kind]["bound"] != "short"}
+        for kind in rates & {"cold", "warm"}:
+            known[f"{kind}_rows_per_s"] = float(of_kinds[kind]["rows_per_s"])
         if "cold" in of_kinds:
             known |= {
-                "cold_rows_per_s": float(of_kinds["cold"]["rows_per_s"]),
                 "bytes_per_row": of_kinds["cold"]["bytes_read"] / known["rows"],
                 "gets_per_row": of_kinds["cold"]["gets"] / known["rows"],
             }
@@ -157,6 +158,11 @@ def _from_bench(path: Path) -> dict[str, float]:
         raise OptionError(problem) from error
     if not of_kinds.keys() & {"cold", "warm"}:
         raise OptionError(f"{path} has no complete epoch that was cold or warm: run 'zloader bench' to its end")
+    if not rates & {"cold", "warm"}:
+        raise OptionError(
+            f"the epochs in {path} were too short to tell how fast loading is, as 'zloader bench' said: measure a "
+            "larger store, or more of it"
+        )
     if step_ms:
         raise OptionError(
             f"{path} was measured with --step-ms {step_ms:g}, so its rates are those of the steps, not of loading: "

@@ -4,6 +4,7 @@ Each message states what happened, the value concerned, and what to do about it:
 
     ZloaderError
     ├── OptionError (ValueError)              an invalid option or argument
+    │   └── KeywordError (TypeError)          a keyword that the function or class does not have
     ├── MissingColumnError (KeyError)         a missing column; the message lists the columns that exist
     ├── ForkError (RuntimeError)              object storage used on both sides of a fork()
     ├── ConcurrentUseError (RuntimeError)     two threads asked one iterator for a minibatch at once
@@ -39,6 +40,10 @@ class ZloaderError(Exception):
 
 class OptionError(ZloaderError, ValueError):
     """An option or argument is invalid."""
+
+
+class KeywordError(OptionError, TypeError):
+    """The function or class has no such keyword; the message names the nearest."""
 
 
 class MissingColumnError(ZloaderError, KeyError):

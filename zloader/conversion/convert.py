@@ -47,7 +47,7 @@ _DEFAULTS = ConvertOptions()
 _EVERYTHING = Selection()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ConversionReport:
     """The result of `convert`: what was read, what was stored, and what changed on the way.
 
@@ -75,6 +75,16 @@ class ConversionReport:
     rows_made_canonical: Mapping[str, int]
     dropped: Sequence[str]
     seconds: float
+
+    def __repr__(self) -> str:
+        changed = [f"{path} {dtypes}" for path, dtypes in self.dtypes_changed.items()]
+        changed += [f"{rows:,} rows of {name} made canonical" for name, rows in self.rows_made_canonical.items()]
+        changed += [f"dropped {listed(self.dropped)}"] if self.dropped else []
+        return (
+            f"<ConversionReport of {self.destination}: {self.rows:,} rows x {self.genes:,} genes, {self.values:,} "
+            f"values from {listed(self.sources)}; {self.bytes_in:,} bytes became {self.bytes_out:,} "
+            f"in {self.seconds:,.1f} s{'; '.join(['', *changed])}>"
+        )
 
 
 def convert(  # noqa: PLR0913 - all but two are keyword-only

@@ -18,7 +18,7 @@ from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics
 from zloader.dataset.matrices import Matrices
-from zloader.dataset.observations import Observations
+from zloader.dataset.observations import Observations, ObsFrame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.matrix_parts import MatrixPart
@@ -125,11 +125,16 @@ class BaseDataset:
         """Names of the obs columns that every store has."""
         return self._observations.column_names
 
-    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """The obs frame, or only some of its columns, with the obs names as the index.
+    @property
+    def obs(self) -> ObsFrame:
+        """The obs frame, which `obs()` reads, with the obs names as the index.
 
-        Raises MissingColumnError for a column that some store lacks.
+        `obs(["cell_type"])` is a frame of some columns, and `obs["cell_type"]` one column, a Series. Each call and
+        index reads again. Raises MissingColumnError for a column that some store lacks.
         """
+        return ObsFrame(self._read_obs, lambda: self.obs_columns)
+
+    def _read_obs(self, columns: Sequence[str] | None) -> pd.DataFrame:
         return self._observations.frame(columns)
 
     def obs_column(self, column: str) -> ObsColumn:

@@ -16,13 +16,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
-from zloader.common.checks import names_of
+from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError, StoreChangedError
 from zloader.common.machine import require_memory
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.base import BaseDataset
-from zloader.dataset.description import described
+from zloader.dataset.description import described, described_html
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy
@@ -107,11 +107,15 @@ class Dataset(BaseDataset):
         return _reopen, (self._opened.locations, self.cache, self._opened.offline, fingerprints, rule)
 
     def __repr__(self) -> str:
-        return described("Dataset", self.stores, self.url, n_vars=self._joined_n_vars)
+        return self._described(described)
 
-    @property
-    def _joined_n_vars(self) -> int | None:
-        return None if self._matrices.rule.as_stored else self.n_vars
+    def _repr_html_(self) -> str:
+        return self._described(described_html)
+
+    def _described(self, form: Callable[..., str]) -> str:
+        n_vars = None if self._matrices.rule.as_stored else self.n_vars
+        chosen = None if self.whole is self else self.n_obs
+        return form("Dataset" if chosen is None else "View", self.stores, self.url, n_vars=n_vars, chosen=chosen)
 
     def __len__(self) -> int:
         return self.n_obs
@@ -122,7 +126,12 @@ class Dataset(BaseDataset):
         Raises OptionError for any other order, and for a single row: use `take`, or a Loader, which reads many rows at
         once.
         """
-        if isinstance(rows, int | np.integer | str | tuple):
+        if isinstance(rows, tuple):
+            raise OptionError(
+                f"{self.url} cannot be indexed by rows and genes, as in {list(rows)!r:.100}: "
+                "zl.Loader(dataset[rows], genes=...) loads some genes, and dataset.take(rows)[:, genes] is an AnnData"
+            )
+        if isinstance(rows, int | np.integer | str):
             raise OptionError(
                 f"{self.url} cannot be indexed by {rows!r:.100}, or row by row, as torch's DataLoader(dataset) does: "
                 "iterate over zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) "
@@ -314,11 +323,14 @@ class Dataset(BaseDataset):
           names. Negative row numbers count from the end.
         - `layers`: names of layers, as in `["spliced"]`.
 
-        Raises OptionError for a row that does not exist, FormatError if X or a layer cannot be read, and any ReadError.
+        Raises OptionError for a row that does not exist, and for rows that would take more than half of the machine's
+        memory; FormatError if X or a layer cannot be read, and any ReadError.
         """
         chosen = self._rows_of_whole(positions_of(rows, self.n_obs, lambda: self.obs_names))
         paths = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)]
         paths += ["X"] if "X" in self.matrix_names else []
+        per_row = NAME_BYTES + self._observations.array_bytes() + sum(map(self._matrices.row_bytes, paths))
+        require_memory(int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData", "take fewer, or use a Loader")
         matrices = {path: self._matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
         return _as_anndata(
             matrices.pop("X", None),
@@ -327,6 +339,32 @@ class Dataset(BaseDataset):
             var=self.var.copy(),
             layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
         )
+
+    def head(self, n: int = 5) -> pd.DataFrame:
+        """The obs columns of the first `n` rows. `take(range(n))` has their values too.
+
+        >>> import zloader as zl
+        >>> zl.open_dataset("atlas.zarr").head(2)
+              cell_type donor  n_counts
+        cell0         B    d0         1
+        cell1         T    d0         2
+        """
+        require_whole(0, n=n)
+        return self._observations.frame_of(self._rows_of_whole(np.arange(min(n, self.n_obs))))
+
+    def to_adata(self, *, layers: Sequence[str] | None = None) -> ad.AnnData:
+        """All rows as an AnnData in memory, as `take` returns them. For datasets and views that are small enough.
+
+        >>> import zloader as zl
+        >>> zl.open_dataset("atlas.zarr").where("donor == 'd1'").to_adata().shape
+        (100, 50)
+
+        `layers` are names of layers; by default all that every store has. raw, varm, obsp, varp and uns are left out.
+        Raises OptionError, before anything is read, if they would take more than half of the machine's memory, and the
+        errors of `take`.
+        """
+        all_layers = [name for name in self.matrix_names if name.startswith("layers/")]
+        return self.take(slice(None), layers=all_layers if layers is None else layers)
 
     def gene_statistics(
         self,
@@ -435,9 +473,6 @@ class View(Dataset):
         self._whole, self._chosen = whole, chosen
         self.fingerprint = chosen.digest(whole.fingerprint)
 
-    def __repr__(self) -> str:
-        return described("View", self.stores, self.url, n_vars=self._joined_n_vars, chosen=self.n_obs)
-
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
         return View, (self._whole, self._chosen)
 
@@ -456,8 +491,7 @@ class View(Dataset):
         """The number of rows in the view."""
         return len(self._chosen)
 
-    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """The obs frame of the view, or only some of its columns."""
+    def _read_obs(self, columns: Sequence[str] | None) -> pd.DataFrame:
         require_frame(self.n_obs)
         return self._observations.frame_of(self.row_numbers, columns, keep=False)
 

@@ -7,9 +7,13 @@ consolidated, it uses those that were read before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
+from zloader.common.nearest import listed
 from zloader.dataset.store import OpenedStore
+
+_NAMES = 30  # of each group in HTML
 
 
 def described(
@@ -20,11 +24,29 @@ def described(
     `n_vars` is the number of joined genes, None for those of the stores. Columns of a joined var are not shown, because
     they are not known before var is read.
     """
+    head, groups = _described(kind, stores, url, n_vars, chosen)
+    return "\n".join([head, *(f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items())])
+
+
+def described_html(
+    kind: str, stores: Sequence[OpenedStore], url: str, *, n_vars: int | None = None, chosen: int | None = None
+) -> str:
+    """The same as a paragraph and a table of HTML, for notebooks, with the first names of each group."""
+    head, groups = _described(kind, stores, url, n_vars, chosen)
+    row = '<tr><th style="text-align: left">{}</th><td style="text-align: left">{}</td></tr>'
+    rows = (row.format(group, escape(listed(names, _NAMES))) for group, names in groups.items())
+    return f"<p>{escape(head)}</p><table>{''.join(rows)}</table>"
+
+
+def _described(
+    kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: int | None
+) -> tuple[str, dict[str, list[str]]]:
+    """The first line, and the names in obs, var, obsm and layers."""
     try:
         head = _head(kind, stores, url, _length(stores[0], "var") if n_vars is None else n_vars, chosen)
-        return "\n".join([head, *_lines(stores, joined=n_vars is not None)])
+        return head, {group: names for group, names in _groups(stores, joined=n_vars is not None).items() if names}
     except Exception:  # noqa: BLE001 - a repr must not raise, whatever the metadata hold
-        return f"{kind} of {url}"
+        return f"{kind} of {url}", {}
 
 
 def _head(kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: int | None) -> str:
@@ -35,14 +57,13 @@ def _head(kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None
     return f"{kind} with n_obs x n_vars = {rows} x {'?' if n_vars is None else n_vars} of {of}{url}"
 
 
-def _lines(stores: Sequence[OpenedStore], *, joined: bool) -> list[str]:
-    groups = {
+def _groups(stores: Sequence[OpenedStore], *, joined: bool) -> dict[str, list[str]]:
+    return {
         "obs": [name for name in _columns(stores[0], "obs") if all(name in _members(store, "obs") for store in stores)],
         "var": [] if joined else _columns(stores[0], "var"),
         "obsm": sorted(set.intersection(*(_members(store, "obsm") for store in stores))),
         "layers": sorted(set.intersection(*(_members(store, "layers") for store in stores))),
     }
-    return [f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items() if names]
 
 
 def _columns(store: OpenedStore, frame: str) -> list[str]:

@@ -147,6 +147,16 @@ class Matrices:
             full=cached.full,
         )
 
+    def row_bytes(self, x: str) -> float:
+        """The bytes that a row of a matrix takes on average in memory, as `read_rows` returns it."""
+        layouts = self.layouts(x)
+        dtypes = (store.original_dtype(layout) for store, layout in zip(self._stores, layouts, strict=True))
+        itemsize = np.result_type(*dtypes).itemsize
+        if all(layout.genes is None for layout in layouts):
+            return self.n_genes(x) * itemsize
+        n_values = sum(layout.values.n_elements for layout in layouts)
+        return n_values * (itemsize + 4) / max(1, sum(layout.n_rows for layout in layouts))  # with int32 indices
+
     def read_rows(self, rows: Rows, *, x: str, options: FetchOptions) -> X:
         """The values of some rows, in the order given, read as a Loader reads them.
 

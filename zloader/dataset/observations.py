@@ -8,9 +8,10 @@ the rows that they need (paged_columns.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -23,7 +24,7 @@ from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
 from zloader.common.machine import require_memory
-from zloader.common.nearest import suggestion
+from zloader.common.nearest import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames
@@ -44,6 +45,32 @@ def require_frame(n_rows: int) -> None:
         f"the obs frame of {n_rows} rows with their names",
         "read single columns with obs_column(name), which needs no names",
     )
+
+
+class ObsFrame:
+    """obs, read when it is called or indexed: `obs()` and `obs(names)` are frames, `obs[name]` is a column.
+
+    Iteration yields the names of the columns, as that of a frame does.
+    """
+
+    def __init__(self, read: Callable[[Sequence[str] | None], pd.DataFrame], columns: Callable[[], list[str]]) -> None:
+        self._read, self._columns = read, columns
+
+    def __call__(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        return self._read(columns)
+
+    def __getitem__(self, columns: Any) -> Any:
+        return self._read([columns])[columns] if isinstance(columns, str) else self._read(columns)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns())
+
+    def __repr__(self) -> str:
+        return f"<obs with the columns {listed(self)}: obs() reads it, and obs[name] one column>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        advice = "" if name.startswith("_") else f": write obs().{name}"
+        raise AttributeError(f"obs is read when it is called or indexed, and has no {name!r} of its own{advice}")
 
 
 class Observations:
@@ -236,6 +263,11 @@ class Observations:
                     )
             if (unfit := self._unfit(name)) is not None:
                 raise unfit
+
+    def array_bytes(self) -> int:
+        """The bytes per row of `usable_arrays` together."""
+        nodes = (self._stores[0].node(f"obsm/{name}") for name in self.usable_arrays)
+        return sum(math.prod(node.shape[1:]) * node.dtype.itemsize for node in nodes)
 
     @property
     def usable_arrays(self) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.dataset.dataset import Dataset
 from zloader.integrations.trainer import copied
 from zloader.order.plan import Plan
@@ -28,6 +29,7 @@ except ImportError as error:
 __all__ = ["PreparedLoader", "prepare"]
 
 
+@answers
 def prepare(accelerator: Accelerator, loader: Loader) -> PreparedLoader:
     """The minibatches of this process, on its device, for `for minibatch in prepare(accelerator, loader)`.
 
@@ -64,6 +66,7 @@ class _Progress:
     remainder = 0
 
 
+@answers
 class PreparedLoader:
     """A Loader for the processes of an Accelerator. Made by `prepare`.
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.dataset.dataset import Dataset
 from zloader.training.minibatch import Minibatch
 
 
+@answers
 @dataclass(frozen=True)
 class CellLoadBatch:
     """Makes a dict with the names of cell-load of each minibatch, as the `batch_transform` of a Loader.

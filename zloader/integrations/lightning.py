@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.records import Statistics
 from zloader.integrations.trainer import copied, rank_of
 from zloader.training.loader import Loader
@@ -116,6 +117,7 @@ class TrainingEpochs(EvaluationEpochs):
         return self._loader.plan(0).world_size
 
 
+@answers
 class DataModule(pl.LightningDataModule):
     """The Loaders of a Trainer.
 
@@ -210,6 +212,7 @@ def _each(given: Any, function: Callable[[Any], Any], name: str) -> Any:
     raise OptionError(f"{name} must be a zl.Loader, or a dict of its options with a dataset, not {given!r:.100}")
 
 
+@answers
 class LogStatistics(pl.Callback):
     """Logs the figures of the training Loader to the Trainer's loggers, during each epoch and at its end.
 

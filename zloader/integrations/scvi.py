@@ -20,6 +20,7 @@ except ImportError as error:
 
 from zloader.common.checks import names_of, require_count, require_one_of
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
 from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired
@@ -43,6 +44,7 @@ _OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_wo
 _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 
 
+@answers
 @dataclass(eq=False)
 class DataModule(Described, LightningDataModule):
     """A dataset for scvi-tools: `registry` builds the model, and `train(datamodule=...)` takes the module itself.

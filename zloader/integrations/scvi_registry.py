@@ -182,6 +182,6 @@ def warn_unless_counts(dataset: Dataset, x: str) -> None:
                 f"{values[wrong][0]}: the models of scvi-tools expect counts that are "
                 "not normalised. Give the matrix that holds them, such as x='layers/counts'",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
             return

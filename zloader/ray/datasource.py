@@ -18,6 +18,7 @@ from ray.data.datasource import Datasource, ReadTask
 
 from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
 from zloader.dataset.dataset import Dataset
 from zloader.order.fetches import Fetch
@@ -35,6 +36,7 @@ _MOST_TASKS = 200  # as many blocks as Ray Data makes of a read by default
 _MOST_COUNTED = 1024  # fetches whose bytes are counted row by row, which takes 7 ms for each
 
 
+@answers
 def read(
     dataset: Dataset,
     *,

@@ -12,6 +12,7 @@ import torch.utils.data
 
 from zloader.common.checks import one_or_more, parse_size, require_at_least, require_count, require_one_of
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.records import Statistics
 from zloader.ray.alive import node_of
 from zloader.ray.crew import Crew
@@ -24,6 +25,7 @@ from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
 
+@answers
 def stream(
     loader: Loader,
     *,
@@ -77,6 +79,7 @@ def stream(
     )
 
 
+@answers
 class Stream(torch.utils.data.IterableDataset[Minibatch]):
     """What `zr.stream` returns: an iterable of minibatches, and one epoch per iteration. Producers stay in between.
 

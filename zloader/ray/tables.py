@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ray.data.collate_fn import ArrowBatchCollateFn
 
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.records import CsrArrays, MinibatchArrays
 from zloader.training.minibatch import silence_sparse_warnings
 
@@ -51,6 +52,7 @@ def _tensors(array: NDArray[Any]) -> Any:
     return pa.ExtensionArray.from_storage(kind, storage)
 
 
+@answers
 class Collate(ArrowBatchCollateFn):  # type: ignore[misc]
     """A `collate_fn` of `iter_torch_batches`: makes torch tensors of the columns of a batch.
 

@@ -8,8 +8,12 @@ SeaweedFS   a real S3 server, which checks signatures; the binary comes from the
 
 from __future__ import annotations
 
+from zloader.common.keywords import answers
 from zloader.testing._s3server import Sim  # not from s3sim, so that `python -m` can run s3sim
 from zloader.testing.resuming import assert_resumes_anywhere
 from zloader.testing.seaweed import SeaweedFS
 
 __all__ = ["SeaweedFS", "Sim", "assert_resumes_anywhere"]
+
+for _name in __all__:
+    globals()[_name] = answers(globals()[_name])

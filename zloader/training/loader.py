@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,7 +46,7 @@ __all__ = ["Loader", "Minibatch"]
 log = logging.getLogger("zloader")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Loader(torch.utils.data.IterableDataset[Minibatch]):
     """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
 
@@ -189,6 +190,17 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
+
+    def __repr__(self) -> str:
+        """One line: the dataset, the size of minibatches, and the options that differ from their defaults."""
+        usual = {each.name: each.default for each in fields(self) if each.repr} | {"options": FetchOptions()}
+        usual |= {"dataset": self.dataset, "batch_size": None, "dtype": self._contents.dtype and "float32"}
+        shown = [
+            f"{name}={reprlib.repr(getattr(self, name))}"
+            for name, default in usual.items()
+            if repr(getattr(self, name)) not in (repr(default), "()", "[]")
+        ]
+        return f"<Loader of {repr(self.dataset).partition(chr(10))[0]}: {', '.join(shown)}>"
 
     @property
     def labels(self) -> dict[str, pd.Index | np.dtype[Any]]:

@@ -39,7 +39,7 @@ class _FromParts(ABCMeta):
         return super().__call__(**dict(*parts, **named))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     """The rows of one training step. All fields have the same row order, and `len()` is the number of rows.
 
@@ -88,6 +88,11 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """The number of rows, then a line for each field: the dtypes and shapes of its tensors."""
+        lines = (f"    {name}: {shown}" for name, value in self._parts.items() if (shown := _shown(value)))
+        return "\n".join([f"Minibatch of {len(self)} rows", *lines])
 
     def __len__(self) -> int:
         return len(self.index)
@@ -151,6 +156,23 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
         if isinstance(self.x, dict):
             return {name: function(x) for name, x in self.x.items()}
         return None if self.x is None else function(self.x)
+
+
+def _shown(value: Any) -> str:
+    """The dtypes and shapes of the tensors in a field of a minibatch, in one line."""
+    if isinstance(value, Minibatch):
+        return f"a Minibatch of {len(value)} rows"
+    if isinstance(value, Tokens):
+        value = {name: each for name, each in vars(value).items() if each is not None}
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        return " ".join(repr(value).split())
+    words = [str(value.dtype), "x".join(map(str, value.shape))]
+    if isinstance(value, torch.Tensor):
+        words += [] if value.layout == torch.strided else [str(value.layout)]
+        words += [] if value.device.type == "cpu" else [f"on {value.device}"]
+    return " ".join(words).replace("torch.", "")
 
 
 def _refuse_to_collate(minibatches: list[Minibatch], *, collate_fn_map: Any = None) -> NoReturn:

@@ -13,9 +13,13 @@ chooses the columns of x afterwards, as one normalises with scanpy before one ta
 
 from __future__ import annotations
 
+from zloader.common.keywords import answers
 from zloader.transforms.downsampling import Downsample
 from zloader.transforms.gene_statistics import GeneStatistics
 from zloader.transforms.normalizing import LogNormalize, Normalize
 from zloader.transforms.of_values import Binarize, Clip, Scale
 
 __all__ = ["Binarize", "Clip", "Downsample", "GeneStatistics", "LogNormalize", "Normalize", "Scale"]
+
+for _name in __all__:
+    globals()[_name] = answers(globals()[_name])

@@ -1,0 +1,159 @@
+"""What users of AnnData and notebooks try first: obs["x"], head, to_adata, and how objects are shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from helpers import counts, write_store
+
+import zloader as zl
+from zloader.common import machine
+from zloader.common.errors import MissingColumnError, OptionError
+
+ADATA = counts(50, 12)
+ADATA.layers["spliced"] = ADATA.X * 2
+ADATA.layers["dense"] = ADATA.X.toarray() + 1
+ADATA.obsm["X_pca"] = np.arange(100, dtype=np.float32).reshape(50, 2)
+OTHER = ADATA[:20, 4:].copy()
+OTHER.obs_names = [f"other {row}" for row in range(20)]
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    tmp = tmp_path_factory.mktemp("small")
+    for name, adata in {"a": ADATA, "b": OTHER}.items():
+        write_store(adata, tmp / f"{name}.zarr", tmp)
+    return [tmp / "a.zarr", tmp / "b.zarr"]
+
+
+@pytest.fixture
+def dataset(urls: list[Path]) -> zl.Dataset:
+    return zl.open_dataset(urls[0])
+
+
+def test_obs_is_indexed_like_a_frame(dataset: zl.Dataset) -> None:
+    view = dataset[10:20]
+    for rows in (dataset, view):
+        pd.testing.assert_series_equal(rows.obs["lane"], rows.obs()["lane"])
+        pd.testing.assert_frame_equal(rows.obs[["lane", "donor"]], rows.obs(["lane", "donor"]))
+        assert list(rows.obs) == rows.obs_columns
+        assert "lane" in rows.obs
+        assert "nothing" not in rows.obs
+    with pytest.raises(MissingColumnError, match="Did you mean 'lane'"):
+        dataset.obs["lan"]
+    with pytest.raises(AttributeError, match=r"write obs\(\)\.groupby"):
+        dataset.obs.groupby("lane")
+    assert "obs() reads it" in repr(dataset.obs)
+
+
+@pytest.mark.parametrize("index", [(slice(None), "gene 1"), ([1, 2], ["gene 1"]), ("cell 1", "gene 1"), (0, 0)])
+def test_rows_and_genes_at_once_are_refused_with_what_to_write(dataset: zl.Dataset, index: Any) -> None:
+    with pytest.raises(OptionError, match=r"take\(rows\)\[:, genes\]"):
+        dataset[index]
+
+
+def test_the_head_has_the_first_rows_of_obs(dataset: zl.Dataset) -> None:
+    for rows, n in [(dataset, 5), (dataset, 0), (dataset[45:], 100), (dataset.where([7, 3]), 1)]:
+        pd.testing.assert_frame_equal(rows.head(n), rows.obs().head(n))
+    assert len(dataset.head()) == 5
+    for n in (-1, 1.5, None):
+        with pytest.raises(OptionError, match="n must be a whole number of at least 0"):
+            dataset.head(n)
+
+
+def test_a_small_dataset_as_an_anndata(dataset: zl.Dataset) -> None:
+    made = dataset.to_adata()
+    assert (made.X != ADATA.X).nnz == 0
+    pd.testing.assert_frame_equal(made.obs, dataset.obs())
+    assert list(made.layers) == ["dense", "spliced"]
+    np.testing.assert_array_equal(made.layers["dense"], ADATA.layers["dense"])
+    np.testing.assert_array_equal(made.obsm["X_pca"], ADATA.obsm["X_pca"])
+    assert not dataset.to_adata(layers=[]).layers
+    view = dataset.where(ADATA.obs["passed"].to_numpy())
+    assert list(view.to_adata().obs_names) == list(view.obs_names)
+    assert (view.to_adata().X != ADATA[ADATA.obs["passed"].to_numpy()].X).nnz == 0
+    assert dataset[:0].to_adata().shape == (0, 12)
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_joined_datasets_as_an_anndata(urls: list[Path], join: Any) -> None:
+    made = zl.open_dataset(urls[::-1], join=join).to_adata()
+    wanted = ad.concat([OTHER, ADATA], join=join, fill_value=0)
+    assert list(made.var_names) == list(wanted.var_names)
+    np.testing.assert_array_equal(made.X.toarray(), wanted.X.toarray())
+    np.testing.assert_array_equal(made.layers["dense"], wanted.layers["dense"])
+    assert list(made.obs_names) == list(wanted.obs_names)
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_rows_that_memory_cannot_hold_are_refused_before_they_are_read(
+    urls: list[Path], monkeypatch: pytest.MonkeyPatch, join: Any
+) -> None:
+    dataset = zl.open_dataset(urls, join=join)
+    made = dataset.to_adata()
+    least = made.X.data.nbytes + made.layers["dense"].nbytes + made.obsm["X_pca"].nbytes
+    monkeypatch.setattr(machine, "available_bytes", lambda: least)
+    for act in (dataset.to_adata, lambda: dataset.take(slice(None))):
+        with pytest.raises(OptionError, match=r"70 rows as an AnnData would take .* GB"):
+            act()
+    assert dataset.take([3, 1]).n_obs == 2
+
+
+def test_a_dataset_is_shown_as_html(urls: list[Path], tmp_path: Path) -> None:
+    adata = counts(10, 5)
+    adata.obs["<b>&"] = 1
+    write_store(adata, tmp_path / "a<i>.zarr", tmp_path)
+    odd = zl.open_dataset(tmp_path / "a<i>.zarr")
+    joined = zl.open_dataset(urls, join="outer")
+    for dataset in (odd, odd[2:4], joined, joined[:7]):
+        html = dataset._repr_html_()
+        assert repr(dataset).partition("\n")[0].replace("<", "&lt;").replace(">", "&gt;") in html
+        assert {*re.findall("<([a-z]+)", html)} == {"p", "table", "tr", "th", "td"}
+    assert "&lt;b&gt;&amp;" in odd._repr_html_()
+    assert "obsm</th>" in joined._repr_html_()
+
+
+def test_many_columns_are_cut_in_html(tmp_path: Path) -> None:
+    adata = counts(4, 3)
+    adata.obs = pd.DataFrame({f"column {number}": range(4) for number in range(500)}, index=adata.obs_names)
+    write_store(adata, tmp_path / "wide.zarr", tmp_path)
+    html = zl.open_dataset(tmp_path / "wide.zarr")._repr_html_()
+    assert "and 470 more" in html
+    assert len(html) < 2000
+
+
+def test_loaders_and_minibatches_are_shown_briefly(dataset: zl.Dataset) -> None:
+    plain = zl.Loader(dataset)
+    assert repr(plain) == f"<Loader of Dataset with n_obs x n_vars = 50 x 12 of {dataset.url}: batch_size=64>"
+    for layout in ("csr", "dense", "packed", "scipy", "anndata"):
+        loader = zl.Loader(dataset, layout=layout, obs=["lane"], x=["X", "layers/dense"], sampling="streaming")
+        assert "\n" not in repr(loader)
+        assert "obs=['lane']" in repr(loader)
+        assert "sampling='streaming'" in repr(loader)
+        assert "dtype" not in repr(loader)
+        shown = repr(next(iter(loader)))
+        assert shown.startswith("Minibatch of 50 rows\n    row: int64 50\n    index: int64 50\n    x: X ")
+        assert "\n    obs: lane int32 50" in shown
+        assert len(shown.splitlines()) == 5 + (layout == "anndata")  # which has obs_names
+    dense = next(iter(zl.Loader(dataset, layout="dense", obs_names=True, obsm=["X_pca"])))
+    assert "\n    x: float32 50x12\n    obsm: X_pca float32 50x2\n    obs_names: object 50" in repr(dense)
+    assert "dtype='bfloat16'" in repr(zl.Loader(dataset, layout="dense", dtype=torch.bfloat16))
+    assert "options=FetchOptions(" in repr(zl.Loader(dataset, options=zl.FetchOptions(threads=1)))
+    many = zl.Loader(dataset, sampling=zl.Streaming(np.arange(50), shuffle=True))
+    assert len(repr(many)) < 400
+
+
+def test_the_report_of_a_conversion_is_one_sentence(tmp_path: Path) -> None:
+    report = zl.convert(counts(30, 8), tmp_path / "a.zarr", progress=False)
+    assert re.fullmatch(
+        r"<ConversionReport of .*a\.zarr: 30 rows x 8 genes, [\d,]+ values from .+; [\d,]+ bytes became [\d,]+ in "
+        r"[\d.]+ s; .*X/data float32 -> uint16.*>",
+        repr(report),
+    )
