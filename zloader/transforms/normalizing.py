@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,18 +124,13 @@ class Normalize(Transform):
 
     target_sum: float
 
-    whole_rows: ClassVar[bool] = True
+    whole_rows = makes_fractions = True
 
     def __post_init__(self) -> None:
         number = self.target_sum
         if isinstance(number, bool) or not isinstance(number, (int, float, np.number)) or not 0 < number <= _MOST:
             raise OptionError(f"target_sum must be a number above 0 and up to {_MOST:g}, not {number!r:.100}")
         object.__setattr__(self, "target_sum", float(number))
-
-    @property
-    def makes_fractions(self) -> bool:
-        """Whether whole numbers become fractions."""
-        return True
 
     def apply(self, x: RowValues, number: int) -> None:
         """Changes the values in place. Raises RefusedValue for a negative value."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,10 +119,7 @@ class Binarize(Transform):
     tensor([0., 1.])
     """
 
-    @property
-    def makes_zeros(self) -> bool:
-        """Whether another value may become zero."""
-        return True
+    makes_zeros = True
 
     def apply(self, x: RowValues, number: int) -> None:
         """Changes the values in place."""
@@ -149,7 +146,7 @@ class Scale(Transform):
     mean: GeneStatistics | NDArray[Any] | None = None
     std: GeneStatistics | NDArray[Any] | None = None
 
-    by_gene: ClassVar[bool] = True
+    by_gene = makes_fractions = True
 
     def __post_init__(self) -> None:
         if isinstance(self.mean, GeneStatistics) and self.std is None:
@@ -164,11 +161,6 @@ class Scale(Transform):
     def __repr__(self) -> str:
         parts = [f"{name}=..." for name in ("mean", "std") if getattr(self, name) is not None]
         return f"Scale({', '.join(parts)})"
-
-    @property
-    def makes_fractions(self) -> bool:
-        """Whether whole numbers become fractions."""
-        return True
 
     @property
     def fills_zeros(self) -> str:
