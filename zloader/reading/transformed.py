@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
+from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
 from zloader.reading.half_floats import HALVES, narrowed
@@ -145,11 +146,15 @@ class Transforming:
 
     def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
         for number, transform in numbered:
-            transform.apply(RowValues.of(x, rows, seed=self.seed, epoch=self.epoch), number)
+            made: Any = transform.apply(RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number))
+            if made is not None:
+                raise OptionError(
+                    f"apply of {transform} returned {type(made).__name__}, which nobody reads: change x.values in place"
+                )
         return x
 
     def _chosen(self, x: X, rows: Rows, genes: ChosenGenes) -> X:
-        whole = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch)
+        whole = RowValues.of(x, rows)
         starts, lengths = whole.starts[:-1], np.diff(whole.starts)
         of_all = gather.StoreRows(
             at=slice(None), genes=whole.columns, values=whole.values, starts=(starts, starts), lengths=lengths

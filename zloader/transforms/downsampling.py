@@ -117,9 +117,9 @@ class Downsample(Transform):
         require_count(counts=self.counts)
         object.__setattr__(self, "counts", int(self.counts))
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place. Raises RefusedValue for values other than counts."""
-        row = _downsample(x.values, x.starts, self.counts, x.rows, _U64(key_of(x.seed, x.epoch, number)))
+        row = _downsample(x.values, x.starts, self.counts, x.rows, _U64(key_of(x.seed, x.epoch, x.number)))
         if row >= 0:
             of_row = x.values[x.starts[row] : x.starts[row + 1]].astype(np.float64)
             unfit = of_row[~((of_row >= 0) & (of_row <= _MOST) & (np.floor(of_row) == of_row))]

@@ -94,7 +94,7 @@ class Clip(Transform):
 
     @property
     def fills_zeros(self) -> str:
-        """How to avoid that zeros become other values, which CSR cannot hold; empty if they stay zero."""
+        """How to avoid that zeros become other values; empty if they stay zero."""
         low, high = self._limits
         return "" if low <= 0 <= high else "let the range contain 0"
 
@@ -105,7 +105,7 @@ class Clip(Transform):
             if whole and not np.iinfo(dtype).min <= limit <= np.iinfo(dtype).max:
                 raise OptionError(f"{self} limits values to {limit!r}, which {dtype} cannot hold: choose another dtype")
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place."""
         _clip(x.values, *self._limits)
 
@@ -121,7 +121,7 @@ class Binarize(Transform):
 
     makes_zeros = True
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place."""
         _binarize(x.values)
 
@@ -164,14 +164,14 @@ class Scale(Transform):
 
     @property
     def fills_zeros(self) -> str:
-        """How to avoid that zeros become other values, which CSR cannot hold; empty if they stay zero."""
+        """How to avoid that zeros become other values; empty if they stay zero."""
         return "" if self.mean is None else "leave out the mean, as in Scale(std=...)"
 
     def bound(self, columns: Columns) -> Transform:
         """With arrays for these columns. Raises OptionError if a gene is missing, or the arrays are of another size."""
         return replace(self, mean=_of_columns("mean", self.mean, columns), std=_of_columns("std", self.std, columns))
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place."""
         assert not isinstance(self.mean, GeneStatistics)  # it is bound
         assert not isinstance(self.std, GeneStatistics)
