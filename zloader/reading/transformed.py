@@ -7,7 +7,7 @@ transform makes other values of their zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
+from zloader.common.nearest import listed
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
 from zloader.reading.half_floats import HALVES, narrowed
@@ -92,6 +93,18 @@ def without_zeros(x: CsrArrays) -> CsrArrays:
     return replace(x, indices=x.indices[:n_left].copy(), values=x.values[:n_left].copy())
 
 
+def called(what: str, function: Callable[[Any], Any], argument: Any, rows: Rows) -> Any:
+    """The result of a function of the user's own. Its errors are raised with a note of `what` it is and the rows."""
+    try:
+        return function(argument)
+    except Exception as error:
+        note = f"raised by {what} for {len(rows)} rows of the dataset: {listed(rows)}"
+        error.add_note(note)
+        if isinstance(error, StopIteration | StopAsyncIteration):  # it would end the epoch as if it were complete
+            raise RuntimeError(f"{error!r} {note}") from error
+        raise
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transforming:
     """How x of one matrix is made of gathered rows. `transforms` are bound to the columns of x.
@@ -146,7 +159,8 @@ class Transforming:
 
     def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
         for number, transform in numbered:
-            made: Any = transform.apply(RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number))
+            values = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
+            made = called(f"transform {type(transform).__name__}", transform.apply, values, rows)
             if made is not None:
                 raise OptionError(
                     f"apply of {transform} returned {type(made).__name__}, which nobody reads: change x.values in place"
