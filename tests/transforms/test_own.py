@@ -41,7 +41,7 @@ class Weighted(Transform):
     """Times the length of the gene's name."""
 
     by_gene = True
-    weights: Any = None
+    weights: np.ndarray
 
     def bound(self, columns: Columns) -> Transform:
         bound = Weighted()
@@ -63,6 +63,11 @@ class Raises(Transform):
 class Returns(Transform):
     def apply(self, x: RowValues) -> Any:
         return x.values + 1
+
+
+class Assigns(Transform):
+    def apply(self, x: RowValues) -> None:
+        x.values = x.values + 1
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +119,10 @@ def test_the_cache_keeps_no_statistics_of_code_that_may_change(dataset, monkeypa
         (Raises(KeyError("mine")), KeyError, "mine"),
         (Raises(StopIteration()), RuntimeError, "StopIteration.*raised by transform Raises for"),
         (Raises(RefusedValue(1, 5, "no fives")), OptionError, r"X of \S+ holds 5 in row \d+ of the dataset: no fives"),
-        (Returns(), OptionError, "returned ndarray, which nobody reads: change x.values in place"),
+        (Returns(), OptionError, "made new values, which nobody reads: change x.values in place"),
+        (Assigns(), OptionError, "made new values, which nobody reads: change x.values in place"),
     ],
-    ids=["any", "StopIteration", "refused", "returned"],
+    ids=["any", "StopIteration", "refused", "returned", "assigned"],
 )
 def test_errors_end_the_epoch(dataset, transform, error, says):
     with pytest.raises(error, match=says) as raised:

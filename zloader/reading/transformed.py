@@ -159,12 +159,11 @@ class Transforming:
 
     def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
         for number, transform in numbered:
-            values = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
-            made = called(f"transform {type(transform).__name__}", transform.apply, values, rows)
-            if made is not None:
-                raise OptionError(
-                    f"apply of {transform} returned {type(made).__name__}, which nobody reads: change x.values in place"
-                )
+            given = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
+            values = given.values
+            made = called(f"transform {type(transform).__name__}", transform.apply, given, rows)
+            if made is not None or given.values is not values:
+                raise OptionError(f"apply of {transform} made new values, which nobody reads: change x.values in place")
         return x
 
     def _chosen(self, x: X, rows: Rows, genes: ChosenGenes) -> X:

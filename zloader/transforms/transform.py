@@ -30,7 +30,7 @@ class RefusedValue(Exception):
         self.row, self.value, self.why = row, value, why
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen, which would refuse `x.values += 1`
 class RowValues:
     """The values of some rows of x, which a transform changes in place: row i is `values[starts[i] : starts[i + 1]]`.
 
