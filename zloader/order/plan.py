@@ -80,7 +80,7 @@ class Plan:
                 f"{self.fetch_factor} = {self.fetch_rows} rows, so nothing would be shuffled across blocks: "
                 "raise fetch_factor or lower block_size"
             )
-        if self.remainder == "drop":
+        if str(self.remainder) == "drop":
             raise OptionError("remainder='drop' is now 'keep', because it keeps rows: write 'keep', or drop_last=True")
         require_one_of(["keep", "pad"], remainder=self.remainder)
         require_flag(drop_last=self.drop_last)
