@@ -109,7 +109,7 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
             f"the state is of version {state['version']!r}, but this zloader reads version {VERSION}: resume with the "
             "zloader that saved it, or restart the epoch with set_epoch"
         )
-    if state.get("remainder") == "drop":  # what "keep" was called
+    if _is_same(state.get("remainder"), "drop"):  # what "keep" was called
         state = {**state, "remainder": "keep"}
     missing = [name for name in (*_NUMBERS, *identity) if name not in state]
     if missing:
