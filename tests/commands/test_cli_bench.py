@@ -26,6 +26,7 @@ from zloader.commands.bill_run import Prices
 from zloader.commands.terminal import bench_view, show_figures
 from zloader.common.errors import ZloaderError
 from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
+from zloader.training.minibatch import DTYPES
 
 pytestmark = pytest.mark.any_version
 
@@ -206,6 +207,11 @@ def test_several_stores_are_read_as_one(store, tmp_path):
     assert seen["epochs"][1]["kind"] == "warm"
 
 
+def test_packed_rows_have_the_stored_dtype(store):
+    seen = documented(store, "--epochs", 1, "--layout", "packed")
+    assert (seen["layout"], seen["dtype"]) == ("packed", None)
+
+
 @pytest.mark.parametrize("layout", ["dense", "scipy", "anndata"])
 def test_layouts_and_dtypes(store, layout):
     seen = documented(store, "--epochs", 1, "--layout", layout, "--dtype", "int32")
@@ -291,7 +297,8 @@ def test_the_loop_is_the_loaders(store):
     ):
         assert flags[name].show_default == str(default)
     assert flags["layout"].default == zl.Loader.layout
-    assert flags["dtype"].default == zl.Loader(zl.open_dataset(store)).dtype
+    assert flags["dtype"].show_default == zl.Loader(zl.open_dataset(store)).dtype
+    assert all(dtype in flags["dtype"].help for dtype in DTYPES)
     assert not {"key", "secret", "token", "password"} & flags.keys()
 
 

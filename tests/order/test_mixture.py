@@ -101,7 +101,7 @@ def test_every_stretch_has_the_shares_and_every_group_comes_in_whole_passes(grou
         assert apart <= block_size * (1 + 1e-6 if len(groups) <= 2 else 4)
 
 
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("remainder", ["keep", "pad"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_fetch_of_every_rank_has_the_shares_to_one_block(world_size, remainder):
     sampling, group_of = mixture([5000, 300], [0.7, 0.3], block_size=8)
@@ -120,7 +120,7 @@ def test_every_fetch_of_every_rank_has_the_shares_to_one_block(world_size, remai
         for fetch in plan.fetches():
             taken = group_of[fetch.rows]
             n_fetches += 1
-            if remainder == "drop" or fetch.number < plan.n_fetches - 1:
+            if remainder == "keep" or fetch.number < plan.n_fetches - 1:
                 assert abs(np.count_nonzero(taken) - 0.3 * len(taken)) <= 8
     assert n_fetches > 3 * 40
 

@@ -74,7 +74,7 @@ def test_padding_fills_every_minibatch_of_every_rank(n_rows, batch_size, fetch_f
     assert often.sum() - n_rows < world_size * batch_size
 
 
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("remainder", ["keep", "pad"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values_of_every_rank(store, remainder, world_size):
     dataset = zl.open_dataset(store)
@@ -87,7 +87,7 @@ def test_values_of_every_rank(store, remainder, world_size):
             seen += rows.tolist()
             np.testing.assert_array_equal(minibatch.x.to_dense().numpy(), ADATA.X[rows].toarray())
     assert sorted(set(seen)) == list(range(N_ROWS))
-    assert len(seen) == (N_ROWS if remainder == "drop" else -(-N_ROWS // (4 * world_size)) * 4 * world_size)
+    assert len(seen) == (N_ROWS if remainder == "keep" else -(-N_ROWS // (4 * world_size)) * 4 * world_size)
 
 
 def test_what_is_dropped_or_repeated_changes_with_the_epoch(store):
@@ -116,7 +116,7 @@ def machines(dataset, world_size, local, **options) -> list[list[zl.Loader]]:
     return [loaders[begin : begin + local] for begin in range(0, world_size, local)]
 
 
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("remainder", ["keep", "pad"])
 def test_a_machine_keeps_to_its_part(store, remainder):
     dataset = zl.open_dataset(store)
     parts = machines(dataset, 4, 2, remainder=remainder)
@@ -249,7 +249,8 @@ class Backwards(zl.Sampling):
 
 
 REFUSED = {
-    "remainder": ({"remainder": "keep"}, "remainder must be one of 'drop', 'pad', not 'keep'"),
+    "remainder": ({"remainder": "fill"}, "remainder must be one of 'keep', 'pad', not 'fill'"),
+    "the former remainder": ({"remainder": "drop"}, "write 'keep', or drop_last=True"),
     "both": ({"remainder": "pad", "drop_last": True}, "exclude each other"),
     "locality": ({"locality": "rack"}, "locality must be one of 'global', 'machine', not 'rack'"),
     "uneven": ({"locality": "machine", "local_world_size": 3}, "4 is not a multiple of local_world_size 3"),

@@ -73,7 +73,7 @@ def plans(draw):
     batch_size, fetch_factor = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     kinds = [zl.Streaming(), zl.BlockShuffling(1), zl.BlockShuffling(1, n_strata=9), zl.MixtureOfScanners(3, active=1)]
     sampling = draw(st.sampled_from(kinds))
-    remainder = draw(st.sampled_from(["drop", "pad"]))
+    remainder = draw(st.sampled_from(["keep", "pad"]))
     return Plan(
         dataset_rows=draw(st.integers(5, 150)),
         sampling=sampling,
@@ -83,7 +83,7 @@ def plans(draw):
         epoch=draw(st.integers(0, 9)),
         world_size=draw(st.integers(1, 4)),
         remainder=remainder,
-        drop_last=remainder == "drop" and draw(st.booleans()),
+        drop_last=remainder == "keep" and draw(st.booleans()),
     )
 
 
@@ -205,7 +205,7 @@ def test_what_failed_or_was_closed_is_not_finished(dataset):
     assert loader.state_dict()["stretches"] == [[1, 1]]
 
 
-@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("remainder", ["keep", "pad"])
 def test_other_ranks(dataset, remainder):
     """A run of 3 ranks continues with 2 ranks, then with 1, from within a fetch."""
     options = SIZES | {"x": None, "remainder": remainder}
@@ -223,7 +223,7 @@ def test_other_ranks(dataset, remainder):
         assert all(each == states[0] for each in states)
         state = json.loads(json.dumps(states[0]))
     assert sorted(set(seen)) == list(range(N_ROWS))
-    assert len(seen) == (N_ROWS if remainder == "drop" else 64)
+    assert len(seen) == (N_ROWS if remainder == "keep" else 64)
     assert state["epoch"] == 1
 
 
@@ -272,7 +272,7 @@ DIFFERENT = {
     "batch size": ({"batch_size": 8}, "batch_size was 4, is 8"),
     "fetch factor": ({"fetch_factor": 3}, "fetch_factor was 2, is 3"),
     "drop_last": ({"drop_last": True}, "drop_last was False, is True"),
-    "remainder": ({"remainder": "pad"}, "remainder was 'drop', is 'pad'"),
+    "remainder": ({"remainder": "pad"}, "remainder was 'keep', is 'pad'"),
     "sampling": ({"sampling": zl.Streaming()}, r"was 'BlockShuffling\(block_size=3, .*, is 'Streaming\("),
     "block size": ({"sampling": zl.BlockShuffling(2)}, "block_size=3.*block_size=2"),
     "indices": ({"sampling": zl.BlockShuffling(3, indices=range(N_ROWS))}, "indices=None.*indices=<61 values, "),
@@ -285,6 +285,15 @@ def test_a_state_of_another_run_is_refused(dataset, options, says):
     state = taken(zl.Loader(dataset, x=None, **SIZES), 3)
     with pytest.raises(OptionError, match=says):
         zl.Loader(dataset, x=None, **(SIZES | options)).load_state_dict(state)
+
+
+def test_a_state_from_when_keep_was_called_drop_goes_on(dataset):
+    loader = zl.Loader(dataset, x=None, **SIZES)
+    state = taken(loader, 3) | {"remainder": "drop"}
+    loader.load_state_dict(state)
+    assert rows_of(loader) == rows_of(zl.Loader(dataset, x=None, **SIZES))[3 * SIZES["batch_size"] :]
+    with pytest.raises(OptionError, match="remainder was 'keep', is 'pad'"):
+        zl.Loader(dataset, x=None, remainder="pad", **SIZES).load_state_dict(state)
 
 
 def test_a_state_of_other_weights_or_rows_is_refused(dataset, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from helpers import SMALL, assert_same, assert_same_minibatches, counts, write_s
 from torch.utils.data import DataLoader
 
 import zloader as zl
+from zloader.common.errors import OptionError
 from zloader.testing import assert_resumes_anywhere
 
 pytestmark = pytest.mark.any_version
@@ -198,6 +200,17 @@ def test_nothing(rows):
     assert rows.padded().genes.shape == (len(rows), 0)
     assert rows.padded(2).genes.tolist() == [[5, 5]] * len(rows)
     assert not rows.padded(2).mask.any()
+
+
+def test_rows_are_chosen_by_slices_of_neighbours_only():
+    for rows in (slice(1, 3), slice(-1, None), slice(2, 1), slice(5, 9), slice(None, None, 1)):
+        assert_same(ROWS[rows].dense(torch.int64), DENSE[rows])
+    refusals = [ROWS.__iter__, lambda: np.array(ROWS), lambda: np.asarray(ROWS, np.float32), lambda: list(ROWS)]
+    unfit = [slice(None, None, 2), slice(None, None, -1), 0, -1, [1, 2], torch.tensor([True, False, True]), None]
+    refusals += [functools.partial(ROWS.__getitem__, rows) for rows in unfit]
+    for refusal in refusals:
+        with pytest.raises(OptionError, match=r"only slices of rows that follow each other, such as x\[2:5\]"):
+            refusal()
 
 
 def test_it_is_copied_pickled_and_printed():

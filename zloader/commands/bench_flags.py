@@ -78,7 +78,7 @@ class BenchFlags:
     loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
     memory: Memory = "0"
     layout: Layout = "csr"
-    dtype: Dtype = "float32"
+    dtype: Dtype = None
     gpu_hour: GpuHour = Prices.gpu_hour
     thousand_gets: ThousandGets = Prices.thousand_gets
     gigabyte_egress: GigabyteEgress = Prices.gigabyte_egress

@@ -187,7 +187,7 @@ def _python(run: BenchRun, storage_options: Mapping[str, Any]) -> str:
     options = [f"{name}={value!r}" for name, value in loading.items()]
     options.append(f"sampling=zl.{stratified(given['block_size'])!r}")
     for name, default in (("x", Loader.x), ("obs", []), ("layout", Loader.layout), ("dtype", "float32")):
-        if given[name] != default:
+        if given[name] not in (default, None):
             options.append(f"{name}={given[name]!r}")
     return (
         "import zloader as zl\n\n"

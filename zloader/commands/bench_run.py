@@ -49,7 +49,7 @@ def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
         step_s=flags.step_s,
         cores=available_cores(),
         load=_load(),
-        settings=_settings(flags, rows, genes),
+        settings=_settings(flags, loader),
         prices=flags.prices,
         epochs=[],
         link_bytes_per_s=flags.link_bytes_per_s,
@@ -72,12 +72,13 @@ def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
     return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
 
 
-def _settings(flags: BenchFlags, rows: int, genes: int) -> dict[str, Any]:
+def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
     fetching = flags.fetching
     budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
     opening = {"join": flags.join, "genes_by": flags.genes_by}
+    rows, genes = loader.dataset.shape
     stores = {"urls": flags.urls, "rows": rows, "genes": genes, "cache": flags.cache}
-    form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": flags.dtype}
+    form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": loader.dtype}
     return {**stores, "step_ms": 1000 * flags.step_s, **opening, **budgets, **flags.sizes, **form}
 
 

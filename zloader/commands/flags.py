@@ -58,8 +58,16 @@ Memory = Annotated[
         rich_help_panel=_LOADER,
     ),
 ]
-Layout = Annotated[str, typer.Option("--layout", help="csr, dense, scipy or anndata.", rich_help_panel=_LOADER)]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, int32 or int64.", rich_help_panel=_LOADER)]
+Layout = Annotated[str, typer.Option("--layout", help="csr, dense, packed, scipy or anndata.", rich_help_panel=_LOADER)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="float16, bfloat16, float32, float64, int32 or int64. Layout packed takes none.",
+        show_default="float32",
+        rich_help_panel=_LOADER,
+    ),
+]
 PRICES = "Prices in dollars"
 GpuHour = Annotated[float, typer.Option("--gpu-hour", help="A GPU for an hour.", rich_help_panel=PRICES)]
 ThousandGets = Annotated[float, typer.Option("--thousand-gets", help="1000 GETs.", rich_help_panel=PRICES)]

@@ -48,7 +48,8 @@ class _Part:
 class StatisticsPass:
     """A pass over the rows of a dataset or view in a sampling that yields them in order.
 
-    `directory` is where the cache keeps the result, or None. Raises OptionError for transforms that do not fit.
+    `directory` is where the cache keeps the result, or None. It keeps none with transforms of the user's own, because
+    nothing tells when their code changes. Raises OptionError for transforms that do not fit.
     """
 
     dataset: BaseDataset
@@ -67,7 +68,9 @@ class StatisticsPass:
         listed = transforms_of(transforms, [x]).get(x, ())
         transforming = self.dataset.transforming(x, listed, dense=False, dtype=dtype)
         genes = self.dataset.columns_of(x).names
-        name = f"gene_statistics/{_key(self.dataset.fingerprint, x, transforming.transforms, genes)}"
+        name = None
+        if all(type(each).__module__.startswith("zloader.transforms.") for each in listed):
+            name = f"gene_statistics/{_key(self.dataset.fingerprint, x, transforming.transforms, genes)}"
         cached = self._load(name, genes)
         if cached is not None:
             return cached
@@ -94,8 +97,8 @@ class StatisticsPass:
                 advance(part.moments.n_obs)  # type: ignore[attr-defined]
         return moments
 
-    def _load(self, name: str, genes: pd.Index) -> GeneStatistics | None:
-        if self.directory is None:
+    def _load(self, name: str | None, genes: pd.Index) -> GeneStatistics | None:
+        if self.directory is None or name is None:
             return None
         stored = load_column(self.directory, name, shape=(3, len(genes)), dtype=np.dtype(np.float64))
         if stored is None:
@@ -104,8 +107,8 @@ class StatisticsPass:
         n_obs = self.dataset.n_obs
         return GeneStatistics(genes=genes, mean=mean, variance=variance, nonzero=nonzero.astype(np.int64), n_obs=n_obs)
 
-    def _save(self, name: str, found: GeneStatistics) -> None:
-        if self.directory is not None:
+    def _save(self, name: str | None, found: GeneStatistics) -> None:
+        if self.directory is not None and name is not None:
             stored = np.stack([found.mean, found.variance, found.nonzero.astype(np.float64)])
             save_column(self.directory, name, [stored], shape=stored.shape, dtype=stored.dtype)
 

@@ -55,7 +55,7 @@ class Plan:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = False
-    remainder: Literal["drop", "pad"] = "drop"
+    remainder: Literal["keep", "pad"] = "keep"
     controls: AddsControls | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +81,9 @@ class Plan:
                 f"{self.fetch_factor} = {self.fetch_rows} rows, so nothing would be shuffled across blocks: "
                 "raise fetch_factor or lower block_size"
             )
-        require_one_of(["drop", "pad"], remainder=self.remainder)
+        if str(self.remainder) == "drop":
+            raise OptionError("remainder='drop' is now 'keep', because it keeps rows: write 'keep', or drop_last=True")
+        require_one_of(["keep", "pad"], remainder=self.remainder)
         require_flag(drop_last=self.drop_last)
         if self.pads and self.drop_last:
             raise OptionError(

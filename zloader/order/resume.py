@@ -110,6 +110,8 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
             f"the state is of version {state['version']!r}, but this zloader reads version {VERSION}: resume with the "
             "zloader that saved it, or restart the epoch with set_epoch"
         )
+    if _is_same(state.get("remainder"), "drop"):  # what "keep" was called
+        state = {**state, "remainder": "keep"}
     missing = [name for name in (*_NUMBERS, *identity) if name not in state]
     if missing:
         raise OptionError(f"the state has no {missing[0]!r}, so it is damaged: restart the epoch with set_epoch")

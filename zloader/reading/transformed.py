@@ -1,12 +1,13 @@
 """x with transforms: gathered in the dtype in which they compute, transformed in place, and made canonical. Pure.
 
-Transforms that look at whole rows need all genes. If a loader chooses genes, all genes are therefore gathered as CSR,
-and the chosen columns are gathered from the result.
+Transforms that look at whole rows need all genes. If a loader chooses genes, rows of all genes are therefore gathered,
+and the chosen columns are gathered from the result. The rows of all genes are CSR, which takes less memory, unless a
+transform makes other values of their zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
+from zloader.common.errors import OptionError
+from zloader.common.nearest import listed
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
 from zloader.reading.half_floats import HALVES, narrowed
@@ -25,15 +28,6 @@ from zloader.transforms.transform import RefusedValue, RowValues, Transform
 def computing_dtype(dtype: str) -> str:
     """The dtype in which transforms compute x of a dtype: half floats are rounded afterwards."""
     return "float32" if dtype in HALVES else dtype
-
-
-def _floats(x: X) -> X:
-    """x as floats, if it holds whole numbers of a dtype that cannot hold fractions."""
-    values = x.values if isinstance(x, CsrArrays) else x
-    if values.dtype.kind == "f":
-        return x
-    values = values.astype(np.result_type(values.dtype, np.float32))
-    return replace(x, values=values) if isinstance(x, CsrArrays) else values
 
 
 @compiled
@@ -99,6 +93,18 @@ def without_zeros(x: CsrArrays) -> CsrArrays:
     return replace(x, indices=x.indices[:n_left].copy(), values=x.values[:n_left].copy())
 
 
+def called(what: str, function: Callable[[Any], Any], argument: Any, rows: Rows) -> Any:
+    """The result of a function of the user's own. Its errors are raised with a note of `what` it is and the rows."""
+    try:
+        return function(argument)
+    except Exception as error:
+        note = f"raised by {what} for {len(rows)} rows of the dataset: {listed(rows)}"
+        error.add_note(note)
+        if isinstance(error, StopIteration | StopAsyncIteration):  # it would end the epoch as if it were complete
+            raise RuntimeError(f"{error!r} {note}") from error
+        raise
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transforming:
     """How x of one matrix is made of gathered rows. `transforms` are bound to the columns of x.
@@ -114,9 +120,14 @@ class Transforming:
     genes: ChosenGenes | None = None
 
     @property
+    def _n_first(self) -> int:
+        """The number of transforms that come before the choice of genes."""
+        return max((number for number, each in enumerate(self.transforms, 1) if each.whole_rows), default=0)
+
+    @property
     def gathers_dense(self) -> bool:
         """Whether to gather dense rows."""
-        return self.dense and self.genes is None
+        return self.dense and (self.genes is None or any(each.fills_zeros for each in self.transforms[: self._n_first]))
 
     @property
     def gathering_dtype(self) -> str:
@@ -128,7 +139,7 @@ class Transforming:
         more = 0
         if self.genes is not None:
             n_bytes = n_rows * len(self.genes) * np.dtype(self.gathering_dtype).itemsize
-            more = gathered_bytes + n_bytes * (1 if self.dense else 2)
+            more = gathered_bytes + n_bytes * (1 if self.dense and not self.gathers_dense else 2)
         if not self.dense and any(transform.makes_zeros for transform in self.transforms):
             more = max(more, gathered_bytes)
         return more + (gathered_bytes // 2 if self.dtype in HALVES else 0)
@@ -138,9 +149,8 @@ class Transforming:
         x = _summed(gathered) if isinstance(gathered, CsrArrays) else gathered
         numbered = list(enumerate(self.transforms))
         if self.genes is not None:
-            first = 1 + max(number for number, transform in numbered if transform.whole_rows)
-            x = self._chosen(self._applied(numbered[:first], x, rows), self.genes)
-            numbered = numbered[first:]
+            x = self._chosen(self._applied(numbered[: self._n_first], x, rows), rows, self.genes)
+            numbered = numbered[self._n_first :]
         x = self._applied(numbered, x, rows)
         if isinstance(x, CsrArrays):
             x = without_zeros(x) if any(transform.makes_zeros for transform in self.transforms) else x
@@ -149,20 +159,21 @@ class Transforming:
 
     def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
         for number, transform in numbered:
-            x = _floats(x) if transform.makes_fractions else x
-            transform.apply(RowValues.of(x, rows, seed=self.seed, epoch=self.epoch), number)
+            given = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
+            values = given.values
+            made = called(f"transform {type(transform).__name__}", transform.apply, given, rows)
+            if made is not None or given.values is not values:
+                raise OptionError(f"apply of {transform} made new values, which nobody reads: change x.values in place")
         return x
 
-    def _chosen(self, x: X, genes: ChosenGenes) -> X:
-        assert isinstance(x, CsrArrays)
-        starts = x.indptr[:-1].astype(np.int64)
-        lengths = np.diff(x.indptr).astype(np.int64)
-        rows = gather.StoreRows(
-            at=slice(None), genes=x.indices, values=x.values, starts=(starts, starts), lengths=lengths
+    def _chosen(self, x: X, rows: Rows, genes: ChosenGenes) -> X:
+        whole = RowValues.of(x, rows)
+        starts, lengths = whole.starts[:-1], np.diff(whole.starts)
+        of_all = gather.StoreRows(
+            at=slice(None), genes=whole.columns, values=whole.values, starts=(starts, starts), lengths=lengths
         )
         gathered = gather.dense_rows if self.dense else gather.csr_rows
-        chosen, dtype = gather.choose(rows, genes), x.values.dtype.name
-        return gathered([chosen], len(starts), n_genes=len(genes), dtype=dtype)
+        return gathered([gather.choose(of_all, genes)], len(rows), n_genes=len(genes), dtype=whole.values.dtype.name)
 
     def _narrowed(self, values: NDArray[Any], starts: NDArray[np.integer]) -> NDArray[Any]:
         """The values in the dtype of x. Raises RefusedValue for one that it cannot hold."""

@@ -118,7 +118,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             `world_size * batch_size` rows per epoch.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
             if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
-        remainder: `"drop"`, or `"pad"` to fill smaller minibatches up with rows that come a second time.
+        remainder: `"keep"` for smaller minibatches at the end, or `"pad"` to fill them up with rows that come a second
+            time.
         locality: `"global"`, or `"machine"` to give the ranks of each machine the same contiguous part of the rows in
             every epoch. The machine's mirror then holds only this part, and each minibatch mixes rows of one part
             only. If the rows do not divide evenly among the machines, each epoch leaves out fewer rows than there are
@@ -153,7 +154,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     drop_last: bool = False
     rank: int | None = None
     world_size: int | None = None
-    remainder: Literal["drop", "pad"] = "drop"
+    remainder: Literal["keep", "pad"] = "keep"
     locality: Locality = "global"
     local_world_size: int | None = None
     options: FetchOptions = field(default_factory=FetchOptions)

@@ -15,6 +15,7 @@ from zloader.common.errors import OptionError
 from zloader.common.nearest import listed
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading import gather
+from zloader.reading.transformed import called
 from zloader.training.minibatch import Minibatch
 
 Convert = Callable[[MinibatchArrays], Minibatch]
@@ -96,15 +97,7 @@ def _name(function: Any) -> str:
 
 
 def _called(option: str, function: Callable[[Minibatch], Any], minibatch: Minibatch, index: Rows) -> Any:
-    """The function's result. Its errors are raised with a note of its name and the rows."""
-    try:
-        return function(minibatch)
-    except Exception as error:
-        note = f"raised by {option} {_name(function)} for {len(index)} rows of the dataset: {listed(index)}"
-        error.add_note(note)
-        if isinstance(error, StopIteration | StopAsyncIteration):  # it would end the epoch as if it were complete
-            raise RuntimeError(f"{error!r} {note}") from error
-        raise
+    return called(f"{option} {_name(function)}", function, minibatch, index)
 
 
 def _checked(function: Callable[[Minibatch], Any], made: Any, index: Rows) -> Minibatch:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+
+from zloader.common.errors import OptionError
 
 # torch stores these dtypes and converts them, but computes with them on few devices.
 _BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # it cannot pickle these
@@ -55,11 +57,20 @@ class PackedRows:
         return len(self.indptr) - 1
 
     def __getitem__(self, rows: slice) -> PackedRows:
-        """The rows `[first, last)`, which share the memory of these."""
+        """The rows `[first, last)`, which share the memory of these. Raises OptionError for any other choice."""
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            _refuse(f"x[{rows!r:.100}]")
         first, last, _ = rows.indices(len(self))
         indptr = self.indptr[first : max(first, last) + 1]
         begin, end = int(indptr[0]), int(indptr[-1])
         return PackedRows(indptr - begin, self.genes[begin:end], self.values[begin:end], self.n_genes)
+
+    def __iter__(self) -> Any:
+        """Raises OptionError, and so does `numpy.array`."""
+        _refuse("one row after another")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse("an array")
 
     def __repr__(self) -> str:
         rows, columns = self.shape
@@ -149,6 +160,13 @@ class PackedRows:
         dtypes = tuple(tensor.dtype for tensor in tensors)
         bits = [tensor.view(_BITS.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
         return _unpickled, (bits, dtypes, self.n_genes)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise OptionError(
+        f"PackedRows cannot give {what}, only slices of rows that follow each other, such as x[2:5]: convert them "
+        "first, as in x.dense()[::2]"
+    )
 
 
 def _unpickled(bits: list[torch.Tensor], dtypes: tuple[torch.dtype, ...], n_genes: int) -> PackedRows:

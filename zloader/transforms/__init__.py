@@ -18,8 +18,21 @@ from zloader.transforms.downsampling import Downsample
 from zloader.transforms.gene_statistics import GeneStatistics
 from zloader.transforms.normalizing import LogNormalize, Normalize
 from zloader.transforms.of_values import Binarize, Clip, Scale
+from zloader.transforms.transform import Columns, RefusedValue, RowValues, Transform
 
-__all__ = ["Binarize", "Clip", "Downsample", "GeneStatistics", "LogNormalize", "Normalize", "Scale"]
+__all__ = [
+    "Binarize",
+    "Clip",
+    "Columns",
+    "Downsample",
+    "GeneStatistics",
+    "LogNormalize",
+    "Normalize",
+    "RefusedValue",
+    "RowValues",
+    "Scale",
+    "Transform",
+]
 
 for _name in __all__:
     globals()[_name] = answers(globals()[_name])

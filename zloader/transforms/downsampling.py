@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,21 +111,15 @@ class Downsample(Transform):
 
     counts: int
 
-    whole_rows: ClassVar[bool] = True
-    needs_counts: ClassVar[bool] = True
+    whole_rows = needs_counts = makes_zeros = True
 
     def __post_init__(self) -> None:
         require_count(counts=self.counts)
         object.__setattr__(self, "counts", int(self.counts))
 
-    @property
-    def makes_zeros(self) -> bool:
-        """Whether another value may become zero."""
-        return True
-
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place. Raises RefusedValue for values other than counts."""
-        row = _downsample(x.values, x.starts, self.counts, x.rows, _U64(key_of(x.seed, x.epoch, number)))
+        row = _downsample(x.values, x.starts, self.counts, x.rows, _U64(key_of(x.seed, x.epoch, x.number)))
         if row >= 0:
             of_row = x.values[x.starts[row] : x.starts[row + 1]].astype(np.float64)
             unfit = of_row[~((of_row >= 0) & (of_row <= _MOST) & (np.floor(of_row) == of_row))]

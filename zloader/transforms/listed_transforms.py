@@ -13,7 +13,6 @@ from zloader.common.nearest import suggestion
 from zloader.transforms.transform import Columns, Transform
 
 Transforms: TypeAlias = Sequence[Transform] | Mapping[str, Sequence[Transform]]
-_NAMES = ("Binarize", "Clip", "Downsample", "LogNormalize", "Normalize", "Scale")
 
 
 def transforms_of(transforms: Transforms, matrices: Sequence[str]) -> dict[str, tuple[Transform, ...]]:
@@ -55,29 +54,31 @@ def _refusal(given: Any) -> str:
     refusal = f"transforms must hold objects of zl.transforms, such as LogNormalize(1e4), not {given!r:.100}"
     if callable(given):
         refusal += ". Pass a function of your own as fetch_transform or batch_transform"
-    return refusal + suggestion(name, _NAMES)
+    kinds: list[type] = [Transform]
+    for kind in kinds:  # the list grows
+        kinds += kind.__subclasses__()
+    return refusal + suggestion(name, [kind.__name__ for kind in kinds[1:]])
 
 
 def bound_transforms(
-    transforms: Sequence[Transform], columns: Columns, *, dense: bool, dtype: str | None, chosen: bool
+    transforms: Sequence[Transform], columns: Columns, *, dense: bool, dtype: str, chosen: bool
 ) -> tuple[Transform, ...]:
     """The transforms for these columns of x, which may be `chosen` among the genes.
 
-    `dtype` is that in which the transforms compute; None for the stored one, and for floats if they make fractions.
+    `dtype` is that in which the transforms compute.
 
     Raises OptionError if they cannot be combined with each other, the layout, the dtype or the genes.
     """
     for transform in transforms:
-        if dtype is not None:
-            transform.require_dtype(np.dtype(dtype))
-        if transform.makes_fractions and dtype is not None and np.dtype(dtype).kind != "f":
+        transform.require_dtype(np.dtype(dtype))
+        if transform.makes_fractions and np.dtype(dtype).kind != "f":
             raise OptionError(
                 f"{transform} makes fractions, which {dtype} cannot hold: choose a dtype of floats, such as 'float32'"
             )
         if transform.fills_zeros and not dense:
             raise OptionError(
-                f"{transform} makes other values of zeros, which only layout='dense' can hold: choose that layout, or "
-                f"{transform.fills_zeros}"
+                f"{transform} makes other values of zeros, which only layout='dense' can hold: choose that layout"
+                + (f", or {transform.fills_zeros}" if isinstance(transform.fills_zeros, str) else "")
             )
     for first, second in combinations(transforms, 2):
         if first.makes_fractions and second.needs_counts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +124,7 @@ class Normalize(Transform):
 
     target_sum: float
 
-    whole_rows: ClassVar[bool] = True
+    whole_rows = makes_fractions = True
 
     def __post_init__(self) -> None:
         number = self.target_sum
@@ -132,12 +132,7 @@ class Normalize(Transform):
             raise OptionError(f"target_sum must be a number above 0 and up to {_MOST:g}, not {number!r:.100}")
         object.__setattr__(self, "target_sum", float(number))
 
-    @property
-    def makes_fractions(self) -> bool:
-        """Whether whole numbers become fractions."""
-        return True
-
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place. Raises RefusedValue for a negative value."""
         self._refuse(x, _normalize(x.values, x.starts, self.target_sum))
 
@@ -175,12 +170,12 @@ class LogNormalize(Normalize):
             raise OptionError(f"base must be a number above 1, or None for the natural logarithm, not {self.base!r}")
         object.__setattr__(self, "base", float(self.base))
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place. Raises RefusedValue for a negative value."""
         unit = None if self.base is None else 1.0 / math.log(self.base)
         if x.values.dtype == np.float32:
             single = None if unit is None else np.float32(unit)
             self._refuse(x, _log_normalize(x.values, x.starts, self.target_sum, single))
         else:
-            super().apply(x, number)
+            super().apply(x)
             _log(x.values, unit or 1.0)

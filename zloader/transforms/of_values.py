@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +94,7 @@ class Clip(Transform):
 
     @property
     def fills_zeros(self) -> str:
-        """How to avoid that zeros become other values, which CSR cannot hold; empty if they stay zero."""
+        """How to avoid that zeros become other values; empty if they stay zero."""
         low, high = self._limits
         return "" if low <= 0 <= high else "let the range contain 0"
 
@@ -105,7 +105,7 @@ class Clip(Transform):
             if whole and not np.iinfo(dtype).min <= limit <= np.iinfo(dtype).max:
                 raise OptionError(f"{self} limits values to {limit!r}, which {dtype} cannot hold: choose another dtype")
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place."""
         _clip(x.values, *self._limits)
 
@@ -119,12 +119,9 @@ class Binarize(Transform):
     tensor([0., 1.])
     """
 
-    @property
-    def makes_zeros(self) -> bool:
-        """Whether another value may become zero."""
-        return True
+    makes_zeros = True
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place."""
         _binarize(x.values)
 
@@ -149,7 +146,7 @@ class Scale(Transform):
     mean: GeneStatistics | NDArray[Any] | None = None
     std: GeneStatistics | NDArray[Any] | None = None
 
-    by_gene: ClassVar[bool] = True
+    by_gene = makes_fractions = True
 
     def __post_init__(self) -> None:
         if isinstance(self.mean, GeneStatistics) and self.std is None:
@@ -166,20 +163,15 @@ class Scale(Transform):
         return f"Scale({', '.join(parts)})"
 
     @property
-    def makes_fractions(self) -> bool:
-        """Whether whole numbers become fractions."""
-        return True
-
-    @property
     def fills_zeros(self) -> str:
-        """How to avoid that zeros become other values, which CSR cannot hold; empty if they stay zero."""
+        """How to avoid that zeros become other values; empty if they stay zero."""
         return "" if self.mean is None else "leave out the mean, as in Scale(std=...)"
 
     def bound(self, columns: Columns) -> Transform:
         """With arrays for these columns. Raises OptionError if a gene is missing, or the arrays are of another size."""
         return replace(self, mean=_of_columns("mean", self.mean, columns), std=_of_columns("std", self.std, columns))
 
-    def apply(self, x: RowValues, number: int) -> None:
+    def apply(self, x: RowValues) -> None:
         """Changes the values in place."""
         assert not isinstance(self.mean, GeneStatistics)  # it is bound
         assert not isinstance(self.std, GeneStatistics)

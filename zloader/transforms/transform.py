@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,18 +16,34 @@ from zloader.common.records import CsrArrays, Rows, X
 
 
 class RefusedValue(Exception):
-    """A value that a transform cannot take, the number of its row in x, and the reason."""
+    """Raised by `Transform.apply` for a value that it cannot take, with the number of its row in x and the reason.
+
+    >>> raise zl.transforms.RefusedValue(0, -1.0, "Root takes no negative values")
+    Traceback (most recent call last):
+    zloader.transforms.transform.RefusedValue: (0, -1.0, 'Root takes no negative values')
+
+    The training loop gets an OptionError that also names the matrix, the store and the row of the dataset.
+    """
 
     def __init__(self, row: int, value: Any, why: str) -> None:
         super().__init__(row, value, why)
         self.row, self.value, self.why = row, value, why
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen, which would refuse `x.values += 1`
 class RowValues:
-    """The values of some rows of x, for compiled loops: row i is `values[starts[i] : starts[i + 1]]`.
+    """The values of some rows of x, which a transform changes in place: row i is `values[starts[i] : starts[i + 1]]`.
 
-    `columns` has the column of each value, or is None if the rows are dense. `rows` are the rows of the dataset.
+    >>> x = zl.transforms.RowValues.of(np.array([[5.0, 0, 2]]), rows=np.array([17]))
+    >>> zl.transforms.Clip(0, 3).apply(x)
+    >>> x.values, x.starts, x.columns
+    (array([3., 0., 2.]), array([0, 3]), None)
+
+    - `values`: one-dimensional, in the dtype in which the loader computes: float32 for float16 and bfloat16.
+    - `starts`: int64, one more than there are rows.
+    - `columns`: the column of each value in CSR form, where most zeros are left out; None if the rows are dense.
+    - `rows`: the rows of the whole dataset, int64.
+    - `seed`, `epoch`, `number`: for random draws. `number` is the place of the transform in its list.
     """
 
     values: NDArray[Any]
@@ -35,20 +52,28 @@ class RowValues:
     rows: Rows
     seed: int
     epoch: int
+    number: int
 
     @classmethod
-    def of(cls, x: X, rows: Rows, *, seed: int, epoch: int) -> RowValues:
-        """The rows of x, which share its memory."""
+    def of(cls, x: X, rows: Rows, *, seed: int = 0, epoch: int = 0, number: int = 0) -> RowValues:
+        """The rows of x, which share its memory. x is a dense array of rows x genes, in C order."""
         if isinstance(x, CsrArrays):
-            starts = x.indptr.astype(np.int64, copy=False)
-            return cls(values=x.values, starts=starts, columns=x.indices, rows=rows, seed=seed, epoch=epoch)
-        starts = np.arange(x.shape[0] + 1) * x.shape[1]
-        return cls(values=x.reshape(-1), starts=starts, columns=None, rows=rows, seed=seed, epoch=epoch)
+            values, starts, columns = x.values, x.indptr.astype(np.int64, copy=False), x.indices
+        else:
+            values, starts, columns = x.reshape(-1), np.arange(x.shape[0] + 1) * x.shape[1], None
+        return cls(values=values, starts=starts, columns=columns, rows=rows, seed=seed, epoch=epoch, number=number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The genes that are the columns of x. `find_names` reads their names. `where` names their place in messages."""
+    """The genes that are the columns of x, for `Transform.bound`.
+
+    >>> columns = zl.transforms.Columns(n_genes=2, find_names=lambda: pd.Index(["INS", "GCG"]), where="X of a.zarr")
+    >>> columns.names.tolist()
+    ['INS', 'GCG']
+
+    `find_names` reads their names. `where` names their place in messages.
+    """
 
     n_genes: int
     find_names: Callable[[], pd.Index]
@@ -60,11 +85,30 @@ class Columns:
         return self.find_names()
 
 
-class Transform:
-    """Base class of the transforms. Its flags say which transforms, layouts and dtypes it can be combined with.
+class Transform(ABC):
+    """Base class of the transforms, also of your own: `apply` changes values in place.
 
-    `whole_rows`: it looks at all genes of a row. `by_gene`: it has a value for each gene. `needs_counts`: it takes
-    whole numbers of at least 0 only.
+    >>> class Root(zl.transforms.Transform):
+    ...     makes_fractions = True
+    ...
+    ...     def apply(self, x):
+    ...         np.sqrt(x.values, out=x.values)
+    >>> loader = zl.Loader(dataset, transforms=[Root()], layout="dense", shuffle=False)
+    >>> counts = zl.Loader(dataset, layout="dense", shuffle=False)
+    >>> next(iter(loader)).x.allclose(next(iter(counts)).x.sqrt())
+    True
+
+    The attributes say which transforms, layouts and dtypes it can be combined with. A subclass sets those that differ
+    as class attributes or properties. Wrong ones give wrong values, so compare a dense and a CSR layout, with and
+    without `genes`.
+
+    - `whole_rows`: it looks at other values of the row, so that it must see all genes, also if the loader has `genes`.
+    - `by_gene`: it has a value for each column of x.
+    - `needs_counts`: it takes whole numbers of at least 0 only.
+    - `makes_fractions`: whole numbers may become fractions.
+    - `makes_zeros`: another value may become zero, which CSR then leaves out.
+    - `fills_zeros`: a zero may become another value, which CSR cannot hold. True, or a text that says how to avoid it,
+      such as "let the range contain 0".
     """
 
     whole_rows: ClassVar[bool] = False
@@ -73,7 +117,7 @@ class Transform:
 
     @property
     def makes_fractions(self) -> bool:
-        """Whether whole numbers become fractions."""
+        """Whether whole numbers may become fractions."""
         return False
 
     @property
@@ -82,17 +126,17 @@ class Transform:
         return False
 
     @property
-    def fills_zeros(self) -> str:
-        """How to avoid that zeros become other values, which CSR cannot hold; empty if they stay zero."""
-        return ""
+    def fills_zeros(self) -> str | bool:
+        """Whether, or how to avoid that, zeros become other values."""
+        return False
 
     def bound(self, columns: Columns) -> Transform:
         """The transform for these columns. Raises OptionError if it has values for other genes."""
         return self
 
-    def require_dtype(self, dtype: np.dtype[Any]) -> None:
+    def require_dtype(self, dtype: np.dtype[Any]) -> None:  # noqa: B027 - most transforms fit every dtype
         """Raises OptionError if x of this dtype cannot hold the result."""
 
-    def apply(self, x: RowValues, number: int) -> None:
-        """Changes the values in place, as transform `number` of its list. Raises RefusedValue."""
-        raise NotImplementedError
+    @abstractmethod
+    def apply(self, x: RowValues) -> None:
+        """Changes `x.values` in place. Raises RefusedValue. Several threads may call it at once."""
