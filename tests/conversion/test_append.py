@@ -309,7 +309,7 @@ def test_many_new_categories(tmp_path: Path) -> None:
 def test_as_it_was_converted(tmp_path: Path) -> None:
     """The selection of the conversion also applies to the appended sources."""
     select = zl.Selection(
-        x="layers/raw", layers=[], gene_column="id", source_column="plate", unique_obs_names=True, obs=["n"]
+        x="layers/raw", layers=[], genes_by="id", source_column="plate", unique_obs_names=True, obs=["n"]
     )
     made = []
     for number in range(2):

@@ -214,7 +214,7 @@ def test_genes_are_joined_by_a_column():
     adatas = [an_adata(0), an_adata(1, OTHERS)]
     for adata in adatas:
         adata.raw = None
-    out = built(contents(adatas, join="outer", gene_column="symbol"))
+    out = built(contents(adatas, join="outer", genes_by="symbol"))
     for adata in adatas:
         adata.var["var_names"] = adata.var_names
         adata.var_names = adata.var["symbol"].to_numpy()
@@ -226,7 +226,7 @@ def test_genes_of_one_source_are_named_by_a_column_and_their_former_names_kept()
     adata.raw = None
     adata.var_names = ["twice"] * len(GENES)
     adata.varm["frame"].index = adata.var_names
-    out = built(contents([adata], gene_column="symbol"))
+    out = built(contents([adata], genes_by="symbol"))
     assert list(out.var_names) == list(adata.var["symbol"])
     assert list(out.var["var_names"]) == ["twice"] * len(GENES)
     np.testing.assert_array_equal(out.varm["frame"], adata.varm["frame"])
@@ -441,9 +441,9 @@ def test_repeated_gene_names_are_listed_where_genes_are_joined():
     message = refused(adatas, join="outer")
     shown = ", ".join(repeated[:10])
     assert f"{SECOND}: var: 12 repeated gene names ({shown} and 2 more)" in message
-    assert "gene_column=... (--gene-column)" in message
+    assert "genes_by=... (--genes-by)" in message
     assert "12 repeated gene names" in refused(adatas[1:], genes=["r1"])
-    assert len(contents(adatas, gene_column="id").var) == 24
+    assert len(contents(adatas, genes_by="id").var) == 24
 
 
 def test_genes_nobody_has():
@@ -455,13 +455,13 @@ def test_genes_nobody_has():
 def test_a_column_that_cannot_name_genes():
     first, second = two()
     first.var["id"] = [f"i{i}" for i in range(10)]
-    assert f"{SECOND}: var has no column 'id' to name genes by" in refused([first, second], gene_column="id")
-    assert "has no column 'q' to name genes by. It has: id" in refused([first], gene_column="q")
+    assert f"{SECOND}: var has no column 'id' to name genes by" in refused([first, second], genes_by="id")
+    assert "has no column 'q' to name genes by. It has: id" in refused([first], genes_by="q")
     second.var["id"] = ["i1", "i1", *(f"i{i}" for i in range(2, 10))]
-    message = refused([first, second], gene_column="id")
+    message = refused([first, second], genes_by="id")
     assert "1 repeated gene name (i1) in the column 'id'" in message
     second.var["id"] = [None, None, *(f"i{i}" for i in range(2, 10))]
-    assert "has 2 genes without a value in 'id'" in refused([first, second], gene_column="id")
+    assert "has 2 genes without a value in 'id'" in refused([first, second], genes_by="id")
 
 
 @pytest.mark.parametrize(
