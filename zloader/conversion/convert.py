@@ -168,7 +168,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
             layers = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
             raise SourceError(
                 f"{inputs[0].name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
-                "matrix as X with x=... (--x)"
+                "matrix as X with select=zl.Selection(x=...) (--x)"
             )
         if journal is None:
             conversion.check_elements()

@@ -63,6 +63,8 @@ def open_dataset(
     urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
     if cache is not None and not isinstance(cache, Cache):
         cache = Cache(directory=cast("Path", cache))  # Cache checks the type
+    if isinstance(urls, Mapping):
+        raise OptionError("a dataset has no labels for its stores: pass a list of paths or URLs instead of a mapping")
     for each_url in urls:
         if not isinstance(each_url, str | os.PathLike):
             raise OptionError(

@@ -88,8 +88,8 @@ class Content:
             return
         if lacking:
             raise SourceError(
-                f"raw is missing in {', '.join(lacking)}, but other sources have it: leave it out with raw=False "
-                "(--no-raw)"
+                f"raw is missing in {', '.join(lacking)}, but other sources have it: leave it out with "
+                "select=zl.Selection(raw=False) (--no-raw)"
             )
         axis = gene_axis(self._sources, GeneRule(join=select.join, raw=True))
         self._stacks.append(Stack.of_genes("raw/X", "raw/X", axis))
@@ -124,7 +124,8 @@ class Content:
         if several or not all(map(is_storable, kinds.values())):
             raise SourceError(
                 f"obs column {name!r} cannot be {'joined' if several else 'stored'}: it holds {by_source(kinds)}. "
-                "Convert it to one type, or list the columns to store with obs=[...] (--obs a,b)"
+                "Convert it to one type, or list the columns to store with "
+                "select=zl.Selection(obs=[...]) (--obs a,b)"
             )
 
     def obs_names(self) -> pd.Index:

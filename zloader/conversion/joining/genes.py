@@ -169,8 +169,10 @@ def _difference(rule: GeneRule, first: tuple[Input, pd.Index], second: tuple[Inp
     lacks, adds = names.difference(others, sort=False), others.difference(names, sort=False)
     found = [f"lacks {len(lacks)} genes of {one.name} ({listed(lacks, 3)})"] if len(lacks) else []
     found += [f"has {len(adds)} that {one.name} lacks ({listed(adds, 3)})"] if len(adds) else []
-    remedy = "raw=False) to leave raw out (--no-raw)" if rule.raw else "genes=[...]) (--genes FILE)"
+    remedy = "leave raw out with select=zl.Selection(raw=False) (--no-raw)"
+    if not rule.raw:
+        remedy = "list the genes to store with select=zl.Selection(genes=[...]) (--genes FILE)"
     return (
-        f"{rule.at(other)} {' and '.join(found)}: pass join='inner' or 'outer' (--join), or "
-        f"select=zl.Selection({remedy}{mismatch([(one.name, names), (other.name, others)])}"
+        f"{rule.at(other)} {' and '.join(found)}: pass join='inner' or 'outer' (--join), or {remedy}"
+        f"{mismatch([(one.name, names), (other.name, others)])}"
     )
