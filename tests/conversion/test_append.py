@@ -569,7 +569,10 @@ def _fine_pca(adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda a: a[:, :-2], r"var lacks 2 genes of the store \(gene298, gene299\): name genes as in the store with genes_by=.*, or convert"),
+        (
+            lambda a: a[:, :-2],
+            r"lacks 2 genes of the store \(gene298, gene299\): name genes as in the store with genes_by",
+        ),
         (_without("layers", "two"), "lacks layers/two, which .* has: add it, or convert all sources together"),
         (_without("obsm", "X_pca"), "lacks obsm/X_pca"),
         (_without("obs", "float"), "lacks obs/float"),
