@@ -255,7 +255,7 @@ INVALID_SOURCES = {
     "sparse": sp.csr_matrix((3, 3)),
     "coordinates": sp.coo_matrix((3, 3)),
     "bytes": b"a.h5ad",
-    "dict": {"a": counts(4, 3)},
+    "mapping to a number": {"a": 5},
     "class": ad.AnnData,
     "list of none": [None],
     "list of lists": [[]],

@@ -309,7 +309,7 @@ def test_many_new_categories(tmp_path: Path) -> None:
 def test_as_it_was_converted(tmp_path: Path) -> None:
     """The selection of the conversion also applies to the appended sources."""
     select = zl.Selection(
-        x="layers/raw", layers=[], gene_column="id", source_column="plate", unique_obs_names=True, obs=["n"]
+        x="layers/raw", layers=[], genes_by="id", source_column="plate", unique_obs_names=True, obs=["n"]
     )
     made = []
     for number in range(2):
@@ -569,7 +569,10 @@ def _fine_pca(adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda a: a[:, :-2], r"var lacks 2 genes of the store \(gene298, gene299\): convert all sources together"),
+        (
+            lambda a: a[:, :-2],
+            r"lacks 2 genes of the store \(gene298, gene299\): name genes as in the store with genes_by",
+        ),
         (_without("layers", "two"), "lacks layers/two, which .* has: add it, or convert all sources together"),
         (_without("obsm", "X_pca"), "lacks obsm/X_pca"),
         (_without("obs", "float"), "lacks obs/float"),

@@ -214,7 +214,7 @@ def test_genes_are_joined_by_a_column():
     adatas = [an_adata(0), an_adata(1, OTHERS)]
     for adata in adatas:
         adata.raw = None
-    out = built(contents(adatas, join="outer", gene_column="symbol"))
+    out = built(contents(adatas, join="outer", genes_by="symbol"))
     for adata in adatas:
         adata.var["var_names"] = adata.var_names
         adata.var_names = adata.var["symbol"].to_numpy()
@@ -226,7 +226,7 @@ def test_genes_of_one_source_are_named_by_a_column_and_their_former_names_kept()
     adata.raw = None
     adata.var_names = ["twice"] * len(GENES)
     adata.varm["frame"].index = adata.var_names
-    out = built(contents([adata], gene_column="symbol"))
+    out = built(contents([adata], genes_by="symbol"))
     assert list(out.var_names) == list(adata.var["symbol"])
     assert list(out.var["var_names"]) == ["twice"] * len(GENES)
     np.testing.assert_array_equal(out.varm["frame"], adata.varm["frame"])
@@ -271,7 +271,7 @@ def test_a_layer_becomes_x_and_is_no_layer_any_more():
 
 def test_raw_becomes_x_with_its_var_and_varm():
     adata = full_anndata()
-    with pytest.raises(OptionError, match=r"leave them out with layers=\[\] \(--layers none\)"):
+    with pytest.raises(OptionError, match=r"leave them out with select=zl.Selection\(layers=\[\]\) \(--layers none\)"):
         contents([adata], x="raw/X")
     out = built(contents([adata], x="raw/X", layers=[]))
     np.testing.assert_array_equal(dense(out.X), dense(adata.raw.X))
@@ -371,8 +371,8 @@ def test_layers_and_obsm_must_be_in_all_sources():
     first.layers["spliced"], first.obsm["X_pca"] = first.X, np.zeros((3, 2))
     message = refused([first, second])
     assert f"layers/spliced is missing in {SECOND}, but other sources have it: choose" in message
-    assert "layers=[...] (--layers a,b), or [] (--layers none)" in message
-    assert "obsm=[...] (--obsm a,b)" in message
+    assert "select=zl.Selection(layers=[...]) (--layers a,b), or [] (--layers none)" in message
+    assert "obsm=[...]) (--obsm a,b)" in message
     assert "layers/spliced is missing in" in refused([first, second], layers=["spliced"], obsm=[])
     assert built(contents([first, second], layers=[], obsm=[])).shape == (6, 10)
 
@@ -381,7 +381,7 @@ def test_x_and_raw_must_be_in_all_sources():
     first, second = two()
     first.raw = first
     assert f"raw is missing in {SECOND}" in refused([first, second])
-    assert "raw=False (--no-raw)" in refused([first, second])
+    assert "select=zl.Selection(raw=False) (--no-raw)" in refused([first, second])
     assert "raw/X is missing in" in refused([first, second], x="raw/X")
     assert contents([first, second], raw=False).raw_var is None
     second.layers["a"] = second.X
@@ -419,7 +419,8 @@ def test_differing_genes_need_a_decision():
     message = refused([first, second])
     assert f"{SECOND}: var lacks 2 genes of {FIRST} (g3, g1)" in message
     assert f"has 2 that {FIRST} lacks (x, y)" in message
-    assert "pass join='inner' or 'outer' (--join), or pass genes=... (--genes)" in message
+    assert "pass join='inner' or 'outer' (--join), or list" in message
+    assert "with select=zl.Selection(genes=[...]) (--genes FILE)" in message
     second.var_names = [f"x{i}" for i in range(10)]
     assert "no gene is in all sources" in refused([first, second], join="inner")
 
@@ -429,7 +430,7 @@ def test_raw_genes_must_fit_too_when_others_are_named():
     adatas[0].raw, adatas[1].raw = adatas[0], adatas[1][:, GENES[:4]]
     message = refused(adatas, genes=GENES[:2])
     assert "raw/var lacks 6 genes" in message
-    assert "raw=False (--no-raw)" in message
+    assert "select=zl.Selection(raw=False) (--no-raw)" in message
 
 
 def test_repeated_gene_names_are_listed_where_genes_are_joined():
@@ -441,9 +442,9 @@ def test_repeated_gene_names_are_listed_where_genes_are_joined():
     message = refused(adatas, join="outer")
     shown = ", ".join(repeated[:10])
     assert f"{SECOND}: var: 12 repeated gene names ({shown} and 2 more)" in message
-    assert "gene_column=... (--gene-column)" in message
+    assert "genes_by=... (--genes-by)" in message
     assert "12 repeated gene names" in refused(adatas[1:], genes=["r1"])
-    assert len(contents(adatas, gene_column="id").var) == 24
+    assert len(contents(adatas, genes_by="id").var) == 24
 
 
 def test_genes_nobody_has():
@@ -455,13 +456,13 @@ def test_genes_nobody_has():
 def test_a_column_that_cannot_name_genes():
     first, second = two()
     first.var["id"] = [f"i{i}" for i in range(10)]
-    assert f"{SECOND}: var has no column 'id' to name genes by" in refused([first, second], gene_column="id")
-    assert "has no column 'q' to name genes by. It has: id" in refused([first], gene_column="q")
+    assert f"{SECOND}: var has no column 'id' to name genes by" in refused([first, second], genes_by="id")
+    assert "has no column 'q' to name genes by. It has: id" in refused([first], genes_by="q")
     second.var["id"] = ["i1", "i1", *(f"i{i}" for i in range(2, 10))]
-    message = refused([first, second], gene_column="id")
+    message = refused([first, second], genes_by="id")
     assert "1 repeated gene name (i1) in the column 'id'" in message
     second.var["id"] = [None, None, *(f"i{i}" for i in range(2, 10))]
-    assert "has 2 genes without a value in 'id'" in refused([first, second], gene_column="id")
+    assert "has 2 genes without a value in 'id'" in refused([first, second], genes_by="id")
 
 
 @pytest.mark.parametrize(
@@ -478,7 +479,7 @@ def test_columns_of_different_kinds_are_not_united(one, other, words, tmp_path):
     adatas[0].obs["n"], adatas[1].obs["n"] = one, other
     message = refused(adatas)
     assert f"obs column 'n' cannot be joined: it holds {words.format(FIRST)}" in message
-    assert "obs=[...] (--obs a,b)" in message
+    assert "select=zl.Selection(obs=[...]) (--obs a,b)" in message
     assert contents(adatas, obs=[]).obs_columns == []
     if not isinstance(one, pd.DatetimeIndex):
         for number, adata in enumerate(adatas):

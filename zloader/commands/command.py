@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Annotated, Any, NoReturn, get_type_hints
@@ -59,12 +60,23 @@ def _signals_end() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """While the context lasts, a warning is one line without the place in the code, which a user did not write."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 class _Commands(typer.core.TyperGroup):
     """Prints errors as one line, and exits with status 128 + N on signal N once all contexts have been left."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with _signals_end():
+            with _signals_end(), _plain_warnings():
                 return super().invoke(ctx)
         except ZloaderError as error:
             if _debugging():

@@ -11,7 +11,7 @@ import typer
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, print_json, takes_flags
 from zloader.commands.convert_flags import ConvertFlags
-from zloader.commands.flags import Access, Json, Url
+from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of
 
 
 @app.command(epilog=KEYS)
@@ -47,6 +47,7 @@ class AppendFlags:
         list[str],
         typer.Argument(metavar="SRC...", help="Sources, as for convert: paths, URLs or globs.", show_default=False),
     ]
+    genes_by: GenesBy = None
     memory: _Memory = "1GiB"
     access: Access = field(default_factory=Access)
     as_json: Json = False
@@ -59,7 +60,13 @@ def append(flags: AppendFlags) -> None:
     from zloader.conversion.append import append as append_sources
 
     access = flags.access.storage_options
-    done = append_sources(flags.url, flags.sources, storage_options=access, memory=flags.memory)
+    done = append_sources(
+        flags.url,
+        flags.sources,
+        genes_by=genes_by_of(flags.genes_by),
+        storage_options=access,
+        memory=flags.memory,
+    )
     if flags.as_json:
         print_json(dataclasses.asdict(done))
     else:
@@ -75,6 +82,7 @@ class VerifyFlags:
         list[str] | None,
         typer.Option(metavar="SRC", help="Also compare every value with this source. Repeat for several sources."),
     ] = None
+    genes_by: GenesBy = None
     memory: _Memory = "1GiB"
     access: Access = field(default_factory=Access)
     as_json: Json = False
@@ -90,7 +98,13 @@ def verify(flags: VerifyFlags) -> None:
     from zloader.conversion.verify import verify as verify_store
 
     access = flags.access.storage_options
-    verified = verify_store(flags.url, against=flags.against or None, storage_options=access, memory=flags.memory)
+    verified = verify_store(
+        flags.url,
+        against=flags.against or None,
+        genes_by=genes_by_of(flags.genes_by),
+        storage_options=access,
+        memory=flags.memory,
+    )
     if flags.as_json:
         print_json(dataclasses.asdict(verified) | {"ok": verified.ok})
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zloader.commands.flags import Access, Json
+from zloader.commands.flags import Access, GenesBy, Json, genes_by_of
 from zloader.common.errors import OptionError
 
 if TYPE_CHECKING:
@@ -72,10 +72,7 @@ class ConvertFlags:
             metavar="FILE", help="Store exactly the genes in this file, one per line.", rich_help_panel=_CHOICE
         ),
     ] = None
-    gene_column: Annotated[
-        str | None,
-        typer.Option(help="var column that identifies genes, for example Ensembl IDs.", rich_help_panel=_CHOICE),
-    ] = None
+    genes_by: GenesBy = None
     source_column: Annotated[
         str | None, typer.Option(help="obs column to add with the source of each row.", rich_help_panel=_CHOICE)
     ] = None
@@ -125,7 +122,7 @@ class ConvertFlags:
 
     @property
     def selection(self) -> Selection:
-        """The parts of the sources. Raises OptionError if the file of genes cannot be read."""
+        """The parts of the sources. Raises OptionError if a file of genes cannot be read."""
         from zloader.conversion.joining.selection import Selection
 
         return Selection(
@@ -136,7 +133,7 @@ class ConvertFlags:
             raw=self.raw,
             join=self.join,
             genes=None if self.genes is None else _lines(self.genes),
-            gene_column=self.gene_column,
+            genes_by=genes_by_of(self.genes_by),
             source_column=self.source_column,
             unique_obs_names=self.unique_obs_names,
         )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from zloader.common.errors import OptionError
 
 _S3 = "Access to S3"
 Url = Annotated[str, typer.Argument(metavar="URL", help="Store: a local path or s3://BUCKET/KEY.", show_default=False)]
@@ -25,6 +29,16 @@ Matrices = Annotated[
     list[str] | None,
     typer.Option(
         "--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X. Repeat for several matrices.", show_default="X"
+    ),
+]
+GenesBy = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--genes-by",
+        metavar="COLUMN|FILE",
+        help="What names the genes: a var column, or a .csv or .tsv file with names and new names, such as orthologs. "
+        "Repeat for one per source; none stands for var_names.",
+        show_default="var_names",
     ),
 ]
 _LOADER = "Loader options"
@@ -123,6 +137,35 @@ class LoaderSizes:
         fetch_factor = Loader.fetch_factor if self.fetch_factor is None else self.fetch_factor
         block_size = default_block_size(batch_size * fetch_factor) if self.block_size is None else self.block_size
         return {"batch_size": batch_size, "fetch_factor": fetch_factor, "block_size": block_size}
+
+
+def genes_by_of(given: list[str] | None) -> Any:
+    """The genes_by for these --genes-by flags. Raises OptionError for a file that cannot be read."""
+    each = [_named_by(one) for one in given or ["none"]]
+    return each[0] if len(each) == 1 else each
+
+
+def _named_by(given: str) -> str | dict[str, str] | None:
+    path = Path(given)
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return None if given == "none" else given
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin it with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read names of genes from {path}: {error}") from error
+    found: dict[str, str] = {}
+    for number, row in enumerate(csv.reader(text.splitlines(), delimiter="\t" if "\t" in text else ","), start=1):
+        cells = [cell.strip() for cell in row]
+        if not any(cells):
+            continue
+        if len(cells) != 2:
+            raise OptionError(f"line {number} of {path} has {len(cells)} columns: write a name and a new name per line")
+        name, new = cells
+        if new and found.setdefault(name, new) != new:
+            raise OptionError(
+                f"line {number} of {path} gives {name} the new name {new} after {found[name]}: give each gene only one"
+            )
+    return found
 
 
 def x_of(given: list[str] | None) -> str | list[str]:

@@ -24,7 +24,7 @@ from zloader.common.malloc import keep_freed_memory
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.convert import library_settings, refuse_overlap
 from zloader.conversion.joining.content import Content
-from zloader.conversion.sources.inputs import Source, open_inputs
+from zloader.conversion.sources.inputs import Sources, open_inputs
 from zloader.conversion.writing.appended_matrix import FittedMatrix, append_matrix, check_capacity, check_object_count
 from zloader.conversion.writing.appending import AppendPlan
 from zloader.conversion.writing.destination import Destination
@@ -32,6 +32,7 @@ from zloader.conversion.writing.encode import ConvertOptions
 from zloader.conversion.writing.matrices import MatrixScan, Target, scan_matrix
 from zloader.conversion.writing.shards import threads
 from zloader.dataset.dataset import open_locations
+from zloader.selecting.gene_names import GenesBy
 
 _DEFAULTS = ConvertOptions()
 
@@ -68,8 +69,9 @@ class AppendReport:
 
 def append(
     url: str | os.PathLike[str],
-    sources: Source | Sequence[Source],
+    sources: Sources,
     *,
+    genes_by: GenesBy = None,
     storage_options: Mapping[str, Any] | None = None,
     source_options: Mapping[str, Any] | None = None,
     memory: int | str = "1GiB",
@@ -88,6 +90,8 @@ def append(
     categories are added after the existing ones. Chunks and shards keep the sizes chosen by `convert`, so append to
     stores that are at least as large as the rows to add.
 
+    - `genes_by`: what names the genes of the new sources, as for `convert`. With None, the var column that
+      named those of the store, if there is one, else var_names.
     - `storage_options`: s3fs options for the store, and for the sources unless `source_options` is given.
     - `memory`: bound on the resident memory of the process, in bytes or as text such as "1GiB".
     - `progress`: show progress on stderr if stderr is a terminal.
@@ -104,6 +108,7 @@ def append(
     return append_to(
         Destination(location),
         sources,
+        genes_by=genes_by,
         source_options=storage_options if source_options is None else source_options,
         options=ConvertOptions(memory=memory),
         progress=progress,
@@ -112,8 +117,9 @@ def append(
 
 def append_to(
     destination: Destination,
-    sources: Source | Sequence[Source],
+    sources: Sources,
     *,
+    genes_by: GenesBy = None,
     source_options: Mapping[str, Any] | None = None,
     options: ConvertOptions = _DEFAULTS,
     progress: bool = False,
@@ -125,7 +131,7 @@ def append_to(
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         refuse_overlap(inputs, destination.location)
-        content = plan.content(inputs)
+        content = plan.content(inputs, genes_by)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
         store = destination.opened()

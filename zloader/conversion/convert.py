@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -35,13 +36,14 @@ from zloader.common.nearest import listed
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.joining.content import Content, Selection
 from zloader.conversion.joining.shuffled import ShuffledContent, arranged
-from zloader.conversion.sources.inputs import Input, Source, open_inputs
+from zloader.conversion.sources.inputs import Input, Sources, open_inputs
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.destination import Destination, PendingStore
 from zloader.conversion.writing.elements import DryRunWriter, ElementWriter
 from zloader.conversion.writing.encode import CHUNK_FORM, ConvertOptions
 from zloader.conversion.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.conversion.writing.shards import threads
+from zloader.selecting.gene_names import GenesBy
 
 _DEFAULTS = ConvertOptions()
 _EVERYTHING = Selection()
@@ -88,9 +90,11 @@ class ConversionReport:
 
 
 def convert(  # noqa: PLR0913 - all but two are keyword-only
-    sources: Source | Sequence[Source],
+    sources: Sources,
     dest: str | os.PathLike[str],
     *,
+    join: str | None = None,
+    genes_by: GenesBy = None,
     select: Selection = _EVERYTHING,
     options: ConvertOptions = _DEFAULTS,
     storage_options: Mapping[str, Any] | None = None,
@@ -103,7 +107,8 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
 
     A source is an .h5ad file, an AnnData Zarr (v2 or v3), an annbatch collection, a 10x .h5 file, a 10x .mtx directory
     (both need scanpy), or an AnnData in memory. Files are given as local paths, fsspec URLs or globs. Several sources
-    are joined like `anndata.concat` joins them; `select` chooses the parts and genes to store (see `Selection`).
+    are joined like `anndata.concat` joins them; `select` chooses the parts and genes to store (see `Selection`). A
+    mapping such as `{"human": a, "mouse": b}` gives the sources labels, which `Selection(source_column=...)` stores.
 
     >>> import zloader as zl
     >>> report = zl.convert("pbmc.h5ad", "pbmc.zarr")
@@ -115,6 +120,7 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
     CSC matrices become CSR and dense matrices stay dense. Dtypes are narrowed where no value changes, unless
     `options.preserve_dtype` is set.
 
+    - `join`, `genes_by`: those of `select`, for short: `join="inner"` stands for `select=zl.Selection(join="inner")`.
     - `storage_options`: s3fs options for the destination, and for the sources unless `source_options` is given.
     - `overwrite`: replace an existing store. It is replaced only after every source has been read once.
     - `resume`: continue an interrupted conversion after its last complete shard. Without `resume` its remains are
@@ -123,9 +129,12 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
 
     Nothing else is ever deleted: a destination inside a Zarr hierarchy, or one with objects that do not belong to an
     AnnData store, is refused. After an exception, including Ctrl-C, nothing is written in the background.
-    Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError or StoreError.
+    Raises StoreNotFoundError, StoreExistsError, AccessDeniedError, SourceError, OptionError or StoreError. Warns of a
+    join in which more than half of the genes of a source match no gene of the others, with the likely reason.
     """
     location = location_of(dest, storage_options)
+    given: dict[str, Any] = {"join": join, "genes_by": genes_by}
+    select = dataclasses.replace(select, **{name: value for name, value in given.items() if value is not None})
     return convert_to(
         Destination(location),
         sources,
@@ -140,7 +149,7 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
 
 def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     destination: Destination,
-    sources: Source | Sequence[Source],
+    sources: Sources,
     *,
     select: Selection = _EVERYTHING,
     options: ConvertOptions = _DEFAULTS,
@@ -155,7 +164,10 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
     with contextlib.ExitStack() as opened:
         inputs = [opened.enter_context(source) for source in open_inputs(sources, storage_options=source_options)]
         refuse_overlap(inputs, destination.location)
-        content = arranged(Content(inputs, select), options.shuffle_seed, bucket_bytes=options.window)
+        joined = Content(inputs, select)
+        if joined.lost_genes:
+            warnings.warn(joined.lost_genes, UserWarning, stacklevel=3)
+        content = arranged(joined, options.shuffle_seed, bucket_bytes=options.window)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
         conversion = _Conversion(inputs, content, select, options, bars)
@@ -166,7 +178,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
             layers = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
             raise SourceError(
                 f"{inputs[0].name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
-                "matrix as X with x=... (--x)"
+                "matrix as X with select=zl.Selection(x=...) (--x)"
             )
         if journal is None:
             conversion.check_elements()
@@ -262,11 +274,13 @@ class _Conversion:
         """Everything that determines the bytes of the store, as plain JSON types."""
         options = dataclasses.asdict(self._options)
         del options["memory"], options["window_bytes"]
+        renamed = [json.dumps(source.genes_by, sort_keys=True) for source in self._inputs]
+        select = dataclasses.asdict(dataclasses.replace(self._select, genes_by=None))
         whole = {
             "version": importlib.metadata.version("zloader"),
             "chunk_form": CHUNK_FORM,
-            "sources": [source.identity() for source in self._inputs],
-            "select": dataclasses.asdict(self._select),
+            "sources": [source.identity() | {"label": source.label} for source in self._inputs],
+            "select": select | {"genes_by": [hashlib.sha256(by.encode()).hexdigest()[:32] for by in renamed]},
             "options": options,
         }
         plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
@@ -316,8 +330,9 @@ class _Conversion:
         zarr.consolidate_metadata(store)
 
     def _root_attributes(self) -> dict[str, Any]:
-        select = dataclasses.asdict(self._select)
+        select = dataclasses.asdict(dataclasses.replace(self._select, genes_by=None))
         select["genes"] = None if self._select.genes is None else "var_names"
+        select["genes_by"] = self._select.recorded_genes_by
         provenance = {
             "version": importlib.metadata.version("zloader"),
             "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,12 @@ from zloader.conversion.checking.findings import Findings, Problem
 from zloader.conversion.checking.hierarchy import Hierarchy
 from zloader.conversion.checking.scan import ChunkScan
 from zloader.conversion.convert import library_settings
-from zloader.conversion.sources.inputs import Input, Source, open_inputs
+from zloader.conversion.sources.inputs import Input, Sources, open_inputs
 from zloader.conversion.writing.encode import working_bytes
 from zloader.conversion.writing.ownership import MARKER
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.open_dataset import open_dataset
+from zloader.selecting.gene_names import GenesBy
 
 _THREADS = 8  # enough to hide the latency of S3; on a machine with few cores they cost nothing
 _THREAD_BYTES = 24 * MiB  # memory per thread: stored bytes and a few decoded chunks
@@ -71,7 +72,8 @@ class Verification:
 def verify(
     url: str | os.PathLike[str],
     *,
-    against: Source | Sequence[Source] | None = None,
+    against: Sources | None = None,
+    genes_by: GenesBy = None,
     storage_options: Mapping[str, Any] | None = None,
     source_options: Mapping[str, Any] | None = None,
     memory: int | str = "1GiB",
@@ -88,6 +90,7 @@ def verify(
     agree, and X, layers and raw/X must be canonical CSR or dense.
 
     - `against`: sources, as for `convert`. Every value is compared with the value that `convert` would store.
+    - `genes_by`: what names the genes of the sources. Needed if `convert` was given new names, which no store keeps.
     - `storage_options`: s3fs options for the store, and for the sources unless `source_options` is given.
     - `memory`: bound on the resident memory of the process, in bytes or as text such as "1GiB".
     - `progress`: show progress on stderr if stderr is a terminal.
@@ -115,7 +118,7 @@ def verify(
                 hierarchy = Hierarchy(dataset, pool, findings)
                 seen = _check(hierarchy, findings, pool, bars)
             if inputs:
-                Comparison(dataset, hierarchy, findings, bars).run(inputs, memory)
+                Comparison(dataset, hierarchy, findings, bars).run(inputs, memory, genes_by)
     return Verification(
         url=location.url,
         **dataclasses.asdict(seen),

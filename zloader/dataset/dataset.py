@@ -24,6 +24,7 @@ from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.base import BaseDataset
 from zloader.dataset.description import described, described_html
 from zloader.dataset.elements import load_anndata
+from zloader.dataset.gene_axis import without_functions
 from zloader.dataset.gene_statistics import StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy
 from zloader.dataset.observations import NAME_BYTES, Observations, require_frame
@@ -46,13 +47,23 @@ _AS_STORED = GeneJoin()
 
 
 def open_locations(
-    locations: Sequence[Location], cache: Cache | None, *, offline: bool = False, rule: GeneJoin = _AS_STORED
+    locations: Sequence[Location],
+    cache: Cache | None,
+    *,
+    offline: bool = False,
+    rule: GeneJoin = _AS_STORED,
+    warn: bool = False,
 ) -> Dataset:
-    """Opens the stores at some locations as one Dataset. Raises FormatError if their genes cannot be joined."""
+    """Opens the stores at some locations as one Dataset. Raises FormatError if their genes cannot be joined.
+
+    With `warn`, joins that lose most genes are warned about, at the line that called the caller.
+    """
     opened = open_all(locations, cache, offline=offline)
-    matrices = Matrices(opened, rule)
+    matrices = Matrices(opened, without_functions(opened.stores, rule))
     if len(opened.stores) > 1 or not rule.as_stored:
-        matrices.axis("var")
+        lost = matrices.axis("var").lost
+        if warn and lost:
+            warnings.warn(lost, UserWarning, stacklevel=3)
     return Dataset(opened, Observations(opened), matrices)
 
 

@@ -6,8 +6,9 @@ Stores with the same genes share their names and positions in memory, because a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,8 +19,9 @@ from zloader.common.nearest import listed, suggestion
 from zloader.common.records import Rows
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.store import OpenedStore
+from zloader.selecting.gene_names import for_each, lost_genes, mismatch, new_names, renamed, renamed_by, repeats
 from zloader.selecting.genes import ChosenGenes
-from zloader.selecting.joined_genes import GeneJoin, joined_names, renamed, repeats, stored_positions
+from zloader.selecting.joined_genes import GeneJoin, joined_names, stored_positions
 
 _FRAMES = 16  # var frames in memory at a time, while they are merged
 
@@ -29,12 +31,14 @@ class GeneAxis:
     """The columns of a matrix over all stores.
 
     For each store, `stored` has the position of each gene of the axis among the genes of the store, or -1 if the store
-    lacks it; it is None if the store has exactly these genes in this order. `n_stored` are the genes per store.
+    lacks it; it is None if the store has exactly these genes in this order. `n_stored` are the genes per store. `lost`
+    is a warning if few genes of a store match those of the others, or empty.
     """
 
     names: pd.Index
     stored: Sequence[Rows | None]
     n_stored: Sequence[int]
+    lost: str
 
     def chosen(self, genes: ChosenGenes | None) -> list[ChosenGenes | None]:
         """The columns of x in each store, for a choice among the genes of the axis; None for the store's own genes."""
@@ -62,11 +66,11 @@ def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> Gene
     """
     distinct: dict[tuple[str, ...], pd.Index] = {}
 
-    def read(store: OpenedStore) -> pd.Index:
-        names = gene_names(store, frame, rule)
+    def read(named: tuple[OpenedStore, Any]) -> pd.Index:
+        names = named[0].names(frame) if rule.as_stored else gene_names(*named, frame)
         return distinct.setdefault(tuple(names), names)
 
-    of_stores = concurrently(read, stores)
+    of_stores = concurrently(read, _named(stores, rule))
     if rule.join is None:
         _require_same(stores, of_stores, frame)
     # A repeated join with the same names changes nothing. `distinct` has the order in which threads read them.
@@ -74,22 +78,53 @@ def gene_axis(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin) -> Gene
     if rule.join != "outer":
         _require_shared(stores, of_stores, frame, joined, listing=rule.genes is not None)
     positions = {id(names): stored_positions(joined, names) for names in distinct.values()}
+    located = _located(stores, of_stores)
+    lost = lost_genes(str(rule.join), located, rule.genes) if rule.join is not None and len(stores) > 1 else ""
     return GeneAxis(
         names=joined,
         stored=[positions[id(names)] for names in of_stores],
         n_stored=[len(names) for names in of_stores],
+        lost=lost,
     )
 
 
-def gene_names(store: OpenedStore, frame: str, rule: GeneJoin) -> pd.Index:
-    """The names by which the genes of a store are joined. Unless they are used as stored, they are unique strings."""
-    if rule.as_stored:
-        return store.names(frame)
-    column, at = rule.genes_by, f"{frame} of {store.location.url}"
-    stored = (
-        store.names(frame) if column is None or column == _index_name(store, frame) else _column(store, frame, column)
-    )
-    names = pd.Index([str(name) for name in stored])
+def without_functions(stores: Sequence[OpenedStore], rule: GeneJoin) -> GeneJoin:
+    """The rule with the names that its functions give, because a Dataset is pickled and a lambda cannot be."""
+    each = for_each(rule.genes_by, len(stores))
+    functions = {id(by): by for by in each if callable(by)}
+    if not functions:
+        return rule
+
+    def read(store: OpenedStore) -> list[str]:
+        frames = ["var", "raw/var"] if "raw/X" in store.matrix_names else ["var"]
+        return [str(name) for frame in frames for name in store.names(frame)]
+
+    names: dict[int, dict[str, None]] = {}
+    for by, found in zip(each, concurrently(read, stores), strict=True):
+        names.setdefault(id(by), {}).update(dict.fromkeys(found))
+    tables = {key: new_names(function, names[key]) for key, function in functions.items()}
+    named = tuple(tables.get(id(by), by) for by in each)
+    return replace(rule, genes_by=named if isinstance(rule.genes_by, tuple) else named[0])
+
+
+def _named(stores: Sequence[OpenedStore], rule: GeneJoin) -> list[tuple[OpenedStore, Any]]:
+    return list(zip(stores, for_each(rule.genes_by, len(stores)), strict=True))
+
+
+def _located(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index]) -> list[tuple[str, pd.Index]]:
+    """The distinct lists of genes, each with the URL of the first store that has it."""
+    found: dict[int, tuple[str, pd.Index]] = {}
+    for store, names in zip(stores, of_stores, strict=True):
+        found.setdefault(id(names), (store.location.url, names))
+    return list(found.values())
+
+
+def gene_names(store: OpenedStore, by: Any, frame: str) -> pd.Index:
+    """The names by which the genes of a store are joined: unique strings."""
+    at = f"{frame} of {store.location.url}"
+    column = by if isinstance(by, str) and by != _index_name(store, frame) else None
+    stored = store.names(frame) if column is None else _column(store, frame, column)
+    names = renamed_by(by if isinstance(by, dict) else {}, stored, at)
     if repeated := repeats(names):
         where = "" if column is None else f" in the column {column!r}"
         raise FormatError(
@@ -127,11 +162,12 @@ def _require_same(stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index], 
             continue
         n_both = min(len(first), len(genes))
         at = int(np.argmax(np.append(first[:n_both] != genes[:n_both], True)))
+        why = mismatch([(stores[0].location.url, first), (store.location.url, genes)])
         here, there = (repr(names[at]) if at < len(names) else "missing" for names in (genes, first))
         raise FormatError(
             f"gene {at} of {frame} is {here} in {store.location.url}, but {there} in {stores[0].location.url}: stores "
             "opened together must have the same genes in the same order. Open them with join='inner', join='outer' or "
-            "join=[genes]; or run 'zloader convert' on all of them, which joins their genes in a store"
+            f"join=[genes]; or run 'zloader convert' on all of them, which joins their genes in a store{why}"
         )
 
 
@@ -139,11 +175,11 @@ def _require_shared(
     stores: Sequence[OpenedStore], of_stores: Sequence[pd.Index], frame: str, joined: pd.Index, *, listing: bool
 ) -> None:
     """Raises FormatError for an empty intersection, and for a store that has none of the genes that `join` lists."""
-    name_by = "name the genes by a var column with common names, with genes_by=..."
+    name_by = "name the genes alike with genes_by=..., a var column or a mapping or function of names"
     if not listing and not len(joined) and any(map(len, of_stores)):
         raise FormatError(
             f"no gene is in {frame} of all stores (the first has {listed(of_stores[0], 3)}): {name_by}, or open them "
-            "with join='outer'"
+            f"with join='outer'{mismatch(_located(stores, of_stores))}"
         )
     checked: set[int] = set()
     for store, names in zip(stores, of_stores, strict=True):
@@ -151,6 +187,7 @@ def _require_shared(
             raise FormatError(
                 f"{frame} of {store.location.url} has none of the {len(joined)} genes that join lists "
                 f"({listed(joined, 3)}), but genes such as {listed(names, 3)}: {name_by}, or leave this store out"
+                f"{mismatch([(store.location.url, names)], list(joined))}"
             )
         checked.add(id(names))
 
@@ -161,18 +198,18 @@ def merged_var(stores: Sequence[OpenedStore], frame: str, rule: GeneJoin, names:
     This is the var of `anndata.concat(..., merge="same")`. Genes that a store lacks have missing values there.
     """
     merged: pd.DataFrame | None = None
-    for first in range(0, len(stores), _FRAMES):
-        for var in concurrently(partial(_var_of, frame=frame, rule=rule), stores[first : first + _FRAMES]):
+    named = _named(stores, rule)
+    for first in range(0, len(named), _FRAMES):
+        for var in concurrently(lambda one: _var_of(*one, frame), named[first : first + _FRAMES]):
             var = var if var.index.equals(names) else var.reindex(names)
             merged = var if merged is None else _same_columns(merged, var)
     assert merged is not None
     return merged
 
 
-def _var_of(store: OpenedStore, frame: str, rule: GeneJoin) -> pd.DataFrame:
-    var, names = store.element(frame), gene_names(store, frame, rule)
-    by_index = rule.genes_by is None or rule.genes_by == _index_name(store, frame)
-    return var.set_axis(names) if by_index else renamed(var, names)
+def _var_of(store: OpenedStore, by: Any, frame: str) -> pd.DataFrame:
+    var, names = store.element(frame), gene_names(store, by, frame)
+    return var.set_axis(names) if by is None or by == _index_name(store, frame) else renamed(var, names)
 
 
 def _same_columns(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from zloader.access.location import location_of
 from zloader.common.errors import OptionError
 from zloader.common.options import Cache
 from zloader.dataset.dataset import Dataset, open_locations
+from zloader.selecting.gene_names import GenesBy
 from zloader.selecting.joined_genes import GeneJoin
 
 URL = str | os.PathLike[str]
@@ -23,7 +24,7 @@ def open_dataset(
     storage_options: Mapping[str, Any] | None = None,
     offline: bool = False,
     join: Literal["inner", "outer"] | Sequence[str] | None = None,
-    genes_by: str | None = None,
+    genes_by: GenesBy = None,
 ) -> Dataset:
     """Opens an AnnData Zarr store, or several stores in the given order, as one Dataset.
 
@@ -43,7 +44,9 @@ def open_dataset(
     - `join`: the genes of several stores. With None, all stores need the same genes in the same order. "inner" takes
       the genes that every store has and "outer" all genes, in the order of `anndata.concat`. A list takes exactly
       these genes in this order, also those that no store has. Genes that a store lacks are zeros.
-    - `genes_by`: the var column that names the genes, such as an Ensembl ID. With None, var_names.
+    - `genes_by`: what names the genes, also for joining them. With None, var_names. Otherwise the var column of that
+      name, such as "ensembl_id"; or a mapping from names to new ones, such as orthologs; or a function of a name, such
+      as str.upper. A gene without a new name keeps its own. A list has one of these for each store.
 
     Genes are mapped while minibatches are gathered, so no store is rewritten. The mirrors are those of the stores, and
     the order of the rows does not depend on `join`.
@@ -54,11 +57,14 @@ def open_dataset(
 
     Opening reads metadata only, and the names of genes to join. Raises StoreNotFoundError, AccessDeniedError or
     FormatError if a store cannot be opened or has genes that cannot be joined, MissingColumnError if a store lacks the
-    column `genes_by`, OptionError for unusable arguments, and CacheError if there is no mirror to open offline.
+    column `genes_by`, OptionError for unusable arguments, and CacheError if there is no mirror to open offline. Warns
+    of a join in which more than half of the genes of a store match no gene of the others, with the likely reason.
     """
     urls = [url] if isinstance(url, str | bytes) or not isinstance(url, Iterable) else url
     if cache is not None and not isinstance(cache, Cache):
         cache = Cache(directory=cast("Path", cache))  # Cache checks the type
+    if isinstance(urls, Mapping):
+        raise OptionError("a dataset has no labels for its stores: pass a list of paths or URLs instead of a mapping")
     for each_url in urls:
         if not isinstance(each_url, str | os.PathLike):
             raise OptionError(
@@ -67,4 +73,4 @@ def open_dataset(
             )
     rule = GeneJoin(join=join, genes_by=genes_by)
     locations = [location_of(each_url, storage_options) for each_url in urls]
-    return open_locations(locations, cache, offline=offline, rule=rule)
+    return open_locations(locations, cache, offline=offline, rule=rule, warn=True)

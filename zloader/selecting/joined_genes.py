@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from zloader.common.checks import names_of
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed
 from zloader.common.records import Rows
+from zloader.selecting.gene_names import GenesBy, checked_genes_by, repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +20,15 @@ class GeneJoin:
     """How the genes of several stores become the columns of one dataset. The arguments of `open_dataset`.
 
     `join` is "inner", "outer", a list of genes, or None if all stores must have the same genes in the same order.
-    `genes_by` is the var column that names the genes, None for var_names.
+    `genes_by` says how the genes are named, for all stores or as a tuple with one for each store: a var column, a dict
+    of new names, a function from a name to a new one, or None for var_names.
     """
 
     join: str | Sequence[str] | None = None
-    genes_by: str | None = None
+    genes_by: GenesBy = None
 
     def __post_init__(self) -> None:
-        if self.genes_by is not None and not isinstance(self.genes_by, str):
-            raise OptionError(f"genes_by must be the name of a var column, not {self.genes_by!r:.100}")
+        object.__setattr__(self, "genes_by", checked_genes_by(self.genes_by))
         if self.join is None or (isinstance(self.join, str) and self.join in ("inner", "outer")):
             return
         if isinstance(self.join, str | bytes) or not isinstance(self.join, Iterable):
@@ -67,17 +66,3 @@ def joined_names(of_stores: Iterable[pd.Index], rule: GeneJoin) -> pd.Index:
 def stored_positions(joined: pd.Index, names: pd.Index) -> Rows | None:
     """The position of each joined gene among the genes of a store, or -1; None if they are the same, in order."""
     return None if names.equals(joined) else np.asarray(names.get_indexer(joined), np.int64)
-
-
-def renamed(var: pd.DataFrame, names: pd.Index) -> pd.DataFrame:
-    """A var frame with the genes named by one of its columns; the previous names are kept as a column."""
-    former = str(var.index.name or "var_names")
-    if former not in var:
-        var = var.assign(**{former: var.index})
-    return var.set_axis(names)
-
-
-def repeats(names: pd.Index) -> str:
-    """The repeated names among some names of genes, for messages; empty if there are none."""
-    repeated: Sequence[Any] = names[names.duplicated()].unique()
-    return f"{len(repeated)} repeated gene name{'s' * (len(repeated) > 1)} ({listed(repeated)})" * bool(len(repeated))

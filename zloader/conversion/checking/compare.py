@@ -30,6 +30,7 @@ from zloader.conversion.checking.findings import Findings
 from zloader.conversion.checking.hierarchy import Hierarchy
 from zloader.conversion.checking.stored import ElementStream, StoredArray
 from zloader.conversion.joining.content import Content, Selection
+from zloader.conversion.joining.selection import RENAMED, genes_by_of
 from zloader.conversion.joining.shuffled import ShuffledContent, arranged
 from zloader.conversion.sources.anndata_input import StoredInput
 from zloader.conversion.sources.inputs import Input
@@ -37,6 +38,7 @@ from zloader.conversion.sources.windows import Advance, SourceMatrix
 from zloader.conversion.writing.elements import ElementWriter
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.dataset.dataset import Dataset
+from zloader.selecting.gene_names import GenesBy
 
 AGAINST = "against"  # the `where` of problems that concern the sources
 
@@ -49,13 +51,13 @@ class Comparison:
         self._dataset = dataset
         self._provenance: Mapping[str, Any] = dataset.root.attrs.get("zloader", {})
 
-    def run(self, inputs: Sequence[Input], memory: int | str) -> None:
-        """Reports the first difference of every element."""
+    def run(self, inputs: Sequence[Input], memory: int | str, genes_by: GenesBy = None) -> None:
+        """Reports the first difference of every element. Genes are named by `genes_by`, or as the store records."""
         self._check_sources(inputs)
         options = ConvertOptions(memory=memory, shuffle_seed=self._provenance.get("shuffle_seed"))
         with self._reporting(AGAINST):
             self._content = arranged(
-                Content(inputs, self._selection()), options.shuffle_seed, bucket_bytes=options.window
+                Content(inputs, self._selection(genes_by)), options.shuffle_seed, bucket_bytes=options.window
             )
             self._store = StoredInput(self._dataset.root, self._dataset.location.url, "", objects=[])
             self._compare_obs()
@@ -73,9 +75,14 @@ class Comparison:
         except (SourceError, OptionError) as error:
             self._findings.add(where, f"cannot be compared: {error}")
 
-    def _selection(self) -> Selection:
-        """The selection that the store was made with."""
+    def _selection(self, genes_by: GenesBy) -> Selection:
+        """The selection that the store was made with. Raises OptionError if `genes_by` is lacking."""
         chosen = dict(self._provenance.get("select") or {})
+        recorded = genes_by_of(chosen)
+        if genes_by is None and recorded == RENAMED:
+            raise OptionError("genes were given new names, which the store does not keep: repeat genes_by (--genes-by)")
+        chosen["genes_by"] = recorded if genes_by is None else genes_by
+        chosen.pop("gene_column", None)
         if "genes" in chosen:
             chosen["genes"] = list(self._dataset.var_names)
         return Selection(**chosen)

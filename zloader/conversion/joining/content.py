@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from zloader.common.errors import OptionError, SourceError
-from zloader.conversion.joining.genes import GeneRule, gene_axis
+from zloader.conversion.joining.genes import GeneRule, gene_axis, name_genes
 from zloader.conversion.joining.parts import Stack, gene_matrices, keys_of, row_parts
 from zloader.conversion.joining.problems import Problems, by_source, refuse_unknown
 from zloader.conversion.joining.selection import Selection
@@ -34,7 +34,8 @@ class Content:
 
     The constructor validates the sources: it reads the metadata, var, and the obs columns whose metadata do not tell
     their kind. It raises OptionError, or one SourceError with all problems. `dropped` lists the elements that cannot be
-    joined over several sources; it is complete once `elements` has been exhausted.
+    joined over several sources; it is complete once `elements` has been exhausted. `lost_genes` is a warning if few
+    genes of a source match those of the others, or empty.
     """
 
     def __init__(self, inputs: Sequence[Input], selection: Selection) -> None:
@@ -42,6 +43,7 @@ class Content:
             raise OptionError("the list of sources is empty: pass at least one source")
         self._sources, self._selection = list(inputs), selection
         self._single = self._sources[0] if len(self._sources) == 1 else None
+        name_genes(inputs, selection.genes_by)
         self.n_rows = sum(source.n_rows for source in inputs)
         self.raw_var: pd.DataFrame | None = None
         self.dropped: list[str] = []
@@ -69,14 +71,14 @@ class Content:
 
     def _join_genes(self) -> None:
         select = self._selection
-        self._rule = GeneRule(join=select.join, genes=select.genes, column=select.gene_column, raw=select.x == "raw/X")
+        self._rule = GeneRule(join=select.join, genes=select.genes, raw=select.x == "raw/X")
         with Problems() as problems:
             with problems.noting():
                 paths = gene_matrices(self._sources, select)
             if not self._rule.raw or all(source.has_raw for source in self._sources):
                 with problems.noting():
                     self._axis = gene_axis(self._sources, self._rule)
-        self.var = self._axis.var
+        self.var, self.lost_genes = self._axis.var, self._axis.lost
         self.dropped += [f"var/{column}" for column in self._axis.dropped]
         self._stacks += [Stack.of_genes(name, path, self._axis) for name, path in paths.items()]
 
@@ -86,10 +88,10 @@ class Content:
             return
         if lacking:
             raise SourceError(
-                f"raw is missing in {', '.join(lacking)}, but other sources have it: leave it out with raw=False "
-                "(--no-raw)"
+                f"raw is missing in {', '.join(lacking)}, but other sources have it: leave it out with "
+                "select=zl.Selection(raw=False) (--no-raw)"
             )
-        axis = gene_axis(self._sources, GeneRule(join=select.join, column=select.gene_column, raw=True))
+        axis = gene_axis(self._sources, GeneRule(join=select.join, raw=True))
         self._stacks.append(Stack.of_genes("raw/X", "raw/X", axis))
         self.raw_var = axis.var
         if self._single is None:  # anndata joins raw without a merge strategy, so only the names remain
@@ -122,7 +124,8 @@ class Content:
         if several or not all(map(is_storable, kinds.values())):
             raise SourceError(
                 f"obs column {name!r} cannot be {'joined' if several else 'stored'}: it holds {by_source(kinds)}. "
-                "Convert it to one type, or list the columns to store with obs=[...] (--obs a,b)"
+                "Convert it to one type, or list the columns to store with "
+                "select=zl.Selection(obs=[...]) (--obs a,b)"
             )
 
     def obs_names(self) -> pd.Index:
@@ -178,7 +181,7 @@ class Content:
     def _gene_elements(self, part: str) -> Iterator[tuple[str, Any]]:
         within = f"raw/{part}" if self._rule.raw else part
         for name in keys_of(self._sources, within):
-            if self._single is not None and self._axis.maps[0] is None and self._rule.column is None:
+            if self._single is not None and self._axis.maps[0] is None and self._single.genes_by is None:
                 yield f"{part}/{name}", self._single.element(f"{within}/{name}")
                 continue
             in_all = all(name in source.keys(within) for source in self._sources)

@@ -17,7 +17,7 @@ from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.windows import SourceMatrix
 
-_CHOOSE = "choose parts that all sources have with {0}=[...] (--{0} a,b), or [] (--{0} none)"
+_CHOOSE = "choose parts that all sources have with select=zl.Selection({0}=[...]) (--{0} a,b), or [] (--{0} none)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ def gene_matrices(sources: Sequence[Input], select: Selection) -> dict[str, str]
     layers = [path for path in _shared(sources, "layers", select) if path != select.x]
     if select.x == "raw/X" and layers:
         raise OptionError(
-            f"the layers ({listed(layers)}) have other genes than raw/X: leave them out with layers=[] (--layers none)"
+            f"the layers ({listed(layers)}) have other genes than raw/X: leave them out with "
+            "select=zl.Selection(layers=[]) (--layers none)"
         )
     return paths | {path: path for path in layers}
 
@@ -76,7 +77,8 @@ def _has_x(sources: Sequence[Input], x: str) -> bool:
     lacking = [source.name for source in sources if x not in source]
     if lacking and len(lacking) < len(sources):
         raise SourceError(
-            f"{x} is missing in {listed(lacking)}, but other sources have it: choose the matrix for X with x=... (--x)"
+            f"{x} is missing in {listed(lacking)}, but other sources have it: choose the matrix for X with "
+            "select=zl.Selection(x=...) (--x)"
         )
     if lacking and x != "X":
         paths = ["X", "raw/X", *(f"layers/{name}" for name in keys_of(sources, "layers"))]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from zloader.common.errors import OptionError
 from zloader.common.nearest import listed
+from zloader.selecting.gene_names import GenesBy, checked_genes_by
 
 _JOINS = (None, "inner", "outer")
+RENAMED = True  # recorded in place of `genes_by` for genes that were renamed by a mapping or a function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,7 @@ class Selection:
 
     >>> import zloader as zl
     >>> counts = zl.Selection(x="layers/counts", layers=[], obsm=[], raw=False)
-    >>> atlas = zl.Selection(join="outer", gene_column="ensembl_id", source_column="donor")
+    >>> atlas = zl.Selection(join="outer", genes_by="ensembl_id", source_column="donor")
 
     - `x`: the matrix that becomes X: "X", "layers/NAME" or "raw/X". With "raw/X", raw's var becomes var.
     - `layers`, `obsm`, `obs`: names to store. None stores all, an empty list none.
@@ -27,7 +30,9 @@ class Selection:
     - `join`: how to join the genes of several sources: "inner" keeps the shared genes, "outer" keeps all and fills with
       zeros, None requires every source to have the same genes.
     - `genes`: exactly these genes, in this order, instead of a `join`. A gene that a source lacks is filled with zeros.
-    - `gene_column`: the var column that names the genes, also for joining them; None uses var_names.
+    - `genes_by`: what names the genes, also for joining them. With None, var_names. Otherwise the var column of that
+      name; or a mapping from names to new ones, such as orthologs; or a function of a name, such as str.upper. A gene
+      without a new name keeps its own. A list has one of these for each source. The former names become a var column.
     - `source_column`: the name of an obs column to add, with the label of each row's source.
     - `unique_obs_names`: append -1, -2, ... to repeated obs names.
 
@@ -41,7 +46,7 @@ class Selection:
     raw: bool = True
     join: str | None = None
     genes: Sequence[str] | None = None
-    gene_column: str | None = None
+    genes_by: GenesBy = None
     source_column: str | None = None
     unique_obs_names: bool = False
 
@@ -55,8 +60,10 @@ class Selection:
                 self._check_repeats(option, names)
         if self.x not in ("X", "raw/X") and not (self.x.startswith("layers/") and len(self.x) > len("layers/")):
             raise OptionError(f"x must be 'X', 'layers/NAME' or 'raw/X', not {self.x!r}")
-        if self.join not in _JOINS:
-            raise OptionError(f"join must be one of {', '.join(map(repr, _JOINS))}, not {self.join!r}")
+        if not (self.join is None or isinstance(self.join, str)) or self.join not in _JOINS:
+            listing = "" if isinstance(self.join, str) else ". List genes with genes=[...] instead"
+            raise OptionError(f"join must be 'inner', 'outer' or None, not {self.join!r:.100}{listing}")
+        object.__setattr__(self, "genes_by", checked_genes_by(self.genes_by))
         if self.genes is not None and self.join is not None:
             raise OptionError(f"genes=[...] and join={self.join!r} exclude each other: pass only one")
         if self.genes is not None and not self.genes:
@@ -67,3 +74,14 @@ class Selection:
         repeated = listed_names[listed_names.duplicated()].unique()
         if len(repeated):
             raise OptionError(f"{option} has repeated names: {listed(repeated)}. List each name once")
+
+    @property
+    def recorded_genes_by(self) -> Any:
+        """`genes_by` as a store records it: var columns; RENAMED for new names, which may be as many as the genes."""
+        each = self.genes_by if isinstance(self.genes_by, tuple) else [self.genes_by]
+        return self.genes_by if all(by is None or isinstance(by, str) for by in each) else RENAMED
+
+
+def genes_by_of(recorded: Mapping[str, Any]) -> Any:
+    """`genes_by` of a recorded selection, as `Selection.recorded_genes_by` gives it."""
+    return recorded.get("genes_by", recorded.get("gene_column"))  # its name in stores of earlier versions

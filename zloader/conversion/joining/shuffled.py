@@ -29,7 +29,10 @@ class ShuffledContent:
     def __init__(self, content: Content, seed: int, *, bucket_bytes: int) -> None:
         """`bucket_bytes` bounds the memory for sorting rows."""
         if SOURCE_ROW in content.obs_columns:
-            raise OptionError(f"obs already has a column {SOURCE_ROW!r}: choose other columns with obs=[...] (--obs)")
+            raise OptionError(
+                f"obs already has a column {SOURCE_ROW!r}: choose other columns with "
+                "select=zl.Selection(obs=[...]) (--obs)"
+            )
         self._content, self._key, self._bucket_bytes = content, key_of(seed), bucket_bytes
         self.n_rows, self.var, self.raw_var, self.dropped = (
             content.n_rows,

@@ -27,15 +27,17 @@ _PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")
 class Input(ABC):
     """One source. A context manager: on exit it closes its files, which invalidates the nodes it has returned.
 
-    `name` is the path or URL without secrets, for messages. `label` is short: "plate1" for plate1.h5ad. Paths of
-    elements look like `X`, `layers/counts`, `raw/X`, `obsm/X_pca` and `uns`. All methods raise SourceError, or
-    StoreError if the bytes cannot be fetched.
+    `name` is the path or URL without secrets, for messages. `label` is short: "plate1" for plate1.h5ad. `genes_by`
+    names the genes: a var column, a dict of new names, or None for var_names. Paths of elements look like `X`,
+    `layers/counts`, `raw/X`, `obsm/X_pca` and `uns`. All methods raise SourceError, or StoreError if the bytes cannot
+    be fetched.
     """
 
     n_rows: int
     n_genes: int
     has_raw: bool
     obs_columns: list[str]
+    genes_by: str | dict[str, str] | None = None
 
     def __init__(self, name: str, label: str, objects: Objects) -> None:
         self.name = name

@@ -17,47 +17,57 @@ from zloader.access.implied_objects import arrays_below, require_objects, stored
 from zloader.access.listed_store import ListedStore
 from zloader.access.zarr_groups import open_zarr_group
 from zloader.common.errors import OptionError, SourceError, ZloaderError
+from zloader.common.nearest import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
 from zloader.conversion.sources.nodes import Node, reading
 from zloader.conversion.sources.tenx import MATRIX_FILES, is_10x, read_10x
 
-__all__ = ["Input", "Source", "open_inputs"]
+__all__ = ["Input", "Source", "Sources", "open_inputs"]
 
 Source: TypeAlias = str | os.PathLike[str] | ad.AnnData
+Sources: TypeAlias = Source | Sequence[Source] | Mapping[str, Source]  # a mapping has the labels of the sources
 
 _COLLECTION = "annbatch-preshuffled"
-_NOT_A_LIST = (str, bytes, os.PathLike, Mapping, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
+_NOT_A_LIST = (str, bytes, os.PathLike, ad.AnnData, pd.DataFrame, scipy.sparse.spmatrix, scipy.sparse.sparray)
 
 
-def open_inputs(sources: Source | Sequence[Source], *, storage_options: Mapping[str, Any] | None = None) -> list[Input]:
-    """Opens sources, in order: paths, URLs of any fsspec scheme, globs, and AnnData objects.
+def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None = None) -> list[Input]:
+    """Opens sources, in order: paths, URLs of any fsspec scheme, globs, and AnnData objects, or a mapping by label.
 
-    A glob gives one Input per match, sorted; an annbatch collection gives one Input per dataset. `storage_options` are
+    A glob gives one Input per match, sorted; an annbatch collection gives one Input per dataset. If a label stands for
+    several, it comes before their own labels: `human/plate1`. `storage_options` are
     the fsspec options for remote sources. Only metadata are read, except for 10x matrices, which are read as a whole.
     Raises StoreNotFoundError, AccessDeniedError, SourceError, OptionError or ReadError.
     """
     alone = isinstance(sources, (str, os.PathLike, ad.AnnData))
     given: list[Any] = [sources]
     if isinstance(sources, Iterable) and not isinstance(sources, _NOT_A_LIST):
-        given = list(sources)
+        given = list(sources.values() if isinstance(sources, Mapping) else sources)
+    labels: list[Any] = list(sources) if isinstance(sources, Mapping) else [None] * len(given)
+    if not all(label is None or (isinstance(label, str) and label) for label in labels):
+        raise OptionError(f"the labels of sources must be text, not {listed(map(repr, labels))}")
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
     for source in given:
         if not isinstance(source, (str, os.PathLike, ad.AnnData)):
             raise OptionError(
-                f"sources must be paths, URLs or AnnData in memory, or a list of them, not {type(source).__name__}"
+                "sources must be paths, URLs or AnnData in memory, a list of them, or a mapping from labels to them, "
+                f"not {type(source).__name__}"
             )
     cache = BlockCache()
     with contextlib.ExitStack() as opened:
         inputs: list[Input] = []
-        for number, source in enumerate(given):
+        for number, (label, source) in enumerate(zip(labels, given, strict=True)):
+            first = len(inputs)
             if isinstance(source, ad.AnnData):
-                name = "the AnnData in memory" if alone else f"the AnnData in memory (source {number})"
-                inputs.append(MemoryInput(source, name, "adata"))
-                continue
-            for location in source_locations(source, storage_options or {}):
-                inputs.extend(map(opened.enter_context, _open(location, cache)))
+                which = f"source {number}" if label is None else repr(label)
+                inputs.append(MemoryInput(source, "the AnnData in memory" + f" ({which})" * (not alone), "adata"))
+            else:
+                for location in source_locations(source, storage_options or {}):
+                    inputs.extend(map(opened.enter_context, _open(location, cache)))
+            for one in inputs[first:] if label is not None else []:
+                one.label = label if len(inputs) == first + 1 else f"{label}/{one.label}"
         opened.pop_all()
     _make_labels_unique(inputs)
     return inputs

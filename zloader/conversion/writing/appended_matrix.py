@@ -66,7 +66,7 @@ class FittedMatrix(SourceMatrix):
                 raise SourceError(
                     f"{self.name} holds {window.values[bad]} ({window.values.dtype}) in row {at} of the new rows, but "
                     f"the store's {self.dtype} cannot hold it: convert all sources together, or convert the store "
-                    "again with preserve_dtype=True (--preserve-dtype) before appending"
+                    "again with options=zl.ConvertOptions(preserve_dtype=True) (--preserve-dtype) before appending"
                 )
             row += len(window.lengths)
             yield dataclasses.replace(window, values=window.values.astype(self.dtype, copy=False))

@@ -17,14 +17,16 @@ from zloader.common.errors import FormatError, SourceError, StoreError
 from zloader.common.nearest import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.content import Content, Selection
-from zloader.conversion.joining.genes import GeneRule
+from zloader.conversion.joining.genes import GeneRule, name_genes
 from zloader.conversion.joining.problems import Problems
+from zloader.conversion.joining.selection import genes_by_of
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.appended_types import new_elements
 from zloader.conversion.writing.shards import stored_layout
 from zloader.dataset.dataset import Dataset
+from zloader.selecting.gene_names import GenesBy, checked_genes_by, mismatch
 from zloader.storage.coders import chain_of
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.placement import ZarrPlacement
@@ -82,25 +84,29 @@ class AppendPlan:
                 f"{self._url} has codecs or shards that this version of zloader does not write: {TOGETHER}"
             )
 
-    def content(self, inputs: Sequence[Input]) -> Content:
+    def content(self, inputs: Sequence[Input], genes_by: GenesBy = None) -> Content:
         """The content to append. Raises SourceError listing all problems if sources lack anything the store has."""
         self._make_labels_unique(inputs)
+        if genes_by is None and isinstance(recorded := genes_by_of(self._select), str):
+            genes_by = recorded  # lists and new names were for the sources of the store
+        genes_by = checked_genes_by(genes_by)
+        name_genes(inputs, genes_by)
         genes = self._names_of("var")
         with Problems() as problems:
             for source in inputs:
                 self._check_parts(source, problems)
                 with problems.noting():
-                    _positions(self._rule().var_of(source).index, genes, f"{self._rule().at(source)}")
+                    _positions(self._rule().var_of(source).index, genes, self._rule().at(source))
                 if source.has_raw and "raw" in self._root:
                     rule = self._rule(raw=True)
                     with problems.noting():
                         _positions(rule.var_of(source).index, self._names_of("raw/var"), rule.at(source))
-        return Content(inputs, self._selection(genes))
+        return Content(inputs, self._selection(genes, genes_by))
 
     def _rule(self, *, raw: bool = False) -> GeneRule:
-        return GeneRule(column=self._select.get("gene_column"), raw=raw or self._select.get("x") == "raw/X")
+        return GeneRule(raw=raw or self._select.get("x") == "raw/X")
 
-    def _selection(self, genes: pd.Index) -> Selection:
+    def _selection(self, genes: pd.Index, genes_by: GenesBy) -> Selection:
         source_column = self._select.get("source_column")
         return Selection(
             x=self._select.get("x", "X"),
@@ -109,7 +115,7 @@ class AppendPlan:
             obs=[name for name in self._columns if name != source_column],
             raw="raw" in self._root,
             genes=list(genes) if genes.is_unique else None,
-            gene_column=self._select.get("gene_column"),
+            genes_by=genes_by,
             source_column=source_column,
         )
 
@@ -209,7 +215,10 @@ def _positions(names: pd.Index, genes: pd.Index, at: str) -> Rows | None:
     if len(lacks) or len(adds):
         found = [f"lacks {len(lacks)} genes of the store ({listed(lacks)})"] if len(lacks) else []
         found += [f"has {len(adds)} genes that the store lacks ({listed(adds)})"] if len(adds) else []
-        raise SourceError(f"{at} {' and '.join(found)}: {TOGETHER}, with join='inner' or 'outer' (--join) or genes=...")
+        raise SourceError(
+            f"{at} {' and '.join(found)}: name genes as in the store with genes_by=... (--genes-by), or {TOGETHER}, "
+            f"with join='inner' or 'outer' (--join){mismatch([('the store', genes), (at, names)])}"
+        )
     if not (names.is_unique and genes.is_unique):
         raise SourceError(f"{at}: gene names are repeated and in a different order than in the store: {TOGETHER}")
     return np.asarray(genes.get_indexer(names), np.int64)
