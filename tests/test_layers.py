@@ -168,7 +168,7 @@ def test_every_folder_has_a_floor():
 
 
 def test_nothing_has_a_destructor():
-    """While the interpreter ends, a `__del__` may find its module without names. A weakref.finalize does not run then."""
+    """A `__del__` may find its module without names when the interpreter ends. A weakref.finalize does not run then."""
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     found = [path for path, tree in trees.items() for each in ast.walk(tree) if getattr(each, "name", "") == "__del__"]
     assert found == []
