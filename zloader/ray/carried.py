@@ -7,7 +7,6 @@ that may fail to be unpickled, and as text. Neither its traceback nor its cause 
 from __future__ import annotations
 
 import traceback
-from typing import Any
 
 import ray
 
