@@ -140,11 +140,11 @@ def test_credentials_go_through_a_private_temporary_file(credentials, tmp_path):
         assert "s-77" in file.read_text()
     forked = os.fork()
     if forked == 0:
-        credentials.__del__()
+        credentials._end()
         os._exit(0)
     os.waitpid(forked, 0)
     assert file.exists()
-    credentials.__del__()
+    credentials._end()
     assert not file.exists()
 
 

@@ -550,3 +550,25 @@ def test_warm_continues_where_it_stopped_and_respects_a_rate_limit(store, tmp_pa
     assert paced.elapsed_s > 0.5
     with pytest.raises(OptionError, match="no cache"):
         warm(zl.open_dataset(store))
+
+
+_EXIT = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+import zloader as zl
+kept = []
+for form in ("decoded", "stored"):
+    dataset = zl.open_dataset(sys.argv[1], cache=zl.Cache(f"{sys.argv[2]}/{form}", form=form))
+    whole, begun, never = (zl.Loader(dataset, batch_size=64, obs=["cell_type"]) for _ in range(3))
+    kept += [dataset, dataset[:100], never, list(whole), next(minibatches := iter(begun)), minibatches]
+InteractiveShell.instance().user_ns["kept"] = kept  # IPython keeps objects until modules have lost their names
+"""
+
+
+@pytest.mark.slow  # imports everything
+def test_nothing_is_said_at_the_end_of_ipython(store, tmp_path):
+    pytest.importorskip("IPython")
+    environment = os.environ | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", _EXIT, str(store), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -710,9 +710,34 @@ def test_seaweed_not_installed(tmp_path, monkeypatch):
         SeaweedFS(tmp_path / "server").start()
 
 
-def test_seaweed_not_ready_in_time(tmp_path):
-    server = SeaweedFS(tmp_path, start_deadline_s=0.05)
+def test_seaweed_not_ready_in_time(tmp_path, monkeypatch):
+    """The server writes files until it is dead."""
+    weed = tmp_path / "weed"
+    weed.write_text('#!/bin/sh\nwhile :; do mkdir "data/$((n += 1))"; done\n')
+    weed.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    server = SeaweedFS(tmp_path / "server", start_deadline_s=0.05)
     with pytest.raises(ZloaderError, match=r"not ready within 0\.05 s[\s\S]*log ends with"):
         server.start()
     assert server.pid is None
-    assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
+    assert [path.name for path in server.directory.iterdir()] == ["weed.log"]
+
+
+STOPPED_EARLY = """
+import os, signal, subprocess, sys
+from zloader.testing import _guard
+def told_first(*arguments, real=subprocess.Popen, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return real(*arguments, **options)
+_guard.subprocess.Popen = told_first
+spec = {"owner": os.getppid(), "command": ["sleep", "600"], "end_signal": signal.SIGKILL, "leftovers": [sys.argv[1]]}
+sys.exit(_guard.run(spec))
+"""
+
+
+def test_a_guard_that_is_stopped_while_it_starts_the_server_removes_its_files(tmp_path):
+    (tmp_path / "data").mkdir()
+    command = [sys.executable, "-c", STOPPED_EARLY, str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +15,7 @@ from urllib.parse import quote
 from zloader.access.credentials import S3Access, s3_access
 from zloader.access.google import google_token
 from zloader.access.location import Location
+from zloader.common.descriptors import close_with
 
 _GOOGLE = "https://storage.googleapis.com"
 
@@ -76,8 +78,7 @@ class Credentials:
     can read.
     """
 
-    _file: int | None = None
-    _temporary: tuple[int, str] | None = None  # the process that made it, and its path
+    _end: weakref.finalize[..., Any] | None = None
 
     def spec(self, access: S3Access) -> dict[str, str]:
         """TensorStore's `aws_credentials`."""
@@ -90,23 +91,20 @@ class Credentials:
     def _in_memory(self, *, key: str, secret: str = "", token: str = "") -> dict[str, str]:
         secrets = {"aws_access_key_id": key, "aws_secret_access_key": secret, "aws_session_token": token}
         lines = [f"{name} = {value}" for name, value in secrets.items() if value]
-        self._close()
+        if self._end is not None:
+            self._end()
         if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("zloader-credentials", os.MFD_CLOEXEC)
-            path = f"/proc/self/fd/{self._file}"
+            file = os.memfd_create("zloader-credentials", os.MFD_CLOEXEC)
+            path = f"/proc/self/fd/{file}"
+            self._end = close_with(self, file)
         else:
-            self._file, path = tempfile.mkstemp(prefix="zloader-credentials-")  # mode 0600
-            self._temporary = os.getpid(), path
-        os.write(self._file, "\n".join(["[zloader]", *lines, ""]).encode())
+            file, path = tempfile.mkstemp(prefix="zloader-credentials-")  # mode 0600
+            self._end = weakref.finalize(self, _end_temporary, file, path, os.getpid())
+        os.write(file, "\n".join(["[zloader]", *lines, ""]).encode())
         return {"type": "profile", "profile": "zloader", "credentials_file": path, "config_file": os.devnull}
 
-    def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        if self._temporary is not None and self._temporary[0] == os.getpid():  # not a copy in a forked process
-            Path(self._temporary[1]).unlink(missing_ok=True)
-        self._temporary = None
 
-    def __del__(self) -> None:
-        self._close()
+def _end_temporary(file: int, path: str, pid: int) -> None:
+    os.close(file)
+    if pid == os.getpid():  # not a copy in a forked process
+        Path(path).unlink(missing_ok=True)

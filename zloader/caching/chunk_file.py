@@ -23,6 +23,7 @@ from zloader.caching.checksums import PRESENT, map_file, map_words, open_file
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.common import page_cache
+from zloader.common.descriptors import close_with
 from zloader.common.records import Rows
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
@@ -91,6 +92,7 @@ class ChunkFile(ABC):
         self._path = path
         self._words_path = words_path
         self._file = open_file(path)
+        close_with(self, self._file)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)
         self._n_bytes, self._mapped_bytes = n_bytes, 0
@@ -117,10 +119,6 @@ class ChunkFile(ABC):
         self._mapped_bytes += n_bytes
         if self._mapped_bytes > _MOST_MAPPED and self._n_bytes > _LARGE_FILE:
             self._mapped_bytes, self.content = 0, self._map()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
 
     @abstractmethod
     def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:

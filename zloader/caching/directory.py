@@ -35,6 +35,7 @@ from zloader.caching.atomic_files import write_atomically
 from zloader.caching.permissions import require_private
 from zloader.caching.place import MARK, make_cache, unmark
 from zloader.caching.verified import VerifiedMarks
+from zloader.common.descriptors import close_with
 from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
@@ -57,12 +58,12 @@ class MirrorDirectory:
         self.form = cache.form
         self.place = make_cache(cache.directory)
         self.path = self.place / _name(fingerprint)
-        self._users = self._begin_use()
+        self._begin_use()
         self._describe(fingerprint, url)
         self.space = DiskSpace(cache, self.place)
         self.verified = VerifiedMarks(self.path)
 
-    def _begin_use(self) -> int:
+    def _begin_use(self) -> None:
         """Opens and locks the file `users`, so that no process drops this mirror while it is in use."""
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -71,12 +72,13 @@ class MirrorDirectory:
                 users = os.open(self.path / "users", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
                 continue  # another process dropped the directory meanwhile
+            close = close_with(self, users)
             fcntl.flock(users, fcntl.LOCK_SH)
             if os.fstat(users).st_nlink:
                 with contextlib.suppress(OSError):  # the cache is read-only
                     os.utime(users)
-                return users
-            os.close(users)
+                return
+            close()
 
     def _describe(self, fingerprint: str, url: str) -> None:
         description = self.path / "mirror.json"
@@ -99,10 +101,6 @@ class MirrorDirectory:
                 )
                 with contextlib.suppress(OSError):
                     (other.directory / "stale").touch(mode=0o600)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_users"):
-            os.close(self._users)
 
 
 def _name(fingerprint: str) -> str:

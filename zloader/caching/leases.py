@@ -27,6 +27,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.descriptors import close_with
+
 log = logging.getLogger("zloader")
 
 LEASED = 1 << 33  # set in the word of a leased chunk; the low 31 bits are the owner's number
@@ -56,6 +58,7 @@ class Leases:
         self._thread_lock = threading.Lock()  # threads of this owner share its open file, and so its locks
         try:
             self._file = os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._close = close_with(self, self._file)
             if not _has_byte_locks():
                 return
             owner = 1 + secrets.randbelow(_OWNERS)
@@ -107,9 +110,6 @@ class Leases:
     def close(self) -> None:
         """Ends the owner; its leases expire, and others can acquire the chunks."""
         if self._file >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._file)
             self._file = -1
-
-    def __del__(self) -> None:
-        self.close()
+            with contextlib.suppress(OSError):
+                self._close()

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.descriptors import close_with
+
 _LARGE = 1 << 20  # bytes; smaller arrays are pickled
 # The files that each spawned process may still open. Kept while the process object lives.
 _sent: weakref.WeakKeyDictionary[Any, list[_File]] = weakref.WeakKeyDictionary()
@@ -56,7 +58,7 @@ class _File:
         self.array = array
         _of_arrays[id(array)] = self
         self._number = os.memfd_create("zloader-array", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._number)
+        close_with(self, self._number)
         with open(self._number, "wb", closefd=False) as out:
             out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 

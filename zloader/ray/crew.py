@@ -21,10 +21,12 @@ from zloader.common.errors import OptionError, ProducerError
 from zloader.order.fetches import Remaining
 from zloader.order.plan import Plan
 from zloader.ray.alive import cluster_of_ray
+from zloader.ray.carried import CarriedError
 from zloader.ray.makers import LANES, FailedError, LostError
 from zloader.ray.producers import Producer, pickled
 from zloader.reading.resources import Counters
 from zloader.training.loader import Loader
+from zloader.training.own_transforms import Transformed
 
 _LOST = (
     ray.exceptions.RayActorError,  # the actor died, or its machine cannot be reached
@@ -62,6 +64,11 @@ class Member:
     def reachable(self) -> bool:
         """Whether it can be told anything. Otherwise Ray, if it was shut down, would start anew for that."""
         return not self.lost and _session() == self.session
+
+    @property
+    def where(self) -> str:
+        """The words that name it in errors."""
+        return f", on Ray node {self.machine}, process {self.pid}" if self.machine else ""
 
     def _require_reachable(self) -> None:
         if not self.reachable:
@@ -107,7 +114,12 @@ class RemoteMaking:
         except StopAsyncIteration:
             self._made = None
             return None
-        return [writable(item) for item in items], counted
+        return [self._received(item) for item in items], counted
+
+    def _received(self, item: Any) -> Any:
+        if isinstance(item, Transformed) and isinstance(item.error, CarriedError):
+            return replace(item, error=item.error.opened(self._member.where))
+        return writable(item)
 
     def cancel(self) -> None:
         """Ends the making, if it has not ended."""
@@ -123,16 +135,19 @@ def _translated(member: Member) -> Iterator[None]:
         yield
     except _LOST as error:
         raise LostError(str(error)) from error
-    except ray.exceptions.RayTaskError as error:
+    except (ray.exceptions.RayTaskError, ray.exceptions.RaySystemError) as error:
         raise FailedError from cause_of(error, member)
 
 
 def cause_of(error: Any, member: Member) -> BaseException:
-    """The error that a producer has raised, of which Ray has made its own."""
-    cause: BaseException = error.cause if isinstance(error.cause, BaseException) else error
-    where = f", on Ray node {member.machine}, process {member.pid}" if member.machine else ""
-    cause.add_note(f"raised by a producer{where}")
-    return cause
+    """The error that a producer has raised. Ray has made its own of it, or met one with what the producer sends."""
+    cause = getattr(error, "cause", error)
+    if isinstance(cause, CarriedError):
+        return cause.opened(member.where)
+    return ProducerError(
+        f"Ray cannot send what a producer has made{member.where}: {cause!r:.1000}. What batch_transform or "
+        "fetch_transform returns must survive pickling: return tensors, arrays or plain objects"
+    )
 
 
 @dataclass(kw_only=True)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zloader.common.malloc import keep_freed_memory
 from zloader.order.fetches import Fetch, Remaining
 from zloader.order.plan import Plan
+from zloader.ray.carried import carried
 from zloader.ray.makers import LANES
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler, Recipe
@@ -29,6 +30,7 @@ from zloader.reading.paged_columns import PagedColumn
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
 from zloader.training.minibatch import silence_sparse_warnings
+from zloader.training.own_transforms import Transformed
 
 
 def pickled(value: Any) -> NDArray[np.uint8]:
@@ -51,7 +53,8 @@ class Producer:
 
     def open(self, loader: NDArray[np.uint8]) -> tuple[str, int]:
         """Opens the stores of a pickled loader. Returns the ids of this machine and of this process."""
-        self._loader: Loader = unpickled(loader)
+        with _carried():
+            self._loader: Loader = unpickled(loader)
         silence_sparse_warnings()
         if self._loader.options.tune_malloc:
             keep_freed_memory()
@@ -78,13 +81,18 @@ class Producer:
         scheduler = FetchScheduler(self._with_own_sources(recipe), options, self._buffers)
         most_bytes = options.ready_bytes // 4
         with contextlib.closing(_groups(scheduler, epoch_plan.rest_of(remaining), most_bytes)) as groups:
-            for group in groups:  # Ray sends values into the generator, which `yield from` would pass on
-                yield group, scheduler.counters
+            while True:
+                with _carried():
+                    group = next(groups, None)
+                if group is None:
+                    return
+                yield [_sendable(item) for item in group], scheduler.counters
 
     def held(self, number: int, plan: NDArray[np.uint8], coming: Sequence[Remaining]) -> list[float]:
         """The share of each of these fetches that the mirrors of this machine hold."""
         epoch_plan, recipe = self._opened(number, plan)
-        return [held_share(recipe, epoch_plan.rest_of(remaining).rows) for remaining in coming]
+        with _carried():
+            return [held_share(recipe, epoch_plan.rest_of(remaining).rows) for remaining in coming]
 
     def _with_own_sources(self, recipe: Recipe) -> Recipe:
         """The recipe for one fetch: a source belongs to one event loop, and each fetch has its own."""
@@ -111,9 +119,26 @@ class Producer:
         """The plan and the recipe of an epoch, which all its fetches share: it has the shard indexes that were read."""
         with self._one_at_a_time:
             if self._epoch is None or self._epoch[0] != number:
-                epoch_plan = unpickled(plan)
-                self._epoch = number, epoch_plan, self._loader.recipe(epoch_plan.epoch)
+                with _carried():
+                    epoch_plan = unpickled(plan)
+                    self._epoch = number, epoch_plan, self._loader.recipe(epoch_plan.epoch)
             return self._epoch[1:]
+
+
+@contextlib.contextmanager
+def _carried() -> Iterator[None]:
+    """Raises an error in the form in which Ray can send it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 -- raised again
+        raise carried(error) from None
+
+
+def _sendable(item: Any) -> Any:
+    """A minibatch as Ray can send it: an error instead of a minibatch is carried, too."""
+    if isinstance(item, Transformed) and item.error is not None:
+        return replace(item, error=carried(item.error))
+    return item
 
 
 def _groups(scheduler: FetchScheduler, fetch: Fetch, ready_bytes: int) -> Bridge[Sequence[Any]]:

@@ -22,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
@@ -43,9 +42,16 @@ class Spec(TypedDict):
 
 def run(spec: Spec) -> int:
     """Runs the command until it ends, SIGTERM arrives or the owner dies. Returns the command's exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    if sys.platform != "linux":
-        return _run_elsewhere(spec)
+    told, tell = os.pipe()
+    # An exception instead could come while the server is started, and leave it alive and its files behind.
+    signal.signal(signal.SIGTERM, lambda *_: os.write(tell, b"."))
+    try:
+        return _run_elsewhere(spec, told) if sys.platform != "linux" else _run_on_linux(spec, told)
+    finally:
+        remove(spec["leftovers"])
+
+
+def _run_on_linux(spec: Spec, told: int) -> int:
     try:
         owner = os.pidfd_open(spec["owner"])
     except ProcessLookupError:
@@ -62,16 +68,18 @@ def run(spec: Spec) -> int:
     def wait(server: subprocess.Popen[bytes]) -> None:
         poll = select.poll()
         poll.register(owner, select.POLLIN)
+        poll.register(told, select.POLLIN)
         poll.register(os.pidfd_open(server.pid), select.POLLIN)
         poll.poll()
 
     return _run(spec, subprocess.Popen(spec["command"], preexec_fn=die_with_the_guard), wait)
 
 
-def _run_elsewhere(spec: Spec) -> int:
+def _run_elsewhere(spec: Spec, told: int) -> int:
     def wait(server: subprocess.Popen[bytes]) -> None:
         while os.getppid() == spec["owner"] and server.poll() is None:
-            time.sleep(_LOOK_S)
+            if select.select([told], [], [], _LOOK_S)[0]:
+                return
 
     return _run(spec, subprocess.Popen(spec["command"]), wait)
 
@@ -80,9 +88,7 @@ def _run(spec: Spec, server: subprocess.Popen[bytes], wait: Callable[[subprocess
     try:
         wait(server)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end(server, spec["end_signal"])
-        remove(spec["leftovers"])
     return server.returncode
 
 

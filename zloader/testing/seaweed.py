@@ -141,6 +141,8 @@ class SeaweedFS:
             os.killpg(process.pid, signal.SIGKILL)  # the process group that the guard leads
             process.wait()
         if process.returncode < 0:  # the guard was killed before it could remove them
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             _guard.remove(self._leftovers)
 
     def __enter__(self) -> Self:

@@ -1,0 +1,126 @@
+"""Errors of a producer reach the training process with their type or, if that cannot be sent, as text."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+
+import pytest
+from test_stream import SMALL, loader_of, store  # noqa: F401 -- the fixture
+
+from zloader.common.errors import ProducerError
+
+zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
+carried = pytest.importorskip("zloader.ray.carried").carried
+pytestmark = pytest.mark.any_version
+
+
+class Two(Exception):
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+class Locked(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class Reduced(Exception):
+    """Its pickle calls a function, as a pickle of a class that the other process lacks fails."""
+
+    def __init__(self, message: str, *reduced: object) -> None:
+        super().__init__(message)
+        self.reduced = reduced
+
+    def __reduce__(self):
+        return self.reduced
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        pytest.param(OSError(5, "my message"), OSError, "my message", id="kept"),
+        pytest.param(ExceptionGroup("my message", [KeyError("a")]), ExceptionGroup, "my message", id="group"),
+        pytest.param(SystemExit("my message"), SystemExit, "my message", id="exit"),
+        pytest.param(Two("left", "right"), ProducerError, "Two: left and right", id="two arguments"),
+        pytest.param(Locked("my message"), ProducerError, "Locked: my message", id="lock"),
+        pytest.param(ExceptionGroup("all", [Two("a", "b")]), ProducerError, "ExceptionGroup: all", id="group of those"),
+        pytest.param(Reduced("my message", int, ("a",)), ProducerError, "my message", id="fails elsewhere"),
+        pytest.param(Reduced("my message", sys.exit, (3,)), ProducerError, "my message", id="exits elsewhere"),
+        pytest.param(Reduced("my message", int, ()), ProducerError, "my message", id="becomes no error"),
+        pytest.param(ValueError("a" * (2 << 20)), ProducerError, "ValueError: aaa.* [.]{3} a+\n", id="huge"),
+    ],
+)
+def test_an_error_keeps_its_message_and_its_line(error, kind, says):
+    try:
+        try:
+            int("the cause")
+        except ValueError as cause:
+            raise error from cause
+    except BaseException as met:  # noqa: BLE001 -- exits, too
+        sent = pickle.loads(pickle.dumps(carried(met)))
+    assert len(pickle.dumps(sent)) < 1 << 20
+    found = sent.opened(", on Ray node 7")
+    assert isinstance(found, kind)
+    with pytest.raises(kind, match=says):
+        raise found
+    note = found.__notes__[-1]
+    assert note.startswith("raised by a producer, on Ray node 7:\n")
+    assert "raise error from cause" in note
+    assert "the cause" in note
+
+
+def test_an_error_without_a_text_is_carried():
+    found = pickle.loads(pickle.dumps(carried(Wordless()))).opened("")
+    assert isinstance(found, Wordless)
+    assert "Wordless" in found.__notes__[-1]
+
+
+def raises(minibatch):
+    raise Two("left", "right")
+
+
+def exits(minibatch):
+    sys.exit("my message")
+
+
+def unpicklable(minibatch):
+    return threading.Lock()
+
+
+class NotThere:
+    def __reduce__(self):
+        return only_here, (os.getpid(),)
+
+
+def only_here(pid):
+    if pid != os.getpid():
+        raise ImportError("no such module")
+
+
+def not_there(minibatch):
+    return NotThere()
+
+
+@pytest.mark.slow  # starts producers
+@pytest.mark.parametrize(
+    ("function", "kind", "says"),
+    [
+        (raises, ProducerError, "left and right\nraised by batch_transform raises for 16 rows"),
+        (exits, SystemExit, "my message"),
+        (unpicklable, ProducerError, r"lock.*batch_transform or fetch_transform returns must survive pickling"),
+        (not_there, ProducerError, r"(?s)no such module.*must survive pickling"),
+    ],
+)
+def test_what_a_function_of_the_users_own_does_in_a_producer_is_named(cluster, store, function, kind, says):  # noqa: F811
+    loader = loader_of(store, batch_transform=function)
+    with zr.stream(loader, producers=1, resources=SMALL) as minibatches, pytest.raises(kind, match=says):
+        next(iter(minibatches))
