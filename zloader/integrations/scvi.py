@@ -6,6 +6,7 @@ as codes and are looked up on the device, so no label is encoded per minibatch. 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -143,6 +144,14 @@ class DataModule(Described, LightningDataModule):
         known.matrices(self.x)
         categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
         continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
+        if len(categorical) > 1:
+            warnings.warn(
+                "a saved model with several categorical covariates ignores all but one of them once it is loaded: "
+                "`load` of scvi-tools 1.4.2, and of SCANVI in 1.5, has no place for them. Join them in one column "
+                f"instead of {', '.join(categorical)}, or load no such model",
+                UserWarning,
+                stacklevel=4,
+            )
         require_finite(self.dataset, continuous)
         genes = None if self.genes is None else known.choose_genes(self.genes, [self.x])[self.x]
         return Fields(
@@ -273,12 +282,12 @@ class DataModule(Described, LightningDataModule):
     def train_dataloader(self) -> TrainingBatches:
         """The rows for training, in a new order each epoch. A second training goes on with new orders."""
         device, model = self._device, getattr(self.trainer, "_model", None)
+        labelled = self._labelled_rows() if self._semisupervised else None
         self._require_own(model)
         if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
             model.registry_ = model.registry_ | {"model_name": type(model).__name__}
         if self._batches is None or self._made_for != (device, self.batch_size, self._semisupervised):
             before, self._made_for = self._batches, (device, self.batch_size, self._semisupervised)
-            labelled = self._labelled_rows() if self._semisupervised else None
             self._batches = TrainingBatches(
                 self._shuffled(self.training_rows, device), labelled and self._shuffled(labelled, device)
             )
