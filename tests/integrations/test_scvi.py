@@ -489,8 +489,8 @@ def test_the_modules_print_in_a_line(dataset):
 
 
 def test_a_dataset_in_place_of_an_anndata(dataset):
-    for take in (SCVI.setup_anndata, SCVI, lambda view: SCVI.load_query_data(view, SCVI(registry=dm.registry))):
-        dm = DataModule(dataset)
+    model = SCVI(registry=DataModule(dataset).registry)
+    for take in (SCVI.setup_anndata, SCVI, lambda view: SCVI.load_query_data(view, model)):
         with pytest.raises(AttributeError, match="of zloader is no AnnData, and has no uns: for scvi-tools, make"):
             take(dataset[:50])
 

@@ -148,8 +148,8 @@ class Dataset(BaseDataset):
         """
         raise AttributeError(
             f"a {type(self).__name__} of zloader is no AnnData, and has no uns: for scvi-tools, make "
-            "dm = zloader.integrations.scvi.DataModule(dataset, batch_key=...), then SCVI(registry=dm.registry) instead "
-            "of setup_anndata, or load_query_data(reference_model=..., registry=dm.registry)"
+            "dm = zloader.integrations.scvi.DataModule(dataset, batch_key=...), then SCVI(registry=dm.registry) in "
+            "place of setup_anndata, or load_query_data(reference_model=..., registry=dm.registry)"
         )
 
     @property

@@ -137,6 +137,14 @@ class DataModule(Described, LightningDataModule):
         self._shuffled(self.training_rows, None, **ALONE)  # raises for options that cannot be used
         warn_unless_counts(self.dataset, self.x)
 
+    def __repr__(self) -> str:
+        return (
+            f"DataModule({self.n_train} rows for training, {self.n_val} for validation, {self.n_vars} genes, "
+            f"{self.n_batch} batches, {self.n_labels} labels)"
+        )
+
+    __str__ = __repr__  # Lightning's takes minibatches for DataLoaders
+
     # ---- the model
 
     def _read_fields(self) -> Fields:
@@ -281,7 +289,8 @@ class DataModule(Described, LightningDataModule):
 
     def train_dataloader(self) -> TrainingBatches:
         """The rows for training, in a new order each epoch. A second training goes on with new orders."""
-        device, model = self._device, getattr(self.trainer, "_model", None)
+        device = self._device
+        model: Any = getattr(self.trainer, "_model", None)
         labelled = self._labelled_rows() if self._semisupervised else None
         self._require_own(model)
         if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
@@ -289,7 +298,8 @@ class DataModule(Described, LightningDataModule):
         if self._batches is None or self._made_for != (device, self.batch_size, self._semisupervised):
             before, self._made_for = self._batches, (device, self.batch_size, self._semisupervised)
             self._batches = TrainingBatches(
-                self._shuffled(self.training_rows, device), labelled and self._shuffled(labelled, device)
+                self._shuffled(self.training_rows, device),
+                None if labelled is None else self._shuffled(labelled, device),
             )
             if before is not None:
                 self._batches.loader.set_epoch(before.next_epoch)

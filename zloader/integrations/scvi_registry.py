@@ -127,8 +127,6 @@ class Described:
 
     dataset: Dataset
     model_name: str
-    n_train: int
-    n_val: int
     _fields: Fields
     _scvi_version: str
 
@@ -136,14 +134,6 @@ class Described:
     def registry(self) -> dict[str, Any]:
         """The registry for `SCVI(registry=...)`: what `setup_anndata` records of an AnnData with the same rows."""
         return self._fields.registry(self.model_name, self._scvi_version)
-
-    def __repr__(self) -> str:
-        return (
-            f"DataModule({self.n_train} rows for training, {self.n_val} for validation, {self.n_vars} genes, "
-            f"{self.n_batch} batches, {self.n_labels} labels)"
-        )
-
-    __str__ = __repr__  # Lightning's takes minibatches for DataLoaders
 
     n_samples = 0  # of sample_key, which is not supported; scvi saves it
 
