@@ -170,6 +170,13 @@ def test_every_stage_after_another(options, epochs):
     assert_same_minibatches(model.seen["test"], list(zl.Loader(view, shuffle=False)) * 2)
 
 
+def test_a_module_prints_in_a_line(options):
+    n = options["dataset"].n_obs
+    data = DataModule(train=options, val=[zl.Loader(**options), options | {"dataset": options["dataset"][:7]}])
+    assert str(data) == repr(data) == f"DataModule(train: {n} rows, val: [{n}, 7] rows)"
+    assert repr(DataModule(test={"dataset": "cells.zarr"})) == "DataModule(test: ? rows)"
+
+
 def test_several_loaders_for_evaluation(options):
     plain = {"dataset": options["dataset"], "batch_size": 50}
     other = zl.Loader(**plain | {"dataset": options["dataset"].where(range(10))}, shuffle=False)

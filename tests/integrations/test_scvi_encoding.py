@@ -54,6 +54,7 @@ def codes_in_minibatches(dataset, encoding):
 def test_codes_are_those_of_pandas(dataset, adata, name):
     column = adata.obs[name].astype("category")
     encoding = encoding_of(dataset, name)
+    column = column.cat.remove_unused_categories()
     assert encoding.labels.tolist() == column.cat.categories.to_numpy().tolist()
     np.testing.assert_array_equal(codes_in_minibatches(dataset, encoding), column.cat.codes)
     np.testing.assert_array_equal(encoding.codes_of_rows(dataset), column.cat.codes)
@@ -74,20 +75,16 @@ def test_columns_that_are_no_batches(dataset, name, error, match):
 
 
 @pytest.mark.parametrize(
-    ("name", "semisupervised", "labels", "missing"),
+    ("name", "labels", "missing"),
     [
-        ("type", True, ["unused", "T", "B", "Unknown"], 3),  # scvi exchanges it with the last label
-        ("type", False, ["unused", "T", "Unknown", "B"], 2),
-        ("some", True, ["B", "T", "Unknown"], 2),
-        ("some", False, ["B", "T", "Unknown"], 2),
-        ("donor", True, ["d1", "d10", "d2"], 3),  # no row is unlabelled: one class more would be wrong
-        ("donor", False, ["d1", "d10", "d2"], 3),
+        ("type", ["T", "B", "Unknown"], 2),  # scvi exchanges it with the last label
+        ("some", ["B", "T", "Unknown"], 2),
+        ("donor", ["d1", "d10", "d2"], 3),  # no row is unlabelled: one class more would be wrong
+        ("none", ["Unknown"], 0),
     ],
 )
-def test_the_unlabelled_category_is_last_and_only_there_if_needed(
-    dataset, adata, name, semisupervised, labels, missing
-):
-    encoding = labels_of(dataset, name, "Unknown", semisupervised=semisupervised)
+def test_the_unlabelled_category_is_last_and_only_there_if_needed(dataset, adata, name, labels, missing):
+    encoding = labels_of(dataset, name, "Unknown", dataset)
     assert encoding.labels.tolist() == labels
     assert encoding.missing == missing
     assert encoding.labels.dtype == object
@@ -99,14 +96,21 @@ def test_the_unlabelled_category_is_last_and_only_there_if_needed(
 
 def test_an_unlabelled_category_that_does_not_exist(dataset):
     with pytest.raises(OptionError, match=r"'unknown' is no label of obs column 'type'. Did you mean 'Unknown'"):
-        labels_of(dataset, "type", "unknown", semisupervised=True)
+        labels_of(dataset, "type", "unknown", dataset)
 
 
-def test_all_rows_unlabelled(dataset):
-    for rows, name in ((dataset, "none"), (dataset.where("type == 'Unknown'"), "type")):
-        with pytest.raises(OptionError, match="SCANVI learns from labelled rows"):
-            labels_of(rows, name, "Unknown", semisupervised=True)
-        assert labels_of(rows, name, "Unknown", semisupervised=False).missing is not None
+@pytest.mark.parametrize(("name", "known"), [("donor", ["d1", "d2"]), ("lane", [0, 1])])
+def test_the_labels_of_a_view_are_those_of_its_rows(dataset, name, known):
+    view = dataset.where(f"{name} in {known}")
+    assert encoding_of(view, name).labels.tolist() == known
+    assert labels_of(view, name, "Unknown", view).labels.tolist() == known
+    assert len(labels_of(view, name, "Unknown", dataset).labels) == dataset.obs([name])[name].nunique()
+    encoding = labels_of(dataset, name, "Unknown", view)
+    assert encoding.labels.tolist() == [*known, "Unknown"]
+    unknown = ~dataset.obs([name])[name].isin(known)
+    np.testing.assert_array_equal(codes_in_minibatches(dataset, encoding)[unknown], 2)
+    with pytest.raises(OptionError, match=r"has the label .*, which was not in the training data"):
+        encoding_of(view, name).look_up(dataset)
 
 
 def test_another_dataset_gets_the_codes_of_the_training(dataset, adata, tmp_path):
@@ -117,10 +121,10 @@ def test_another_dataset_gets_the_codes_of_the_training(dataset, adata, tmp_path
     write_store(other, tmp_path / "b.zarr", tmp_path)
     query = zl.open_dataset(tmp_path / "b.zarr")
     assert codes_in_minibatches(query, encoding_of(dataset, "donor")).tolist() == [2, 0] * 15
-    assert (
-        codes_in_minibatches(query, labels_of(dataset, "some", "Unknown", semisupervised=True)).tolist() == [2, 1] * 15
-    )
-    assert labels_of(dataset, "type", "Unknown", semisupervised=True).look_up(query) is None
+    assert codes_in_minibatches(query, labels_of(dataset, "some", "Unknown", dataset)).tolist() == [2, 1] * 15
+    of_a_query = labels_of(query, "type", "Unknown", dataset)
+    assert (of_a_query.labels.tolist(), of_a_query.look_up(query)) == (["T", "B", "Unknown"], None)
+    assert of_a_query.codes_of_rows(query).tolist() == [2] * 30
     with pytest.raises(MissingColumnError, match="type"):
         encoding_of(dataset, "type").look_up(query)
     with pytest.raises(OptionError, match="has the label 'd10', which was not in the training data"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 import pandas as pd
@@ -159,6 +159,18 @@ class Dataset(BaseDataset):
         mask = np.zeros(self.n_obs, bool)
         mask[positions] = True
         return self._view(RowSet.of(mask))
+
+    @property
+    def uns(self) -> NoReturn:
+        """Raises AttributeError. scvi-tools asks an AnnData for it first.
+
+        :meta private:
+        """
+        raise AttributeError(
+            f"a {type(self).__name__} of zloader is no AnnData, and has no uns: for scvi-tools, make "
+            "dm = zloader.integrations.scvi.DataModule(dataset, batch_key=...), then SCVI(registry=dm.registry) in "
+            "place of setup_anndata, or load_query_data(reference_model=..., registry=dm.registry)"
+        )
 
     @property
     def whole(self) -> Dataset:

@@ -6,6 +6,7 @@ as codes and are looked up on the device, so no label is encoded per minibatch. 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 try:
     import scvi
     from lightning.pytorch import LightningDataModule
+    from scvi.train import SemiSupervisedTrainingPlan, TrainingPlan
 except ImportError as error:
     raise ImportError(f'zloader.integrations.scvi needs scvi-tools ({error}): pip install "zloader[scvi]"') from error
 
@@ -31,7 +33,7 @@ from zloader.integrations.scvi_encoding import (
     labels_of,
     require_finite,
 )
-from zloader.integrations.scvi_registry import Described, Fields, warn_unless_counts
+from zloader.integrations.scvi_registry import Described, Fields, codes_in, warn_unless_counts
 from zloader.integrations.trainer import copied, rank_of
 from zloader.selecting.genes import Genes
 from zloader.training.loader import Loader
@@ -45,7 +47,7 @@ _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 
 
 @answers
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DataModule(Described, LightningDataModule):
     """A dataset for scvi-tools: `registry` builds the model, and `train(datamodule=...)` takes the module itself.
 
@@ -59,8 +61,10 @@ class DataModule(Described, LightningDataModule):
     >>> model.save("model", datamodule=dm)
     >>> model = SCVI.load("model", adata=False)
 
-    SCANVI needs the module twice, and a number of epochs: `SCANVI(registry=dm.registry, datamodule=dm)`, then
-    `model.train(datamodule=dm, max_epochs=20)`. Load it with `SCANVI.load("model", adata=False, datamodule=dm)`.
+    SCANVI needs the module twice, and a number of epochs: `SCANVI(registry=dm.registry, datamodule=dm)` or
+    `SCANVI.from_scvi_model(model, "Unknown", datamodule=dm)`, then `model.train(datamodule=dm, max_epochs=20)`. Load it
+    with `SCANVI.load("model", adata=False, datamodule=dm)`. While SCANVI trains, minibatches are pairs: any rows, and
+    labelled rows for the classifier.
 
     Args:
         dataset: a Dataset of counts, or a View of one. Rows for training and validation are chosen among its rows.
@@ -68,8 +72,9 @@ class DataModule(Described, LightningDataModule):
         label_key: the obs column of labels. SCANVI needs it.
         unlabeled_category: the label of rows without one. Rows with a missing value are unlabelled too.
         categorical_covariate_keys, continuous_covariate_keys: obs columns that the model gets as covariates.
-        model_name: `"SCVI"`, or the name of the class that is trained, such as `"SCANVI"`. With SCANVI, minibatches
-            are pairs: any rows, and labelled rows for the classifier.
+        categories: the rows whose batches, labels, covariates and genes the model knows: the dataset of the training
+            for a query, or `dataset.whole` for those of all rows of which `dataset` is a view. Default: `dataset`.
+        model_name: `"SCANVI"` raises an error at once if scANVI could not be trained. Default: `"SCVI"`.
         x: the matrix of counts, `"X"`, `"layers/NAME"` or `"raw/X"`.
         genes: the genes of the model and their order, as a Loader takes them. Default: all.
         train_size: the share or the number of rows to train on.
@@ -85,8 +90,9 @@ class DataModule(Described, LightningDataModule):
     `training_rows` and `validation_rows` are views of the dataset. A minibatch of a single row, with which batch
     normalisation cannot train, does not occur: if there would be one, other rows are left out in each epoch.
 
-    Raises OptionError, MissingColumnError or FormatError when it is constructed. Warns, as scvi-tools does, if x holds
-    no counts. The registry is read-only: make another module for other columns.
+    Raises OptionError, MissingColumnError or FormatError when it is constructed, and OptionError when a training begins
+    with a model of other genes, batches or labels. Warns, as scvi-tools does, if x holds no counts. The registry is
+    read-only: make another module for other columns.
     """
 
     dataset: Dataset
@@ -96,14 +102,15 @@ class DataModule(Described, LightningDataModule):
     unlabeled_category: str = UNLABELED
     categorical_covariate_keys: Sequence[str] | None = None
     continuous_covariate_keys: Sequence[str] | None = None
+    categories: Dataset | None = None
     model_name: str = "SCVI"
     x: str = "X"
-    genes: Genes | None = field(default=None, repr=False)
+    genes: Genes | None = None
     train_size: float = 0.9
     validation_size: float | None = None
     split_by: str | None = None
     stratify: str | None = None
-    validation: Dataset | Condition | None = field(default=None, repr=False)
+    validation: Dataset | Condition | None = None
     batch_size: int = 128
     seed: int = 0
     loader_options: Mapping[str, Any] = field(default_factory=dict)
@@ -111,18 +118,20 @@ class DataModule(Described, LightningDataModule):
     def __post_init__(self) -> None:
         super().__init__()
         require_dataset(self.dataset)
+        self._known = self.dataset if self.categories is None else self.categories
+        require_dataset(self._known)
         require_count(batch_size=self.batch_size)
+        require_one_of(("SCVI", "SCANVI"), model_name=self.model_name)
         for name in self.loader_options:
             require_one_of(_OPTIONS, **{"an option in loader_options": name})
         if not isinstance(self.x, str):
             raise OptionError(f"x must be the name of one matrix, such as 'X' or 'layers/counts', not {self.x!r:.100}")
-        if self._semisupervised and self.label_key is None:
-            raise OptionError("SCANVI needs labels: give label_key, the obs column that holds them")
         self._scvi_version = scvi.__version__
         self._fields = self._read_fields()
         self._encoder = self._encoder_of(self.dataset)
         self.training_rows, self.validation_rows = self._split()
-        self._labelled_rows = self._choose_labelled()
+        if self._semisupervised:
+            self._labelled_rows()  # raises if there are none
         self._batches: TrainingBatches | None = None
         self._made_for: tuple[Any, ...] = ()
         self._restored: Mapping[str, Any] | None = None
@@ -130,23 +139,39 @@ class DataModule(Described, LightningDataModule):
         self._shuffled(self.training_rows, None, **ALONE)  # raises for options that cannot be used
         warn_unless_counts(self.dataset, self.x)
 
+    def __repr__(self) -> str:
+        return (
+            f"DataModule({self.n_train} rows for training, {self.n_val} for validation, {self.n_vars} genes, "
+            f"{self.n_batch} batches, {self.n_labels} labels)"
+        )
+
+    __str__ = __repr__  # Lightning's takes minibatches for DataLoaders
+
     # ---- the model
 
     def _read_fields(self) -> Fields:
-        dataset = self.dataset
-        dataset.matrices(self.x)
+        known = self._known
+        known.matrices(self.x)
         categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
         continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
-        require_finite(dataset, continuous)
-        genes = None if self.genes is None else dataset.choose_genes(self.genes, [self.x])[self.x]
+        if len(categorical) > 1:
+            warnings.warn(
+                "a saved model with several categorical covariates ignores all but one of them once it is loaded: "
+                "`load` of scvi-tools 1.4.2, and of SCANVI in 1.5, has no place for them. Join them in one column "
+                f"instead of {', '.join(categorical)}, or load no such model",
+                UserWarning,
+                stacklevel=5,
+            )
+        require_finite(self.dataset, continuous)
+        genes = None if self.genes is None else known.choose_genes(self.genes, [self.x])[self.x]
         return Fields(
-            n_obs=dataset.n_obs,
-            var_names=dataset.var_of(self.x, genes).index,
+            n_obs=self.dataset.n_obs,
+            var_names=known.var_of(self.x, genes).index,
             x=self.x,
-            batch=encoding_of(dataset, self.batch_key),
-            labels=labels_of(dataset, self.label_key, self.unlabeled_category, semisupervised=self._semisupervised),
+            batch=encoding_of(known, self.batch_key),
+            labels=labels_of(self.dataset, self.label_key, self.unlabeled_category, known),
             unlabeled_category=self.unlabeled_category,
-            categorical={name: encoding_of(dataset, name) for name in categorical},
+            categorical={name: encoding_of(known, name) for name in categorical},
             continuous=continuous,
         )
 
@@ -161,6 +186,39 @@ class DataModule(Described, LightningDataModule):
             categorical={name: encoding.look_up(dataset) for name, encoding in fields.categorical.items()},
             continuous=fields.continuous,
         )
+
+    @property
+    def _semisupervised(self) -> bool:
+        """Whether scANVI is trained, or, before any training, is meant to be."""
+        plan = getattr(self.trainer, "lightning_module", None)
+        if isinstance(plan, TrainingPlan):
+            return isinstance(plan, SemiSupervisedTrainingPlan)
+        return self.model_name == "SCANVI"
+
+    def _require_own(self, model: Any) -> None:
+        """Raises OptionError unless the codes of the module mean to a model what they mean here."""
+        registry = getattr(model, "registry_", {})
+        if registry.get("setup_method_name") != "setup_datamodule":
+            return
+        by_label = getattr(model.module, "dispersion", None) == "gene-label"
+        if by_label and self._some_unlabelled:
+            raise OptionError(
+                "dispersion='gene-label' needs a label in every row: take the labelled rows with dataset.where(...), "
+                "or another dispersion"
+            )
+        n_labels = self.n_labels if by_label or self._semisupervised else 0  # 0: no label matters
+        own, made_for = codes_in(self.registry, n_labels), [codes_in(registry, n_labels)]
+        if hasattr(model, "batch_labels"):  # from load_query_data: the registry of the query, the weights of another
+            made_for.append({"batches": list(model.batch_labels), "labels": list(model.label_keys)[:n_labels]})
+        differs = [name for name, codes in own.items() if any(each.get(name, codes) != codes for each in made_for)]
+        if self._semisupervised and model.module.n_labels != n_labels:
+            differs = list(dict.fromkeys([*differs, "labels"]))
+        if differs:
+            raise OptionError(
+                f"the {type(model).__name__} was made for other {' and '.join(differs)} than this module has, so codes "
+                "would mean others: train with the module whose registry made the model, or, to go on with other rows, "
+                "with DataModule(rows, categories=the dataset of the first training)"
+            )
 
     # ---- rows
 
@@ -189,22 +247,22 @@ class DataModule(Described, LightningDataModule):
         parts = dataset.split(sizes, by=self.split_by, stratify=self.stratify, seed=self.seed)
         return parts[0], parts[1]
 
-    def _choose_labelled(self) -> Dataset | None:
-        """The labelled rows for training, if the model needs them apart from the others."""
-        if not self._semisupervised:
-            return None
+    def _labelled_rows(self) -> Dataset | None:
+        """The labelled rows for training, if these are others than all and than none."""
+        if self.label_key is None:
+            raise OptionError("SCANVI needs labels: give label_key, the obs column that holds them")
         known = self._fields.labels.codes_of_rows(self.training_rows) < self._fields.n_labels
-        if not known.any():
+        if not known.any() and self.categories is None:  # a query needs none: its classifier is trained
             raise OptionError(
                 f"none of the {len(known)} rows for training has a label in obs column {self.label_key!r}, but SCANVI "
-                "learns from labelled rows: split in another way, such as by stratify"
+                "learns from labelled rows: split in another way, such as by stratify, or train SCVI, which needs none"
             )
-        return None if known.all() else self.training_rows.where(known)
+        return self.training_rows.where(known) if known.any() and not known.all() else None
 
     def _loader(self, rows: Dataset, device: torch.device | None, encoder: MinibatchEncoder, **options: Any) -> Loader:
         made = {
             "batch_size": self.batch_size,
-            "genes": self.genes,
+            "genes": self._genes_in(rows),
             "layout": "dense" if device is None else "packed",
             "device": device if device is not None and device.type in _DEVICES else None,
         }
@@ -234,10 +292,17 @@ class DataModule(Described, LightningDataModule):
     def train_dataloader(self) -> TrainingBatches:
         """The rows for training, in a new order each epoch. A second training goes on with new orders."""
         device = self._device
-        if self._batches is None or self._made_for != (device, self.batch_size):
-            before, self._made_for = self._batches, (device, self.batch_size)
-            labelled = None if self._labelled_rows is None else self._shuffled(self._labelled_rows, device)
-            self._batches = TrainingBatches(self._shuffled(self.training_rows, device), labelled)
+        model: Any = getattr(self.trainer, "_model", None)
+        labelled = self._labelled_rows() if self._semisupervised else None
+        self._require_own(model)
+        if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
+            model.registry_ = model.registry_ | {"model_name": type(model).__name__}
+        if self._batches is None or self._made_for != (device, self.batch_size, self._semisupervised):
+            before, self._made_for = self._batches, (device, self.batch_size, self._semisupervised)
+            self._batches = TrainingBatches(
+                self._shuffled(self.training_rows, device),
+                None if labelled is None else self._shuffled(labelled, device),
+            )
             if before is not None:
                 self._batches.loader.set_epoch(before.next_epoch)
         if self._restored is not None:
@@ -272,12 +337,12 @@ class DataModule(Described, LightningDataModule):
         tensors = self._encoder(batch)
         if not self._semisupervised:
             return tensors
-        return [tensors, tensors] if self._all_labelled else paired(tensors, self.n_labels)
+        return paired(tensors, self.n_labels) if self._some_unlabelled else [tensors, tensors]
 
     @property
-    def _all_labelled(self) -> bool:
+    def _some_unlabelled(self) -> bool:
         labels = self._fields.labels
-        return len(labels.labels) == labels.missing
+        return labels.missing is not None and len(labels.labels) > labels.missing
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the training, for Lightning's checkpoints. Those at the end of an epoch have no other."""
@@ -316,14 +381,13 @@ class DataModule(Described, LightningDataModule):
             where,
             encoder,
             batch_size=self.batch_size if batch_size is None else batch_size,
-            genes=self._genes_in(rows),
             **ALONE,
         )
         return InferenceBatches(loader=loader, encoder=encoder, device=where)
 
     def _genes_in(self, dataset: Dataset) -> Genes | None:
         """The genes of the model as a Loader of a dataset takes them."""
-        if dataset.whole is self.dataset.whole:
+        if dataset.whole is self._known.whole:
             return self.genes
         names = self._fields.var_names
         return None if dataset.var_of(self.x).index.equals(names) else names.tolist()

@@ -8,7 +8,7 @@ shares with the one of the training.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,9 @@ class Encoding:
     missing: int | None = None
 
     def codes_of_rows(self, dataset: Dataset) -> NDArray[np.integer]:
-        """The code of each row of a dataset that has the column; `missing` for rows without a label."""
-        assert self.name is not None
+        """The code of each row of a dataset; `missing` for rows without a label, and if the column is missing."""
+        if self.name is None or (self.missing is not None and self.name not in dataset.obs_columns):
+            return np.full(dataset.n_obs, self.missing or 0)
         column = dataset.obs_column(self.name)
         none = len(self.labels) if self.missing is None else self.missing
         codes = [none if code < 0 else code for code in [*self._codes(classes_of(self.name, column)), -1]]
@@ -112,52 +113,49 @@ class Encoding:
 def encoding_of(dataset: Dataset, name: str | None) -> Encoding:
     """The encoding of an obs column as `setup_anndata` makes it: categories in their order, other values sorted.
 
-    Raises OptionError for rows without a value and for fractions, and MissingColumnError.
+    Categories that no row has are left out, as AnnData does when it is subset. Raises OptionError for rows without a
+    value and for fractions, and MissingColumnError.
     """
     if name is None:
         return Encoding(name=None, labels=np.zeros(1, np.int64))
-    found = Encoding(name=name, labels=classes_of(name, dataset.obs_column(name)))
+    found = Encoding(name=name, labels=_used(name, dataset.obs_column(name))[0])
     found.look_up(dataset)
     return found
 
 
-def labels_of(dataset: Dataset, name: str | None, unlabeled: str, *, semisupervised: bool) -> Encoding:
+def labels_of(dataset: Dataset, name: str | None, unlabeled: str, known: Dataset) -> Encoding:
     """The encoding of the column of labels. Rows without a value are unlabelled, and so are those of `unlabeled`.
 
-    The unlabelled category comes last, and is among the labels only if a row of the dataset has it: SCANVI would count
+    The labels are those of the rows of `known`. Rows of `dataset` with another one are unlabelled.
+
+    The unlabelled category comes last, as for SCANVI, and is among the labels only if a row has it: SCANVI would count
     it as one more class otherwise. Raises OptionError if an unlabelled category other than the default is no label of
-    the column, and for SCANVI if no row has a label.
+    the column.
     """
     if name is None:
         return Encoding(name=None, labels=np.zeros(1, np.int64))
-    column = dataset.obs_column(name)
-    classes = classes_of(name, column)
-    at = [code for code, label in enumerate(classes.tolist()) if label == unlabeled]
-    if not at and unlabeled != UNLABELED:
+    column = known.obs_column(name)
+    every = classes_of(name, column).tolist()
+    if unlabeled != UNLABELED and unlabeled not in every:
         raise OptionError(
             f"unlabeled_category={unlabeled!r} is no label of obs column {name!r}"
-            f"{suggestion(unlabeled, map(str, classes))}. Rows without a value are unlabelled in any case"
+            f"{suggestion(unlabeled, map(str, every))}. Rows without a value are unlabelled in any case"
         )
-    used = np.unique(column.classes(f"obs column {name!r}")[0])
-    if not semisupervised:  # the unlabelled category is a label as any other
-        labels = classes if at or used[:1].tolist() != [-1] else _with(classes, unlabeled)
-        return Encoding(name=name, labels=labels, missing=at[0] if at else len(classes))
-    if at:
-        classes = classes.copy()
-        classes[at[0]], classes[-1] = classes[-1], classes[at[0]]  # as scvi's LabelsWithUnlabeledObsField does
+    classes, unlabelled_rows = _used(name, column)
+    if unlabeled in classes.tolist():
+        at, classes, unlabelled_rows = classes.tolist().index(unlabeled), classes.copy(), True
+        classes[at] = classes[-1]  # as scvi's LabelsWithUnlabeledObsField, which exchanges the two
         classes = classes[:-1]
-    none = {-1, *at}
-    if none.issuperset(used.tolist()):
-        raise OptionError(
-            f"no row has a label in obs column {name!r} other than {unlabeled!r}: SCANVI learns from labelled rows. "
-            "Train SCVI, which needs none"
-        )
-    labels = _with(classes, unlabeled) if none.intersection(used.tolist()) else classes
-    return Encoding(name=name, labels=labels, missing=len(classes))
+    encoding = Encoding(name=name, labels=classes, missing=len(classes))
+    if unlabelled_rows or (encoding.codes_of_rows(dataset) == len(classes)).any():
+        return replace(encoding, labels=np.array([*classes.tolist(), unlabeled], object))
+    return encoding
 
 
-def _with(classes: Labels, label: str) -> Labels:
-    return np.array([*classes.tolist(), label], object)
+def _used(name: str, column: ObsColumn) -> tuple[Labels, bool]:
+    """The classes of a column that rows have, in the order of their codes, and whether rows have none."""
+    used = np.unique(column.classes(f"obs column {name!r}")[0])
+    return classes_of(name, column)[used[used >= 0]], bool(len(used) and used[0] < 0)
 
 
 def classes_of(name: str, column: ObsColumn) -> Labels:

@@ -109,6 +109,19 @@ def _labelled(key: str, encoding: Encoding, **more: str) -> dict[str, Any]:
     return _field("obs", f"_scvi_{key}", state, **{f"n_{key}": len(encoding.labels)})
 
 
+def codes_in(registry: Mapping[str, Any], n_labels: int) -> dict[str, Any]:
+    """What the codes of a model stand for by its registry, in lists, and of the labels the first `n_labels`."""
+    fields = {name: entry["state_registry"] for name, entry in registry["field_registries"].items()}
+    covariates = fields["extra_categorical_covs"].get("mappings", {})
+    return {
+        "genes": list(fields["X"]["column_names"]),
+        "batches": list(fields["batch"]["categorical_mapping"]),
+        "labels": list(fields["labels"]["categorical_mapping"])[:n_labels],
+        "categorical covariates": {name: list(labels) for name, labels in covariates.items()},
+        "continuous covariates": list(fields["extra_continuous_covs"].get("columns", [])),
+    }
+
+
 class Described:
     """What scvi-tools asks of a data module beside its minibatches: the registry, sizes and labels."""
 
@@ -121,10 +134,6 @@ class Described:
     def registry(self) -> dict[str, Any]:
         """The registry for `SCVI(registry=...)`: what `setup_anndata` records of an AnnData with the same rows."""
         return self._fields.registry(self.model_name, self._scvi_version)
-
-    @property
-    def _semisupervised(self) -> bool:
-        return self.model_name == "SCANVI"
 
     n_samples = 0  # of sample_key, which is not supported; scvi saves it
 
@@ -145,8 +154,8 @@ class Described:
 
     @property
     def n_labels(self) -> int:
-        """The number of labels of the model: for SCANVI, those that it can predict."""
-        return self._fields.n_labels if self._semisupervised else len(self._fields.labels.labels)
+        """The number of labels that SCANVI can predict. scvi saves it as the number of labels of the model."""
+        return self._fields.n_labels
 
     @property
     def batch_labels(self) -> NDArray[Any]:
@@ -162,8 +171,6 @@ class Described:
     def labels_(self) -> NDArray[np.object_]:
         """The label of every row, which SCANVI keeps. Made on each call."""
         labels = self._fields.labels
-        if labels.name is None:
-            return np.zeros(self._fields.n_obs, object)
         named = np.array([*labels.labels.tolist()[: labels.missing], self._fields.unlabeled_category], object)
         return np.asarray(named[labels.codes_of_rows(self.dataset)])
 
