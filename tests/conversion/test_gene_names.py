@@ -142,8 +142,8 @@ def test_a_join_of_other_names_warns(tmp_path: Path, human: ad.AnnData, mouse: a
     for url, adata in zip(urls, (human, mouse), strict=True):
         zl.convert(adata, url, progress=False)
 
-    def convert(urls, join):
-        return zl.convert(urls, tmp_path / "both.zarr", join=join, progress=False)
+    def convert(urls: list[Path], join: str) -> None:
+        zl.convert(urls, tmp_path / "both.zarr", join=join, progress=False)
 
     for act in (zl.open_dataset, convert):
         with warnings.catch_warnings(record=True) as seen:

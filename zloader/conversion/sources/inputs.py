@@ -45,7 +45,7 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     if isinstance(sources, Iterable) and not isinstance(sources, _NOT_A_LIST):
         given = list(sources.values() if isinstance(sources, Mapping) else sources)
     labels: list[Any] = list(sources) if isinstance(sources, Mapping) else [None] * len(given)
-    if not all(label is None or (isinstance(label, str) and label) for label in labels):
+    if isinstance(sources, Mapping) and not all(isinstance(label, str) and label for label in labels):
         raise OptionError(f"the labels of sources must be text, not {listed(map(repr, labels))}")
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
