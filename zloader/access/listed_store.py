@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from zloader.common.errors import FormatError, MissingObjectError, StoreChangedError, TruncatedObjectError
-from zloader.storage.coders import require_packages
-from zloader.storage.decode import is_whole_blosc
+from zloader.storage.coders import is_whole_blosc, require_packages
 from zloader.storage.layout import require_bytes
 from zloader.storage.metadata import SHARDING, codec_names
 

@@ -5,7 +5,10 @@ zarr-python encodes with numcodecs too, so its bytes can be read and repeated he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ import numcodecs.registry
 import numpy as np
 
 from zloader.common.errors import FormatError
+from zloader.common.options import MiB
 
 PREFIX = "numcodecs."  # of the codecs that zarr-python takes from numcodecs
 PCODEC = "pcodec"
@@ -29,14 +33,103 @@ class Chain:
     checked: bool
 
 
+# Compressors of the standard library, as objects that decompress a stream up to a given size.
+_STREAMS: dict[str, Callable[[Any], Any]] = {
+    "zlib": lambda coder: zlib.decompressobj(),
+    "gzip": lambda coder: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    "bz2": lambda coder: bz2.BZ2Decompressor(),
+    "lzma": lambda coder: lzma.LZMADecompressor(coder.format, filters=coder.filters),
+}
+_COMPRESSORS = {*_STREAMS, "blosc", "zstd", "lz4", PCODEC}
+_CHECKSUMS = {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
+# Filters that decode n bytes to at most 16 n bytes.
+_FILTERS = {"astype", "base64", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle"} | _CHECKSUMS
+
+
+def sizes_before(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> list[tuple[np.dtype[Any], int]]:
+    """The dtype and the number of elements that each coder makes of its input when n elements of `dtype` are decoded.
+
+    The number is an upper bound for coders that encode the output of a compressor.
+    """
+    sizes, compressed = [], False
+    for coder in coders:
+        sizes.append((dtype, n))
+        compressed |= coder.codec_id in _COMPRESSORS
+        if compressed:
+            dtype, n = np.dtype(np.uint8), n * dtype.itemsize + n * dtype.itemsize // 8 + MiB
+        else:
+            encoded = np.asarray(coder.encode(np.zeros(n, dtype)))  # the size of a filter's output is fixed
+            dtype, n = encoded.dtype, encoded.size
+    return sizes
+
+
+def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int) -> Any:
+    """What `coder` has encoded as `stored`: at most n elements of `dtype`, as an array or as bytes.
+
+    Raises ValueError for more, before more than that is decompressed, and the errors of the codec.
+    """
+    name, most = coder.codec_id, n * dtype.itemsize
+    if name in _STREAMS:
+        return _decompressed(coder, stored, most)
+    if name not in _COMPRESSORS:
+        return coder.decode(stored)
+    if name == "blosc" and not is_whole_blosc(stored):
+        raise ValueError(f"its blosc header does not match {len(stored)} stored bytes")
+    size = {"blosc": lambda: _number(stored, 4, 4), "lz4": lambda: _number(stored, 0, 4)}.get(
+        name, lambda: _zstd_size(stored, most) if name == "zstd" else most
+    )()
+    if size > most:
+        raise ValueError(f"it would decode to {size} bytes instead of {most}")
+    out = np.empty(size // dtype.itemsize, dtype)
+    coder.decode(stored, out)  # never writes more than fits
+    return out
+
+
+def _decompressed(coder: Any, stored: Any, most: int) -> bytes:
+    plain = b""
+    while len(stored):  # a file of gzip, bz2 or lzma may have several members
+        stream = _STREAMS[coder.codec_id](coder)
+        plain += stream.decompress(stored, most + 1 - len(plain))
+        if len(plain) > most:
+            raise ValueError(f"it would decode to more than {most} bytes")
+        if not stream.eof:
+            raise ValueError("it was cut short")
+        stored = stream.unused_data
+    return plain
+
+
+def _number(stored: Any, at: int, size: int) -> int:
+    return int.from_bytes(bytes(stored[at : at + size]), "little")
+
+
+def is_whole_blosc(stored: Any) -> bool:
+    """Whether a Blosc chunk is as long as its header says. Blosc does not check, and would read past a truncated chunk.
+
+    Bytes 4-7 of the header hold the decoded size, bytes 12-15 the stored size.
+    """
+    return len(stored) >= 16 and _number(stored, 12, 4) == len(stored)
+
+
+def _zstd_size(stored: Any, default: int) -> int:
+    """The decoded size in the header of a zstd frame (RFC 8878, 3.1.1.1), or `default` if it is not there."""
+    described = _number(stored, 4, 1)
+    single_segment, code = described >> 5 & 1, described >> 6
+    size = (single_segment, 2, 4, 8)[code]
+    at = 5 + (1 - single_segment) + (0, 1, 2, 4)[described & 3]
+    return _number(stored, at, size) + 256 * (size == 2) if size else default
+
+
 def has_pcodec() -> bool:
     """Whether numcodecs found the package pcodec."""
     return PCODEC in numcodecs.registry.codec_registry
 
 
 def require_packages(names: Iterable[str], path: str) -> None:
-    """Raises FormatError if one of the codecs of the array at `path` needs a package that is not installed."""
-    if PCODEC in (name.removeprefix(PREFIX) for name in names) and not has_pcodec():
+    """Raises FormatError if a codec of the array at `path` is pickle, or needs a package that is not installed."""
+    plain_names = [name.removeprefix(PREFIX) for name in names]
+    if "pickle" in plain_names:
+        raise FormatError(f"{path} is encoded with pickle, which is not read because it could run any code")
+    if PCODEC in plain_names and not has_pcodec():
         raise FormatError(f"{path} is encoded with pcodec, which is not installed: {INSTALL_PCODEC}")
 
 
@@ -79,6 +172,8 @@ def _coder(codec: Mapping[str, Any], path: str, names: Sequence[str]) -> Any:
         coder = numcodecs.get_codec(settings)
     except (ValueError, TypeError) as error:
         raise _unreadable(path, names, name, f" ({error})") from error
+    if coder.codec_id not in _COMPRESSORS | _FILTERS:  # the size of its output is not limited
+        raise _unreadable(path, names, name)
     types = (np.dtype(value) for key, value in coder.get_config().items() if key.endswith("type"))
     if any(dtype.byteorder == ">" for dtype in types):
         raise _unreadable(path, names, name, " in foreign byte order")
