@@ -44,6 +44,12 @@ def test_a_finished_conversion_can_be_repeated_with_resume(tmp_path: Path) -> No
     assert "values: already complete" in zloader("convert", source, tmp_path / "a.zarr", "--resume").stdout
 
 
+def test_info_describes_a_store_without_rows(tmp_path: Path) -> None:
+    zloader("convert", write(tmp_path / "a.h5ad", 0, 0), tmp_path / "a.zarr")
+    shown = json.loads(zloader("info", tmp_path / "a.zarr", "--json").stdout)
+    assert (shown["rows"], shown["epoch"]["problem"]) == (0, f"{tmp_path / 'a.zarr'} has no rows to load")
+
+
 def test_what_is_wrong_is_named_and_is_a_failure(tmp_path: Path) -> None:
     store = tmp_path / "a.zarr"
     zloader("convert", write(tmp_path / "a.h5ad", 60, 0), store)

@@ -20,7 +20,7 @@ import zarr.codecs
 from helpers import check_minibatch, counts, dense
 
 import zloader as zl
-from zloader.common.errors import CorruptChunkError, ZloaderError
+from zloader.common.errors import CorruptChunkError, FormatError, ZloaderError
 
 ADATA = counts(300, 120, seed=3)
 LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(7), "obs": ["cell_type"]}
@@ -231,3 +231,14 @@ def test_pickle_is_not_read(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"filters": [{"id": "vlen-utf8"}, {"id": "pickle"}]}))
     with pytest.raises(ZloaderError, match="pickle, which is not read"):
         zl.open_dataset(store).obs()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_chunks_of_no_rows_are_damaged_metadata(tmp_path: Path, zarr_format: int) -> None:
+    store = write(tmp_path / "a.zarr", csr((500, 700)), zarr_format)
+    file = store / "X/data" / ("zarr.json" if zarr_format == 3 else ".zarray")
+    grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0]}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | (grid if zarr_format == 3 else {"chunks": [0]})))
+    with pytest.raises(FormatError, match=r"X/data has chunks of \(0,\)"):
+        next(iter(zl.Loader(zl.open_dataset(store), **LOADER)))
+    assert not zl.verify(store, progress=False).ok
