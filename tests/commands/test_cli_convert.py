@@ -37,6 +37,19 @@ def test_append_and_verify(tmp_path: Path) -> None:
     assert json.loads(zloader("append", store, sources[0], "--json").stdout)["rows"] == 210
 
 
+def test_a_finished_conversion_can_be_repeated_with_resume(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.h5ad", 60, 0)
+    first = json.loads(zloader("convert", source, tmp_path / "a.zarr", "--resume", "--json").stdout)
+    assert not first["already_complete"]
+    assert "values: already complete" in zloader("convert", source, tmp_path / "a.zarr", "--resume").stdout
+
+
+def test_info_describes_a_store_without_rows(tmp_path: Path) -> None:
+    zloader("convert", write(tmp_path / "a.h5ad", 0, 0), tmp_path / "a.zarr")
+    shown = json.loads(zloader("info", tmp_path / "a.zarr", "--json").stdout)
+    assert (shown["rows"], shown["epoch"]["problem"]) == (0, f"{tmp_path / 'a.zarr'} has no rows to load")
+
+
 def test_what_is_wrong_is_named_and_is_a_failure(tmp_path: Path) -> None:
     store = tmp_path / "a.zarr"
     zloader("convert", write(tmp_path / "a.h5ad", 60, 0), store)

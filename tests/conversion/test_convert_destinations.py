@@ -216,6 +216,7 @@ def test_others_files_that_come_while_the_source_is_read_are_kept(tmp_path: Path
 
 
 def test_all_that_a_store_and_writers_leave_is_replaced(source: Path, store: Path) -> None:
+    convert(source, store, overwrite=True)
     whole = files(store)
     left_by_append = ["X/data/c/9", "obs/_index/c/1"]
     under_way = ["X/data/c/0.partial", f"X/data/c/0.{UUID}.partial", f"obs/zarr.{UUID}.partial", f"zarr.{UUID}.partial"]

@@ -7,10 +7,12 @@ import dataclasses
 import json
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import h5py
 import pytest
 from forked import Interpreter
 from sources import (
@@ -124,11 +126,93 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
     convert(source, dest, resume=True)  # the same command can be repeated until it succeeds
     whole = files(dest)
-    with pytest.raises(errors.StoreExistsError, match="already a store"):
-        convert(source, dest, resume=True)
     interrupted(tmp_path / "b.zarr", source, 0)  # before the journal
     convert(source, tmp_path / "b.zarr", resume=True)
     assert files(tmp_path / "b.zarr") == whole
+
+
+def test_a_conversion_that_has_finished_is_complete(tmp_path: Path) -> None:
+    source = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"two": counts()})
+    other, dest = write_h5ad(tmp_path / "b.h5ad", counts(), layers={"two": counts()}), tmp_path / "a.zarr"
+    select = zl.Selection(layers=["two"])
+    done = convert(source, dest, select=select)
+    whole = {path: path.stat().st_mtime_ns for path in dest.rglob("*")}
+    again = convert(source, dest, select=select, resume=True)
+    assert again == dataclasses.replace(done, already_complete=True, seconds=again.seconds)
+    for what, sources, changed in [
+        ("select", source, {}),
+        ("options", source, {"select": select, "options": SHUFFLED}),
+        ("sources", other, {"select": select}),
+    ]:
+        with pytest.raises(
+            errors.StoreExistsError, match=rf"already a store .* another conversion: {what} differ\. Pass"
+        ):
+            convert(sources, dest, resume=True, **changed)
+    with pytest.raises(errors.StoreExistsError, match="already a store"):
+        convert(source, dest, select=select)
+    assert {path: path.stat().st_mtime_ns for path in dest.rglob("*")} == whole
+    zl.append(dest, source, progress=False)  # from now on the store holds more
+    with pytest.raises(errors.StoreExistsError, match="already a store"):
+        convert(source, dest, select=select, resume=True)
+    assert not convert(source, dest, select=select, resume=True, overwrite=True).already_complete
+
+
+def change_values(source: Path) -> None:
+    with h5py.File(source, "r+") as file:
+        file["X/data"][:2] = [77, 78]
+
+
+def add_row(source: Path) -> None:
+    write_h5ad(source, counts(61))
+
+
+def add_column(source: Path) -> None:
+    write_h5ad(source, counts(), obs=frame(60, "cell").assign(added=1))
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["interrupted", "finished"])
+@pytest.mark.parametrize("change", [change_values, add_row, add_column])
+def test_a_source_that_changed_is_noticed_even_if_its_mtime_was_put_back(
+    tmp_path: Path, change: Callable[[Path], None], finished: bool
+) -> None:
+    source, dest = write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr"
+    before = source.stat()
+    if finished:
+        convert(source, dest)
+    else:
+        interrupted(dest, source, 20)
+    stored = files(dest)
+    change(source)
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(errors.StoreError, match="sources differ"):
+        convert(source, dest, resume=True)
+    assert files(dest) == stored
+
+
+def test_a_changed_file_of_a_zarr_source_is_noticed(tmp_path: Path) -> None:
+    source, dest = tmp_path / "source.zarr", tmp_path / "a.zarr"
+    convert(write_h5ad(tmp_path / "a.h5ad", counts()), source)
+    interrupted(dest, source, 20)
+    file = source / "X" / "data" / "c" / "0"
+    before = file.stat()
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(errors.StoreError, match="sources differ"):
+        convert(source, dest, resume=True)
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["interrupted", "finished"])
+def test_sources_in_another_order_are_another_conversion(tmp_path: Path, finished: bool) -> None:
+    sources = [write_h5ad(tmp_path / f"{name}.h5ad", counts(seed=seed)) for seed, name in enumerate("ab")]
+    dest = tmp_path / "a.zarr"
+    if finished:
+        convert(sources, dest)
+    else:
+        interrupted(dest, sources, 20)
+    for others in (sources[::-1], sources[:1], [*sources, sources[0]]):
+        with pytest.raises(errors.StoreError, match="sources differ"):
+            convert(others, dest, resume=True)
+    assert convert(sources, dest, resume=True).already_complete == finished
 
 
 def test_without_resume_it_starts_anew(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import re
 import warnings
 from collections import OrderedDict
 from typing import Any
@@ -335,7 +336,7 @@ def test_an_anndata_that_is_read_lazily_is_refused(tmp_path):
     assert not (tmp_path / "a.zarr").exists()
 
 
-@pytest.mark.parametrize("name", ["a/b", "", ".", "zarr.json", 0, None])
+@pytest.mark.parametrize("name", ["a/b", "a\\b", "", ".", "zarr.json", 0, None])
 @pytest.mark.parametrize("place", ["layers", "obsm", "varm", "obsp", "uns", "obs", "var"])
 def test_names_that_zarr_cannot_have(place, name, existing, tmp_path):
     adata = plain()
@@ -346,8 +347,28 @@ def test_names_that_zarr_cannot_have(place, name, existing, tmp_path):
         pytest.skip("newer versions of anndata have X there")
     part[name] = np.ones(shape)
     before = files(existing)
-    with pytest.raises(SourceError, match=f"^{place} .*the name ({name!r}|nan)"):  # pandas 3 turns None into NaN
+    shown = re.escape(repr(name))
+    with pytest.raises(SourceError, match=f"^{place} .*the name ({shown}|nan)"):  # pandas 3 turns None into NaN
         zl.convert(adata, existing, overwrite=True, progress=False)
+    assert files(existing) == before
+
+
+@pytest.mark.parametrize("part", ["layers", "obsm", "varm", "obsp", "varp", "raw/varm", "uns", "obs", "var", "nested"])
+def test_backslashes_in_the_names_of_a_file(part, existing, tmp_path):
+    """zarr takes them for slashes, so `a\\b` would overwrite an element of the group `a`."""
+    adata, ones = plain(), {"obs": np.ones(N_ROWS), "var": np.ones(N_GENES), "nested": np.ones(1)}
+    holder = plain() if part == "raw/varm" else adata
+    adata.uns["deep"] = {"deeper": {}}
+    names = adata.uns["deep"]["deeper"] if part == "nested" else getattr(holder, part.removeprefix("raw/"))
+    length = N_GENES if "var" in part else N_ROWS
+    names["a\\b"] = ones.get(part, np.ones((length, length if part.endswith("p") else N_GENES)))
+    if holder is not adata:
+        adata.raw = holder
+    adata.write_h5ad(tmp_path / "a.h5ad")
+    before = files(existing)
+    at = "uns/deep/deeper" if part == "nested" else part
+    with pytest.raises(SourceError, match=rf"^{at} has the name 'a\\\\b', which Zarr cannot store"):
+        zl.convert(tmp_path / "a.h5ad", existing, overwrite=True, progress=False)
     assert files(existing) == before
 
 

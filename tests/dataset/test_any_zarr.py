@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import zarr.codecs
 from helpers import check_minibatch, counts, dense
 
 import zloader as zl
-from zloader.common.errors import CorruptChunkError, ZloaderError
+from zloader.common.errors import CorruptChunkError, FormatError, ZloaderError
 
 ADATA = counts(300, 120, seed=3)
 LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(7), "obs": ["cell_type"]}
@@ -196,3 +199,46 @@ def test_verify_says_that_it_does_not_check_zarr_v2(tmp_path: Path) -> None:
     (problem,) = found.problems
     assert "is Zarr v2" in problem.what
     assert (found.rows, found.genes) == ADATA.shape
+
+
+BOMBS = {
+    "zlib": zlib.compress(bytes(1 << 28)),
+    "gzip": gzip.compress(bytes(1 << 28)),
+    "zstd": numcodecs.Zstd().encode(bytes(1 << 28)),
+    "lz4": (1 << 30).to_bytes(4, "little") + bytes(100),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("path", ["obs/cell_type/codes", "obs/cell_type/categories", "X/indptr"])
+def test_a_decompression_bomb_in_an_array_that_zarr_reads(tmp_path: Path, path: str, name: str) -> None:
+    store = write(tmp_path / "a.zarr", csr((500, 700)), 2)
+    metadata = json.loads((store / path / ".zarray").read_text())
+    (store / path / ".zarray").write_text(json.dumps(metadata | {"compressor": V2[name].get_config()}))
+    (store / path / "0").write_bytes(BOMBS[name])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ZloaderError, match=r"cannot be decoded: it would decode to"):
+            next(iter(zl.Loader(zl.open_dataset(store), **LOADER)))
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_pickle_is_not_read(tmp_path: Path) -> None:
+    store = write(tmp_path / "a.zarr", csr((500, 700)), 2)
+    file = store / "obs/cell_type/categories/.zarray"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"filters": [{"id": "vlen-utf8"}, {"id": "pickle"}]}))
+    with pytest.raises(ZloaderError, match="pickle, which is not read"):
+        zl.open_dataset(store).obs()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_chunks_of_no_rows_are_damaged_metadata(tmp_path: Path, zarr_format: int) -> None:
+    store = write(tmp_path / "a.zarr", csr((500, 700)), zarr_format)
+    file = store / "X/data" / ("zarr.json" if zarr_format == 3 else ".zarray")
+    grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0]}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | (grid if zarr_format == 3 else {"chunks": [0]})))
+    with pytest.raises(FormatError, match=r"X/data has chunks of \(0,\)"):
+        next(iter(zl.Loader(zl.open_dataset(store), **LOADER)))
+    assert not zl.verify(store, progress=False).ok

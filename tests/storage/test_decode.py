@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import dataclasses
 import functools
+import gzip
 import itertools
 import json
+import lzma
+import tracemalloc
+import zlib
 
 import google_crc32c
 import numcodecs.blosc
+import numcodecs.lz4
 import numcodecs.registry
+import numcodecs.zstd
 import numpy as np
 import pytest
 import zarr
 import zarr.storage
 from hypothesis import given
 from hypothesis import strategies as st
-from pcodec import standalone
+from pcodec import ChunkConfig, standalone
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from zloader.common.errors import CorruptChunkError, FormatError
+from zloader.common.options import MiB
 from zloader.storage import blosc
 from zloader.storage.decode import Decoder, checksum
 from zloader.storage.metadata import array_layout
@@ -242,6 +250,79 @@ def test_bytes_of_something_else_are_noticed(codec):
     for other in (b"", b"x", b"<html>Service Unavailable</html>" * 20, bytes(len(stored) + 1)):
         with pytest.raises(CorruptChunkError):
             _decoded(layout, np.frombuffer(other, np.uint8))
+
+
+# ---- chunks that would decode to far more than they may hold
+
+ZEROS = bytes(1 << 25)
+STREAMS = {
+    "zlib": zlib.compress(ZEROS),
+    "gzip": gzip.compress(ZEROS),
+    "bz2": bz2.compress(ZEROS),
+    "lzma": lzma.compress(ZEROS, preset=0),
+    "zstd": numcodecs.zstd.compress(ZEROS),
+    "lz4": numcodecs.lz4.compress(ZEROS),
+}
+
+
+def _zstd_frame(n_blocks):
+    """A zstd frame that does not announce its size: blocks of 128 KiB zeros in four bytes each (RFC 8878, 3.1.1.2)."""
+    blocks = [((i == n_blocks - 1) | 1 << 1 | 1 << 20).to_bytes(3, "little") + b"\0" for i in range(n_blocks)]
+    return b"\x28\xb5\x2f\xfd\x00\x58" + b"".join(blocks)
+
+
+BOMBS = {
+    **{name: ([name], content) for name, content in STREAMS.items()},
+    "a second member": (["gzip"], gzip.compress(bytes(2 * CHUNK)) + STREAMS["gzip"]),
+    "a second frame": (["zstd"], numcodecs.zstd.compress(bytes(2 * CHUNK)) + STREAMS["zstd"]),
+    "a frame of unknown size": (["zstd"], _zstd_frame(256)),
+    "after a frame of known size": (["zstd"], numcodecs.zstd.compress(bytes(2 * CHUNK)) + _zstd_frame(256)),
+    "the inner of two": (["zlib", "gzip"], gzip.compress(STREAMS["zlib"])),
+    "the outer of two": (["zstd", "gzip"], STREAMS["gzip"]),
+    "blosc inside": (["blosc", "gzip"], gzip.compress(numcodecs.blosc.compress(ZEROS, b"lz4", 5, 0))),
+    "differences of other types": (["delta", "lzma"], STREAMS["lzma"]),
+    "pcodec inside": (
+        ["pcodec", "zlib"],
+        zlib.compress(standalone.simple_compress(np.zeros(1 << 24, "u2"), ChunkConfig())),
+    ),
+}
+
+
+def _coded(names, dtype="uint16"):
+    """The layout of a Zarr v2 array of one chunk with these filters and compressor."""
+    codecs = [{"id": name, **({"dtype": "<u2", "astype": "<u1"} if name == "delta" else {})} for name in names]
+    metadata = {"zarr_format": 2, "shape": [CHUNK], "chunks": [CHUNK], "dtype": np.dtype(dtype).str}
+    return array_layout("x", metadata | {"filters": codecs[:-1], "compressor": codecs[-1]}, absent_is_fill=False)
+
+
+@pytest.mark.parametrize(("names", "content"), BOMBS.values(), ids=BOMBS.keys())
+def test_a_decompression_bomb_is_refused_before_it_takes_memory(names, content):
+    decoder, out = Decoder(_coded(names)), np.zeros(CHUNK, "uint16")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptChunkError):
+            decoder.decode(np.frombuffer(content, np.uint8), out)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MiB
+    finally:
+        tracemalloc.stop()
+
+
+def test_frames_and_members_that_hold_the_chunk_together_are_decoded():
+    values = np.arange(CHUNK, dtype="uint16")
+    halves = [values.tobytes()[:CHUNK], values.tobytes()[CHUNK:]]
+    for name, compress in (("gzip", gzip.compress), ("bz2", bz2.compress), ("lzma", lzma.compress)):
+        _same(_decoded(_coded([name]), np.frombuffer(b"".join(map(compress, halves)), np.uint8)), values)
+    n = 1 << 16
+    layout = dataclasses.replace(_coded(["zstd"]), n_elements=n, chunk_elements=n)
+    found = np.ones(n, "uint16")
+    Decoder(layout).decode(np.frombuffer(_zstd_frame(1), np.uint8), found)
+    assert not found.any()
+
+
+@pytest.mark.parametrize("name", ["pickle", "json2", "msgpack2", "vlen-bytes"])
+def test_codecs_that_run_code_or_have_no_bound_are_refused(name):
+    with pytest.raises(FormatError, match=name):
+        Decoder(_coded([name, "zlib"]))
 
 
 # ---- many chunks in one call

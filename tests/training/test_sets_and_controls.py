@@ -257,6 +257,14 @@ def test_the_need_of_a_fallback_is_said_once(url, caplog):
     assert f"line=C/plate=2 ({n_rows} rows)" in message
 
 
+def test_the_need_of_a_fallback_counts_the_rows_of_the_sampling(url, caplog):
+    rows = np.flatnonzero((OBS["line"] == "C") & (OBS["plate"] == 2))[:3]
+    list(loader_of(url, sampling=zl.BlockShuffling(4, indices=[*rows, 0])))
+    (message,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert message.startswith("controls: 3 rows of 1 groups")
+    assert message.endswith("line=C/plate=2 (3 rows)")
+
+
 def controls_of(*arguments, **options):
     return {"controls": zl.MatchedControls(*arguments, **options)}
 

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
-from zloader.common.errors import FormatError, MissingObjectError, StoreChangedError, TruncatedObjectError
-from zloader.storage.coders import require_packages
-from zloader.storage.decode import is_whole_blosc
+from zloader.common.errors import (
+    CorruptChunkError,
+    FormatError,
+    MissingObjectError,
+    StoreChangedError,
+    TruncatedObjectError,
+)
+from zloader.storage.coders import is_whole_blosc, require_bound, require_packages
 from zloader.storage.layout import require_bytes
-from zloader.storage.metadata import SHARDING, codec_names
+from zloader.storage.metadata import SHARDING, array_nodes, chunk_bytes_bound, chunk_compressors, codec_names
 
 if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
@@ -45,7 +50,7 @@ class ListedStore(Store):
     def __init__(self, store: Store, url: str, sizes: Mapping[str, int], *, all_listed: bool) -> None:
         super().__init__(read_only=True)
         self._store, self._url, self.sizes, self._all_listed = store, url, sizes, all_listed
-        self._codecs: dict[str, list[str]] = {}  # the codecs of each known array, by path
+        self._arrays: dict[str, Mapping[str, Any]] = {}  # the metadata of each known array, by path
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """The bytes of an object or of a range of it; None if the object is absent.
@@ -57,8 +62,8 @@ class ListedStore(Store):
         if size is not None:
             require_bytes(self._url, key, size, _end(byte_range))
         if not is_metadata(key):
-            path, codecs = self._array_of(key)
-            require_packages(codecs, f"{path} of {self._url}")
+            path, node = self._array_of(key)
+            require_packages(codec_names(node), f"{path} of {self._url}")
         content = None if self._is_absent(key) else await self.read(key, prototype, byte_range)
         if content is None:
             if size is not None:
@@ -75,11 +80,11 @@ class ListedStore(Store):
         return content
 
     def register_arrays(self, key: str, document: Any) -> None:
-        """Records the codecs of the arrays in a metadata document, so that `get` can check their chunks.
+        """Records the arrays in a metadata document, so that `get` can check their chunks.
 
         `get` does this for every metadata object that it returns.
         """
-        self._codecs |= codec_names(key, document)
+        self._arrays |= array_nodes(key, document)
 
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         """Like `get`, but without any checks."""
@@ -110,18 +115,31 @@ class ListedStore(Store):
             ) from error
 
     def _check_whole(self, key: str, content: Buffer) -> None:
-        """Checks a blosc header before zarr decodes the chunk, since blosc reads past the end of truncated input."""
-        _, codecs = self._array_of(key)
-        if codecs[-1:] == ["blosc"] and SHARDING not in codecs and not is_whole_blosc(content.to_bytes()):
+        """Checks a compressed chunk before zarr decodes it.
+
+        Blosc reads past the end of truncated input, and no codec of zarr limits what it decompresses.
+        """
+        path, node = self._array_of(key)
+        codecs = codec_names(node)
+        if not codecs or SHARDING in codecs:
+            return
+        if codecs[-1] == "blosc" and not is_whole_blosc(content.to_bytes()):
             raise TruncatedObjectError(
                 f"{self._url}: {key} has {len(content)} bytes, but its blosc header gives another size: it was "
                 f"truncated when it was written or copied. {_RESTORE}"
             )
+        coders, checked = chunk_compressors(node, path)
+        if coders:
+            stored = content.to_bytes()
+            try:
+                require_bound(coders, stored[:-4] if checked else stored, chunk_bytes_bound(node))
+            except Exception as error:
+                raise CorruptChunkError(f"{self._url}: {key} cannot be decoded: {error}. {_RESTORE}") from error
 
-    def _array_of(self, key: str) -> tuple[str, list[str]]:
-        """The path of the array that an object belongs to, and its codecs; nothing for an array that is not known."""
-        path = next((path for path in _parents(key) if path in self._codecs), "")
-        return path, self._codecs.get(path, [])
+    def _array_of(self, key: str) -> tuple[str, Mapping[str, Any]]:
+        """The path of the array that an object belongs to, and its metadata; nothing for an array that is not known."""
+        path = next((path for path in _parents(key) if path in self._arrays), "")
+        return path, self._arrays.get(path, {})
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]

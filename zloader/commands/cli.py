@@ -125,6 +125,8 @@ def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: d
     from zloader.dataset.cost import epoch_costs
     from zloader.training.loader import Loader
 
+    if not dataset.n_obs:
+        raise FormatError(f"{dataset.url} has no rows to load")
     loader = Loader(
         dataset,
         batch_size=sizes["batch_size"],

@@ -37,7 +37,11 @@ class ConvertFlags:
     ]
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store at DEST.")] = False
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted conversion after its last complete shard.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue an interrupted conversion after its last complete shard; do nothing if it has finished.",
+        ),
     ] = False
     x: Annotated[
         str,

@@ -35,11 +35,10 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show_conversion(console: Console, done: ConversionReport) -> None:
-    console.print(
-        f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: "
-        f"converted {size(done.bytes_in)} to {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s",
-        soft_wrap=True,
-    )
+    converted = f"converted {size(done.bytes_in)} to {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s"
+    if done.already_complete:
+        converted = "already complete, converted from the same sources with the same options"
+    console.print(f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: {converted}", soft_wrap=True)
     for name, change in done.dtypes_changed.items():
         console.print(f"  {name}: {change}, without loss", soft_wrap=True)
     for name, rows in done.rows_made_canonical.items():

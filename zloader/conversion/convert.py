@@ -30,7 +30,7 @@ import zarr
 import zarr.errors
 
 from zloader.access.location import Location, location_of
-from zloader.common.errors import OptionError, SourceError, StoreError
+from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
 from zloader.common.malloc import keep_freed_memory
 from zloader.common.nearest import listed
 from zloader.common.progress import Bars, progress_bars
@@ -64,6 +64,7 @@ class ConversionReport:
     - `rows_made_canonical`: per matrix, the number of rows whose genes were unsorted or repeated.
     - `dropped`: elements that cannot be joined over several sources, for example `["uns/neighbors"]`.
     - `seconds`: wall-clock time.
+    - `already_complete`: with `resume`, whether this conversion had finished before, so that nothing was written.
     """
 
     sources: Sequence[str]
@@ -77,6 +78,7 @@ class ConversionReport:
     rows_made_canonical: Mapping[str, int]
     dropped: Sequence[str]
     seconds: float
+    already_complete: bool = False
 
     def __repr__(self) -> str:
         changed = [f"{path} {dtypes}" for path, dtypes in self.dtypes_changed.items()]
@@ -85,7 +87,7 @@ class ConversionReport:
         return (
             f"<ConversionReport of {self.destination}: {self.rows:,} rows x {self.genes:,} genes, {self.values:,} "
             f"values from {listed(self.sources)}; {self.bytes_in:,} bytes became {self.bytes_out:,} "
-            f"in {self.seconds:,.1f} s{'; '.join(['', *changed])}>"
+            f"in {self.seconds:,.1f} s{', already complete' * self.already_complete}{'; '.join(['', *changed])}>"
         )
 
 
@@ -123,8 +125,9 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
     - `join`, `genes_by`: those of `select`, for short: `join="inner"` stands for `select=zl.Selection(join="inner")`.
     - `storage_options`: s3fs options for the destination, and for the sources unless `source_options` is given.
     - `overwrite`: replace an existing store. It is replaced only after every source has been read once.
-    - `resume`: continue an interrupted conversion after its last complete shard. Without `resume` its remains are
-      replaced, which does not need `overwrite`.
+    - `resume`: continue an interrupted conversion after its last complete shard. One that has finished, with the same
+      sources and options, is left as it is. Without `resume` the remains of an interrupted one are replaced, which does
+      not need `overwrite`.
     - `progress`: show progress on stderr if stderr is a terminal.
 
     Nothing else is ever deleted: a destination inside a Zarr hierarchy, or one with objects that do not belong to an
@@ -171,39 +174,26 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))
         conversion = _Conversion(inputs, content, select, options, bars)
-        journal = conversion.journal_to_resume(destination) if resume else None
-        destination.check(overwrite=overwrite or journal is not None)
-        matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
-        if not matrices or matrices[0].name != "X":
-            layers = ", ".join(f"layers/{layer}" for layer in inputs[0].keys("layers")) or "no layers either"
-            raise SourceError(
-                f"{inputs[0].name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
-                "matrix as X with select=zl.Selection(x=...) (--x)"
-            )
-        if journal is None:
-            conversion.check_elements()
-            with destination.claimed():
-                scans = [conversion.scan(matrix) for matrix in matrices]
-        else:
-            scans = [MatrixScan.of_record(journal["scans"][matrix.name]) for matrix in matrices]
-        records = {matrix.name: scan.record() for matrix, scan in zip(matrices, scans, strict=True)}
-        new_journal = {"identity": conversion.identity(), "scans": records}
-        with destination.replaced(new_journal, resuming=journal is not None) as store:
-            conversion.write(destination, store, list(zip(matrices, scans, strict=True)))
-    changes = [change for matrix, scan in zip(matrices, scans, strict=True) for change in _changes(matrix, scan)]
-    return ConversionReport(
-        sources=[source.name for source in inputs],
-        destination=destination.location.url,
-        rows=content.n_rows,
-        genes=len(content.var),
-        values=scans[0].n_values,
-        bytes_in=sum(source.bytes_in for source in inputs),
-        bytes_out=sum(destination.objects().values()),
-        dtypes_changed={name: f"{before} -> {after}" for name, before, after in changes if before != after},
-        rows_made_canonical={m.name: scan.mended for m, scan in zip(matrices, scans, strict=True) if scan.mended},
-        dropped=content.dropped,
-        seconds=time.perf_counter() - started,
-    )
+        if resume and not all(source.identity() for source in inputs):
+            raise OptionError("converting an AnnData in memory cannot be resumed: run it again without resume")
+        results = conversion.results_of(destination) if resume and not overwrite else None
+        already_complete = results is not None
+        if results is None:
+            journal = conversion.journal_to_resume(destination) if resume else None
+            destination.check(overwrite=overwrite or journal is not None)
+            matrices = [opened.enter_context(matrix) for matrix in content.matrices(options.window)]
+            results = conversion.carry_out(destination, matrices, journal)
+        return ConversionReport(
+            sources=[source.name for source in inputs],
+            destination=destination.location.url,
+            rows=content.n_rows,
+            genes=len(content.var),
+            bytes_in=sum(source.bytes_in for source in inputs),
+            bytes_out=sum(destination.objects().values()),
+            seconds=time.perf_counter() - started,
+            already_complete=already_complete,
+            **results,
+        )
 
 
 def refuse_overlap(inputs: Sequence[Input], location: Location) -> None:
@@ -286,10 +276,65 @@ class _Conversion:
         plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
         return plain
 
+    def record(self) -> dict[str, str]:
+        """A hash of each part of the identity that does not depend on the version of zloader."""
+        identity = self.identity()
+        return {
+            part: hashlib.sha256(json.dumps(identity[part]).encode()).hexdigest()[:32]
+            for part in ("sources", "select", "options")
+        }
+
+    def results_of(self, destination: Destination) -> dict[str, Any] | None:
+        """The results of this conversion if it has finished at the destination, None if there is no finished one.
+
+        Raises StoreExistsError if it was another one.
+        """
+        finished = destination.finished()
+        if not finished:
+            return None
+        differing = [part for part, digest in self.record().items() if finished.get("record", {}).get(part) != digest]
+        if differing:
+            raise StoreExistsError(
+                f"there is already a store at {destination.location.url}, made by another conversion: "
+                f"{', '.join(differing)} differ. Pass overwrite=True (--overwrite) to replace it"
+            )
+        results: dict[str, Any] = finished["results"]
+        return results
+
+    def carry_out(
+        self, destination: Destination, matrices: Sequence[SourceMatrix], journal: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Converts, from the beginning or from where the run of `journal` stopped. Returns fields of the report."""
+        if not matrices or matrices[0].name != "X":
+            source = self._inputs[0]
+            layers = ", ".join(f"layers/{layer}" for layer in source.keys("layers")) or "no layers either"
+            raise SourceError(
+                f"{source.name} has no X, so there is nothing to train on. It holds: {layers}. Choose another "
+                "matrix as X with select=zl.Selection(x=...) (--x)"
+            )
+        if journal is None:
+            self.check_elements()
+            with destination.claimed():
+                scans = [self.scan(matrix) for matrix in matrices]
+        else:
+            scans = [MatrixScan.of_record(journal["scans"][matrix.name]) for matrix in matrices]
+        pairs = list(zip(matrices, scans, strict=True))
+        new_journal = {"identity": self.identity(), "scans": {matrix.name: scan.record() for matrix, scan in pairs}}
+        changes = [change for matrix, scan in pairs for change in _changes(matrix, scan)]
+        with destination.replaced(new_journal, resuming=journal is not None) as store:
+            root = self.write(destination, store, pairs)
+            results = {
+                "values": scans[0].n_values,
+                "dtypes_changed": {name: f"{before} -> {after}" for name, before, after in changes if before != after},
+                "rows_made_canonical": {matrix.name: scan.mended for matrix, scan in pairs if scan.mended},
+                "dropped": self._content.dropped,
+            }
+            root.attrs["zloader"] = self._provenance() | {"conversion": {"record": self.record(), "results": results}}
+            zarr.consolidate_metadata(store)
+        return results
+
     def journal_to_resume(self, destination: Destination) -> dict[str, Any] | None:
         """The journal of an interrupted run of this conversion, or None. Raises StoreError if it was another one."""
-        if not all(source.identity() for source in self._inputs):
-            raise OptionError("converting an AnnData in memory cannot be resumed: run it again without resume")
         journal = destination.journal()
         if journal is None:
             return None
@@ -310,10 +355,11 @@ class _Conversion:
 
     def write(
         self, destination: Destination, store: PendingStore, matrices: list[tuple[SourceMatrix, MatrixScan]]
-    ) -> None:
-        """The second pass: writes the small elements, then every matrix, then the consolidated metadata."""
+    ) -> zarr.Group:
+        """The second pass: writes the small elements, then every matrix. Returns the root."""
         existing = destination.objects()
-        root = zarr.create_group(store, zarr_format=3, attributes=self._root_attributes())
+        encoding = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
+        root = zarr.create_group(store, zarr_format=3, attributes=encoding)
         self._write_elements(ElementWriter(root, self._options, of=self._names()))
         with threads(destination.location.url) as pool:
             target = Target(
@@ -327,19 +373,18 @@ class _Conversion:
             )
             for matrix, scan in matrices:
                 store_matrix(matrix, scan, target)
-        zarr.consolidate_metadata(store)
+        return root
 
-    def _root_attributes(self) -> dict[str, Any]:
+    def _provenance(self) -> dict[str, Any]:
         select = dataclasses.asdict(dataclasses.replace(self._select, genes_by=None))
         select["genes"] = None if self._select.genes is None else "var_names"
         select["genes_by"] = self._select.recorded_genes_by
-        provenance = {
+        return {
             "version": importlib.metadata.version("zloader"),
             "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
             "select": {name: value for name, value in select.items() if value != getattr(_EVERYTHING, name)},
             "shuffle_seed": self._options.shuffle_seed,
         }
-        return {"encoding-type": "anndata", "encoding-version": "0.1.0", "zloader": provenance}
 
     def check_elements(self) -> None:
         """Raises SourceError if an element cannot be stored. Matrices are checked by `scan`."""

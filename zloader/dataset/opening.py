@@ -14,6 +14,7 @@ from functools import partial
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
 from zloader.access.unconverted import refuse_unconverted
+from zloader.access.zarr_groups import no_codec_warnings
 from zloader.caching.cached_metadata import load_listing
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import open_mirror_directory
@@ -68,7 +69,8 @@ def open_all(locations: Sequence[Location], cache: Cache | None, *, offline: boo
     """Opens the stores at all locations. Raises OptionError for an empty list, and the errors of `open_stores`."""
     if not locations:
         raise OptionError("there is nothing to open: give at least one URL")
-    opened = concurrently(partial(open_stores, cache=cache, offline=offline), locations)
+    with no_codec_warnings():
+        opened = concurrently(partial(open_stores, cache=cache, offline=offline), locations)
     stores = [store for found in opened for store in found]
     return OpenedStores(
         locations=list(locations),

@@ -189,8 +189,8 @@ class BoundControls(SharesArrays):
             columns = ", ".join(options.levels[-1]) or "nothing"
             raise OptionError(
                 f"{int(came[without].sum())} rows of {len(without)} groups have no control, because no row that meets "
-                f"{condition} agrees with them in {columns}: {groups.listed(without, column)}. Leave these rows out, "
-                "or give a fallback of fewer columns"
+                f"{condition} agrees with them in {columns}: {groups.listed(without, column, came)}. Leave these rows "
+                "out, or give a fallback of fewer columns"
             )
         fell_back = np.flatnonzero((self._levels > 0) & (came > 0))
         if len(fell_back):
@@ -199,7 +199,7 @@ class BoundControls(SharesArrays):
                 int(came[fell_back].sum()),
                 len(fell_back),
                 ", ".join(options.levels[0]),
-                groups.listed(fell_back, column),
+                groups.listed(fell_back, column, came),
             )
 
     def drawn(self, rows: Rows, *, seed: int, epoch: int) -> Rows:

@@ -50,10 +50,14 @@ class Groups(SharesArrays):
         labels = {name: column(name).labels_of(row)[0] for name in self.columns}
         return "/".join(f"{name}={label!s}" for name, label in labels.items()) or "all rows"
 
-    def listed(self, groups: Rows, column: Column) -> str:
-        """Some groups with their numbers of rows, for messages: the largest of them, and how many more there are."""
-        largest = groups[np.argsort(-self.sizes[groups], kind="stable")][:_SHOWN]
-        shown = ", ".join(f"{self.named(group, column)} ({self.sizes[group]} rows)" for group in largest.tolist())
+    def listed(self, groups: Rows, column: Column, sizes: Rows | None = None) -> str:
+        """Some groups with their numbers of rows, for messages: the largest of them, and how many more there are.
+
+        `sizes` counts, for each of all groups, only those rows that the message is about.
+        """
+        sizes = self.sizes if sizes is None else sizes
+        largest = groups[np.argsort(-sizes[groups], kind="stable")][:_SHOWN]
+        shown = ", ".join(f"{self.named(group, column)} ({sizes[group]} rows)" for group in largest.tolist())
         return shown + (f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else "")
 
 

@@ -5,7 +5,11 @@ zarr-python encodes with numcodecs too, so its bytes can be read and repeated he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import bz2
+import itertools
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,7 @@ import numcodecs.registry
 import numpy as np
 
 from zloader.common.errors import FormatError
+from zloader.common.options import MiB
 
 PREFIX = "numcodecs."  # of the codecs that zarr-python takes from numcodecs
 PCODEC = "pcodec"
@@ -29,14 +34,150 @@ class Chain:
     checked: bool
 
 
+# Compressors of the standard library, as objects that decompress a stream up to a given size.
+_STREAMS: dict[str, Callable[[Any], Any]] = {
+    "zlib": lambda coder: zlib.decompressobj(),
+    "gzip": lambda coder: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    "bz2": lambda coder: bz2.BZ2Decompressor(),
+    "lzma": lambda coder: lzma.LZMADecompressor(coder.format, filters=coder.filters),
+}
+_DEFLATE_RATIO = 1032  # a byte of zlib or gzip decodes to at most so many
+_COMPRESSORS = {*_STREAMS, "blosc", "zstd", "lz4", PCODEC}
+_CHECKSUMS = {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
+# Filters that decode n bytes to at most 16 n bytes.
+_FILTERS = {"astype", "base64", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle"} | _CHECKSUMS
+
+
+def sizes_before(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> list[tuple[np.dtype[Any], int]]:
+    """The dtype and the number of elements that each coder makes of its input when n elements of `dtype` are decoded.
+
+    The number is an upper bound for coders that encode the output of a compressor.
+    """
+    sizes, compressed = [], False
+    for coder in coders:
+        sizes.append((dtype, n))
+        compressed |= coder.codec_id in _COMPRESSORS
+        if compressed:
+            dtype, n = np.dtype(np.uint8), n * dtype.itemsize + n * dtype.itemsize // 8 + MiB
+        else:
+            encoded = np.asarray(coder.encode(np.zeros(n, dtype)))  # the size of a filter's output is fixed
+            dtype, n = encoded.dtype, encoded.size
+    return sizes
+
+
+def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int) -> Any:
+    """What `coder` has encoded as `stored`: at most n elements of `dtype`, as an array or as bytes.
+
+    Raises ValueError for more, before more than that is decompressed, and the errors of the codec.
+    """
+    name, most = coder.codec_id, n * dtype.itemsize
+    if name in _STREAMS:
+        return _decompressed(coder, stored, most)
+    if name not in _COMPRESSORS:
+        return coder.decode(stored)
+    if name == "blosc" and not is_whole_blosc(stored):
+        raise ValueError(f"its blosc header does not match {len(stored)} stored bytes")
+    size = {"blosc": lambda: _number(stored, 4, 4), "lz4": lambda: _number(stored, 0, 4)}.get(
+        name, lambda: _zstd_size(stored, most) if name == "zstd" else most
+    )()
+    if size > most:
+        raise ValueError(f"it would decode to {size} bytes instead of {most}")
+    out = np.empty(size // dtype.itemsize, dtype)
+    coder.decode(stored, out)  # never writes more than fits
+    return out
+
+
+def require_bound(coders: Sequence[Any], stored: Any, most: int) -> None:
+    """Raises an exception if `coders`, compressors only, would decode `stored` to more than `most` bytes.
+
+    Blosc, lz4 and zstd tell the size in advance. Streams of the other compressors are decompressed, up to `most`.
+    """
+    *inner, coder = coders
+    name = coder.codec_id
+    if inner or (name in _STREAMS and not (name in ("zlib", "gzip") and len(stored) * _DEFLATE_RATIO <= most)):
+        plain = decode_within(coder, stored, np.dtype(np.uint8), most)
+        if inner:
+            require_bound(inner, plain, most)
+        return
+    size = {"blosc": lambda: _number(stored, 4, 4), "lz4": lambda: _number(stored, 0, 4)}.get(
+        name, lambda: _zstd_bound(stored, most) if name == "zstd" else 0
+    )()
+    if size > most:
+        raise ValueError(f"it would decode to more than {most} bytes")
+
+
+def _zstd_bound(stored: Any, most: int) -> int:
+    """The decoded size of the zstd frames in `stored`, or an upper bound of it; some number above `most` for more.
+
+    A block decodes to at most 128 KiB (RFC 8878, 3.1.1.2).
+    """
+    total = at = 0
+    while at < len(stored) and total <= most:
+        magic = _number(stored, at, 4)
+        if magic >> 4 == 0x184D2A5:  # a frame to skip
+            at += 8 + _number(stored, at + 4, 4)
+            continue
+        if magic != 0xFD2FB528:
+            break
+        frame, described = stored[at:], _number(stored, at + 4, 1)
+        announced = _zstd_size(frame, -1)
+        at += 5 + (1 - (described >> 5 & 1)) + (0, 1, 2, 4)[described & 3]
+        at += (described >> 5 & 1, 2, 4, 8)[described >> 6]
+        bound, last = 0, False
+        while not last and at < len(stored) and total + bound <= most:
+            block = _number(stored, at, 3)
+            last, at = bool(block & 1), at + 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+            bound += MiB // 8
+        at += 4 * (described >> 2 & 1)
+        total += bound if announced < 0 else announced
+    return total
+
+
+def _decompressed(coder: Any, stored: Any, most: int) -> bytes:
+    plain = b""
+    while len(stored):  # a file of gzip, bz2 or lzma may have several members
+        stream = _STREAMS[coder.codec_id](coder)
+        plain += stream.decompress(stored, most + 1 - len(plain))
+        if len(plain) > most:
+            raise ValueError(f"it would decode to more than {most} bytes")
+        if not stream.eof:
+            raise ValueError("it was cut short")
+        stored = stream.unused_data
+    return plain
+
+
+def _number(stored: Any, at: int, size: int) -> int:
+    return int.from_bytes(bytes(stored[at : at + size]), "little")
+
+
+def is_whole_blosc(stored: Any) -> bool:
+    """Whether a Blosc chunk is as long as its header says. Blosc does not check, and would read past a truncated chunk.
+
+    Bytes 4-7 of the header hold the decoded size, bytes 12-15 the stored size.
+    """
+    return len(stored) >= 16 and _number(stored, 12, 4) == len(stored)
+
+
+def _zstd_size(stored: Any, default: int) -> int:
+    """The decoded size in the header of a zstd frame (RFC 8878, 3.1.1.1), or `default` if it is not there."""
+    described = _number(stored, 4, 1)
+    single_segment, code = described >> 5 & 1, described >> 6
+    size = (single_segment, 2, 4, 8)[code]
+    at = 5 + (1 - single_segment) + (0, 1, 2, 4)[described & 3]
+    return _number(stored, at, size) + 256 * (size == 2) if size else default
+
+
 def has_pcodec() -> bool:
     """Whether numcodecs found the package pcodec."""
     return PCODEC in numcodecs.registry.codec_registry
 
 
 def require_packages(names: Iterable[str], path: str) -> None:
-    """Raises FormatError if one of the codecs of the array at `path` needs a package that is not installed."""
-    if PCODEC in (name.removeprefix(PREFIX) for name in names) and not has_pcodec():
+    """Raises FormatError if a codec of the array at `path` is pickle, or needs a package that is not installed."""
+    plain_names = [name.removeprefix(PREFIX) for name in names]
+    if "pickle" in plain_names:
+        raise FormatError(f"{path} is encoded with pickle, which is not read because it could run any code")
+    if PCODEC in plain_names and not has_pcodec():
         raise FormatError(f"{path} is encoded with pcodec, which is not installed: {INSTALL_PCODEC}")
 
 
@@ -53,6 +194,13 @@ def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> Chain:
         raise _unreadable(path, names, names[-1])
     coders = [_coder(codec, path, names) for codec in inner if not _is_plain_bytes(codec)]
     return Chain(coders=coders, checked=checked)
+
+
+def compressors_of(codecs: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
+    """The compressors at the end of the `codecs` of the array at `path`; none if there is a codec between them."""
+    names = [codec["name"].removeprefix(PREFIX) for codec in codecs]
+    last = list(itertools.takewhile(lambda number: names[number] in _COMPRESSORS - {PCODEC}, range(len(names))[::-1]))
+    return [_coder(codecs[number], path, names) for number in last[::-1]]
 
 
 def _is_plain_bytes(codec: Mapping[str, Any]) -> bool:
@@ -79,6 +227,8 @@ def _coder(codec: Mapping[str, Any], path: str, names: Sequence[str]) -> Any:
         coder = numcodecs.get_codec(settings)
     except (ValueError, TypeError) as error:
         raise _unreadable(path, names, name, f" ({error})") from error
+    if coder.codec_id not in _COMPRESSORS | _FILTERS:  # the size of its output is not limited
+        raise _unreadable(path, names, name)
     types = (np.dtype(value) for key, value in coder.get_config().items() if key.endswith("type"))
     if any(dtype.byteorder == ">" for dtype in types):
         raise _unreadable(path, names, name, " in foreign byte order")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError
 from zloader.storage import blosc
-from zloader.storage.coders import PCODEC, chain_of
+from zloader.storage.coders import PCODEC, chain_of, decode_within, is_whole_blosc, sizes_before
 from zloader.storage.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
@@ -42,7 +42,9 @@ class Decoder:
         self._chunk_elements = layout.chunk_elements
         # Other differences, such as those of floats, are left to numcodecs.
         self._differences = bool(coders) and _is_whole_delta(coders[0], layout.dtype)
-        self._decompress = _decompressor(coders[1:] if self._differences else coders)
+        self._decompress = _decompressor(
+            coders[1:] if self._differences else coders, layout.dtype, layout.chunk_elements
+        )
         self._many_at_once = self._decompress is _blosc and blosc.available()
 
     def decode_all(
@@ -133,14 +135,6 @@ def _copy(stored: Bytes, out: NDArray[Any]) -> None:
     target[:] = stored
 
 
-def is_whole_blosc(stored: Bytes | bytes) -> bool:
-    """Whether a Blosc chunk is as long as its header says. Blosc does not check, and would read past a truncated chunk.
-
-    Bytes 4-7 of the header hold the decoded size, bytes 12-15 the stored size.
-    """
-    return len(stored) >= 16 and _uint32(stored, 12) == len(stored)
-
-
 def _blosc(stored: Bytes, out: NDArray[Any]) -> None:
     if not is_whole_blosc(stored) or _uint32(stored, 4) != out.nbytes:
         raise ValueError(f"its blosc header does not match {out.nbytes} decoded and {len(stored)} stored bytes")
@@ -156,8 +150,8 @@ def _pcodec(stored: Bytes, out: NDArray[Any]) -> None:
         raise ValueError(f"it does not hold {len(out)} values")
 
 
-def _decompressor(coders: Sequence[Any]) -> Callable[[Bytes, NDArray[Any]], None]:
-    """A function that undoes the coders, last first."""
+def _decompressor(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> Callable[[Bytes, NDArray[Any]], None]:
+    """A function that undoes the coders, last first, for chunks of n elements."""
     ids = [coder.codec_id for coder in coders]
     if not coders:
         return _copy
@@ -165,13 +159,15 @@ def _decompressor(coders: Sequence[Any]) -> Callable[[Bytes, NDArray[Any]], None
         return _blosc
     if ids == [PCODEC]:
         return _pcodec
+    steps = list(zip(coders, sizes_before(coders, dtype, n), strict=True))[::-1]
 
     def through_bytes(stored: Bytes, out: NDArray[Any]) -> None:
         plain: Any = stored
-        for coder in reversed(coders):
-            if isinstance(coder, numcodecs.Blosc) and not is_whole_blosc(plain):
-                raise ValueError(f"its blosc header does not match {len(plain)} stored bytes")
-            plain = coder.decode(plain)
+        for coder, (dtype, most) in steps:
+            if coder.codec_id == PCODEC and coder is coders[0]:
+                _pcodec(np.frombuffer(plain, np.uint8), out)
+                return
+            plain = decode_within(coder, plain, dtype, most)
         _copy(np.frombuffer(plain, np.uint8), out)
 
     return through_bytes

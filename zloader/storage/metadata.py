@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError
-from zloader.storage.coders import PREFIX
+from zloader.common.options import MiB
+from zloader.storage.coders import PREFIX, compressors_of
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.placement import ZarrPlacement
 
@@ -76,7 +77,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         codecs=tuple(sharding["codecs"]) if sharding else codecs,
         placement=ZarrPlacement(
             path=path,
-            chunks_per_object=outer[0] // inner[0],
+            chunks_per_object=max(1, outer[0] // max(1, inner[0])),
             sharded=sharding is not None,
             index_checksum="crc32c" in index_codecs,
             index_at_end=sharding is not None and sharding.get("index_location", "end") == "end",
@@ -91,6 +92,8 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
 
 def _check_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
     """Raises FormatError unless chunks hold whole rows. Chunks wider than a row, which pad rows, are refused too."""
+    if shape[0] and not all(grid[0] for grid in grids):
+        raise FormatError(f"{path} has chunks of {' in shards of '.join(map(str, grids))}: its metadata is damaged")
     if any(size != max(1, whole) for grid in grids for size, whole in zip(grid[1:], shape[1:], strict=True)):
         raise FormatError(
             f"{path} has chunks of {' in shards of '.join(map(str, grids))}, which do not hold whole rows of {shape}: "
@@ -152,11 +155,11 @@ def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
     return dtype
 
 
-def codec_names(key: str, document: Any) -> dict[str, list[str]]:
-    """Maps the path of each array described by a metadata object to the names of its codecs, in encoding order.
+def array_nodes(key: str, document: Any) -> dict[str, Mapping[str, Any]]:
+    """Maps the path of each array described by a metadata object to its metadata, if it has codecs.
 
     `document` is the object at `key`: a `zarr.json` (consolidated or not), a `.zmetadata` or a `.zarray`. Any other
-    object describes no arrays. The codecs of the chunks of a shard follow "sharding_indexed".
+    object describes no arrays.
     """
     above, _, name = key.rpartition("/")
     nodes = {above: document} if name in ("zarr.json", ".zarray") else {}
@@ -168,8 +171,34 @@ def codec_names(key: str, document: Any) -> dict[str, list[str]]:
         nodes = {
             f"{above}/{path}".lstrip("/"): node for (path, _, leaf), node in consolidated.items() if leaf == ".zarray"
         }
-    codecs = {path: list(_codec_names(node)) for path, node in nodes.items()}
-    return {path: [name.removeprefix(PREFIX) for name in names] for path, names in codecs.items() if names}
+    return {path: node for path, node in nodes.items() if codec_names(node)}
+
+
+def codec_names(node: Mapping[str, Any]) -> list[str]:
+    """Names of the codecs of an array in encoding order. Those of the chunks of a shard follow "sharding_indexed"."""
+    return [name.removeprefix(PREFIX) for name in _codec_names(node)]
+
+
+def chunk_bytes_bound(node: Mapping[str, Any]) -> int:
+    """A generous bound of the bytes that a chunk of an array (v2 or v3) may decode to."""
+    is_v3 = node.get("zarr_format") == 3
+    chunk = node["chunk_grid"]["configuration"]["chunk_shape"] if is_v3 else node["chunks"]
+    try:
+        item = np.dtype(node["data_type" if is_v3 else "dtype"]).itemsize
+    except TypeError:  # strings and records
+        item = 0
+    # A filter of Zarr v2 makes an item at most 16 times as large.
+    return max(64 * MiB, int(math.prod(chunk)) * (16 * item if item else MiB // 16))
+
+
+def chunk_compressors(node: Mapping[str, Any], path: str) -> tuple[list[Any], bool]:
+    """The compressors at the end of the codecs of an array (v2 or v3), and whether a crc32c follows them."""
+    if node.get("zarr_format") == 3:
+        codecs = [{"name": codec} if isinstance(codec, str) else codec for codec in node["codecs"]]
+    else:
+        codecs = [_codec_v2(coder) for coder in [node.get("compressor")] if coder is not None]
+    checked = [codec["name"] for codec in codecs[-1:]] == ["crc32c"]
+    return compressors_of(codecs[:-1] if checked else codecs, path), checked
 
 
 def _codec_names(node: Mapping[str, Any]) -> Iterator[str]:

@@ -30,7 +30,10 @@ _PARTS = {
     "nullable-boolean": ("values", "mask"),
     "nullable-string-array": ("values", "mask"),
 }
-_UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zarr.errors.BaseZarrError)
+_UNREADABLE = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, ZeroDivisionError),
+    zarr.errors.BaseZarrError,
+)
 
 
 class Hierarchy:

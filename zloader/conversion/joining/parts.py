@@ -14,6 +14,7 @@ from zloader.conversion.joining.selection import Selection
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.matrices import open_matrix
+from zloader.conversion.sources.names import require_names
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.windows import SourceMatrix
 
@@ -42,6 +43,8 @@ class Stack:
 
     def open(self, sources: Sequence[Input], window_bytes: int) -> SourceMatrix:
         """The joined matrix of all sources. Raises SourceError."""
+        above, _, name = self.name.rpartition("/")
+        require_names(above, [name])
         parts = [self.open_part(source, number, window_bytes) for number, source in enumerate(sources)]
         if len(parts) == 1 and self.maps[0] is None:
             return parts[0]

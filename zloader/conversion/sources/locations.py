@@ -21,6 +21,7 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.storage import WrapperStore
 
+from zloader.access import local_listing
 from zloader.access.access_errors import denials
 from zloader.access.location import Location
 from zloader.common.errors import (
@@ -88,6 +89,9 @@ class SourceLocation:
     def objects(self) -> Objects:
         """All files of the source; for a Zarr that cannot be listed, only the metadata files of its root."""
         with _translated(self):
+            if self.is_local:  # with the time of the last change, because programs set mtimes
+                listing = local_listing.listing(self.path)
+                return [(key, each.size, f"{each.tag} {each.stamp}") for key, each in listing.entries()]
             if not self.can_be_listed:
                 names = [self.path, *(f"{self.path}/{name}" for name in ("zarr.json", ".zmetadata"))]
                 found = {name: self.filesystem.info(name) for name in names if self.filesystem.exists(name)}

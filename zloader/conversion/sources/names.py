@@ -8,6 +8,7 @@ from typing import Any
 from zloader.common.errors import SourceError
 
 _RESERVED = ("", ".", "..", "zarr.json")  # by Zarr or by file systems
+_UNSTORABLE = frozenset("/\\\0")  # zarr-python turns a backslash into a slash
 
 
 def require_text(path: str, names: Iterable[Any]) -> None:
@@ -22,7 +23,7 @@ def require_names(path: str, names: Iterable[Any]) -> None:
     names = list(names)
     require_text(path, names)
     for name in names:
-        if name in _RESERVED or "/" in name or "\0" in name:
+        if name in _RESERVED or not _UNSTORABLE.isdisjoint(name):
             raise SourceError(f"{path} has the name {name!r}, which Zarr cannot store: rename it")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

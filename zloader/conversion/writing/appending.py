@@ -197,7 +197,10 @@ class AppendPlan:
     def provenance(self, inputs: Sequence[Input]) -> dict[str, Any]:
         """The root's attribute `zloader`, with the new sources."""
         new = [{"label": source.label, "rows": source.n_rows} for source in inputs]
-        return self._recorded | {"sources": [*self._recorded.get("sources", []), *new]}
+        recorded = {
+            name: value for name, value in self._recorded.items() if name != "conversion"
+        }  # no longer its result
+        return recorded | {"sources": [*recorded.get("sources", []), *new]}
 
 
 def _is_checked_shards(layout: ArrayLayout) -> bool:

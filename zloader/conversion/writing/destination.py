@@ -89,15 +89,28 @@ class Destination:
 
     def journal(self) -> dict[str, Any] | None:
         """The journal of an interrupted conversion, or None if there is none or it had not replaced anything yet."""
-        if self.location.find_object(MARKER) is None:
-            return None
-        with translated(f"read {MARKER} from", self.location.url):
-            marker = self.location.filesystem().cat_file(f"{self.location.path}/{MARKER}")
-        try:
-            journal: dict[str, Any] | None = json.loads(marker).get("journal")
-        except ValueError:
-            return None
+        journal: dict[str, Any] | None = self._document(MARKER).get("journal")
         return journal
+
+    def finished(self) -> dict[str, Any]:
+        """What a conversion recorded (`_Conversion.record`) that has finished here, or {}."""
+        if self.location.find_object(MARKER) is not None:
+            return {}
+        attributes = self._document(_ROOT).get("attributes") or {}
+        recorded: dict[str, Any] = attributes.get("zloader", {}).get("conversion", {})
+        return recorded
+
+    def _document(self, key: str) -> dict[str, Any]:
+        """The JSON object at a key; {} if there is none."""
+        if self.location.find_object(key) is None:
+            return {}
+        with translated(f"read {key} from", self.location.url):
+            stored = self.location.filesystem().cat_file(f"{self.location.path}/{key}")
+        try:
+            document = json.loads(stored)
+        except ValueError:
+            return {}
+        return document if isinstance(document, dict) else {}
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:

@@ -39,6 +39,8 @@ class ElementWriter:
 
     def write(self, path: str, element: Any) -> None:
         """Stores an element at a path whose parent groups exist."""
+        above, _, name = path.rpartition("/")
+        require_names(above, [name])
         if isinstance(element, dict):
             require_names(path, element)
             self.write_group(path)
