@@ -68,6 +68,7 @@ MAY_IMPORT = {
         "zloader.ray",
         "zloader.ray.producers",
         "zloader.ray.alive",
+        "zloader.ray.carried",
         "zloader.ray.crew",
         "zloader.ray.stream",
         "zloader.ray.datasource",

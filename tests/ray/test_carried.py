@@ -88,10 +88,6 @@ def raises(minibatch):
     raise Two("left", "right")
 
 
-def exits(minibatch):
-    sys.exit("my message")
-
-
 def unpicklable(minibatch):
     return threading.Lock()
 
@@ -115,7 +111,6 @@ def not_there(minibatch):
     ("function", "kind", "says"),
     [
         (raises, ProducerError, "left and right\nraised by batch_transform raises for 16 rows"),
-        (exits, SystemExit, "my message"),
         (unpicklable, ProducerError, r"lock.*batch_transform or fetch_transform returns must survive pickling"),
         (not_there, ProducerError, r"(?s)no such module.*must survive pickling"),
     ],

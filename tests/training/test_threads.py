@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import check_minibatch, counts, write_store
+from helpers import assert_threads_end, check_minibatch, counts, write_store
 
 import zloader as zl
 from zloader.common.errors import ConcurrentUseError
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.any_version
 
 ADATA = counts(503, 97)
 SIZES = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}
-GONE_WITHIN_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +58,6 @@ def joined(threads) -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-
-
-def assert_threads_end() -> None:
-    deadline = time.monotonic() + GONE_WITHIN_S
-    for thread in threading.enumerate():
-        if thread.name.startswith("zloader"):
-            thread.join(max(0.0, deadline - time.monotonic()))
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("zloader")] == []
 
 
 def rows_of(minibatches) -> list[int]:
