@@ -153,7 +153,7 @@ def test_the_page_needs_nothing_else(page):
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     assert not re.findall(r": #[0-9a-f]{6}", text[text.index("<svg") :]), "a colour that does not follow the theme"
-    assert set(re.findall(r"var\(--([\w-]+)\)", text)) <= LIGHT.keys()
+    assert set(re.findall(r"var\(--([\w-]+)\)", text)) <= {*LIGHT, "columns"}
 
 
 @pytest.mark.parametrize(
