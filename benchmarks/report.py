@@ -82,8 +82,7 @@ def _html(section: Section) -> str:
         parts.append(page.points(section.points))
     if section.charts:
         parts.append(page.charts(*section.charts))
-    for each in section.tables:
-        parts.append(page.table(each.caption, each.header, each.rows, words=each.words))
+    parts += [page.table(each.caption, each.header, each.rows, words=each.words) for each in section.tables]
     if section.terms:
         parts.append(page.terms(section.terms))
     if section.facts:

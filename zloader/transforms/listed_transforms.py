@@ -13,7 +13,6 @@ from zloader.common.nearest import suggestion
 from zloader.transforms.transform import Columns, Transform
 
 Transforms: TypeAlias = Sequence[Transform] | Mapping[str, Sequence[Transform]]
-_NAMES = ("Binarize", "Clip", "Downsample", "LogNormalize", "Normalize", "Scale")
 
 
 def transforms_of(transforms: Transforms, matrices: Sequence[str]) -> dict[str, tuple[Transform, ...]]:
@@ -55,7 +54,10 @@ def _refusal(given: Any) -> str:
     refusal = f"transforms must hold objects of zl.transforms, such as LogNormalize(1e4), not {given!r:.100}"
     if callable(given):
         refusal += ". Pass a function of your own as fetch_transform or batch_transform"
-    return refusal + suggestion(name, _NAMES)
+    from zloader import transforms  # which imports all of them, and the Loader this module
+
+    public = [each for each in transforms.__all__ if issubclass(getattr(transforms, each), Transform)]
+    return refusal + suggestion(name, public)
 
 
 def bound_transforms(
