@@ -51,7 +51,7 @@ def html(results: Results) -> str:
     found = sections(results)
     return page.page(
         "zloader and other loaders: benchmarks",
-        page.verdict(_unbroken(verdict(results))),
+        page.verdict(verdict(results)),
         page.note(f"{_origin(results)}. Machine and command are at the end."),
         page.tiles(_tiles(results)),
         page.contents({slug(section.title): section.title for section in found}),
@@ -63,7 +63,7 @@ def _tiles(results: Results) -> Iterable[tuple[str, str]]:
     for found in results.headlines():
         peer = "" if found.ours.peer == OURS else f" ({found.ours.peer})"
         yield (
-            _unbroken(found.figure.text(found.ours.figure.median)),
+            found.figure.text(found.ours.figure.median),
             f"{found.figure.unit}: {found.label}{peer}".strip(),
         )
 
@@ -76,20 +76,13 @@ def _origin(results: Results) -> str:
     return f"{began}, {facts.get('processor', 'unknown processor')}, {commit}"
 
 
-def _unbroken(text: str) -> str:
-    """The text with numbers whose groups of digits stay on one line."""
-    return re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "\N{NO-BREAK SPACE}", text)
-
-
 def _html(section: Section) -> str:
     parts = [page.note(text) for text in section.text]
     if section.points:
         parts.append(page.points(section.points))
     if section.charts:
         parts.append(page.charts(*section.charts))
-    for each in section.tables:
-        rows = [[_unbroken(cell) for cell in row] for row in each.rows]
-        parts.append(page.table(each.caption, each.header, rows, words=each.words))
+    parts += [page.table(each.caption, each.header, each.rows, words=each.words) for each in section.tables]
     if section.terms:
         parts.append(page.terms(section.terms))
     if section.facts:
@@ -109,8 +102,10 @@ def markdown(results: Results, figures: str) -> str:
         f"{facts['began']} on {facts.get('processor', 'a machine')} at commit {facts['commit']}. Do not edit it. "
         "[benchmarks/README.md](../benchmarks/README.md) says how to repeat the run."
     )
+    found = sections(results)
     parts = ["# Benchmarks", _wrapped(intro), _wrapped(_text(verdict(results)))]
-    for section in sections(results):
+    parts.append("\n".join(f"- [{_text(section.title)}](#{slug(section.title)})" for section in found))
+    for section in found:
         parts.append(f"## {section.title}")
         parts += [_wrapped(_text(text)) for text in section.text]
         if section.points:
@@ -151,7 +146,7 @@ def _cell(text: str) -> str:
 
 def _text(text: str) -> str:
     """One line that Markdown shows as it is."""
-    return re.sub(r"([\\<*_`\[\]])", r"\\\1", " ".join(text.split()))
+    return page.unbroken(re.sub(r"([\\<*_`\[\]])", r"\\\1", " ".join(text.split())))
 
 
 def _wrapped(text: str) -> str:

@@ -37,6 +37,7 @@ extensions = [
     "sphinx_copybutton",
     "cli_reference",
     "docstrings",
+    "unbroken",
 ]
 
 myst_heading_anchors = 3
@@ -71,6 +72,7 @@ html_theme = "sphinx_book_theme"
 html_title = "zloader"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("search.js", {"defer": "defer"})]
 templates_path = ["_templates"]
 html_additional_pages = {"index": "to_start.html"}
 html_show_sourcelink = False
@@ -79,5 +81,7 @@ html_theme_options = {
     "show_navbar_depth": 1,
     "use_download_button": False,
     "use_fullscreen_button": False,
+    # Wide tables take the place of the list of sections, which that page has at its top.
+    "secondary_sidebar_items": {"**": ["page-toc"], "docs/benchmarks": []},
 }
 copybutton_exclude = ".linenos, .gp, .go"

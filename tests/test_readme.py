@@ -12,7 +12,6 @@ from pathlib import Path
 import anndata
 import numpy as np
 import pytest
-import torch
 import typer.main
 from helpers import counts
 from test_layers import FLOORS
@@ -59,17 +58,17 @@ def named_in_table(page: str, header: str) -> set[str]:
 
 def test_the_example_runs_as_it_stands_and_learns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code = fenced(README.read_text(), "example")
-    torch.manual_seed(0)
+    text = README.read_text()
+    code = fenced(text, "example")
     exec(code, {"__name__": "__main__"})
     shown = capsys.readouterr().out
     assert "epoch 0: 2,142 rows" in shown
     assert len(re.findall(r"epoch [12]: 2,142 rows.* 0 GETs", shown)) == 2
     losses = [float(loss) for loss in re.findall(r"^(\d\.\d+(?:e-\d+)?) <Statistics", shown, re.MULTILINE)]
-    chance = np.log(14)  # types of cells
-    assert chance > 2 * losses[0] > 4 * losses[1] > 6 * losses[2]
+    said = re.search(r"falls from (\S+) in the first epoch to (\S+) in the third", text).groups()
+    assert [f"{loss:.1g}" for loss in losses[::2]] == list(said)
     lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 14
+    assert len(lines) <= 15
 
 
 def test_predictions_of_a_view_find_their_places(pbmc):
@@ -192,7 +191,7 @@ def test_every_command_is_in_the_readme():
 def test_links_lead_somewhere(page):
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not target.startswith("https://"):
+        if not target.startswith(("https://", "#")):  # Sphinx checks those to a heading
             assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 
 

@@ -17,6 +17,7 @@ from helpers import counts
 
 import zloader as zl
 from zloader.commands.cli import app
+from zloader.commands.page import unbroken
 from zloader.common import errors
 
 ROOT = Path(__file__).parent.parent
@@ -186,3 +187,21 @@ def test_a_training_on_two_ranks_resumes_after_an_interruption(interpreter, tmp_
     assert 0 not in ended
     assert lines[0] == whole[0]
     assert run("resumed") == ([0, 0], whole)
+
+
+def test_no_two_pages_have_the_same_title():
+    pages = [*PAGES, *(ROOT / "benchmarks").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    titles = [re.search(r"^# (.*)$", page.read_text(), re.MULTILINE)[1] for page in pages]
+    titles += [
+        re.search(r"^# (.*)$", "".join(json.loads(path.read_text())["cells"][0]["source"]), re.MULTILINE)[1]
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+    ]
+    assert len(titles) > 40
+    assert sorted(titles) == sorted(set(titles))
+
+
+def test_numbers_of_the_generated_figures_do_not_break():
+    for page in (DOCS / "benchmarks.md", ROOT / "README.md"):
+        rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+        assert any("\N{NO-BREAK SPACE}" in row for row in rows)
+        assert [row for row in rows if unbroken(row) != row] == []

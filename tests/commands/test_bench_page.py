@@ -19,7 +19,7 @@ from zloader.commands.bench_page import dollars, render
 from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
 from zloader.commands.bill_run import Prices
 from zloader.commands.cli import app
-from zloader.commands.page import LIGHT
+from zloader.commands.page import LIGHT, tiles, unbroken
 from zloader.dataset.quality import Quality
 
 pytestmark = pytest.mark.any_version
@@ -121,6 +121,28 @@ def test_every_figure_is_there_and_can_be_heard(page):
         assert words in page.text
 
 
+def test_every_band_of_the_charts_over_time_has_the_numbers_of_its_epochs():
+    for chart in charts(bench_run()):
+        if chart.name in ("throughput", "reading", "mirror"):
+            (legend,) = drawn(chart).subfigs[0].legends
+            assert [text.get_text() for text in legend.get_texts()] == ["cold: epoch 0", "warm: epochs 1 to 2"]
+
+
+@pytest.mark.parametrize(("n_tiles", "columns"), [(1, 1), (4, 4), (5, 5), (6, 3), (7, 4), (11, 4)])
+def test_no_tile_stands_alone_in_a_row(n_tiles, columns):
+    assert f"--columns: {columns}" in tiles([("1", "row")] * n_tiles)
+    assert n_tiles == 1 or n_tiles % columns != 1
+
+
+def test_numbers_stay_on_one_line():
+    text = "21 600 cells/s, 3.0 GB in 5 s, 1.8 × (1.7 to 2.2), 0.5 %; 3 sets of 64 cells, 12 months, 2 142x"
+    joined = "21_600_cells/s, 3.0_GB in 5_s, 1.8_× (1.7 to 2.2), 0.5_%; 3 sets of 64 cells, 12 months, 2_142x"
+    assert unbroken(text) == joined.replace("_", "\N{NO-BREAK SPACE}")
+    html = render(bench_run(), {}, ["--endpoint-url", "http://h/1 000 s"])
+    assert "10.00\N{NO-BREAK SPACE}s" in html
+    assert not re.findall(r"<code>[^<]*\xa0", html), "commands are copied"
+
+
 def test_the_tables_have_the_numbers(page):
     assert "epoch kind rows/s time first minibatch after waiting GETs read from the store read rate" in page.text
     assert "0 cold 640 10.00 s 0.50 s 90% 50 3.0 GB 300 MB/s 40% $0.27" in page.text
@@ -153,7 +175,7 @@ def test_the_page_needs_nothing_else(page):
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     assert not re.findall(r": #[0-9a-f]{6}", text[text.index("<svg") :]), "a colour that does not follow the theme"
-    assert set(re.findall(r"var\(--([\w-]+)\)", text)) <= LIGHT.keys()
+    assert set(re.findall(r"var\(--([\w-]+)\)", text)) <= {*LIGHT, "columns"}
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,17 @@ def test_chance_does_not_look_like_a_difference():
     seen = dataclasses.replace(seen, cells=[dataclasses.replace(each, quality=each.stratified) for each in seen.cells])
     seen = dataclasses.replace(seen, default=seen.cells[0])
     low, high = drawn(charts(seen)[1]).axes[0].get_ylim()
-    assert high - low > 0.04 * RANDOM_BITS
+    assert high - low > 0.1 * RANDOM_BITS - 1e-9
+
+
+def test_fetches_that_hold_the_whole_store_are_drawn_once():
+    cells = [cell(4, factor, 100) for factor in (16, 64, 256)]
+    chart = charts(grid(cell(64, 256, 100), *cells, rows=3000))[1]
+    assert [part.split(":")[0] for part in chart.description.split("; ")] == [
+        "block_size 4, fetch_factor 16", "block_size 4, fetch_factor 64", "block_size 64, fetch_factor 256"
+    ]  # fmt: skip
+    assert "A fetch that holds the whole store is shown once." in chart.caption
+    assert "shown once" not in charts(grid(cell(64, 256, 100), *cells, rows=10**6))[1].caption
 
 
 def test_names_cannot_break_out_of_the_page():

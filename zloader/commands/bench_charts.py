@@ -162,8 +162,20 @@ def _span(epoch: BenchEpoch) -> tuple[float, float]:
 
 
 def _names(shown: Sequence[BenchEpoch]) -> dict[str, str]:
-    used = {epoch.kind for epoch in shown}
-    return {kind: _COLOURS[kind] for kind in KINDS if kind in used}
+    """The colour of each kind of epoch, by its name with the numbers of its epochs."""
+    of_kinds = {kind: [epoch.epoch for epoch in shown if epoch.kind == kind] for kind in KINDS}
+    return {f"{kind}: {_numbers(found)}": _COLOURS[kind] for kind, found in of_kinds.items() if found}
+
+
+def _numbers(epochs: Sequence[int]) -> str:
+    """
+    >>> _numbers([0]), _numbers([1, 2, 3]), _numbers([0, 2, 4])
+    ('epoch 0', 'epochs 1 to 3', '3 epochs')
+    """
+    if len(epochs) == 1:
+        return f"epoch {epochs[0]}"
+    together = epochs[-1] - epochs[0] == len(epochs) - 1
+    return f"epochs {epochs[0]} to {epochs[-1]}" if together else f"{len(epochs)} epochs"
 
 
 def _left_out(run: BenchRun) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -65,6 +66,7 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
 }
 _CHART_INCHES = (5.2, 4.0)
+_MOST_TILES = 5  # in a row
 _LARGE_INCHES = 6.5  # a wider chart has a row of its own
 
 
@@ -183,6 +185,22 @@ def machine() -> dict[str, str]:
 
 # ---- parts of a page
 
+_UNITS = "[kMGT]?B(?:/s)?|bits?|bytes|cells/s|rows/s|ms|min|s|h|%|×"
+
+
+def unbroken(text: str) -> str:
+    """The text with no-break spaces between the thousands of numbers, and between numbers and units.
+
+    >>> unbroken("21 600 cells/s in 3 s").split(" ")
+    ['21\\xa0600\\xa0cells/s', 'in', '3\\xa0s']
+    """
+    return re.sub(rf"(?<=\d) (?=\d{{3}}(?!\d)|(?:{_UNITS})(?!\w))", "\N{NO-BREAK SPACE}", text)
+
+
+def _shown(text: str) -> str:
+    """Text that is read, and not copied."""
+    return escape(unbroken(text))
+
 
 def page(title: str, *html: str) -> str:
     """The whole page."""
@@ -198,27 +216,29 @@ def _variables(colours: Mapping[str, str]) -> str:
 def section(title: str, *html: str, name: str = "") -> str:
     """A section. Links lead to it by its `name`."""
     target = f' id="{escape(name)}"' if name else ""
-    return f"<section{target}><h2>{escape(title)}</h2>\n" + "\n".join(html) + "</section>"
+    return f"<section{target}><h2>{_shown(title)}</h2>\n" + "\n".join(html) + "</section>"
 
 
 def contents(titles: Mapping[str, str]) -> str:
     """Links to sections, given as their names and titles."""
-    links = "".join(f'<li><a href="#{escape(name)}">{escape(title)}</a></li>' for name, title in titles.items())
+    links = "".join(f'<li><a href="#{escape(name)}">{_shown(title)}</a></li>' for name, title in titles.items())
     return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
 
 
 def verdict(text: str) -> str:
-    return f'<p class="verdict">{escape(text)}</p>'
+    return f'<p class="verdict">{_shown(text)}</p>'
 
 
 def note(text: str) -> str:
-    return f'<p class="quiet">{escape(text)}</p>'
+    return f'<p class="quiet">{_shown(text)}</p>'
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Large figures, each with the words that explain it."""
-    drawn = (f"<div><strong>{escape(figure)}</strong><span>{escape(words)}</span></div>" for figure, words in figures)
-    return f'<div class="tiles">{"".join(drawn)}</div>'
+    """Large figures, each with the words that explain it. Every row has about equally many."""
+    drawn = [f"<div><strong>{_shown(figure)}</strong><span>{_shown(words)}</span></div>" for figure, words in figures]
+    rows = max(1, math.ceil(len(drawn) / _MOST_TILES))
+    columns = max(1, math.ceil(len(drawn) / rows))
+    return f'<div class="tiles" style="--columns: {columns}">{"".join(drawn)}</div>'
 
 
 def charts(*drawn: Chart) -> str:
@@ -229,7 +249,7 @@ def charts(*drawn: Chart) -> str:
 def _figure(chart: Chart) -> str:
     """A large chart scrolls on a narrow screen, so it can have the focus of the keyboard."""
     large = ' class="large" tabindex="0"' if chart.inches[0] > _LARGE_INCHES else ""
-    caption = f"<figcaption>{escape(chart.caption)}</figcaption>"
+    caption = f"<figcaption>{_shown(chart.caption)}</figcaption>"
     return f"<figure{large}><h3>{escape(chart.title)}</h3>{_svg(chart)}{caption}</figure>"
 
 
@@ -240,7 +260,7 @@ def code(text: str) -> str:
 
 def points(texts: Iterable[str]) -> str:
     """A list of sentences."""
-    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
+    return f"<ul>{''.join(f'<li>{_shown(text)}</li>' for text in texts)}</ul>"
 
 
 def table(caption: str, header: Iterable[str], rows: Iterable[Sequence[str]], *, words: bool = False) -> str:
@@ -248,26 +268,26 @@ def table(caption: str, header: Iterable[str], rows: Iterable[Sequence[str]], *,
 
     A wide table scrolls, so it can have the focus of the keyboard.
     """
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    head = "".join(f'<th scope="col">{_shown(name)}</th>' for name in header)
     body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        f'<tr><th scope="row">{_shown(first)}</th>' + "".join(f"<td>{_shown(cell)}</td>" for cell in cells) + "</tr>"
         for first, *cells in rows
     )
     return (
         f'<div class="wide" role="region" tabindex="0" aria-label="{escape(caption)}">'
-        f'<table class="{"words" if words else "figures"}"><caption>{escape(caption)}</caption>'
+        f'<table class="{"words" if words else "figures"}"><caption>{_shown(caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
 def facts(known: Mapping[str, str]) -> str:
-    rows = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(fact)}</td></tr>' for name, fact in known.items())
+    rows = (f'<tr><th scope="row">{escape(name)}</th><td>{_shown(fact)}</td></tr>' for name, fact in known.items())
     return f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def terms(explained: Mapping[str, str]) -> str:
     """Terms and their explanations."""
-    each = (f"<div><dt>{escape(term)}</dt><dd>{escape(words)}</dd></div>" for term, words in explained.items())
+    each = (f"<div><dt>{escape(term)}</dt><dd>{_shown(words)}</dd></div>" for term, words in explained.items())
     return f"<dl>{''.join(each)}</dl>"
 
 

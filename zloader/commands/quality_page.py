@@ -166,10 +166,10 @@ def _sizes(cell: Cell) -> str:
 
 
 def _mixing_and_speed(grid: QualityGrid) -> Chart:
-    cells = _cells(grid)
+    cells = [cell for cell in _cells(grid) if not _repeats(grid, cell)]
     random = grid.random_bits
     bits = [random, *(of.entropy_bits for cell in cells for of in (cell.quality, cell.stratified))]
-    least = 0.02 * max(random, 0.5)  # so that chance does not look like a difference
+    least = 0.05 * max(random, 0.5)  # so that chance does not look like a difference
     room = max(least, 0.08 * (max(bits) - min(bits)))
 
     def draw(figure: Any) -> None:
@@ -203,9 +203,20 @@ def _mixing_and_speed(grid: QualityGrid) -> Chart:
             for cell in cells
         ),
         caption="The upper right is best. Each point is a fetch_factor; larger points are larger fetches."
+        + (" A fetch that holds the whole store is shown once." if len(cells) < len(_cells(grid)) else "")
         + (" The axis of the entropy does not begin at 0." if min(bits) > room else ""),
         draw=draw,
     )
+
+
+def _repeats(grid: QualityGrid, cell: Cell) -> bool:
+    """Whether another cell with the same blocks and a smaller fetch holds the whole store already.
+
+    The default cell is always shown.
+    """
+    smaller = [c.fetch_factor for c in _cells(grid) if c.block_size == cell.block_size and c.sizes < cell.sizes]
+    whole = any(factor * grid.batch_size >= grid.rows for factor in smaller)
+    return whole and cell.sizes not in (grid.default.sizes, grid.recommended.sizes)
 
 
 def _draw_line(axes: Any, line: Sequence[Cell], number: int) -> None:

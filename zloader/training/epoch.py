@@ -131,8 +131,8 @@ def _give_back(record: EpochRecord, uncount: Callable[[], None]) -> None:
 class EpochIterator(Iterator[Minibatch]):
     """The iterator over one epoch. The epoch begins with the first `next`. Dropping the iterator ends its threads.
 
-    An iterator that is dropped after one minibatch at most leaves its epoch to the next iterator: a look at the first
-    minibatch, or a library that tries whether it can iterate, does not cost an epoch.
+    Taking one minibatch and dropping the iterator does not use up the epoch, so that one can look at a minibatch, and
+    libraries can try whether they can iterate.
     """
 
     def __init__(self, begin: Callable[[], RunningEpoch]) -> None:

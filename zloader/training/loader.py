@@ -50,7 +50,7 @@ log = logging.getLogger("zloader")
 class Loader(torch.utils.data.IterableDataset[Minibatch]):
     """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
 
-    An iterator that is dropped after one minibatch at most does not count.
+    Taking one minibatch and dropping the iterator does not use up the epoch.
 
     >>> import zloader as zl
     >>> dataset = zl.open_dataset("cells.zarr")
@@ -328,9 +328,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def __iter__(self) -> Iterator[Minibatch]:
         """The next epoch, or the rest of the one that `load_state_dict` restored.
 
-        The epoch begins when its first minibatch is asked for. An iterator that is dropped after one minibatch at most,
-        as in `next(iter(loader))`, does not count: the next one yields the same epoch from its start. In DataLoader
-        workers every iteration counts, because they read ahead.
+        The epoch begins when its first minibatch is asked for. Taking one minibatch and dropping the iterator, as in
+        `next(iter(loader))`, does not use up the epoch: the next iterator yields it from its start. In DataLoader
+        workers every iteration uses up an epoch, because they read ahead.
 
         Dropping the iterator, as leaving a `for` loop does, ends its threads; so does its `close()`.
         """

@@ -54,10 +54,10 @@ def _refusal(given: Any) -> str:
     refusal = f"transforms must hold objects of zl.transforms, such as LogNormalize(1e4), not {given!r:.100}"
     if callable(given):
         refusal += ". Pass a function of your own as fetch_transform or batch_transform"
-    kinds: list[type] = [Transform]
-    for kind in kinds:  # the list grows
-        kinds += kind.__subclasses__()
-    return refusal + suggestion(name, [kind.__name__ for kind in kinds[1:]])
+    from zloader import transforms  # which imports all of them, and the Loader this module
+
+    public = [each for each in transforms.__all__ if issubclass(getattr(transforms, each), Transform)]
+    return refusal + suggestion(name, public)
 
 
 def bound_transforms(
