@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,16 @@ def test_a_chunk_that_does_not_inflate(tmp_path: Path) -> None:
         np.testing.assert_array_equal(threaded[:50], np.arange(50))
         with pytest.raises(OSError, match="does not inflate"):
             threaded[50:]
+
+
+def test_a_chunk_that_inflates_to_far_more_than_it_may_hold_is_refused_before(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        dataset = file.create_dataset("x", data=np.arange(100), chunks=(100,), compression="gzip")
+        dataset.id.write_direct_chunk((0,), zlib.compress(bytes(1 << 26)))
+        tracemalloc.start()
+        try:
+            with pytest.raises(OSError, match="does not inflate to 800 bytes"):
+                in_threads(dataset)[0:100]
+            assert tracemalloc.get_traced_memory()[1] < 1 << 22
+        finally:
+            tracemalloc.stop()

@@ -396,3 +396,12 @@ def test_the_pauses_of_all_retries_outlast_a_storm_of_30_s_and_end_before_the_de
     options = zl.FetchOptions()
     total = sum(retry.pause_s(failures, chance) for failures in range(1, options.retries + 1))
     assert 30 < total < options.deadline_s
+
+
+@pytest.mark.parametrize("kind", ["truncate", "reset"])
+def test_an_obs_column_whose_answers_end_early_is_not_called_damaged(sim, bucket, kind) -> None:
+    server = sim(root=bucket)
+    loader = zl.Loader(loader_over(server).dataset, obs=["cell_type"], batch_size=8)
+    server.faults = [{"kind": kind, "match": "obs/cell_type/"}]
+    with pytest.raises(ReadError, match=r"^cannot read obs/cell_type/\S+ of s3://atlas/counts.zarr: .* Try again"):
+        next(iter(loader))

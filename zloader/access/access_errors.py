@@ -14,9 +14,10 @@ def access_errors(url: str) -> tuple[type[Exception], ...]:
     """The exceptions for failed operations at a local path or at S3."""
     if not _S3.search(url):
         return (OSError,)
+    from aiohttp import ClientPayloadError  # botocore does not translate a body that ends early
     from botocore.exceptions import BotoCoreError, ClientError
 
-    return OSError, BotoCoreError, ClientError
+    return OSError, BotoCoreError, ClientError, ClientPayloadError
 
 
 def denials(url: str) -> tuple[type[Exception], ...]:

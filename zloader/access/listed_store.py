@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
+from zloader.access.access_errors import access_errors, denials
 from zloader.common.errors import (
+    AccessDeniedError,
     CorruptChunkError,
     FormatError,
     MissingObjectError,
+    ReadError,
     StoreChangedError,
     TruncatedObjectError,
 )
@@ -64,7 +67,7 @@ class ListedStore(Store):
         if not is_metadata(key):
             path, node = self._array_of(key)
             require_packages(codec_names(node), f"{path} of {self._url}")
-        content = None if self._is_absent(key) else await self.read(key, prototype, byte_range)
+        content = None if self._is_absent(key) else await self._read_translated(key, prototype, byte_range)
         if content is None:
             if size is not None:
                 raise MissingObjectError(
@@ -89,6 +92,19 @@ class ListedStore(Store):
     async def read(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None) -> Buffer | None:
         """Like `get`, but without any checks."""
         return await self._store.get(key, prototype, byte_range)
+
+    async def _read_translated(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None
+    ) -> Buffer | None:
+        """Like `read`, with errors of a remote store that do not look like those of damaged objects."""
+        try:
+            return await self.read(key, prototype, byte_range)
+        except Exception as error:
+            if "://" not in self._url or not isinstance(error, access_errors(self._url)):
+                raise
+            if isinstance(error, denials(self._url)):
+                raise AccessDeniedError(f"not allowed to read {key} of {self._url}: {error}") from error
+            raise ReadError(f"cannot read {key} of {self._url}: {error}. Is its server running? Try again") from error
 
     def _is_absent(self, key: str) -> bool:
         return self._all_listed and key not in self.sizes

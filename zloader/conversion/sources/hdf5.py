@@ -71,10 +71,11 @@ class GzipDataset:
 
     def _inflated(self, stored: bytes) -> NDArray[Any]:
         size = self.chunks[0] * self.dtype.itemsize
+        stream = zlib.decompressobj()
         try:
-            plain: Any = zlib.decompress(stored, bufsize=size)
+            plain: Any = stream.decompress(stored, size + 1)
         except zlib.error as error:
             raise OSError(f"a chunk does not inflate: {error}") from error
-        if len(plain) != size:
-            raise OSError(f"a chunk inflates to {len(plain)} bytes, not {size}")
+        if len(plain) != size or not stream.eof:
+            raise OSError(f"a chunk does not inflate to {size} bytes, but to at least {len(plain)}")
         return np.frombuffer(plain if self._unshuffle is None else self._unshuffle(plain), self.dtype)
