@@ -381,6 +381,19 @@ def test_rows_that_are_none_are_refused(rows, message):
         plan.fetch(0)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint64])
+def test_rows_may_be_integers_of_any_dtype(dtype):
+    plan = Plan(dataset_rows=4, sampling=Given(np.arange(4, dtype=dtype)), batch_size=2, fetch_factor=2)
+    assert plan.fetch(0).rows.dtype == np.int64
+
+
+@pytest.mark.parametrize("method", ["n_rows", "sized", "batched"])
+def test_methods_that_return_nothing_are_named(method):
+    sampling = type("Own", (Given,), {method: lambda self, given: None})(np.arange(4))
+    with pytest.raises(OptionError, match=rf"{method} of Own\(...\) must return a .*, not None"):
+        Plan(dataset_rows=4, sampling=sampling, batch_size=2, fetch_factor=2).fetch(0)
+
+
 @pytest.mark.parametrize("block_size", [0, 2.5, "8", None])
 def test_a_block_size_that_is_no_count_is_refused(block_size):
     sampling = Given(np.arange(4))

@@ -65,6 +65,16 @@ class Returns(Transform):
         return x.values + 1
 
 
+class Roots(Transform):
+    makes_fractions = True
+
+    def bound(self, columns: Columns) -> Any:
+        return self if columns.n_genes == 12 else None
+
+    def apply(self, x: RowValues) -> Any:
+        return np.sqrt(x.values, out=x.values)
+
+
 class Assigns(Transform):
     def apply(self, x: RowValues) -> None:
         x.values = x.values + 1
@@ -119,16 +129,27 @@ def test_the_cache_keeps_no_statistics_of_code_that_may_change(dataset, monkeypa
         (Raises(KeyError("mine")), KeyError, "mine"),
         (Raises(StopIteration()), RuntimeError, "StopIteration.*raised by transform Raises for"),
         (Raises(RefusedValue(1, 5, "no fives")), OptionError, r"X of \S+ holds 5 in row \d+ of the dataset: no fives"),
+        (Raises(RefusedValue(99, 5, "no")), OptionError, r"row 99 of a RefusedValue must be from 0 to \d+"),
         (Returns(), OptionError, "made new values, which nobody reads: change x.values in place"),
         (Assigns(), OptionError, "made new values, which nobody reads: change x.values in place"),
     ],
-    ids=["any", "StopIteration", "refused", "returned", "assigned"],
+    ids=["any", "StopIteration", "refused", "no such row", "returned", "assigned"],
 )
 def test_errors_end_the_epoch(dataset, transform, error, says):
     with pytest.raises(error, match=says) as raised:
         list(zl.Loader(dataset, transforms=[transform], **SIZES))
     if error is KeyError:
         assert re.match(r"raised by transform Raises for \d+ rows of the dataset: \d", raised.value.__notes__[0])
+
+
+def test_values_changed_in_place_may_be_returned(dataset):
+    for minibatch in zl.Loader(dataset, transforms=[Roots()], **SIZES):
+        np.testing.assert_allclose(dense(minibatch.x), np.sqrt(X[minibatch.index]), rtol=1e-6)
+
+
+def test_errors_name_a_transform_by_its_class(dataset):
+    with pytest.raises(OptionError, match=r"bound of Roots\(...\) must return the transform .*, not None"):
+        zl.Loader(dataset, transforms=[Roots()], genes=[1])
 
 
 def test_a_transform_without_apply_is_refused_at_once():

@@ -35,7 +35,7 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.fetches import AddsControls, Fetch, Remaining
 from zloader.order.permutation import key_of, shuffled
-from zloader.order.sampling import Sampling, require_rows, require_sampling
+from zloader.order.sampling import Sampling, fitted, require_rows
 from zloader.order.unseen import Unseen
 
 
@@ -67,8 +67,8 @@ class Plan:
         # NumPy integers overflow; Python integers do not.
         for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
-        require_sampling(self.sampling)
-        object.__setattr__(self, "sampling", self.sampling.sized(self.fetch_rows).batched(self.batch_size))
+        sampling = fitted(self.sampling, fetch_rows=self.fetch_rows, batch_size=self.batch_size)
+        object.__setattr__(self, "sampling", sampling)
         if self.rank >= self.world_size:
             raise OptionError(
                 f"rank {self.rank} does not exist in a world of {self.world_size}: ranks are numbered from 0"
@@ -117,7 +117,10 @@ class Plan:
     @property
     def n_rows(self) -> int:
         """Rows per epoch over all ranks."""
-        return self.sampling.n_rows(self.dataset_rows)
+        n_rows = self.sampling.n_rows(self.dataset_rows)
+        if not isinstance(n_rows, (int, np.integer)):
+            raise OptionError(f"n_rows of {self.sampling} must return a whole number, not {n_rows!r:.100}")
+        return int(n_rows)
 
     @property
     def _unit(self) -> int:
@@ -225,8 +228,7 @@ class Plan:
             rows = self.sampling.rows(
                 first, first + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
             )
-            require_rows(rows, self.sampling, first, first + size, self.dataset_rows)
-            pieces.append(rows)
+            pieces.append(require_rows(rows, self.sampling, first, first + size, self.dataset_rows))
             start += size
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

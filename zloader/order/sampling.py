@@ -88,7 +88,8 @@ class Sampling(ABC):
     - `repeats`: whether a row may occur more than once per epoch. Default: False.
     - `indices`: the rows that it is restricted to, or None. Default: None.
 
-    A loader refuses the saved state of another loader if the samplings differ in class or in a public attribute.
+    A loader refuses the saved state of another loader if the samplings differ in class or in a public attribute. So
+    begin the names of attributes that change, such as a cache, with an underscore.
     """
 
     shuffles_fetch: bool = False
@@ -98,6 +99,9 @@ class Sampling(ABC):
     set_size: int | None = None  # rows per set, if the sampling has sets
     unit: int = 1  # the rows that no minibatch divides: a set, or all sets of a minibatch
     has_gaps: bool = False  # whether row -1 stands for no row
+
+    def __repr__(self) -> str:  # for errors; a dataclass has its own
+        return f"{type(self).__name__}(...)"
 
     @abstractmethod
     def n_rows(self, dataset_rows: int) -> int:
@@ -139,8 +143,7 @@ class WrappedSampling(Sampling):
 
     def _renumbered(self, rows_of: Callable[[Rows], Rows], start: int, stop: int, **of: int) -> Rows:
         """The rows that `rows_of` gives for rows of `sampling`. Gaps remain. Raises OptionError for invalid rows."""
-        rows = self.sampling.rows(start, stop, **of)
-        require_rows(rows, self.sampling, start, stop, of["dataset_rows"])
+        rows = require_rows(self.sampling.rows(start, stop, **of), self.sampling, start, stop, of["dataset_rows"])
         if not self.has_gaps:
             return rows_of(rows)
         return np.where(rows < 0, -1, rows_of(np.maximum(rows, 0)))
@@ -157,8 +160,20 @@ def require_sampling(sampling: Any) -> None:
         raise OptionError(f"sampling must be a sampling such as zl.BlockShuffling(64), not {sampling!r:.100}, {why}")
 
 
-def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: int) -> None:
-    """Raises OptionError unless `rows`, the result of `sampling.rows(start, stop)`, are valid rows below `n_rows`."""
+def fitted(sampling: Sampling, *, dataset: Table | None = None, fetch_rows: int, batch_size: int) -> Sampling:
+    """The sampling for a dataset, if one is given, and these sizes. Raises OptionError unless it is a sampling."""
+    require_sampling(sampling)
+    for name, fit in (("bound", dataset), ("sized", fetch_rows), ("batched", batch_size)):
+        if fit is not None:
+            made = getattr(sampling, name)(fit)
+            if not isinstance(made, Sampling):
+                raise OptionError(f"{name} of {sampling} must return a sampling, such as itself, not {made!r:.100}")
+            sampling = made
+    return sampling
+
+
+def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: int) -> Rows:
+    """`rows`, the result of `sampling.rows(start, stop)`, as int64. OptionError unless they are rows below `n_rows`."""
     expected = f"{type(sampling).__name__}.rows({start}, {stop}) must give {stop - start} row numbers"
     if not isinstance(rows, np.ndarray) or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
         raise OptionError(f"{expected} as a 1-d array of integers, not {rows!r:.100}")
@@ -168,6 +183,7 @@ def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: i
     if len(rows) and not least <= rows.min() <= rows.max() < n_rows:
         bad = rows.min() if rows.min() < least else rows.max()
         raise OptionError(f"{expected} from 0 to {n_rows - 1}, but gave {bad}")
+    return rows.astype(np.int64, copy=False)
 
 
 def as_array(indices: Any) -> NDArray[Any]:

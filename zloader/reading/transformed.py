@@ -162,7 +162,7 @@ class Transforming:
             given = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
             values = given.values
             made = called(f"transform {type(transform).__name__}", transform.apply, given, rows)
-            if made is not None or given.values is not values:
+            if not (made is None or made is values) or given.values is not values:
                 raise OptionError(f"apply of {transform} made new values, which nobody reads: change x.values in place")
         return x
 

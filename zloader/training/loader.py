@@ -25,7 +25,7 @@ from zloader.order.named import sampling_of
 from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
-from zloader.order.sampling import Sampling
+from zloader.order.sampling import Sampling, fitted
 from zloader.order.sets import BoundCellSets, SetCounts
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
@@ -182,7 +182,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self.dtype, self.device = self._contents.dtype, self._contents.device
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
-        self._sampling = self._wanted_sampling.bound(self.dataset).sized(fetch_rows).batched(self.batch_size)
+        self._sampling = fitted(
+            self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
+        )
         self._controls = bound_controls(self.controls, self.dataset, self._sampling, self._contents.own_transforms)
         self._epochs = EpochCount()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader

@@ -18,6 +18,8 @@ from zloader.common.records import CsrArrays, Rows, X
 class RefusedValue(Exception):
     """Raised by `Transform.apply` for a value that it cannot take, with the number of its row in x and the reason.
 
+    The rows of x are numbered from 0, in the order of `x.starts`; `x.rows` has their numbers in the dataset.
+
     >>> raise zl.transforms.RefusedValue(0, -1.0, "Root takes no negative values")
     Traceback (most recent call last):
     zloader.transforms.transform.RefusedValue: (0, -1.0, 'Root takes no negative values')
@@ -129,6 +131,9 @@ class Transform(ABC):
     def fills_zeros(self) -> str | bool:
         """Whether, or how to avoid that, zeros become other values."""
         return False
+
+    def __repr__(self) -> str:  # for errors; a dataclass has its own
+        return f"{type(self).__name__}(...)"
 
     def bound(self, columns: Columns) -> Transform:
         """The transform for these columns. Raises OptionError if it has values for other genes."""
