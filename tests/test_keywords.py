@@ -73,6 +73,13 @@ def test_every_public_callable_names_the_keyword_that_was_meant(name: str) -> No
     [
         (zl.Loader, "batchsize", "Loader has no option 'batchsize'. Did you mean 'batch_size' or"),
         (zl.Loader, "num_workers", "zloader reads, decodes and gathers in threads"),
+        (zl.Loader, "rng", "seed, a whole number, decides the order"),
+        (zl.Loader, "preload_to_gpu", "device='cuda' sends minibatches ahead"),
+        (zl.Loader, "indices", "give the Loader a view, such as dataset.where(...)"),
+        (zl.Loader, "fetch_callback", "zloader reads the rows itself"),
+        (zl.Loader, "strategy", "sampling is the order of the rows"),
+        (zl.BlockShuffling, "drop_last", "which is an option of zl.Loader; it has: block_size, indices, n_strata"),
+        (zl.open_dataset, "batch_size", "which is an option of zl.Loader; it has: url, cache"),
         (zl.Loader, "threads", "write options=zl.FetchOptions(threads=...)"),
         (zl.Cache, "max_gb", "Cache has no option 'max_gb'. Did you mean 'max_bytes'?"),
         (zl.suggest, "label", "has no option 'label'; it has: dataset, batch_size, memory, x, sampling, controls"),

@@ -422,12 +422,16 @@ def test_arguments_that_make_no_sense_are_refused(options):
     loader = zl.Loader(**options)
     for given, says in {
         "no dataset": ({"train": {"batch_size": 8}}, "train must be a zl.Loader, or a dict of its options"),
+        "a dataset": ({"train": options["dataset"]}, r'such as train={"dataset": dataset, "batch_size": 64}'),
         "a DataLoader": ({"val": torch.utils.data.DataLoader([1])}, "val must be a zl.Loader, or a dict"),
         "several": ({"train": [options, options]}, "train must be one Loader.* zl.Mixture"),
         "the same": ({"train": loader, "predict": [options, loader]}, "also given for evaluation: make another"),
     }.values():
         with pytest.raises(OptionError, match=says):
             DataModule(**given)
+    for keyword, says in {"num_workers": "in threads", "batch_size": "an option of zl.Loader; it has: train"}.items():
+        with pytest.raises(OptionError, match=says):
+            DataModule(train=options, **{keyword: 4})
 
 
 def test_without_a_trainer_there_are_plain_loaders(options, epochs):

@@ -24,11 +24,14 @@ _WORKERS = (
     "torch.utils.data.DataLoader(loader, batch_size=None, num_workers=...)"
 )
 _BLOCKS = "sampling=zl.BlockShuffling(block_size) says how many consecutive rows stay together"
-# Options of a loader in torch, annbatch and others, and what a zl.Loader has in their place.
+_OWN_READS = "zloader reads the rows itself; fetch_transform and batch_transform change minibatches"
+_VIEW = "give the Loader a view, such as dataset.where(...) or dataset.split(...), or the sampling indices=[...]"
+# Options of a loader in torch, annbatch, scDataset and Lightning, and what a zl.Loader has in their place.
 _OF_OTHER_LOADERS = {
     "num_workers": _WORKERS,
     "persistent_workers": _WORKERS,
     "multiprocessing_context": _WORKERS,
+    "worker_init_fn": _WORKERS,
     "prefetch_factor": "options=zl.FetchOptions(memory=..., prefetch=...) say how far it reads ahead",
     "preload_nchunks": "fetch_factor says how many minibatches are loaded and mixed at once",
     "chunk_size": _BLOCKS,
@@ -36,9 +39,23 @@ _OF_OTHER_LOADERS = {
     "pin_memory": "device='cuda' copies minibatches ahead, through page-locked memory",
     "collate_fn": "batch_transform is a function of your own that gets each minibatch",
     "sampler": "sampling is the order of the rows",
+    "batch_sampler": "sampling is the order of the rows",
+    "strategy": "sampling is the order of the rows",
     "generator": "seed decides the order",
+    "rng": "seed, a whole number, decides the order",
     "return_index": "every minibatch has its row numbers, minibatch.index",
+    "to": "minibatches hold torch tensors; layout is 'csr' or 'dense'",
+    "preload_to_gpu": "device='cuda' sends minibatches ahead",
+    "fetch_callback": _OWN_READS,
+    "batch_callback": _OWN_READS,
+    "indices": _VIEW,
+    "mask": _VIEW,
+    "num_replicas": "world_size is the number of ranks",
+    "precision": "dtype is the dtype of x, such as 'bfloat16'",
 }
+
+# Options of a zl.Loader that are given to a sampling, a DataModule or open_dataset.
+_OF_THE_LOADER = ("batch_size", "fetch_factor", "sampling", "shuffle", "drop_last", "seed", "obs", "layout", "dtype")
 
 
 def answers(found: T, module: str | None = None) -> T:
@@ -93,7 +110,7 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
         return None
     called = function.__qualname__.removesuffix(".__init__")
     answer = f"{called} has no option {unknown!r}"
-    if called == "Loader" and unknown in _OF_OTHER_LOADERS:
+    if called in ("Loader", "DataModule") and unknown in _OF_OTHER_LOADERS:
         return f"{answer}: {_OF_OTHER_LOADERS[unknown]}"
     for name in known:
         for word in re.findall(r"\w+", str(parameters[name].annotation)):
@@ -102,4 +119,5 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
                 return f"{answer}: write {name}=zl.{word}({unknown}=...)"
     if near := nearest(unknown, known) or get_close_matches(unknown, known, 1):
         return f"{answer}. Did you mean {' or '.join(map(repr, near))}?"
-    return f"{answer}; it has: {listed(known, len(known))}"
+    where = ", which is an option of zl.Loader" if unknown in _OF_THE_LOADER else ""
+    return f"{answer}{where}; it has: {listed(known, len(known))}"

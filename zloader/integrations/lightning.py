@@ -218,7 +218,10 @@ def _each(given: Any, function: Callable[[Any], Any], name: str) -> Any:
         return {key: _each(each, function, name) for key, each in given.items()}
     if isinstance(given, list | tuple):
         return [_each(each, function, name) for each in given]
-    raise OptionError(f"{name} must be a zl.Loader, or a dict of its options with a dataset, not {given!r:.100}")
+    raise OptionError(
+        f"{name} must be a zl.Loader, or a dict of its options with a dataset, such as "
+        f'{name}={{"dataset": dataset, "batch_size": 64}}, not {given!r:.100}'
+    )
 
 
 @answers
