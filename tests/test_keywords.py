@@ -13,7 +13,6 @@ import torch
 
 import zloader as zl
 from zloader.common.errors import KeywordError, OptionError
-from zloader.dataset.open_dataset import open_dataset
 
 # All modules of the reference, with the package that each needs.
 MODULES = {
@@ -106,13 +105,6 @@ def test_other_type_errors_stay_as_they_are() -> None:
 
     with pytest.raises(KeywordError, match="Did you mean 'batch_size'"):
         Own(None, own=1, batch_siz=2)
-
-
-def test_a_function_can_be_pickled_from_both_of_its_places() -> None:
-    """A part of the package that imported it before a user did has the function itself."""
-    for found in (zl.open_dataset, open_dataset):
-        assert pickle.loads(pickle.dumps(found)) is found
-    assert zl.open_dataset.__module__ == "zloader"
 
 
 def test_signatures_docstrings_and_classes_stay() -> None:

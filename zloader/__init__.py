@@ -148,7 +148,7 @@ if not TYPE_CHECKING:  # a visible __getattr__ would let every misspelt name pas
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from zloader.common.keywords import answers
 
-        found = globals()[name] = answers(getattr(importlib.import_module(_MODULES[name]), name), __name__)
+        found = globals()[name] = answers(getattr(importlib.import_module(_MODULES[name]), name))
         return found
 
 

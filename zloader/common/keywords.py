@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from types import FunctionType
@@ -58,16 +59,15 @@ _OF_OTHER_LOADERS = {
 _OF_THE_LOADER = ("batch_size", "fetch_factor", "sampling", "shuffle", "drop_last", "seed", "obs", "layout", "dtype")
 
 
-def answers(found: T, module: str | None = None) -> T:
+def answers(found: T) -> T:
     """A function that raises KeywordError for an unknown keyword; or a class whose constructor does.
 
     So do the methods of a class that have keyword-only options. The names, docstrings and signatures stay, and a class
-    is changed in place. `module` is where users find a function, if that is not where it is defined: both functions
-    can be pickled, each by its own place.
+    is changed in place. A function is replaced in its module too, so that it can be pickled.
     """
     if isinstance(found, FunctionType):
         answering = _answering(found)
-        answering.__module__ = module or found.__module__
+        setattr(sys.modules[found.__module__], found.__name__, answering)
         return cast("T", answering)
     for owner, name, method in _methods(found):
         setattr(owner, name, _answering(method))

@@ -16,4 +16,4 @@ from zloader.testing.seaweed import SeaweedFS
 __all__ = ["SeaweedFS", "Sim", "assert_resumes_anywhere"]
 
 for _name in __all__:
-    globals()[_name] = answers(globals()[_name], __name__)
+    globals()[_name] = answers(globals()[_name])

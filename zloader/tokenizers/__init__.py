@@ -8,4 +8,4 @@ from zloader.tokenizers.scgpt import ScGPT
 __all__ = ["Geneformer", "Masked", "ScGPT"]
 
 for _name in __all__:
-    globals()[_name] = answers(globals()[_name], __name__)
+    globals()[_name] = answers(globals()[_name])

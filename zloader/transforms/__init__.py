@@ -35,4 +35,4 @@ __all__ = [
 ]
 
 for _name in __all__:
-    globals()[_name] = answers(globals()[_name], __name__)
+    globals()[_name] = answers(globals()[_name])
