@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from types import FunctionType
@@ -40,6 +41,14 @@ _OF_OTHER_LOADERS = {
     "generator": "seed decides the order",
     "return_index": "every minibatch has its row numbers, minibatch.index",
 }
+
+
+def warn_user(message: str) -> None:
+    """Warns at the line outside zloader that led here, however many wrappers and constructors lie between."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "zloader":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def answers(found: T) -> T:
