@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.reading import gather
-from zloader.selecting.genes import ChosenGenes, choose_genes
+from zloader.selecting.genes import ChosenGenes, _as_index, choose_genes
 
 pytestmark = pytest.mark.any_version
 
