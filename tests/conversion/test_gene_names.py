@@ -141,7 +141,10 @@ def test_a_join_of_other_names_warns(tmp_path: Path, human: ad.AnnData, mouse: a
     urls = [tmp_path / "human.zarr", tmp_path / "mouse.zarr"]
     for url, adata in zip(urls, (human, mouse), strict=True):
         zl.convert(adata, url, progress=False)
-    convert: Callable[..., Any] = lambda urls, join: zl.convert(urls, tmp_path / "both.zarr", join=join, progress=False)
+
+    def convert(urls: list[Path], join: Any) -> Any:
+        return zl.convert(urls, tmp_path / "both.zarr", join=join, progress=False)
+
     for act in (zl.open_dataset, convert):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
