@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.reading import gather
-from zloader.selecting.genes import ChosenGenes, choose_genes
+from zloader.selecting.genes import ChosenGenes, _as_index, choose_genes
 
 pytestmark = pytest.mark.any_version
 
@@ -336,3 +336,8 @@ def test_genes_need_an_x_and_stay_out_of_the_repr(store):
     with pytest.raises(OptionError, match="genes needs an x"):
         zl.Loader(dataset, x=None, genes=["gene 1"])
     assert "gene 1" not in repr(zl.Loader(dataset, genes=["gene 1"]))
+
+
+def test_a_number_of_genes_is_no_choice() -> None:
+    with pytest.raises(OptionError, match="a mask that says which genes, not 2000"):
+        _as_index(2000)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ import zarr.errors
 
 from zloader.access.location import Location, location_of
 from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
+from zloader.common.keywords import warn_user
 from zloader.common.malloc import keep_freed_memory
 from zloader.common.nearest import listed
 from zloader.common.progress import Bars, progress_bars
@@ -169,7 +170,7 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         refuse_overlap(inputs, destination.location)
         joined = Content(inputs, select)
         if joined.lost_genes:
-            warnings.warn(joined.lost_genes, UserWarning, stacklevel=3)
+            warn_user(joined.lost_genes)
         content = arranged(joined, options.shuffle_seed, bucket_bytes=options.window)
         opened.enter_context(library_settings())
         bars = opened.enter_context(progress_bars(shown=progress))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from zloader.access.location import Location
 from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError, StoreChangedError
+from zloader.common.keywords import warn_user
 from zloader.common.machine import require_memory
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
@@ -56,14 +57,14 @@ def open_locations(
 ) -> Dataset:
     """Opens the stores at some locations as one Dataset. Raises FormatError if their genes cannot be joined.
 
-    With `warn`, joins that lose most genes are warned about, at the line that called the caller.
+    With `warn`, joins that lose most genes are warned about.
     """
     opened = open_all(locations, cache, offline=offline)
     matrices = Matrices(opened, without_functions(opened.stores, rule))
     if len(opened.stores) > 1 or not rule.as_stored:
         lost = matrices.axis("var").lost
         if warn and lost:
-            warnings.warn(lost, UserWarning, stacklevel=3)
+            warn_user(lost)
     return Dataset(opened, Observations(opened), matrices)
 
 

@@ -6,7 +6,6 @@ as codes and are looked up on the device, so no label is encoded per minibatch. 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ except ImportError as error:
 
 from zloader.common.checks import names_of, require_count, require_one_of
 from zloader.common.errors import OptionError
-from zloader.common.keywords import answers
+from zloader.common.keywords import answers, warn_user
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
 from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired
@@ -155,12 +154,10 @@ class DataModule(Described, LightningDataModule):
         categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
         continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
         if len(categorical) > 1:
-            warnings.warn(
+            warn_user(
                 "a saved model with several categorical covariates ignores all but one of them once it is loaded: "
                 "`load` of scvi-tools 1.4.2, and of SCANVI in 1.5, has no place for them. Join them in one column "
                 f"instead of {', '.join(categorical)}, or load no such model",
-                UserWarning,
-                stacklevel=5,
             )
         require_finite(self.dataset, continuous)
         genes = None if self.genes is None else known.choose_genes(self.genes, [self.x])[self.x]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from zloader.common.keywords import warn_user
 from zloader.dataset.dataset import Dataset
 from zloader.integrations.scvi_encoding import Encoding
 
@@ -184,11 +184,9 @@ def warn_unless_counts(dataset: Dataset, x: str) -> None:
         values = store.window(matrix.values.path, 0, rows)
         wrong = (values < 0) | (values % 1 != 0)
         if wrong.any():
-            warnings.warn(
+            warn_user(
                 f"{x} of {store.location.url} holds values that are no counts, such as "
                 f"{values[wrong][0]}: the models of scvi-tools expect counts that are "
                 "not normalised. Give the matrix that holds them, such as x='layers/counts'",
-                UserWarning,
-                stacklevel=5,
             )
             return

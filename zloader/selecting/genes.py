@@ -92,7 +92,7 @@ def _as_index(genes: Genes) -> pd.Index:
         return pd.Index(genes)
     except (TypeError, ValueError) as error:
         raise OptionError(
-            f"genes must be a list of names or positions, or a mask, not a {type(genes).__name__} ({error})"
+            f"genes must be a list of names or positions, or a mask that says which genes, not {genes!r:.100}"
         ) from error
 
 
