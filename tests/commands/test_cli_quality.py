@@ -21,7 +21,7 @@ pytestmark = pytest.mark.any_version
 
 ROWS = 1400
 FLAGS = ("--label", "plate", "--batch-size", 16, "--block-sizes", "2,8,64", "--fetch-factors", "1,4")
-AWKWARD = ("$\\alph$", "細胞")
+AWKWARD = ("$^$", "細胞")
 
 
 @pytest.fixture(scope="module")

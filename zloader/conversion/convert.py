@@ -247,6 +247,10 @@ def library_settings() -> Iterator[None]:
         yield
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
 class _Conversion:
     """The two passes over the content of the sources."""
 
@@ -271,7 +275,7 @@ class _Conversion:
             "version": importlib.metadata.version("zloader"),
             "chunk_form": CHUNK_FORM,
             "sources": [source.identity() | {"label": source.label} for source in self._inputs],
-            "select": select | {"genes_by": [hashlib.sha256(by.encode()).hexdigest()[:32] for by in renamed]},
+            "select": select | {"genes_by": [_digest(by) for by in renamed] if set(renamed) != {"null"} else None},
             "options": options,
         }
         plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
@@ -280,10 +284,7 @@ class _Conversion:
     def record(self) -> dict[str, str]:
         """A hash of each part of the identity that does not depend on the version of zloader."""
         identity = self.identity()
-        return {
-            part: hashlib.sha256(json.dumps(identity[part]).encode()).hexdigest()[:32]
-            for part in ("sources", "select", "options")
-        }
+        return {part: _digest(json.dumps(identity[part])) for part in ("sources", "select", "options")}
 
     def results_of(self, destination: Destination) -> dict[str, Any] | None:
         """The results of this conversion if it has finished at the destination, None if there is no finished one.

@@ -185,7 +185,7 @@ def chunk_bytes_bound(node: Mapping[str, Any]) -> int:
     chunk = node["chunk_grid"]["configuration"]["chunk_shape"] if is_v3 else node["chunks"]
     try:
         item = np.dtype(node["data_type" if is_v3 else "dtype"]).itemsize
-    except TypeError:  # strings and records
+    except (TypeError, ValueError):  # strings, records and dates, which Zarr v3 describes with a dict
         item = 0
     # A filter of Zarr v2 makes an item at most 16 times as large.
     return max(64 * MiB, int(math.prod(chunk)) * (16 * item if item else MiB // 16))
