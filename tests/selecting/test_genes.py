@@ -195,7 +195,7 @@ def test_names_positions_and_masks(genes, positions):
         ([1.5], "not float64: 1.5"),
         ([["A"]], "genes must be"),
         (pd.array([True, None, True, True, True], dtype="boolean"), "not boolean"),
-        (7, "a mask, not a int"),
+        (7, "a mask that says which genes, not 7"),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
