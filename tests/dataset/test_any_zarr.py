@@ -233,7 +233,7 @@ def test_pickle_is_not_read(tmp_path: Path) -> None:
         zl.open_dataset(store).obs()
 
 
-@pytest.mark.filterwarnings("ignore:.*The stored chunk shape")  # zarr 3.4 reads 0 as 1
+@pytest.mark.any_version  # zarr 3.4 warns and reads 0 as 1, so that the metadata look sound
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_chunks_of_no_rows_are_damaged_metadata(tmp_path: Path, zarr_format: int) -> None:
     store = write(tmp_path / "a.zarr", csr((500, 700)), zarr_format)

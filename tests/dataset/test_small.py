@@ -102,7 +102,7 @@ def test_rows_that_memory_cannot_hold_are_refused_before_they_are_read(
     least = made.X.data.nbytes + made.layers["dense"].nbytes + made.obsm["X_pca"].nbytes
     monkeypatch.setattr(machine, "available_bytes", lambda: least)
     for act in (dataset.to_adata, lambda: dataset.take(slice(None))):
-        with pytest.raises(OptionError, match=r"70 rows as an AnnData would take .* GB"):
+        with pytest.raises(OptionError, match=r"70 rows as an AnnData .* would take .* GB"):
             act()
     assert dataset.take([3, 1]).n_obs == 2
 

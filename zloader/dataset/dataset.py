@@ -354,7 +354,9 @@ class Dataset(BaseDataset):
         paths = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)]
         paths += ["X"] if "X" in self.matrix_names else []
         per_row = NAME_BYTES + self._observations.array_bytes() + sum(map(self._matrices.row_bytes, paths))
-        require_memory(int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData", "take fewer, or use a Loader")
+        require_memory(
+            int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
+        )
         matrices = {path: self._matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
         return _as_anndata(
             matrices.pop("X", None),
