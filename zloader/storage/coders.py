@@ -77,9 +77,7 @@ def decode_within(coder: Any, stored: Any, dtype: np.dtype[Any], n: int) -> Any:
         return coder.decode(stored)
     if name == "blosc" and not is_whole_blosc(stored):
         raise ValueError(f"its blosc header does not match {len(stored)} stored bytes")
-    size = {"blosc": lambda: _number(stored, 4, 4), "lz4": lambda: _number(stored, 0, 4)}.get(
-        name, lambda: _zstd_size(stored, most) if name == "zstd" else most
-    )()
+    size = _zstd_size(stored, most) if name == "zstd" else _header_size(name, stored, most)
     if size > most:
         raise ValueError(f"it would decode to {size} bytes instead of {most}")
     out = np.empty(size // dtype.itemsize, dtype)
@@ -99,11 +97,15 @@ def require_bound(coders: Sequence[Any], stored: Any, most: int) -> None:
         if inner:
             require_bound(inner, plain, most)
         return
-    size = {"blosc": lambda: _number(stored, 4, 4), "lz4": lambda: _number(stored, 0, 4)}.get(
-        name, lambda: _zstd_bound(stored, most) if name == "zstd" else 0
-    )()
+    size = _zstd_bound(stored, most) if name == "zstd" else _header_size(name, stored, 0)
     if size > most:
         raise ValueError(f"it would decode to more than {most} bytes")
+
+
+def _header_size(name: str, stored: Any, default: int) -> int:
+    """The decoded size in the header of a blosc or lz4 chunk; `default` for other compressors."""
+    at = {"blosc": 4, "lz4": 0}.get(name)
+    return default if at is None else _number(stored, at, 4)
 
 
 def _zstd_bound(stored: Any, most: int) -> int:
