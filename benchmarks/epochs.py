@@ -24,7 +24,7 @@ takes every minibatch (torch CSR, one obs column, the index) and does nothing wi
 
 With --cloud, cloud.py serves the store over loopback in its own process: 30 ms to the first byte (log-normal with sigma
 0.3), 80 MB/s per connection, and in turn each of --total-mbps in total. The store's folder serves as the bucket.
-"limit" is rows/s at which the link could deliver the bytes that the plan reads (zloader.dataset.cost). From disk it is
+"limit" is rows/s at which the link could deliver the bytes that the plan reads (zloader.insight.cost). From disk it is
 the speed of decode. "of limit" is the part of it that was reached. "CPU s per 100 000" is user and system time of the
 client for 100 000 rows. "server" is the part of one core that the server took, which the client did not have, and
 "server s/GB" its CPU time per GB served. A real cloud would leave all cores to the client.
@@ -51,7 +51,7 @@ from rivals import Figures, median, table
 from sides import StoreLocation, filling_epoch, in_turns, median_and_range, reader, rows_and_column, store_location
 
 import zloader as zl
-from zloader.dataset.cost import epoch_costs
+from zloader.insight.cost import epoch_costs
 
 _TOUCHED = 4 << 30  # bytes, before filling epochs, whose mirrors need new pages; see rivals.touch
 COLUMNS = ("rows/s", "(range)", "limit", "of limit", "first s", "user s", "system s", "CPU s per 100 000", "peak MB")

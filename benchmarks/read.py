@@ -30,7 +30,7 @@ opening the store.
 
 - decode, cold and filling epochs (see epochs.py) in turns. A filling epoch includes opening the store. Its bytes
   divided by the link's limit give the share of the link that it used. Its GETs and bytes are printed beside those that
-  the plan predicts (zloader.dataset.cost).
+  the plan predicts (zloader.insight.cost).
 - a filling epoch for a consumer that takes 3 ms per minibatch: how long the consumer waits after the first fetch.
 - three epochs of one loader for a consumer that stalls for 3 s, three times per epoch: the peak memory above the
   memory before, beside the limit that FetchOptions set: in_flight_bytes + ready_bytes + (prefetch + 1) decoded fetches,
@@ -71,7 +71,7 @@ from sides import (
 )
 
 import zloader as zl
-from zloader.dataset.cost import EpochCost, epoch_costs
+from zloader.insight.cost import EpochCost, epoch_costs
 from zloader.storage.layout import chunks_of
 
 SHAPES = "512x32,64x256,32x512"

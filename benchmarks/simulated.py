@@ -1,9 +1,9 @@
 """Nothing by itself: a simulated cluster of producers, in virtual time, for scale.py.
 
 The plan (zloader.order.plan), the reads of each fetch (zloader.reading.read_plan, with the gaps and sizes of
-FetchOptions), which chunks a mirror gets (zloader.dataset.cost), and everything that decides in `zr.stream`
-(zloader.ray.window, zloader.ray.production) are the code that runs in production. Simulated are the store, whose rows
-all have 1 840 values, the machines, and the time that they take:
+FetchOptions), which chunks a mirror gets (zloader.insight.cost), and everything that decides in `zr.stream`
+(zloader.producing) are the code that runs in production. Simulated are the store, whose rows all have 1 840 values, the
+machines, and the time that they take:
 
 - A machine reads one fetch after another from the bucket at `bucket_mbps`, and decodes and gathers one after another.
   Its producer makes two fetches at a time, so it reads while it decodes.
@@ -27,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
-from zloader.dataset.cost import chunks_to_read
+from zloader.insight.cost import chunks_to_read
 from zloader.order.fetches import Remaining
 from zloader.order.plan import Plan
 from zloader.order.sampling import stratified
-from zloader.ray.makers import LostError
-from zloader.ray.production import Production
-from zloader.ray.window import MeanBytes, Window
+from zloader.producing.makers import LostError
+from zloader.producing.production import Production
+from zloader.producing.window import MeanBytes, Window
 from zloader.reading.read_plan import ReadPlanner, planner_of
 from zloader.reading.resources import Counters
 from zloader.storage.layout import ArrayLayout, total_bytes

@@ -41,8 +41,8 @@ from rivals import table
 
 import zloader as zl
 from zloader.conversion.writing.encode import CODECS, ChunkEncoder
-from zloader.dataset.cost import epoch_costs
-from zloader.dataset.summary import stored_bytes
+from zloader.insight.cost import epoch_costs
+from zloader.insight.summary import stored_bytes
 from zloader.storage import blosc
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, chunks_of

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
     from zloader.dataset.open_dataset import open_dataset
-    from zloader.dataset.quality import Quality, quality
-    from zloader.dataset.suggest import Suggestion, suggest
     from zloader.dataset.warm import Warmed, warm
+    from zloader.insight.quality import Quality, quality
+    from zloader.insight.suggest import Suggestion, suggest
     from zloader.order.controls import MatchedControls
     from zloader.order.mixture import Mixture
     from zloader.order.sampling import BlockShuffling, Sampling, Streaming
@@ -117,12 +117,12 @@ _MODULES = {
     "Mixture": "zloader.order.mixture",
     "MixtureOfScanners": "zloader.order.scanners",
     "PackedRows": "zloader.training.packed",
-    "Quality": "zloader.dataset.quality",
+    "Quality": "zloader.insight.quality",
     "Sampling": "zloader.order.sampling",
     "Selection": "zloader.conversion.joining.selection",
     "Statistics": "zloader.common.records",
     "Streaming": "zloader.order.sampling",
-    "Suggestion": "zloader.dataset.suggest",
+    "Suggestion": "zloader.insight.suggest",
     "Verification": "zloader.conversion.verify",
     "View": "zloader.dataset.dataset",
     "Warmed": "zloader.dataset.warm",
@@ -131,8 +131,8 @@ _MODULES = {
     "example_h5ad": "zloader.conversion.example",
     "log1p_normalize": "zloader.training.normalization",
     "open_dataset": "zloader.dataset.open_dataset",
-    "quality": "zloader.dataset.quality",
-    "suggest": "zloader.dataset.suggest",
+    "quality": "zloader.insight.quality",
+    "suggest": "zloader.insight.suggest",
     "verify": "zloader.conversion.verify",
     "warm": "zloader.dataset.warm",
 }

@@ -28,8 +28,8 @@ from reporting.words import (
     scenario,
     value_text,
 )  # fmt: skip
-from zloader.commands.demo_results import size
 from zloader.commands.page import Chart
+from zloader.common.messages import size
 
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")
 _LONGEST_ERROR = 400

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from reporting.records import Key, Measurement, Value
-from zloader.commands.demo_results import size
+from zloader.common.messages import size
 
 OURS = "zloader"
 CEILING = "AnnData in memory"  # no loader: cells that are in memory already

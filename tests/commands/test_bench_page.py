@@ -20,7 +20,7 @@ from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, S
 from zloader.commands.bill_run import Prices
 from zloader.commands.cli import app
 from zloader.commands.page import LIGHT, tiles, unbroken
-from zloader.dataset.quality import Quality
+from zloader.insight.quality import Quality
 
 pytestmark = pytest.mark.any_version
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import zloader as zl
 from zloader.commands.cli import app
 from zloader.conversion.writing.encode import ConvertOptions
-from zloader.dataset.cost import epoch_costs
+from zloader.insight.cost import epoch_costs
 from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
 
 

@@ -13,7 +13,7 @@ from helpers import counts, write_store
 from test_cli import params, zloader
 
 import zloader as zl
-from zloader.dataset.cost import epoch_costs
+from zloader.insight.cost import epoch_costs
 from zloader.order.plan import Plan
 from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
 

@@ -21,8 +21,9 @@ from zloader.commands.cli import app
 from zloader.commands.demo_charts import accuracy_chart, loss_chart, speed_chart, throughput, throughput_chart
 from zloader.commands.demo_label import BUNDLED_LABEL
 from zloader.commands.demo_page import render
-from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step, size
+from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step
 from zloader.commands.page import LIGHT
+from zloader.common.messages import size
 from zloader.conversion.convert import ConversionReport
 from zloader.conversion.example import NAME as BUNDLED
 

@@ -18,7 +18,7 @@ from zloader.commands.cli import app
 from zloader.commands.page import LIGHT, WARM
 from zloader.commands.quality_grid import Cell, QualityGrid, measured
 from zloader.commands.quality_page import charts, render
-from zloader.dataset.quality import Quality
+from zloader.insight.quality import Quality
 
 RANDOM_BITS = 2.0
 ACCESS = {"anon": True, "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}

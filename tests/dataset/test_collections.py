@@ -30,8 +30,8 @@ from zloader.common.errors import (
     StoreChangedError,
     StoreNotFoundError,
 )
-from zloader.dataset.cost import EpochCost, epoch_costs
-from zloader.dataset.summary import summarize
+from zloader.insight.cost import EpochCost, epoch_costs
+from zloader.insight.summary import summarize
 
 N_GENES = 23
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]

@@ -16,7 +16,7 @@ from helpers import check_minibatch, counts
 
 import zloader as zl
 from zloader.common.errors import ZloaderError
-from zloader.dataset.summary import summarize
+from zloader.insight.summary import summarize
 
 N_ROWS, N_GENES = 40, 12
 LEFT_OUT = object()

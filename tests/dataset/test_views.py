@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.dataset.cost import epoch_costs
 from zloader.dataset.matrices import as_scipy
 from zloader.dataset.splits import Among, part_windows
 from zloader.dataset.views import RowSet, Within, mask_of
+from zloader.insight.cost import epoch_costs
 from zloader.order.plan import Plan
 from zloader.selecting.columns import ObsColumn, as_numbers
 

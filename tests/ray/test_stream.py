@@ -35,7 +35,7 @@ zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not
 producers = pytest.importorskip("zloader.ray.producers")
 crew = pytest.importorskip("zloader.ray.crew")
 stream_module = pytest.importorskip("zloader.ray.stream")
-window = pytest.importorskip("zloader.ray.window")
+window = pytest.importorskip("zloader.producing.window")
 ray = pytest.importorskip("ray")
 
 OBS = ["cell_type", "donor", "n_counts", "passed", "lane"]

@@ -18,7 +18,7 @@ from helpers import SMALL, dense
 
 import zloader as zl
 from zloader.common.errors import FormatError, OptionError, SourceError
-from zloader.dataset.summary import summarize
+from zloader.insight.summary import summarize
 from zloader.selecting.columns import as_numbers
 
 SIZES: dict[str, Any] = {"batch_size": 7, "fetch_factor": 2, "sampling": zl.BlockShuffling(3)}

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import zloader as zl
 from zloader.common.errors import FormatError, OptionError
-from zloader.dataset.cost import epoch_costs
+from zloader.insight.cost import epoch_costs
 from zloader.testing import assert_resumes_anywhere
 
 SIZES = {"batch_size": 16, "fetch_factor": 3, "sampling": zl.BlockShuffling(4), "seed": 2}

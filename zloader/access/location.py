@@ -26,7 +26,7 @@ from zloader.access import local_listing
 from zloader.access.access_errors import access_errors, denials
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 
 if TYPE_CHECKING:
     from zloader.access.web import WebFiles

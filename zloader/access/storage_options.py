@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from fsspec.dircache import DirCache
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 
 # Names that other tools use for options of s3fs.
 _ELSEWHERE = {

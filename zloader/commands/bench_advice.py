@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zloader.commands.demo_results import size
+from zloader.common.messages import size
 
 SHORT_S = 1.0  # start-up takes some tenths of a second, and rates of a shorter time are mostly noise
 _LITTLE_WAITING, _MUCH_WAITING = 0.05, 0.5

@@ -7,8 +7,8 @@ from typing import Any
 
 from zloader.commands.bench_results import KINDS, BenchEpoch, BenchRun, Sample
 from zloader.commands.charts import OVER, draw_rates, name_colours, rates, scale_speeds
-from zloader.commands.demo_results import size
 from zloader.commands.page import COLD, LIGHT, WARM, Chart
+from zloader.common.messages import size
 
 _COLOURS = {"cold": COLD, "mixed": LIGHT["purple"], "warm": WARM}
 _MOST_EPOCHS = 20  # in the charts over time

@@ -10,7 +10,7 @@ from zloader.commands import page
 from zloader.commands.bench_advice import Pace
 from zloader.commands.bench_charts import charts
 from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun
-from zloader.commands.demo_results import size
+from zloader.common.messages import size
 
 _MOST_ROWS = 50  # of the table of epochs
 _LEAST_DOLLARS = 0.0001

@@ -12,7 +12,7 @@ from zloader.commands.bench_advice import SHORT_S, Advice, Pace, advise, compare
 from zloader.commands.bill_run import Prices
 
 if TYPE_CHECKING:
-    from zloader.dataset.quality import Quality
+    from zloader.insight.quality import Quality
 
 KINDS = ("cold", "mixed", "warm")
 

@@ -67,7 +67,7 @@ def _load() -> float:
 
 def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
     """Reads the column without the mirror, so that the first epoch finds it empty."""
-    from zloader.dataset.quality import quality
+    from zloader.insight.quality import quality
 
     return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
 
@@ -93,8 +93,8 @@ def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> Non
 
 def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
     """Measures the link, or the disk of a local store, if an epoch that was long enough to be judged read from it."""
-    from zloader.dataset.disk import disk_bytes_per_s
-    from zloader.dataset.link import link_bytes_per_s
+    from zloader.insight.disk import disk_bytes_per_s
+    from zloader.insight.link import link_bytes_per_s
 
     read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
     if run.link_stated or not read:

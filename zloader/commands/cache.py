@@ -17,9 +17,9 @@ import typer
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, EndedError, app, print_json, takes_flags
-from zloader.commands.demo_results import size
 from zloader.commands.flags import Access, Json, Matrices, Url
 from zloader.common.errors import CacheError, OptionError
+from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.caching.directory import MirrorEntry

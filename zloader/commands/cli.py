@@ -33,8 +33,8 @@ from zloader.common.errors import FormatError, OptionError, ZloaderError
 if TYPE_CHECKING:
     from zloader.commands.demo_results import DemoRun
     from zloader.commands.demo_server import DemoServer
-    from zloader.dataset.cost import EpochCosts
     from zloader.dataset.dataset import Dataset
+    from zloader.insight.cost import EpochCosts
 
 # Importing these modules registers their commands.
 __all__ = ["app", "cli_bench", "cli_bill", "cli_cache", "cli_convert", "cli_quality"]
@@ -91,7 +91,7 @@ class InfoFlags:
 def info(flags: InfoFlags) -> None:
     """Show what a store contains, and how many GETs and bytes a training epoch takes."""
     from zloader.dataset.open_dataset import open_dataset
-    from zloader.dataset.summary import summarize
+    from zloader.insight.summary import summarize
 
     sizes, wanted = flags.sizes, x_of(flags.x)
     order = flags.order(sizes["block_size"])
@@ -122,7 +122,7 @@ def info(flags: InfoFlags) -> None:
 
 
 def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: dict[str, Any]) -> EpochCosts:
-    from zloader.dataset.cost import epoch_costs
+    from zloader.insight.cost import epoch_costs
     from zloader.training.loader import Loader
 
     if not dataset.n_obs:

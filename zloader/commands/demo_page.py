@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from zloader.commands import page
 from zloader.commands.demo_charts import accuracy_chart, loss_chart, speed_chart, throughput_chart
-from zloader.commands.demo_results import EPOCH_HEADER, DemoRun, epoch_rows, size
+from zloader.commands.demo_results import EPOCH_HEADER, DemoRun, epoch_rows
+from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.conversion.convert import ConversionReport

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from zloader.common.messages import size
+
 if TYPE_CHECKING:
     from zloader.conversion.convert import ConversionReport
 
@@ -124,19 +126,6 @@ class DemoRun:
         pace = "the model sets the pace" if last.wait_share < _WAITING else "loading sets the pace"
         sentences.append(f"In epoch {last.epoch} training waited for cells {last.wait_share:.0%} of the time: {pace}.")
         return " ".join(sentences)
-
-
-def size(n_bytes: float) -> str:
-    """Formats a number of bytes.
-
-    >>> size(7_599_670)
-    '7.6 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 999.5:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 99.95 else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:,.1f} TB"
 
 
 def epoch_rows(epochs: Iterable[EpochFigures]) -> list[list[str]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from zloader.dataset.quality import Quality
+    from zloader.insight.quality import Quality
     from zloader.training.loader import Loader
 
 # Count the reads of at most this many rows per pair of sizes, which takes a few seconds for short fetches.
@@ -174,8 +174,8 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
 
 
 def _cell(loader: Loader, labels: NDArray[np.generic], sizes: tuple[int, int], link_bytes_per_s: int | None) -> Cell:
-    from zloader.dataset.cost import epoch_costs
-    from zloader.dataset.quality import quality
+    from zloader.insight.cost import epoch_costs
+    from zloader.insight.quality import quality
     from zloader.order.sampling import BlockShuffling, stratified
 
     block_size, fetch_factor = sizes

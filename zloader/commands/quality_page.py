@@ -8,9 +8,9 @@ from pathlib import PurePath
 from typing import Any
 
 from zloader.commands import page
-from zloader.commands.demo_results import size
 from zloader.commands.page import LIGHT, SERIES, WARM, Chart
 from zloader.commands.quality_grid import FAIR_PERCENT, GOOD_PERCENT, Cell, QualityGrid
+from zloader.common.messages import size
 
 _FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of the heat map, light enough for text in both themes
 _MARKERS = "osD^vP"

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zloader.commands.demo_results import EPOCH_HEADER, EpochFigures, epoch_rows, size
+from zloader.commands.demo_results import EPOCH_HEADER, EpochFigures, epoch_rows
+from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.caching.directory import MirrorEntry
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from zloader.conversion.append import AppendReport
     from zloader.conversion.convert import ConversionReport
     from zloader.conversion.verify import Verification
-    from zloader.dataset.cost import EpochCosts
-    from zloader.dataset.summary import MatrixSummary, StoreSummary
+    from zloader.insight.cost import EpochCosts
+    from zloader.insight.summary import MatrixSummary, StoreSummary
 
 _WIDTH = 120  # columns of output that does not go to a terminal
 _OTHER_LINES = 4  # table header, status, and the line of the cursor

@@ -1,10 +1,10 @@
-"""Calls a function for several items at once, up to 16 at a time."""
+"""Calls a function for several items at once, up to 16 at a time, and keeps its result or error in a future."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -17,3 +17,11 @@ def concurrently(function: Callable[[Item], Result], items: Sequence[Item]) -> l
         return [function(items[0])]
     with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="zloader-open") as threads:
         return list(threads.map(function, items))
+
+
+def fulfil(future: Future[Result], function: Callable[..., Result], *args: Any) -> None:
+    """Runs a function and sets the future to its result or exception."""
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:  # noqa: BLE001 - raised again by future.result()
+        future.set_exception(error)

@@ -10,14 +10,13 @@ import functools
 import inspect
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from zloader.common.errors import KeywordError
-from zloader.common.nearest import listed, nearest
+from zloader.common.messages import listed, nearest
 
 T = TypeVar("T")
 
@@ -58,14 +57,6 @@ _OF_OTHER_LOADERS = {
 
 # Options of a zl.Loader that are given to a sampling, a DataModule or open_dataset.
 _OF_THE_LOADER = ("batch_size", "fetch_factor", "sampling", "shuffle", "drop_last", "seed", "obs", "layout", "dtype")
-
-
-def warn_user(message: str) -> None:
-    """Warns at the line outside zloader that led here, however many wrappers and constructors lie between."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "zloader":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def answers(found: T) -> T:

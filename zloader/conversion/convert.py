@@ -31,9 +31,8 @@ import zarr.errors
 
 from zloader.access.location import Location, location_of
 from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
-from zloader.common.keywords import warn_user
 from zloader.common.malloc import keep_freed_memory
-from zloader.common.nearest import listed
+from zloader.common.messages import listed, warn_user
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.joining.content import Content, Selection
 from zloader.conversion.joining.shuffled import ShuffledContent, arranged

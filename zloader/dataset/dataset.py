@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from zloader.access.location import Location
 from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError, StoreChangedError
-from zloader.common.keywords import warn_user
 from zloader.common.machine import require_memory
+from zloader.common.messages import warn_user
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.base import BaseDataset

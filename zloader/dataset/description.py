@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.dataset.store import OpenedStore
 
 _NAMES = 30  # of each group in HTML

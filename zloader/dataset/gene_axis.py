@@ -15,7 +15,7 @@ import pandas as pd
 
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError
-from zloader.common.nearest import listed, suggestion
+from zloader.common.messages import listed, suggestion
 from zloader.common.records import Rows
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.store import OpenedStore

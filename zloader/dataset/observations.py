@@ -24,14 +24,14 @@ from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, MissingColumnError, OptionError, ZloaderError
 from zloader.common.machine import require_memory
-from zloader.common.nearest import listed, suggestion
+from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
+from zloader.common.shares import shares
 from zloader.dataset.names import ObsNames
 from zloader.dataset.obs_columns import kinds_in, read_column, read_numbers
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
-from zloader.reading.fetch import shares
 from zloader.reading.paged_columns import PagedColumn
 from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
 

@@ -31,7 +31,7 @@ from zloader.caching.cached_metadata import CachedMetadataStore, OfflineSource, 
 from zloader.caching.mirror import Mirror, MirrorArray, open_array, open_mirror, open_mirror_directory
 from zloader.common import page_cache
 from zloader.common.errors import CacheError, FormatError, ZloaderError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
 from zloader.dataset.elements import read_element

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.dataset.store import OpenedStore

@@ -21,7 +21,8 @@ except ImportError as error:
 
 from zloader.common.checks import names_of, require_count, require_one_of
 from zloader.common.errors import OptionError
-from zloader.common.keywords import answers, warn_user
+from zloader.common.keywords import answers
+from zloader.common.messages import warn_user
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
 from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired

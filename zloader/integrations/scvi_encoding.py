@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 from zloader.dataset.dataset import Dataset
 from zloader.selecting.columns import ObsColumn
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.common.keywords import warn_user
+from zloader.common.messages import warn_user
 from zloader.dataset.dataset import Dataset
 from zloader.integrations.scvi_encoding import Encoding
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import one_or_more, require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.dealing import dealt, shared_out

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from zloader.common.errors import OptionError, ProducerError
 from zloader.order.fetches import Remaining
 from zloader.order.plan import Plan
+from zloader.producing.makers import LANES, FailedError, LostError
 from zloader.ray.alive import cluster_of_ray
 from zloader.ray.carried import CarriedError
-from zloader.ray.makers import LANES, FailedError, LostError
 from zloader.ray.producers import Producer, pickled
 from zloader.reading.resources import Counters
 from zloader.training.loader import Loader

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from zloader.common.malloc import keep_freed_memory
 from zloader.order.fetches import Fetch, Remaining
 from zloader.order.plan import Plan
+from zloader.producing.makers import LANES
 from zloader.ray.carried import carried
-from zloader.ray.makers import LANES
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.held import held_share

@@ -14,10 +14,10 @@ from zloader.common.checks import one_or_more, parse_size, require_at_least, req
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.records import Statistics
+from zloader.producing.production import Production
+from zloader.producing.window import MeanBytes, Window
 from zloader.ray.alive import node_of
 from zloader.ray.crew import Crew
-from zloader.ray.production import Production
-from zloader.ray.window import MeanBytes, Window
 from zloader.reading.bridge import Bridge
 from zloader.reading.resources import Counters
 from zloader.training.epoch import EpochWork

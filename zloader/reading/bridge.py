@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from zloader.common.concurrent_calls import fulfil
 from zloader.common.errors import ForkError
 
 Item = TypeVar("Item")
@@ -67,14 +68,6 @@ class ByteBudget:
             if not go.cancelled():
                 self._held += granted
                 go.set_result(None)
-
-
-def fulfil(future: concurrent.futures.Future[Result], function: Callable[..., Result], *args: Any) -> None:
-    """Runs a function and sets the future to its result or exception."""
-    try:
-        future.set_result(function(*args))
-    except BaseException as error:  # noqa: BLE001 - raised again by future.result()
-        future.set_exception(error)
 
 
 async def aside(function: Callable[..., Result], *args: Any) -> Result:

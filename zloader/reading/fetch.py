@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from zloader.common.compiled import load_compiler
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenizer, TokenRows, X
+from zloader.common.shares import shares
 from zloader.order.fetches import Fetch
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
-from zloader.reading.matrix_rows import LoadedRows, PlannedRows, by_value, load_rows, plan_rows
+from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.paged_columns import LoadedColumn, PagedColumn, PlannedColumn, plan_column, release, rows_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, Waits, timed
@@ -84,14 +85,6 @@ class Recipe:
         """The row before which each store ends."""
         parts = next(iter([*self.x.values(), *(column.parts for column in self.paged)]), [])
         return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
-
-
-def shares(ends: Rows, rows: Rows) -> Sequence[tuple[int, Rows | slice]]:
-    """The stores that contain `rows`, each with the positions of its rows; store k ends before row `ends[k]`."""
-    if len(ends) == 1:
-        return [(0, slice(None))]
-    # In the smallest dtype, because NumPy sorts one or two bytes by radix, in linear time.
-    return by_value(np.searchsorted(ends, rows, side="right").astype(np.min_scalar_type(len(ends))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zloader.common.records import Rows
-from zloader.reading.fetch import Recipe, shares
+from zloader.common.shares import shares
+from zloader.reading.fetch import Recipe
 from zloader.storage.layout import chunks_of
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
+from zloader.common.shares import by_value
 from zloader.reading import gather
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart
@@ -24,14 +24,6 @@ from zloader.reading.transformed import Transforming
 from zloader.transforms.transform import RefusedValue
 
 Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each with the positions of its rows
-
-
-def by_value(values: NDArray[np.integer]) -> list[tuple[int, Rows]]:
-    """The distinct values of an array, each with the ascending positions at which it occurs."""
-    order = np.argsort(values, kind="stable")
-    values = values[order]
-    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)] if len(values) else []
-    return [(int(values[a]), order[a:b]) for a, b in pairwise(cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Which bytes to read: rows become chunks, chunks become runs, runs become byte spans. Pure, no I/O.
 
-The reader reads these spans, and `zloader.dataset.cost` counts them without reading. All chunk numbers are ascending
+The reader reads these spans, and `zloader.insight.cost` counts them without reading. All chunk numbers are ascending
 and distinct. Every step is a few NumPy operations, linear in the rows or chunks that it is given.
 """
 

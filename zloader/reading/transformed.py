@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows, X
 from zloader.reading import gather
 from zloader.reading.half_floats import HALVES, narrowed

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 from zloader.selecting.columns import Column, ObsColumn, as_time, is_time
 
 Mask = NDArray[np.bool_]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 
 # One for all sources, or a list with one for each: only the sources of one species need its orthologs.
 NamedBy: TypeAlias = "str | Mapping[str, str] | pd.Series[str] | Callable[[str], str | None] | None"

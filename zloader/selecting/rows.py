@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.selecting.expressions import Mask
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from zloader.common.checks import require_one_of
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows
 from zloader.tokenizers.counts import known_genes, sort_down
 from zloader.tokenizers.masking import Masked, mask_genes

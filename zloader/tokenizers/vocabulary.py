@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed, suggestion
+from zloader.common.messages import listed, suggestion
 
 Given: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 Value = TypeVar("Value")

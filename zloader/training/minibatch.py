@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from zloader.common.checks import require_one_of
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.common.nearest import listed, suggestion
+from zloader.common.messages import listed, suggestion
 from zloader.common.records import CsrArrays, MinibatchArrays, TokenArrays, X
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.matrices import as_scipy

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading import gather
 from zloader.reading.transformed import called

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.common.nearest import listed, suggestion
+from zloader.common.messages import listed, suggestion
 from zloader.common.records import TokenArrays
 from zloader.dataset.dataset import Dataset
 from zloader.selecting.genes import ChosenGenes

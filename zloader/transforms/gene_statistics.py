@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed, suggestion
+from zloader.common.messages import listed, suggestion
 from zloader.common.records import CsrArrays
 
 Numbers = NDArray[np.float64]

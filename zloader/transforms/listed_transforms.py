@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import suggestion
+from zloader.common.messages import suggestion
 from zloader.transforms.transform import Columns, Transform
 
 Transforms: TypeAlias = Sequence[Transform] | Mapping[str, Sequence[Transform]]

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from zloader.common.errors import OptionError, SourceError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.problems import Problems
 from zloader.conversion.sources.inputs import Input

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zloader.common.errors import OptionError, SourceError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.genes import GeneAxis
 from zloader.conversion.joining.problems import Problems, by_source, refuse_unknown

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from zloader.common.errors import OptionError, SourceError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 
 
 class Problems:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from zloader.common.errors import OptionError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.selecting.gene_names import GenesBy, checked_genes_by
 
 _JOINS = (None, "inner", "outer")

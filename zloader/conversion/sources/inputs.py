@@ -17,7 +17,7 @@ from zloader.access.implied_objects import arrays_below, require_objects, stored
 from zloader.access.listed_store import ListedStore
 from zloader.access.zarr_groups import open_zarr_group
 from zloader.common.errors import OptionError, SourceError, ZloaderError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
 from zloader.conversion.sources.nodes import Node, reading

@@ -14,7 +14,7 @@ import zarr
 from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError, StoreError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.conversion.joining.union import NOTHING, kind_of, stored_kind
 
 _CHECKED = 1 << 17  # values checked at once; fits in a core's cache

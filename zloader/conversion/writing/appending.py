@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from zloader.access.implied_objects import implied_keys, members_of, require_objects
 from zloader.common.errors import FormatError, SourceError, StoreError
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.content import Content, Selection
 from zloader.conversion.joining.genes import GeneRule, name_genes

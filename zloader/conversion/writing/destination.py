@@ -33,7 +33,7 @@ from zloader.common.errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from zloader.common.nearest import listed
+from zloader.common.messages import listed
 from zloader.conversion.writing.object_writer import ObjectWriter, create_object, delete_objects, translated
 from zloader.conversion.writing.ownership import MARKER, foreign_objects, is_litter, is_partial, may_belong
 from zloader.conversion.writing.pending_writes import PendingWrites, run_to_completion

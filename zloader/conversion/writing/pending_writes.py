@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from zloader.common.concurrent_calls import fulfil
 from zloader.common.errors import StoreError
-from zloader.reading.bridge import fulfil
 
 DEADLINE_S = 120.0  # for writes in progress; one part of an upload (16 MiB) takes this long at 140 kB/s
 

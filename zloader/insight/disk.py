@@ -18,7 +18,7 @@ import numpy as np
 from zloader.common import machine, page_cache
 from zloader.common.checks import one_or_more
 from zloader.dataset.dataset import Dataset
-from zloader.dataset.link import MOST_BYTES, MOST_PARTS, parts_of
+from zloader.insight.link import MOST_BYTES, MOST_PARTS, parts_of
 
 _THREADS = 16
 _ENOUGH_S, _MOST_S = 2.0, 5.0

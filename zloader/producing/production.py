@@ -13,8 +13,8 @@ from typing import Any
 
 from zloader.common.errors import ProducerError
 from zloader.order.fetches import Remaining
-from zloader.ray.makers import LANES, FailedError, LostError, Maker, Makers, Making
-from zloader.ray.window import LOOK_AHEAD, Job, MeanBytes, OpenFetch, Window
+from zloader.producing.makers import LANES, FailedError, LostError, Maker, Makers, Making
+from zloader.producing.window import LOOK_AHEAD, Job, MeanBytes, OpenFetch, Window
 from zloader.reading.bridge import Put
 from zloader.reading.resources import Counters
 

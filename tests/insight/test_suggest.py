@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common.errors import FormatError, OptionError
-from zloader.dataset.suggest import sizes
+from zloader.insight.suggest import sizes
 from zloader.order.plan import Plan
 from zloader.storage.layout import chunks_of
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from zloader.order.fetches import Remaining
-
-pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
-window_module = pytest.importorskip("zloader.ray.window")
-MeanBytes, Window = window_module.MeanBytes, window_module.Window
+from zloader.producing.window import MeanBytes, Window
 
 pytestmark = pytest.mark.any_version
 NEVER = 1e9

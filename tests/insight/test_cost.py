@@ -15,8 +15,8 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.common.errors import FormatError, MissingObjectError
-from zloader.dataset.cost import EpochCost, epoch_costs
-from zloader.dataset.summary import summarize
+from zloader.insight.cost import EpochCost, epoch_costs
+from zloader.insight.summary import summarize
 
 pytestmark = pytest.mark.any_version
 

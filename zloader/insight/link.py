@@ -3,7 +3,7 @@
 The reads are parts of the matrix, in an order that jumps between objects. They have as many bytes in flight as a loader
 may have, 64 MiB at least. They grow as long as larger ones come faster, so that a slow link returns many in a few
 seconds, and latency does not bound a fast one. The rate is counted from when they have stopped growing. A slow link
-gets five seconds. `zloader.dataset.disk` measures the disk of a local store.
+gets five seconds. `zloader.insight.disk` measures the disk of a local store.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zloader.common.nearest import nearest, suggestion
+from zloader.common.messages import nearest, suggestion
 
 pytestmark = pytest.mark.any_version
 

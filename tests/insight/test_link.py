@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common import machine, page_cache
-from zloader.dataset import disk
-from zloader.dataset.disk import disk_bytes_per_s
-from zloader.dataset.link import Reads, link_bytes_per_s
+from zloader.insight import disk
+from zloader.insight.disk import disk_bytes_per_s
+from zloader.insight.link import Reads, link_bytes_per_s
 
 pytestmark = pytest.mark.any_version
 

@@ -1,7 +1,9 @@
-"""Names in error messages: lists of them, and those that a mistyped name most probably stands for. Pure."""
+"""Text for people: names and numbers in messages, the name that was probably meant, and warnings."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import islice
@@ -56,3 +58,24 @@ def _similar(wanted: str, spellings: Iterable[str]) -> list[str]:
 
 def _plain(name: str) -> str:
     return name.strip().casefold()
+
+
+def size(n_bytes: float) -> str:
+    """Formats a number of bytes.
+
+    >>> size(7_599_670)
+    '7.6 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 999.5:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 99.95 else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:,.1f} TB"
+
+
+def warn_user(message: str) -> None:
+    """Warns at the line outside zloader that led here, however many wrappers and constructors lie between."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "zloader":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
