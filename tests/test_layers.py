@@ -109,7 +109,7 @@ TESTING = [name for name in FILES if name.startswith("zloader.testing")]
 
 def _floor(name: str) -> float:
     """The floor of a module's folder. The package itself is above all floors, because it exports from every folder."""
-    return FLOORS[name.split(".")[1]] if name != "zloader" else math.inf
+    return FLOORS[name.split(".")[1]] if name not in ("zloader", "zloader.__main__") else math.inf
 
 
 def _wing(name: str) -> int:
@@ -167,7 +167,7 @@ def test_every_folder_has_a_floor():
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders == FLOORS.keys()
     assert {path.name for path in (PACKAGE / "conversion").iterdir() if (path / "__init__.py").exists()} == {*WINGS}
-    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
 def test_nothing_has_a_destructor():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 
 import anndata as ad
@@ -42,6 +43,8 @@ def params(command):
 
 def test_version_and_help():
     assert zloader("--version").stdout == f"zloader {zl.__version__}\n"
+    module = [sys.executable, "-m", "zloader", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, check=True).stdout == f"zloader {zl.__version__}\n"
     for command in ("convert", "info", "demo"):
         assert command in zloader("--help").stdout
         assert "--json" in zloader(command, "--help").stdout

@@ -205,3 +205,17 @@ def test_odd_arguments_are_refused_by_name(dataset: zl.Dataset, method: str, val
         return
     with pytest.raises((OptionError, MissingColumnError)):
         getattr(dataset, method)(value)
+
+
+@pytest.mark.parametrize("name", ["X", "layers", "obsm", "raw", "uns", "to_memory", "copy"])
+def test_names_of_anndata_say_what_to_use_instead(store, name):
+    dataset = zl.open_dataset(store)
+    for each in (dataset, dataset.where("passed")):
+        assert not hasattr(each, name)
+        with pytest.raises(AttributeError, match=rf"is no AnnData, and has no {name}: .*(zl|dataset|zloader)\."):
+            getattr(each, name)
+
+
+def test_other_names_have_pythons_own_error(store):
+    with pytest.raises(AttributeError, match="'Dataset' object has no attribute 'obs_nams'"):
+        zl.open_dataset(store).obs_nams  # noqa: B018

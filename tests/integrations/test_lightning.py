@@ -540,3 +540,23 @@ def test_two_processes_share_out_the_rows_once(interpreter, dataset, tmp_path):
     ):
         assert sorted(joined(of_both)) == list(range(N_ROWS))
         assert all(rows == sorted(rows) for rows in of_both)
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr", "packed"])
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
+def test_models_of_another_precision_get_minibatches_in_it(options, epochs, layout, precision, dtype):
+    """Lightning converts the float tensors of a minibatch, which stays a Minibatch of the same rows."""
+    seen = []
+
+    class Any(Model):
+        def training_step(self, minibatch, batch_idx):
+            x = minibatch.x.dense(dtype) if layout == "packed" else minibatch.x.to_dense()
+            seen.append((minibatch.row.tolist(), minibatch.obs["cell_type"].dtype, x))
+            return (x @ self.weight - 1).square().mean()
+
+    trainer = lightning.Trainer(**QUIET, max_epochs=1, precision=precision, enable_checkpointing=False)
+    trainer.fit(Any(), datamodule=DataModule(train=zl.Loader(**options | {"layout": layout})))
+    assert [rows for rows, _, _ in seen] == [minibatch.row.tolist() for minibatch in epochs[0]]
+    for (_, codes, x), minibatch in zip(seen, epochs[0], strict=True):
+        assert (codes, x.dtype) == (torch.int64, dtype)
+        assert torch.equal(x, minibatch.x.to(dtype))

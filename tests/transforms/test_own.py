@@ -103,7 +103,7 @@ def test_zeros_that_are_filled_count_in_whole_rows(dataset):
         wanted = ((X + 1) / (X + 1).sum(axis=1, keepdims=True))[:, slice(None) if genes is None else genes]
         for minibatch in loader:
             np.testing.assert_allclose(minibatch.x, wanted[minibatch.index], rtol=1e-6)
-    with pytest.raises(OptionError, match=r"only layout='dense' can hold: choose that layout$"):
+    with pytest.raises(OptionError, match=r"only layout='dense' can hold: give a Loader that layout$"):
         zl.Loader(dataset, transforms=[PlusOne()])
 
 

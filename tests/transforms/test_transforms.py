@@ -382,7 +382,10 @@ def test_options_that_cannot_be_used_are_refused(make, says):
         ({"transforms": [LogNormalize(1)], "dtype": "int32"}, "makes fractions, which int32 cannot hold"),
         ({"transforms": [Clip(0, 0.5)], "dtype": "int64"}, "makes fractions, which int64 cannot hold"),
         ({"transforms": [Clip(0, 1e10)], "dtype": "int32"}, "1.*, which int32 cannot hold"),
-        ({"transforms": [Clip(1, 2)]}, "only layout='dense' can hold: choose that layout, or let the range contain 0"),
+        (
+            {"transforms": [Clip(1, 2)]},
+            "only layout='dense' can hold: give a Loader that layout, or let the range contain 0",
+        ),
         ({"transforms": [Scale(STD, STD)]}, r"only layout='dense' can hold.*leave out the mean"),
         ({"transforms": [Scale(STD, STD)], "layout": "anndata"}, "only layout='dense' can hold"),
         ({"transforms": [LogNormalize(1), Downsample(5)]}, r"Downsample\(counts=5\) needs counts"),

@@ -57,6 +57,7 @@ _OF_OTHER_LOADERS = {
 
 # Options of a zl.Loader that are given to a sampling, a DataModule or open_dataset.
 _OF_THE_LOADER = ("batch_size", "fetch_factor", "sampling", "shuffle", "drop_last", "seed", "obs", "layout", "dtype")
+_CONDITION = "condition"  # an expression over obs, in place of which people write column="label"
 
 
 def answers(found: T) -> T:
@@ -78,9 +79,14 @@ def _methods(found: Any) -> Iterator[tuple[type, str, FunctionType]]:
     for owner in getattr(found, "__mro__", ()):
         if owner.__module__.partition(".")[0] == "zloader" and not getattr(owner, "_is_protocol", False):
             for name, method in list(vars(owner).items()):
-                options = isinstance(method, FunctionType) and method.__code__.co_kwonlyargcount
-                if isinstance(method, FunctionType) and (name == "__init__" or (options and not name.startswith("_"))):
+                if isinstance(method, FunctionType) and (name == "__init__" or _takes_names(method)):
                     yield owner, name, method
+
+
+def _takes_names(method: FunctionType) -> bool:
+    code = method.__code__
+    has_options = code.co_kwonlyargcount or _CONDITION in code.co_varnames[: code.co_argcount]
+    return bool(has_options) and not method.__name__.startswith("_")
 
 
 def _answering(function: FunctionType) -> Callable[..., Any]:
@@ -92,13 +98,26 @@ def _answering(function: FunctionType) -> Callable[..., Any]:
         try:
             return function(*args, **keywords)
         except TypeError:
-            answer = _answer(function, keywords)
+            answer = _answer(function, keywords) or _unnamed(function, len(args))
             if answer is None:
                 raise
         raise KeywordError(answer)
 
     vars(answering)["_answers"] = True
     return answering
+
+
+def _unnamed(function: FunctionType, n_given: int) -> str | None:
+    """The message for arguments without a name where a function wants them named; None if it takes them."""
+    parameters = inspect.signature(function).parameters.values()
+    by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    most = function.__code__.co_argcount
+    if n_given <= most or not by_name or any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return None
+    called = function.__qualname__.removesuffix(".__init__")
+    first = "..., " if most > ("self" in function.__code__.co_varnames[:1]) else ""
+    example = f"{called}({first}{by_name[0]}=...)"
+    return f"{called} takes its options by name: write {example}; it has: {listed(by_name)}"
 
 
 def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
@@ -112,6 +131,8 @@ def _answer(function: FunctionType, given: dict[str, Any]) -> str | None:
     answer = f"{called} has no option {unknown!r}"
     if called in ("Loader", "DataModule") and unknown in _OF_OTHER_LOADERS:
         return f"{answer}: {_OF_OTHER_LOADERS[unknown]}"
+    if known[:1] == [_CONDITION]:
+        return f"{answer}: write {function.__name__}({f'{unknown} == {given[unknown]!r:.50}'!r})"
     for name in known:
         for word in re.findall(r"\w+", str(parameters[name].annotation)):
             options = function.__globals__.get(word)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from zloader.access.location import Location
 from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError, StoreChangedError
+from zloader.common.keywords import answers
 from zloader.common.machine import require_memory
 from zloader.common.messages import warn_user
 from zloader.common.options import Cache, FetchOptions
@@ -90,6 +91,23 @@ def _reopen(
     return dataset
 
 
+# What an AnnData has and a Dataset has not, with the way to it. scvi-tools asks an AnnData for uns first.
+_OF_ANNDATA = {
+    "X": "a zl.Loader reads X in minibatches; dataset.take(rows) and dataset.to_adata() give an AnnData",
+    "layers": "zl.Loader(dataset, x='layers/NAME') reads one in minibatches, dataset.take(rows, layers=[...]) at once",
+    "obsm": "zl.Loader(dataset, obsm=[...]) reads arrays in minibatches, dataset.obsm_array(name) reads one whole",
+    "raw": "zl.Loader(dataset, x='raw/X') reads its X in minibatches",
+    "to_memory": "dataset.to_adata() gives an AnnData in memory, dataset.take(rows) one of some rows",
+    "copy": "it never changes, so there is nothing to copy; dataset.to_adata() gives an AnnData in memory",
+    "uns": (
+        "for scvi-tools, make dm = zloader.integrations.scvi.DataModule(dataset, batch_key=...), then "
+        "SCVI(registry=dm.registry) in place of setup_anndata, or "
+        "load_query_data(reference_model=..., registry=dm.registry)"
+    ),
+}
+
+
+@answers
 class Dataset(BaseDataset):
     """One or several AnnData stores as one table of rows x genes. Made by `zl.open_dataset`.
 
@@ -161,17 +179,11 @@ class Dataset(BaseDataset):
         mask[positions] = True
         return self._view(RowSet.of(mask))
 
-    @property
-    def uns(self) -> NoReturn:
-        """Raises AttributeError. scvi-tools asks an AnnData for it first.
-
-        :meta private:
-        """
-        raise AttributeError(
-            f"a {type(self).__name__} of zloader is no AnnData, and has no uns: for scvi-tools, make "
-            "dm = zloader.integrations.scvi.DataModule(dataset, batch_key=...), then SCVI(registry=dm.registry) in "
-            "place of setup_anndata, or load_query_data(reference_model=..., registry=dm.registry)"
-        )
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ANNDATA:
+            what = type(self).__name__
+            raise AttributeError(f"a {what} of zloader is no AnnData, and has no {name}: {_OF_ANNDATA[name]}")
+        return object.__getattribute__(self, name)  # raises Python's own error
 
     @property
     def whole(self) -> Dataset:
@@ -473,6 +485,7 @@ def _in_anndata(x: X | None) -> Any:
     return as_scipy(x) if isinstance(x, CsrArrays) else x
 
 
+@answers
 class View(Dataset):
     """Some rows of a dataset, in ascending order, as a dataset of their own. Made by `where` and `split`.
 

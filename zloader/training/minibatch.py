@@ -32,6 +32,16 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 
+class ByName(dict[str, torch.Tensor]):
+    """Tensors of obs columns or obsm arrays. A name that was not loaded raises MissingColumnError."""
+
+    def __missing__(self, name: Any) -> NoReturn:
+        raise MissingColumnError(
+            f"the minibatch has no {name!r}, only: {listed(self)}{suggestion(name, self) or '.'} A Loader loads the "
+            "obs columns and obsm arrays that its options obs=[...] and obsm=[...] name."
+        )
+
+
 class _FromParts(ABCMeta):
     """Makes `Minibatch({...})` the same as `Minibatch(**{...})`, because libraries rebuild a Mapping in this way."""
 
@@ -39,7 +49,8 @@ class _FromParts(ABCMeta):
         return super().__call__(**dict(*parts, **named))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+# Not frozen, because Lightning's precisions such as bf16-true put converted tensors into a copy.
+@dataclass(kw_only=True, eq=False, repr=False)
 class Minibatch(Mapping[str, Any], metaclass=_FromParts):
     """The rows of one training step. All fields have the same row order, and `len()` is the number of rows.
 
@@ -143,8 +154,8 @@ class Minibatch(Mapping[str, Any], metaclass=_FromParts):
         return dataclasses.replace(
             self,
             x=self._each_x(function),
-            obs={name: function(column) for name, column in self.obs.items()},
-            obsm={name: function(array) for name, array in self.obsm.items()},
+            obs=ByName((name, function(column)) for name, column in self.obs.items()),
+            obsm=ByName((name, function(array)) for name, array in self.obsm.items()),
             row=index if self.row is self.index else function(self.row),
             index=index,
             tokens=None if self.tokens is None else self.tokens.each(function),
@@ -206,8 +217,8 @@ def as_minibatch(
     row = dataset.positions(arrays.index)
     return Minibatch(
         x=None if x is None else made[x] if isinstance(x, str) else made,
-        obs={name: torch.from_numpy(column) for name, column in arrays.obs.items()},
-        obsm={name: torch.from_numpy(array) for name, array in arrays.obsm.items()},
+        obs=ByName((name, torch.from_numpy(column)) for name, column in arrays.obs.items()),
+        obsm=ByName((name, torch.from_numpy(array)) for name, array in arrays.obsm.items()),
         row=index if row is arrays.index else torch.from_numpy(row),
         index=index,
         obs_names=arrays.names,

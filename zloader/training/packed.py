@@ -28,7 +28,7 @@ class Padded(NamedTuple):
     mask: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class PackedRows:
     """Rows x genes as three tensors, in the dtypes that take the least memory; `minibatch.x` with layout "packed".
 

@@ -28,7 +28,7 @@ Tokenizer: TypeAlias = Geneformer | ScGPT
 log = logging.getLogger("zloader")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Tokens:
     """The tokens of a minibatch, as `minibatch.tokens`. All tensors but `lengths` are rows x places.
 

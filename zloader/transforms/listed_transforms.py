@@ -77,8 +77,8 @@ def bound_transforms(
             )
         if transform.fills_zeros and not dense:
             raise OptionError(
-                f"{transform} makes other values of zeros, which only layout='dense' can hold: choose that layout"
-                + (f", or {transform.fills_zeros}" if isinstance(transform.fills_zeros, str) else "")
+                f"{transform} makes other values of zeros, which only layout='dense' can hold: give a Loader that "
+                "layout" + (f", or {transform.fills_zeros}" if isinstance(transform.fills_zeros, str) else "")
             )
     for first, second in combinations(transforms, 2):
         if first.makes_fractions and second.needs_counts:
