@@ -28,6 +28,7 @@ from sources import (
 )
 
 import zloader as zl
+from zloader.conversion.writing import shards
 from zloader.conversion.writing.encode import CODECS, ChunkEncoder, chunk_elements, grid, shard_index, zarr_codecs
 from zloader.conversion.writing.ownership import MARKER
 from zloader.conversion.writing.shards import stored_layout
@@ -241,3 +242,13 @@ def test_memory_does_not_grow_with_the_matrix(tmp_path: Path, layout: str) -> No
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 7e6
+
+
+def test_shards_longer_than_a_read_are_read_back(tmp_path, monkeypatch):
+    """Shards are read back in pieces of 8 MiB, as `verify` reads them too. Here a piece holds a few of many chunks."""
+    monkeypatch.setattr(shards, "_READ_BYTES", 3000)
+    x = counts(400, 90)
+    write_h5ad(tmp_path / "s.h5ad", x)
+    convert(tmp_path / "s.h5ad", tmp_path / "s.zarr", zl.ConvertOptions(shard_size="1MiB"))
+    zl.verify(tmp_path / "s.zarr", against=tmp_path / "s.h5ad", progress=False)
+    np.testing.assert_array_equal(zl.open_dataset(tmp_path / "s.zarr").to_adata().X.toarray(), x.toarray())
