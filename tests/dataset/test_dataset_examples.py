@@ -41,8 +41,8 @@ def atlas(tmp_path, monkeypatch):
     zl.convert(other, "other.zarr", progress=False)
 
 
-@pytest.mark.parametrize("name", ["dataset", "quality", "suggest", "warm"])
+@pytest.mark.parametrize("name", ["dataset.dataset", "insight.quality", "insight.suggest", "dataset.warm"])
 def test_the_examples_run(name, atlas):
-    failed, attempted = doctest.testmod(importlib.import_module(f"zloader.dataset.{name}"))
+    failed, attempted = doctest.testmod(importlib.import_module(f"zloader.{name}"))
     assert attempted
     assert not failed

@@ -217,6 +217,30 @@ def test_state_and_statistics_while_another_thread_iterates(loader):
     assert [seen for _, seen in states] == sorted(seen for _, seen in states)
 
 
+@pytest.mark.parametrize("received", [0, 3])
+def test_the_state_while_an_epoch_is_planned(loader, received):
+    """An epoch is counted before its plan is made. Its state still says that nothing more of it has been received."""
+
+    class Asking(zl.Loader):
+        found: list | None = None
+
+        def plan(self, epoch):
+            if self.found is not None:
+                joined(started(lambda: self.found.append(self.state_dict())))
+            return super().plan(epoch)
+
+    minibatches = iter(loader)
+    for _ in range(received):
+        next(minibatches)
+    state = loader.state_dict()
+    asking = Asking(loader.dataset, **SIZES)
+    asking.load_state_dict(state)
+    asking.found = []
+    next(iter(asking))
+    assert asking.found
+    assert asking.found == [state] * len(asking.found)
+
+
 def test_the_state_while_an_epoch_begins(loader, caplog):
     """It still says that nothing of the epoch has been received."""
     found = []

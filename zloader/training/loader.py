@@ -190,6 +190,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
         self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
         self._current: EpochRecord | None = None  # of the epoch that state_dict describes; None before it begins
+        self._beginning: Position | None = None  # of an epoch that has been counted, while it has no record yet
         self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
@@ -269,7 +270,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             )
         current = self._current  # read once, because another thread may begin an epoch
         if current is None:
-            position = self._worker_position or self._epochs.next()
+            position = self._beginning or self._position()
         elif current.finished and worker is None and not unused:
             position = Position(epoch=current.epoch + 1)
         else:
@@ -296,7 +297,11 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def _restart(self, position: Position) -> None:
         self._epochs.restart(position)
         self._worker_position = position if position.of_workers > 1 else None
-        self._current = None
+        self._current = self._beginning = None
+
+    def _position(self) -> Position:
+        """The position at which the next iteration starts."""
+        return self._worker_position or self._epochs.next()
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
@@ -344,6 +349,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def _begin(self, start: StartWork) -> RunningEpoch:
         worker = torch.utils.data.get_worker_info()
+        self._beginning = self._position()  # before it is counted, because another thread may ask for the state
         restored, self._worker_position = self._worker_position, None
         begun, ticket = self._epochs.begin(worker)
         uncount = functools.partial(self._epochs.give_back, ticket) if worker is None else _nothing
