@@ -13,7 +13,7 @@ from zloader.access.stored_objects import Listing, StoredObject, fingerprint, mi
 
 pytestmark = pytest.mark.any_version
 
-ENTRIES = st.builds(StoredObject, st.integers(0, 2**62), st.text(max_size=40), st.text(max_size=40))
+ENTRIES = st.builds(StoredObject, st.integers(0, 2**53), st.text(max_size=40), st.text(max_size=40))
 OBJECTS = st.dictionaries(st.text(st.characters(codec=None), max_size=12), ENTRIES, max_size=40)
 
 

@@ -20,6 +20,7 @@ import zarr.codecs
 from helpers import check_minibatch, counts, dense
 
 import zloader as zl
+from zloader.access.listed_store import ListedStore
 from zloader.common.errors import CorruptChunkError, FormatError, ZloaderError
 
 ADATA = counts(300, 120, seed=3)
@@ -220,6 +221,42 @@ def test_a_decompression_bomb_in_an_array_that_zarr_reads(tmp_path: Path, path: 
     try:
         with pytest.raises(ZloaderError, match=r"cannot be decoded: it would decode to"):
             next(iter(zl.Loader(zl.open_dataset(store), **LOADER)))
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.any_version  # zarr reads shards in several ways
+@pytest.mark.parametrize("location", ["start", "end"])
+@pytest.mark.parametrize("dtype", ["string", "int32"])
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 4)], ids=["whole", "one"])
+def test_a_decompression_bomb_in_a_shard(tmp_path: Path, dtype: str, location: str, rows: slice) -> None:
+    codec = zarr.codecs.GzipCodec()
+    array = zarr.create_array(
+        tmp_path, name="a", shape=(16,), shards=(16,), chunks=(4,), dtype=dtype, compressors=codec
+    )
+    file = tmp_path / "a/zarr.json"
+    metadata = json.loads(file.read_text())
+    sharding = metadata["codecs"][0]["configuration"]
+    sharding |= {"index_location": location, "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
+    file.write_text(json.dumps(metadata))
+    array = zarr.open_array(tmp_path / "a", mode="r+")
+    array[:] = np.arange(16).astype("T" if dtype == "string" else dtype)
+    shard = tmp_path / "a/c/0"
+
+    def read() -> Any:
+        sizes = {key: (tmp_path / key).stat().st_size for key in ("a/zarr.json", "a/c/0")}
+        store = ListedStore(zarr.storage.LocalStore(tmp_path), "file", sizes, all_listed=True)
+        return zarr.open_array(store, path="a", mode="r")[rows]
+
+    assert [int(value) for value in read()] == list(range(16))[rows]
+    start = 64 if location == "start" else 0
+    index = np.array([[start, len(BOMBS["gzip"])]] * 4, "<u8").tobytes()
+    shard.write_bytes(index + BOMBS["gzip"] if location == "start" else BOMBS["gzip"] + index)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptChunkError, match=r"file: a/c/0 cannot be decoded: it would decode to"):
+            read()
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()

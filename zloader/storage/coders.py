@@ -199,9 +199,16 @@ def chain_of(codecs: Sequence[Mapping[str, Any]], path: str) -> Chain:
 
 
 def compressors_of(codecs: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
-    """The compressors at the end of the `codecs` of the array at `path`; none if there is a codec between them."""
+    """The compressors at the end of the `codecs` of the array at `path`.
+
+    Raises FormatError for a compressor elsewhere, whose output would not be limited.
+    """
     names = [codec["name"].removeprefix(PREFIX) for codec in codecs]
-    last = list(itertools.takewhile(lambda number: names[number] in _COMPRESSORS - {PCODEC}, range(len(names))[::-1]))
+    compressors = _COMPRESSORS - {PCODEC}
+    last = list(itertools.takewhile(lambda number: names[number] in compressors, range(len(names))[::-1]))
+    hidden = [name for name in names[: len(names) - len(last)] if name in compressors]
+    if hidden:
+        raise _unreadable(path, names, hidden[0], " before another codec")
     return [_coder(codecs[number], path, names) for number in last[::-1]]
 
 

@@ -196,9 +196,33 @@ def chunk_compressors(node: Mapping[str, Any], path: str) -> tuple[list[Any], bo
     if node.get("zarr_format") == 3:
         codecs = [{"name": codec} if isinstance(codec, str) else codec for codec in node["codecs"]]
     else:
-        codecs = [_codec_v2(coder) for coder in [node.get("compressor")] if coder is not None]
+        coders = [*(node.get("filters") or []), node.get("compressor")]
+        codecs = [_codec_v2(coder) for coder in coders if coder is not None]
     checked = [codec["name"] for codec in codecs[-1:]] == ["crc32c"]
     return compressors_of(codecs[:-1] if checked else codecs, path), checked
+
+
+def inner_chunks(node: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any], ZarrPlacement]:
+    """The metadata of a sharded array with the inner chunks in place of the shards, and the placement in a shard.
+
+    Raises FormatError for shards that are compressed as a whole or hold shards, and for an unknown kind of index.
+    """
+    last = node["codecs"][-1]
+    sharding = {"index_codecs": [{"name": "bytes"}, {"name": "crc32c"}], **last.get("configuration", {})}
+    index_codecs = _index_codecs(sharding)
+    known = index_codecs in (["bytes"], ["bytes", "crc32c"])
+    if last["name"] != SHARDING or codec_names(node).count(SHARDING) > 1 or not known:
+        raise FormatError(f"{path} has an unsupported shard format: run 'zloader convert' on the source of this store")
+    outer, inner = node["chunk_grid"]["configuration"]["chunk_shape"], sharding["chunk_shape"]
+    placement = ZarrPlacement(
+        path=path,
+        chunks_per_object=math.prod(whole // max(1, part) for whole, part in zip(outer, inner, strict=True)),
+        sharded=True,
+        index_checksum="crc32c" in index_codecs,
+        index_at_end=sharding.get("index_location", "end") == "end",
+    )
+    grid = {"name": "regular", "configuration": {"chunk_shape": inner}}
+    return {**node, "chunk_grid": grid, "codecs": sharding["codecs"]}, placement
 
 
 def _codec_names(node: Mapping[str, Any]) -> Iterator[str]:
