@@ -1,0 +1,93 @@
+"""A training loop may change a minibatch in place: no later minibatch, epoch or process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from helpers import counts, write_store
+
+import zloader as zl
+from zloader.training.packed import PackedRows
+from zloader.training.tokens import Tokens
+
+ADATA = counts(150, 40)
+ADATA.obsm["X_pca"] = np.random.default_rng(0).random((150, 3), np.float32)
+TOKENS = {name: number for number, name in enumerate(["<pad>", "<mask>", "<cls>", "<eoc>", *ADATA.var_names])}
+PARTS = {
+    "obs": ["cell_type", "n_counts"],
+    "obsm": ["X_pca"],
+    "obs_names": True,
+    "controls": zl.MatchedControls("passed", match="lane", n=1),
+    "tokens": zl.tokenizers.ScGPT(TOKENS, max_length=12),
+}
+SIZES = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(4)}
+CACHES = {"no mirror": None, "decoded": {}, "stored": {"form": "stored"}}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("in_place")
+    write_store(ADATA, folder / "s.zarr", folder)
+    return str(folder / "s.zarr")
+
+
+def arrays(part: Any) -> Iterator[np.ndarray]:
+    """The memory of all parts of a minibatch, of which some may be read-only."""
+    if isinstance(part, torch.Tensor) and part.layout == torch.sparse_csr:
+        yield from arrays([part.crow_indices(), part.col_indices(), part.values()])
+    elif isinstance(part, torch.Tensor):
+        yield part.numpy()
+    elif isinstance(part, np.ndarray):
+        yield part
+    elif scipy.sparse.issparse(part):
+        yield from (part.indptr, part.indices, part.data)
+    elif isinstance(part, zl.Minibatch):
+        yield from arrays([part[name] for name in sorted(part.keys())])
+    elif isinstance(part, PackedRows | Tokens):
+        yield from arrays([value for _, value in sorted(vars(part).items())])
+    elif isinstance(part, dict):
+        yield from arrays([value for _, value in sorted(part.items())])
+    elif isinstance(part, list):
+        for each in part:
+            yield from arrays(each)
+    elif hasattr(part, "obsm"):  # an AnnData
+        yield from arrays([part.X, *(column.to_numpy() for _, column in part.obs.items()), dict(part.obsm)])
+
+
+def content(minibatch: zl.Minibatch) -> list[Any]:
+    return [array.tolist() for array in arrays(minibatch)]
+
+
+def spoil(minibatch: zl.Minibatch) -> int:
+    """Overwrites every byte that can be written. Returns how many arrays were."""
+    written = 0
+    for array in arrays(minibatch):
+        if array.flags.writeable:
+            array[...] = "spoilt" if array.dtype == object else 1
+            written += 1
+    return written
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_changes_are_not_seen_later(store, tmp_path, layout, cache):
+    parts = PARTS | ({"tokens": None} if layout == "anndata" else {})  # which has no place for them
+
+    def loader() -> zl.Loader:
+        kept = None if CACHES[cache] is None else zl.Cache(tmp_path / "cache", **CACHES[cache])
+        return zl.Loader(zl.open_dataset(store, cache=kept), layout=layout, **parts, **SIZES)
+
+    plain = zl.Loader(zl.open_dataset(store), layout=layout, **parts, **SIZES)
+    wanted = [[content(minibatch) for minibatch in plain] for _ in range(2)]
+    changing = loader()
+    for epoch in wanted:
+        for found, right in zip(changing, epoch, strict=True):
+            assert content(found) == right
+            assert spoil(found) > 8
+            assert content(found) != right
+    assert [content(minibatch) for minibatch in loader()] == wanted[0]
