@@ -1,7 +1,7 @@
 """Mixing and loading speed by block_size and fetch_factor, and the sizes to take.
 
-Mixing is computed from the plan alone (dataset/quality.py). The loading speed is computed from the link's speed and the
-bytes that an epoch reads (dataset/cost.py), or measured by reading the store. Both are for epochs without a mirror: the
+Mixing is computed from the plan alone (insight/quality.py). The loading speed is computed from the link's speed and the
+bytes that an epoch reads (insight/cost.py), or measured by reading the store. Both are for epochs without a mirror: the
 speed of warm epochs depends little on these sizes.
 """
 

@@ -1,0 +1,86 @@
+"""Sets, controls, tokens, several matrices and large obs columns while S3 fails: the same minibatches, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import PATIENCE_S, assert_same_minibatches, assert_threads_end, counts, write_store
+
+import zloader as zl
+from zloader.common.errors import ReadError
+from zloader.dataset import paged_columns
+
+ADATA = counts(240, 40)
+ADATA.layers["twice"] = ADATA.X * 2
+ADATA.obsm["X_pca"] = np.random.default_rng(0).random((240, 3), np.float32)
+TOKENS = {name: number for number, name in enumerate(["<pad>", "<mask>", "<cls>", "<eoc>", *ADATA.var_names])}
+PARTS: dict[str, dict[str, Any]] = {
+    "sets with controls": {
+        "sampling": zl.CellSets("donor", set_size=4),
+        "controls": zl.MatchedControls("passed", match="lane", n=1),
+        "obs": ["donor"],
+    },
+    "tokens": {"tokens": zl.tokenizers.ScGPT(TOKENS, max_length=12, masked=zl.tokenizers.Masked(0.4)), "x": None},
+    "matrices with transforms": {"x": ["X", "layers/twice"], "transforms": [zl.transforms.LogNormalize(1e3)]},
+    "large columns": {"obs": ["cell_type", "n_counts", "lane"], "obsm": ["X_pca"]},
+}
+# Each of these passes. Chunks are read several times until every fault has been used up.
+PASSING = [
+    {"kind": "status", "status": 503, "code": "SlowDown", "count": 2},
+    {"kind": "reset", "count": 1, "skip": 3},
+    {"kind": "truncate", "count": 1, "skip": 6},
+    {"kind": "short", "count": 1, "skip": 9},
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_columns_are_large(monkeypatch):
+    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
+    monkeypatch.setattr(paged_columns, "_LEAST_OF_STORE", 1)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("bucket")
+    write_store(ADATA, folder / "atlas" / "s.zarr", folder)
+    return folder
+
+
+def loader_of(url: Any, parts: dict[str, Any], **opening: Any) -> zl.Loader:
+    options = zl.FetchOptions(deadline_s=PATIENCE_S, retries=9)
+    return zl.Loader(zl.open_dataset(url, **opening), batch_size=16, fetch_factor=2, options=options, **parts)
+
+
+def extras(minibatch: zl.Minibatch) -> list[Any]:
+    """What `assert_same_minibatches` does not compare."""
+    tokens, sets = minibatch.tokens, minibatch.set_of_row
+    of_tokens = [] if tokens is None else [tensor.tolist() for tensor in vars(tokens).values() if tensor is not None]
+    return [*of_tokens, None if sets is None else sets.tolist()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mirrored", [True, False], ids=["mirror", "no mirror"])
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_epoch_is_the_same_or_raises(bucket, sim, tmp_path, parts, mirrored):
+    wanted = list(loader_of(bucket / "atlas" / "s.zarr", PARTS[parts]))
+    server = sim(root=bucket)
+    opening = {"storage_options": {"key": "any", "secret": "any", "endpoint_url": server.url}}
+    loader = loader_of("s3://atlas/s.zarr", PARTS[parts], cache=tmp_path / "cache" if mirrored else None, **opening)
+    server.faults = [fault | {"match": "(X|layers|obs|obsm)/.*/c/"} for fault in PASSING]
+    found = list(loader)
+    assert sum(server.stats().get(f"fault_{fault['kind']}", 0) for fault in PASSING) >= 3
+    assert_same_minibatches(found, wanted)
+    assert [extras(each) for each in found] == [extras(each) for each in wanted]
+    controls = [(each.control, other.control) for each, other in zip(found, wanted, strict=True) if other.control]
+    assert_same_minibatches([one for one, _ in controls], [other for _, other in controls])
+
+    lasting = loader_of("s3://atlas/s.zarr", PARTS[parts], cache=tmp_path / "other" if mirrored else None, **opening)
+    lasting.options = zl.FetchOptions(deadline_s=PATIENCE_S, retries=1)
+    minibatches = iter(lasting)
+    server.faults = [{"kind": "status", "match": "(X|layers|obs|obsm)/.*/c/", "skip": 2}]
+    with pytest.raises(ReadError, match=r"s3://atlas/s.zarr"):
+        list(minibatches)
+    del minibatches
+    assert_threads_end()
