@@ -74,6 +74,7 @@ def test_every_public_callable_names_the_keyword_that_was_meant(name: str) -> No
         (zl.Loader, "num_workers", "zloader reads, decodes and gathers in threads"),
         (zl.Loader, "rng", "seed, a whole number, decides the order"),
         (zl.Loader, "preload_to_gpu", "device='cuda' sends minibatches ahead"),
+        (zl.Loader, "layer", "x='layers/NAME' is the matrix to load"),
         (zl.Loader, "indices", "give the Loader a view, such as dataset.where(...)"),
         (zl.Loader, "fetch_callback", "zloader reads the rows itself"),
         (zl.Loader, "strategy", "sampling is the order of the rows"),

@@ -300,6 +300,8 @@ def test_x_becomes_dense_after_the_copy(dataset):
         ({"loader_options": {"layout": "csr"}}, OptionError, "must be one of"),
         ({"x": ["X"]}, OptionError, "name of one matrix"),
         ({"batch_size": 0}, OptionError, "batch_size must be a whole number"),
+        ({"batch_key": ["donor", "lane"]}, OptionError, "batch_key must be the name of one obs column"),
+        ({"label_key": 3}, OptionError, "label_key must be the name of one obs column, not 3"),
         ({"model_name": "SCANV"}, OptionError, "'SCANVI', not 'SCANV'"),
         ({"categories": "donor"}, OptionError, "Dataset"),
     ],

@@ -38,6 +38,7 @@ _OF_OTHER_LOADERS = {
     "chunk_size": _BLOCKS,
     "block_size": _BLOCKS,
     "pin_memory": "device='cuda' copies minibatches ahead, through page-locked memory",
+    "layer": "x='layers/NAME' is the matrix to load",
     "collate_fn": "batch_transform is a function of your own that gets each minibatch",
     "sampler": "sampling is the order of the rows",
     "batch_sampler": "sampling is the order of the rows",

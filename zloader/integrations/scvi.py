@@ -126,6 +126,12 @@ class DataModule(Described, LightningDataModule):
             require_one_of(_OPTIONS, **{"an option in loader_options": name})
         if not isinstance(self.x, str):
             raise OptionError(f"x must be the name of one matrix, such as 'X' or 'layers/counts', not {self.x!r:.100}")
+        for option in ("batch_key", "label_key"):
+            if not isinstance(column := getattr(self, option), str | None):
+                raise OptionError(
+                    f"{option} must be the name of one obs column, not {column!r:.100}: further columns of labels are "
+                    "categorical_covariate_keys=[...]"
+                )
         self._scvi_version = scvi.__version__
         self._fields = self._read_fields()
         self._encoder = self._encoder_of(self.dataset)
