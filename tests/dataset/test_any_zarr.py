@@ -21,7 +21,7 @@ from helpers import check_minibatch, counts, dense
 
 import zloader as zl
 from zloader.access.listed_store import ListedStore
-from zloader.common.errors import CorruptChunkError, FormatError, ZloaderError
+from zloader.common.errors import CorruptChunkError, FormatError, TruncatedObjectError, ZloaderError
 
 ADATA = counts(300, 120, seed=3)
 LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(7), "obs": ["cell_type"]}
@@ -260,6 +260,33 @@ def test_a_decompression_bomb_in_a_shard(tmp_path: Path, dtype: str, location: s
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
     finally:
         tracemalloc.stop()
+
+
+class CutsShort(zarr.storage.LocalStore):
+    """Leaves out the last byte of the first `left` chunks that are read."""
+
+    left = 0
+
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        content = await super().get(key, prototype, byte_range)
+        if content is None or key.endswith(".json") or not self.left:
+            return content
+        self.left -= 1
+        return content[:-1]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_an_answer_that_was_cut_short_is_asked_for_again(tmp_path: Path, left: int) -> None:
+    zarr.create_array(tmp_path / "a", data=np.arange(16), chunks=(16,), compressors=None)
+    sizes = {key: (tmp_path / key).stat().st_size for key in ("a/zarr.json", "a/c/0")}
+    inner = CutsShort(tmp_path)
+    inner.left = left
+    array = zarr.open_array(ListedStore(inner, "file", sizes, all_listed=True), path="a", mode="r")
+    if left < 2:
+        assert array[:].tolist() == list(range(16))
+    else:
+        with pytest.raises(TruncatedObjectError, match="a/c/0 returned 127 bytes instead of 128"):
+            array[:]
 
 
 def test_pickle_is_not_read(tmp_path: Path) -> None:

@@ -117,7 +117,10 @@ class ListedStore(Store):
             require_bytes(self._url, key, size, _end(byte_range))
         if not is_metadata(key):
             self._chunks_of(key)
+        wanted = _length(byte_range, size)
         content = None if self._is_absent(key) else await self._read_translated(key, prototype, byte_range)
+        if content is not None and len(content) < (wanted or 0):  # an answer that was cut short is complete next time
+            content = await self._read_translated(key, prototype, byte_range)
         if content is None:
             if size is not None:
                 raise MissingObjectError(
@@ -127,7 +130,7 @@ class ListedStore(Store):
             if self.complete and not is_metadata(key):
                 raise MissingObjectError(f"{self._url}: {key} is missing: the store is incomplete. Convert it again")
             return None
-        self._check_length(key, len(content), _length(byte_range, size))
+        self._check_length(key, len(content), wanted)
         if not is_metadata(key):
             if not self._merges:
                 self._check_chunks(key, content, byte_range)
