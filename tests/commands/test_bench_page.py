@@ -249,6 +249,21 @@ def test_the_code_and_the_commands_fit_the_run(page):
 
 
 @pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["symbol"], "genes_by='symbol'"),
+        (["none", "orthologs.tsv"],
+         r"genes_by=[None, pd.read_csv('orthologs.tsv', sep='\t', header=None, index_col=0)[1]]"),
+    ],
+)  # fmt: skip
+def test_the_code_names_genes_as_the_run_did(given, text):
+    code = rendered(bench_run(settings=SETTINGS | {"genes_by": given})).code[0]
+    assert text in code
+    assert ("import pandas as pd" in code) == ("pd." in text)
+    compile(code, "page", "exec")
+
+
+@pytest.mark.parametrize(
     ("amount", "text"),
     [(0, "$0"), (1e-20, "under $0.0001"), (0.0001, "$0.0001"), (0.27, "$0.27"), (0.999, "$1.00"),
      (1234.5, "$1,234.50")],

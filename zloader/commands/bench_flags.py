@@ -15,6 +15,7 @@ from zloader.commands.bill_run import Prices
 from zloader.commands.flags import (
     Access,
     Dtype,
+    GenesBy,
     GigabyteEgress,
     GpuHour,
     Json,
@@ -25,6 +26,7 @@ from zloader.commands.flags import (
     NvmeGigabyteMonth,
     ObsColumns,
     ThousandGets,
+    genes_by_of,
     x_of,
 )
 from zloader.common.errors import OptionError
@@ -70,9 +72,7 @@ class BenchFlags:
     join: Annotated[
         str | None, typer.Option(help="Genes of stores that differ: inner or outer.", show_default="must be equal")
     ] = None
-    genes_by: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="var column that names the genes.", show_default="var_names")
-    ] = None
+    genes_by: GenesBy = None
     x: Matrices = None
     obs: ObsColumns = ""
     loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
@@ -138,8 +138,8 @@ class BenchFlags:
         from zloader.dataset.open_dataset import open_dataset
 
         source: Any = self.urls[0] if len(self.urls) == 1 else self.urls
-        named: Any = {"storage_options": self.access.storage_options, "join": self.join, "genes_by": self.genes_by}
-        return open_dataset(source, cache=cache, **named)
+        named: Any = {"storage_options": self.access.storage_options, "join": self.join}
+        return open_dataset(source, cache=cache, genes_by=genes_by_of(self.genes_by), **named)
 
     def loader(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = ()) -> Loader:
         """A loader of a dataset with these options."""
@@ -170,8 +170,9 @@ class BenchFlags:
     def words(self) -> list[str]:
         """The flags that make the same loader, apart from those of the cache."""
         listed: dict[str, Any] = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
-        listed |= {"--join": self.join, "--genes-by": self.genes_by, "--obs": ",".join(self.obs_columns)}
+        listed |= {"--join": self.join, "--obs": ",".join(self.obs_columns)}
         listed |= {"--layout": self.layout, "--dtype": self.dtype}
         x = [self.matrices] if isinstance(self.matrices, str) else self.matrices
         words = [word for name, value in listed.items() if value for word in (name, str(value))]
-        return [*words, *(word for name in x for word in ("--x", name)), *self.access.words]
+        repeated = [("--genes-by", named) for named in self.genes_by or ()] + [("--x", name) for name in x]
+        return [*words, *(word for pair in repeated for word in pair), *self.access.words]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from zloader.commands import page
@@ -181,19 +182,31 @@ def _python(run: BenchRun, storage_options: Mapping[str, Any]) -> str:
     given = run.settings
     url = run.urls[0] if len(run.urls) == 1 else list(run.urls)
     opening = {"cache": None if run.cache is None else str(run.cache), "join": given["join"]}
-    opening |= {"genes_by": given["genes_by"], "storage_options": dict(storage_options) or None}
     words = [repr(url), *(f"{name}={value!r}" for name, value in opening.items() if value is not None)]
+    named = [_names_of_genes(each) for each in given["genes_by"] or ()]
+    if named:
+        words.append(f"genes_by={named[0]}" if len(named) == 1 else f"genes_by=[{', '.join(named)}]")
+    words += [f"storage_options={dict(storage_options)!r}"] if storage_options else []
     loading = {"batch_size": run.batch_size, "fetch_factor": given["fetch_factor"]}
     options = [f"{name}={value!r}" for name, value in loading.items()]
     options.append(f"sampling=zl.{stratified(given['block_size'])!r}")
     for name, default in (("x", Loader.x), ("obs", []), ("layout", Loader.layout), ("dtype", "float32")):
         if given[name] not in (default, None):
             options.append(f"{name}={given[name]!r}")
+    imports = "import pandas as pd\n" if any("pd." in each for each in named) else ""
     return (
-        "import zloader as zl\n\n"
+        f"{imports}import zloader as zl\n\n"
         f"dataset = zl.open_dataset({', '.join(words)})\n"
         f"loader = zl.Loader(dataset, {', '.join(options)})"
     )
+
+
+def _names_of_genes(given: str) -> str:
+    """The genes_by in Python for a --genes-by."""
+    separator = {".csv": ",", ".tsv": "\t"}.get(Path(given).suffix.lower())
+    if separator is None:
+        return repr(None if given == "none" else given)
+    return f"pd.read_csv({given!r}, sep={separator!r}, header=None, index_col=0)[1]"
 
 
 def _commands(run: BenchRun, flags: Sequence[str]) -> Mapping[str, str]:

@@ -36,6 +36,7 @@ def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
     loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns)
     rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
     console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
+    # Opened by itself, so that the first epoch finds nothing that was read or mirrored before it.
     unmirrored = flags.opened(None)
     for _ in flags.loader(unmirrored, Streaming(indices=[0])):
         pass
