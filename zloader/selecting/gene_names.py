@@ -19,7 +19,7 @@ GenesBy: TypeAlias = "NamedBy | Sequence[NamedBy]"
 _MOST_COMPARED = 50  # sources whose names are compared to find out why they do not match
 _ENSEMBL = re.compile(r"(ENS[A-Z]*?G\d+)\.\d+")
 _FOLDS: Sequence[tuple[Callable[[str], str], str]] = (
-    (str.upper, "if upper and lower case were the same, as with genes_by=str.upper in Python"),
+    (str.upper, "if upper and lower case were the same (genes_by=str.upper, or --genes-by with a file of new names)"),
     (lambda name: _ENSEMBL.sub(r"\1", name), "without the version suffixes of Ensembl IDs"),
 )
 
