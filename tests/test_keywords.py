@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import subprocess
+import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -133,4 +135,17 @@ def test_signatures_docstrings_and_classes_stay() -> None:
     assert str(inspect.signature(zl.Loader)).startswith("(dataset: 'Dataset', *, batch_size: 'int' = 64")
     assert inspect.signature(zl.open_dataset).parameters["cache"].default is None
     assert zl.open_dataset.__doc__.startswith("Opens an AnnData Zarr store")
-    assert inspect.getsource(zl.convert).startswith("def convert(")
+    assert inspect.getsource(zl.convert).startswith("@answers\ndef convert(")
+
+
+def test_a_function_that_was_imported_from_its_module_first_can_be_pickled() -> None:
+    """In a process of its own, because zloader looks up a name once."""
+    code = (
+        "import pickle, zloader as zl\n"
+        "from zloader.training.normalization import log1p_normalize\n"
+        "from zloader.dataset.open_dataset import open_dataset\n"
+        "for name, found in (('log1p_normalize', log1p_normalize), ('open_dataset', open_dataset)):\n"
+        "    assert getattr(zl, name) is found\n"
+        "    assert pickle.loads(pickle.dumps(found)) is found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

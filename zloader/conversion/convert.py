@@ -31,6 +31,7 @@ import zarr.errors
 
 from zloader.access.location import Location, location_of
 from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
+from zloader.common.keywords import answers
 from zloader.common.malloc import keep_freed_memory
 from zloader.common.messages import listed, warn_user
 from zloader.common.progress import Bars, progress_bars
@@ -91,6 +92,7 @@ class ConversionReport:
         )
 
 
+@answers
 def convert(  # noqa: PLR0913 - all but two are keyword-only
     sources: Sources,
     dest: str | os.PathLike[str],

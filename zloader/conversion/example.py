@@ -9,10 +9,12 @@ from pathlib import Path
 
 from zloader.caching.atomic_files import draft_path
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 
 NAME = "pancreas_human.h5ad"
 
 
+@answers
 def example_h5ad(path: str | os.PathLike[str] = NAME) -> Path:
     """Writes the cells that come with zloader to an .h5ad file, and returns its path.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from zloader.access.location import Location, location_of
 from zloader.common.errors import FormatError, TruncatedObjectError
+from zloader.common.keywords import answers
 from zloader.common.options import MiB
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.checking.compare import Comparison
@@ -69,6 +70,7 @@ class Verification:
         return not self.problems
 
 
+@answers
 def verify(
     url: str | os.PathLike[str],
     *,

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from zloader.access.location import location_of
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.options import Cache
 from zloader.dataset.dataset import Dataset, open_locations
 from zloader.selecting.gene_names import GenesBy
@@ -17,6 +18,7 @@ from zloader.selecting.joined_genes import GeneJoin
 URL = str | os.PathLike[str]
 
 
+@answers
 def open_dataset(
     url: URL | Sequence[URL],
     *,

@@ -19,6 +19,7 @@ from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.mirror import contents_of
 from zloader.common.checks import names_of, parse_size, require_count
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, Rows, Span
 from zloader.dataset.dataset import Dataset, require_dataset
@@ -60,6 +61,7 @@ class Warmed:
     full: bool
 
 
+@answers
 def warm(
     dataset: Dataset,
     *,

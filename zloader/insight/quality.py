@@ -28,6 +28,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.records import Rows
 from zloader.dataset.views import RowSet, Within
 from zloader.order.fetches import Fetch
@@ -73,6 +74,7 @@ class Quality:
     same_block_share: float
 
 
+@answers
 def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, plan: Plan) -> Quality:
     """Measures how well the minibatches of a plan are mixed, without reading values.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from zloader.common.checks import one_or_more, require_count
 from zloader.common.errors import FormatError, OptionError
+from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.controls import MatchedControls
@@ -78,6 +79,7 @@ class Suggestion:
         )
 
 
+@answers
 def suggest(
     dataset: Dataset,
     *,

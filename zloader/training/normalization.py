@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 
 
+@answers
 def log1p_normalize(x: torch.Tensor, target_sum: float = 1e4) -> torch.Tensor:
     """log(1 + counts per `target_sum`): each row is scaled to a total of `target_sum`, then log1p is applied.
 
