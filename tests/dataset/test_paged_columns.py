@@ -146,6 +146,17 @@ def test_a_fetch_reads_the_chunks_of_its_rows_only(tmp_path, store):
     assert counted.statistics().bytes_read > without.statistics().bytes_read
 
 
+def test_taken_rows_of_an_array_are_read_without_the_others(tmp_path, store):
+    rows = [123, 1, 123, 2]
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    taken = dataset.take(rows)
+    for name in OBSM:
+        np.testing.assert_array_equal(taken.obsm[name], ADATA.obsm[name][rows])
+        assert 0 < arrays_of(dataset)[f"obsm/{name}"].n_present < arrays_of(dataset)[f"obsm/{name}"].layout.n_chunks
+    without_cache = zl.open_dataset(store).take(rows)
+    np.testing.assert_array_equal(without_cache.obsm["pca"], ADATA.obsm["pca"][rows])
+
+
 def test_obs_without_x(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
     check_epoch(loader_of(dataset, x=None), ADATA)

@@ -373,7 +373,7 @@ class Dataset(BaseDataset):
         return _as_anndata(
             matrices.pop("X", None),
             obs=self._observations.frame_of(chosen),
-            obsm={name: self._observations.array(name)[chosen] for name in self._observations.usable_arrays},
+            obsm={name: self._observations.array_rows(name, chosen) for name in self._observations.usable_arrays},
             var=self.var.copy(),
             layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
         )

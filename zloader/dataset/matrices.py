@@ -22,10 +22,8 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.opening import OpenedStores
-from zloader.order.fetches import Fetch
-from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.fetch import Recipe, read_at_once
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.selecting.joined_genes import GeneJoin
 from zloader.storage.layout import MatrixLayout
@@ -172,10 +170,7 @@ class Matrices:
             dense=all(part.matrix.genes is None for part in parts),
             dtype=dtype,
         )
-        scheduler = FetchScheduler(recipe, options, BufferPool())
-        fetch = Fetch(number=0, rows=rows, order=np.arange(len(rows)), cuts=np.array([0, len(rows)]))
-        (minibatch,) = scheduler.start([fetch], name="zloader-take")
-        return minibatch.x[x]
+        return read_at_once(recipe, rows, options).x[x]
 
 
 def frame_of(x: str) -> str:

@@ -32,6 +32,7 @@ from zloader.dataset.names import ObsNames
 from zloader.dataset.obs_columns import kinds_in, read_column, read_numbers
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
+from zloader.reading.fetch import Recipe, read_at_once
 from zloader.reading.paged_columns import PagedColumn
 from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
 
@@ -222,6 +223,16 @@ class Observations:
             self.require_arrays([name])
             self._arrays[name] = self._read_array(f"obsm/{name}")
         return self._arrays[name]
+
+    def array_rows(self, name: str, rows: Rows) -> NDArray[Any]:
+        """Some rows of an obsm array, in the order given. Of a large one, no others are read."""
+        paged = self.paged_array(name, FetchOptions())
+        if paged is None:
+            return self.array(name)[rows]
+        recipe = Recipe(
+            x={}, columns=dict, obsm=lambda: {name: paged.prepared()}, paged=[paged], dense=True, dtype=None
+        )
+        return read_at_once(recipe, rows, FetchOptions()).obsm[name]
 
     def paged_array(self, name: str, options: FetchOptions) -> PagedColumn | None:
         """A large obsm array whose rows are loaded with each fetch. None for any other, and if it was read whole."""
