@@ -497,6 +497,12 @@ def test_a_dataset_in_place_of_an_anndata(dataset):
             take(dataset[:50])
 
 
+@pytest.mark.parametrize("model", [SCVI, SCANVI])
+def test_a_module_in_place_of_an_anndata(dataset, model):
+    with pytest.raises(OptionError, match=r"not an AnnData: write SCVI\(registry=dm.registry\), not"):
+        model(DataModule(dataset))
+
+
 def test_several_categorical_covariates_warn(dataset):
     with pytest.warns(UserWarning, match=r"ignores all but one .* instead of lane, donor"):
         DataModule(dataset, categorical_covariate_keys=["lane", "donor"])

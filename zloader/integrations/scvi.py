@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -152,6 +152,11 @@ class DataModule(Described, LightningDataModule):
         )
 
     __str__ = __repr__  # Lightning's takes minibatches for DataLoaders
+
+    @property
+    def uns(self) -> NoReturn:
+        """Not there: scvi-tools asks for it of an AnnData, when a model is given a DataModule in the place of one."""
+        raise OptionError("a DataModule is not an AnnData: write SCVI(registry=dm.registry), not SCVI(dm)")
 
     # ---- the model
 
