@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import google_crc32c
 import numcodecs
 import numcodecs.registry
 import numpy as np
@@ -61,7 +63,7 @@ def csr(grids: tuple[int, int], **options: Any) -> Callable[[zarr.Group], None]:
     return write_csr
 
 
-def rows_are_right(store: Path, cache: Path | None = None) -> None:
+def rows_are_right(store: Path, cache: Path | zl.Cache | None = None) -> None:
     dataset = zl.open_dataset(store, cache=cache)
     loader = zl.Loader(dataset, **LOADER)
     for _ in range(2):
@@ -165,6 +167,27 @@ def test_dense_by_rows(tmp_path: Path, zarr_format: int) -> None:
 @pytest.mark.parametrize("shards", [None, (2000,)])
 def test_zarr_v3_with_other_keys(tmp_path: Path, keys: Any, shards: tuple[int] | None) -> None:
     rows_are_right(write(tmp_path / "a.zarr", csr((500, 500), shards=shards, chunk_key_encoding=keys), 3))
+
+
+@pytest.mark.parametrize("form", [None, "decoded", "stored"])
+@pytest.mark.parametrize("order", ["reversed", "mixed", "apart"])
+def test_a_shard_may_hold_its_chunks_in_any_order(tmp_path: Path, order: str, form: Any) -> None:
+    """Its index says where each lies. Some writers leave room between them, too."""
+    store = write(tmp_path / "a.zarr", csr((100, 100), shards=(2000,)), 3)
+    for shard in [*(store / "X" / "indices" / "c").iterdir(), *(store / "X" / "data" / "c").iterdir()]:
+        body, n_chunks = shard.read_bytes(), 20
+        index = np.frombuffer(body[-16 * n_chunks - 4 : -4], "<u8").reshape(n_chunks, 2).copy()
+        there = np.flatnonzero(index[:, 1] != 2**64 - 1)
+        places = there[::-1] if order == "reversed" else np.random.default_rng(3).permutation(there)
+        moved = b""
+        for chunk in places:
+            begin, size = (int(number) for number in index[chunk])
+            moved += b"\xff" * (7 if order == "apart" else 0)
+            index[chunk, 0] = len(moved)
+            moved += body[begin : begin + size]
+        table = index.tobytes()
+        shard.write_bytes(moved + table + struct.pack("<I", google_crc32c.value(table)))
+    rows_are_right(store, None if form is None else zl.Cache(tmp_path / "cache", form=form))
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
