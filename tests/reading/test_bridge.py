@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 from helpers import PATIENCE_S, assert_threads_end
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader.reading.bridge
 from zloader.common.errors import CorruptChunkError, ReadError
-from zloader.reading.bridge import Bridge, ByteBudget
+from zloader.reading.bridge import Bridge
 
 pytestmark = pytest.mark.any_version
 
@@ -396,141 +396,6 @@ def test_an_item_larger_than_the_bound_goes_ahead_alone(name):
             await put([number], size)
 
     assert list(Bridge(produce, ready_bytes=10, name=name)) == [0, 1, 2, 3, 4]
-
-
-class _Budget:
-    """A ByteBudget that records which requests were made, granted and are held."""
-
-    def __init__(self, limit):
-        self.limit = limit
-        self.budget = ByteBudget(limit)
-        self.sizes = []
-        self.tasks = []
-        self.granted = []
-        self.holding = set()
-
-    async def _hold(self, number, n_bytes):
-        await self.budget.acquire(n_bytes)
-        self.granted.append(number)
-        self.holding.add(number)
-
-    def ask(self, n_bytes):
-        self.tasks.append(asyncio.ensure_future(self._hold(len(self.tasks), n_bytes)))
-        self.sizes.append(n_bytes)
-
-    def release(self, place):
-        if self.holding:
-            number = sorted(self.holding)[place % len(self.holding)]
-            self.holding.remove(number)
-            self.budget.release(self.sizes[number])
-
-    def cancel(self, place):
-        if self.waiting():
-            self.tasks[self.waiting()[place % len(self.waiting())]].cancel()
-
-    def waiting(self):
-        return [number for number, task in enumerate(self.tasks) if not task.done()]
-
-    def held(self):
-        return [self.sizes[number] for number in self.holding]
-
-    async def settle(self):
-        for _ in range(4 + 2 * len(self.tasks)):
-            await asyncio.sleep(0)
-
-
-OPERATIONS = st.lists(
-    st.tuples(st.just("ask"), st.integers(0, 14))
-    | st.tuples(st.sampled_from(["release", "cancel", "release and cancel"]), st.integers(0, 9)),
-    max_size=30,
-)
-
-
-async def _after_each(budget, operations, check):
-    for operation, number in operations:
-        if operation == "ask":
-            budget.ask(number)
-        if operation.startswith("release"):
-            budget.release(number)
-        if operation.endswith("cancel"):  # perhaps of a request that has just been granted
-            budget.cancel(number)
-        await budget.settle()
-        check()
-    while budget.holding:
-        budget.release(0)
-        await budget.settle()
-        check()
-    assert budget.waiting() == []
-
-
-@given(turns=st.lists(st.integers(0, 3), max_size=8))
-def test_a_budget_serves_the_smallest_turn_first_and_within_it_who_came_first(turns):
-    async def run():
-        budget, granted = ByteBudget(10), []
-
-        async def ask(number, turn):
-            await budget.acquire(10, turn)
-            granted.append(number)
-
-        await budget.acquire(10)
-        asked = [asyncio.ensure_future(ask(number, turn)) for number, turn in enumerate(turns)]
-        for _ in range(len(asked) + 1):
-            await asyncio.sleep(0)
-            budget.release(10)
-            await asyncio.sleep(0)
-        await asyncio.gather(*asked)
-        assert granted == sorted(range(len(turns)), key=lambda number: turns[number])
-
-    asyncio.run(run())
-
-
-@given(operations=OPERATIONS)
-def test_a_budget_is_never_exceeded_but_by_one_alone(operations):
-    async def run():
-        budget = _Budget(10)
-
-        def check():
-            sizes = [size for size in budget.held() if size]
-            assert sum(sizes) <= 10 or len(sizes) == 1
-
-        await _after_each(budget, operations, check)
-        budget.ask(10)  # cancelled requests leave nothing behind
-        await budget.settle()
-        assert budget.waiting() == []
-
-    asyncio.run(run())
-
-
-@given(operations=OPERATIONS)
-def test_a_budget_grants_in_the_order_asked_for(operations):
-    async def run():
-        budget = _Budget(10)
-
-        def check():
-            assert budget.granted == sorted(budget.granted)
-            assert not budget.waiting() or not budget.granted or budget.granted[-1] < budget.waiting()[0]
-
-        await _after_each(budget, operations, check)
-
-    asyncio.run(run())
-
-
-@given(operations=OPERATIONS)
-@example(operations=[("ask", 6), ("ask", 8), ("ask", 2), ("cancel", 0)])
-def test_nobody_waits_for_a_budget_who_could_go_ahead(operations):
-    """This includes requests behind one that was cancelled."""
-
-    async def run():
-        budget = _Budget(10)
-
-        def check():
-            if budget.waiting():
-                assert sum(budget.held()) + budget.sizes[budget.waiting()[0]] > 10
-                assert sum(budget.held()) > 0
-
-        await _after_each(budget, operations, check)
-
-    asyncio.run(run())
 
 
 # ---- processes

@@ -12,7 +12,8 @@ from helpers import counts, write_store
 import zloader as zl
 from zloader.order.plan import Plan
 from zloader.reading import gather
-from zloader.reading.bridge import Bridge, ByteBudget
+from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.forms import Form
 from zloader.reading.matrix_rows import PlannedRows
@@ -65,7 +66,7 @@ def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False, memory="2
     options, pool, groups = zl.FetchOptions(memory=memory), CountedPool(), []
     matrices = {name: dataset.parts(name, options) for name in names}
     scheduler = FetchScheduler(Recipe(x=matrices, columns=dict, dense=dense, dtype="float64"), options, pool)
-    budget = scheduler._room = CountedBudget(options.buffer_bytes)
+    budget = scheduler._gates.room = CountedBudget(options.buffer_bytes)
     plan = Plan(dataset_rows=N_ROWS, sampling=zl.Streaming(), batch_size=batch_size, fetch_factor=fetch_factor)
 
     async def produce(put):

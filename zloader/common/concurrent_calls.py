@@ -1,7 +1,9 @@
-"""Calls a function for several items at once, up to 16 at a time, and keeps its result or error in a future."""
+"""Calls functions in other threads: for several items at once, or aside from an event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -25,3 +27,11 @@ def fulfil(future: Future[Result], function: Callable[..., Result], *args: Any) 
         future.set_result(function(*args))
     except BaseException as error:  # noqa: BLE001 - raised again by future.result()
         future.set_exception(error)
+
+
+async def aside(function: Callable[..., Result], *args: Any) -> Result:
+    """Runs a function in a daemon thread. Once this is cancelled, nothing waits for the thread, not even the loop."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=fulfil, args=(future, function, *args), daemon=True, name="zloader-aside").start()
+    return await asyncio.wrap_future(future)

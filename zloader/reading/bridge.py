@@ -8,9 +8,6 @@ coroutine is raised in the consumer, after the items that were put before it.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import heapq
-import itertools
 import os
 import queue
 import threading
@@ -20,62 +17,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from zloader.common.concurrent_calls import fulfil
 from zloader.common.errors import ForkError
+from zloader.reading.back_pressure import ByteBudget
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class ByteBudget:
-    """A bound on the bytes that the coroutines of one event loop hold.
-
-    Requests are granted by ascending `turn`, and in order of arrival within a turn. A request larger than the bound
-    waits until nothing else is held.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._held = 0
-        self._arrivals = itertools.count()
-        self._waiting: list[
-            tuple[int, int, int, asyncio.Future[None]]
-        ] = []  # a heap of (turn, arrival, bytes, granted)
-
-    def _fits(self, n_bytes: int) -> bool:
-        return self._held == 0 or self._held + n_bytes <= self._limit
-
-    async def acquire(self, n_bytes: int, turn: int = 0) -> None:
-        """Waits until `n_bytes` more fit into the budget, and takes them."""
-        if not self._waiting and self._fits(n_bytes):
-            self._held += n_bytes
-            return
-        go: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (turn, next(self._arrivals), n_bytes, go))
-        try:
-            await go
-        except asyncio.CancelledError:
-            granted = go.done() and not go.cancelled()  # granted just before it was cancelled
-            go.cancel()
-            self.release(n_bytes if granted else 0)  # also grants requests that were queued behind this one
-            raise
-
-    def release(self, n_bytes: int) -> None:
-        """Returns bytes to the budget, and grants the requests that now fit."""
-        self._held -= n_bytes
-        while self._waiting and (self._waiting[0][3].cancelled() or self._fits(self._waiting[0][2])):
-            _, _, granted, go = heapq.heappop(self._waiting)
-            if not go.cancelled():
-                self._held += granted
-                go.set_result(None)
-
-
-async def aside(function: Callable[..., Result], *args: Any) -> Result:
-    """Runs a function in a daemon thread. Once this is cancelled, nothing waits for the thread, not even the loop."""
-    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
-    threading.Thread(target=fulfil, args=(future, function, *args), daemon=True, name="zloader-aside").start()
-    return await asyncio.wrap_future(future)
 
 
 class _Channel(Generic[Item]):

@@ -1,46 +1,40 @@
 """The asyncio scheduler: loads fetches ahead, gathers their minibatches in threads, and puts them in order.
 
-While one fetch is gathered the next one is loaded, and up to `prefetch` of them if the epoch waits for reads rather
-than for the processor, all within `buffer_bytes`. The reads of earlier fetches always go first. Any exit cancels all
-loads.
+These are three coroutines with a queue between each two: `_load_ahead`, `_gather_in_order` and `_put_in_order`. How far
+the first two may be ahead is decided by the gates of zloader.reading.back_pressure. Any exit cancels all loads.
 This module does not import torch: any process can go from plan to minibatch with plain options.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.compiled import load_compiler
+from zloader.common.concurrent_calls import aside
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenizer, TokenRows, X
 from zloader.common.shares import shares
 from zloader.order.fetches import Fetch
 from zloader.reading import gather
-from zloader.reading.bridge import Bridge, ByteBudget, Put, aside
+from zloader.reading.back_pressure import Claim, Gates
+from zloader.reading.bridge import Bridge, Put
 from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.paged_columns import LoadedColumn, PagedColumn, PlannedColumn, plan_column, release, rows_of
 from zloader.reading.reader import ArrayReader
-from zloader.reading.resources import BufferPool, Counters, Waits, timed
+from zloader.reading.resources import BufferPool, Counters, timed
 from zloader.reading.transformed import Transforming
 from zloader.selecting.columns import ObsColumn
-
-# One job gathers a group of minibatches as one, and then cuts it apart. A group is large enough to make the hand-over
-# between threads and the calls per source cheap, and small enough to keep all threads busy. One minibatch may exceed
-# these bytes.
-_GROUP = 8
-_GROUP_BYTES = 16 << 20  # malloc takes larger blocks fresh from the system each time
-_READY_GROUPS = 16  # that fit into `ready_bytes`: freed memory is reused by groups of all sizes, and fits them badly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +110,8 @@ class _Loaded:
     buffer: NDArray[np.uint8]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """Minibatches that a thread gathers, the bytes of their x, and those that are held for them."""
-
-    minibatches: asyncio.Task[tuple[Sequence[Any], float]]
-    x_bytes: int
-    n_bytes: int
+# Minibatches that a thread makes, and what they hold meanwhile. After the last ones of a fetch comes the fetch itself.
+_Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Task[tuple[Sequence[Any], float]], Claim] | _Loaded | None]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +131,7 @@ class FetchScheduler:
         self._buffers = buffers
         self._recipe = recipe
         self._options = options
-        self._room = ByteBudget(options.buffer_bytes)
-        # A quarter for minibatches that are ready, and the rest for those being gathered: if they are large, only a few
-        # threads can gather at once.
-        self._ready_bytes = options.ready_bytes // 4
-        self._making = ByteBudget(options.ready_bytes - self._ready_bytes)
-        self._group_bytes = min(_GROUP_BYTES, options.ready_bytes // _READY_GROUPS)
-        self._free_jobs = asyncio.Semaphore(options.threads + 1)
-        # Memory that is used for the first time is slow, so an epoch starts with as little of it as it can.
-        self._ahead = asyncio.Semaphore(2)
-        self._most_ahead = options.prefetch - 1  # more fetches that may be loaded ahead, beyond the first one
-        self._waits = Waits(options.threads)
-        # Bytes put per byte of x, the most of any group so far. While it is not known, one group is made at a time.
-        self._growth = math.inf if recipe.grows else 1.0
+        self._gates = Gates(options, grows=recipe.grows, regroups=recipe.regroups)
         self._columns: Mapping[str, ObsColumn | PagedColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
@@ -169,12 +146,12 @@ class FetchScheduler:
         async def produce(put: Put[MinibatchArrays]) -> None:
             await self.run(fetches, put)
 
-        return Bridge(produce, ready_bytes=self._ready_bytes, name=name)
+        return Bridge(produce, ready_bytes=self._gates.ready_bytes, name=name)
 
     async def run(self, fetches: Iterable[Fetch], put: Put[MinibatchArrays]) -> None:
         """Puts every minibatch of `fetches`. Raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
-        jobs: asyncio.Queue[_Job | _Loaded | None] = asyncio.Queue()
+        jobs: _Jobs = asyncio.Queue()
         counters, sweeping = self.counters, self._recipe.sweeping
         parts = [part for of_matrix in self._recipe.x.values() for part in of_matrix]
         parts += [part for column in self._recipe.paged for part in column.parts]
@@ -187,31 +164,9 @@ class FetchScheduler:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._load_ahead(fetches, readers, loads, group))
                     group.create_task(self._put_in_order(jobs, put))
-                    self._columns = await aside(self._recipe.columns)
-                    self._obsm = await aside(self._recipe.obsm)
-                    if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
-                        self._totals = await aside(self._recipe.tokens.totals)
-                    while (load := await loads.get()) is not None:
-                        loaded = await self._loaded(load)
-                        rows, names = loaded.planned.fetch.rows, None
-                        if self._recipe.names is not None:  # aside, because it may read from the store
-                            names = await aside(self._recipe.names, rows)
-                        row_arrays, _ = await timed(gathering, self._take_row_arrays, loaded, names)
-                        await self._gather(loaded, row_arrays, gathering, group, jobs)
-                    jobs.put_nowait(None)
+                    await self._gather_in_order(loads, gathering, jobs, group)
             finally:
                 gathering.shutdown(wait=False, cancel_futures=True)
-
-    async def _loaded(self, load: asyncio.Task[_Loaded]) -> _Loaded:
-        """Waits for a load. If the epoch waits for reads, it loads one more fetch ahead from now on."""
-        began_s = time.perf_counter()
-        loaded = await load
-        busy_s = self.counters.decode_s + self.counters.gather_s
-        waits = self._waits.for_reads(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
-        if waits and self._most_ahead:
-            self._most_ahead -= 1
-            self._ahead.release()
-        return loaded
 
     async def _load_ahead(
         self,
@@ -222,10 +177,10 @@ class FetchScheduler:
     ) -> None:
         """Begins each load when there is room for it, and puts the loads into `loads` in order."""
         for turn, fetch in enumerate(fetches):
-            await self._ahead.acquire()
+            await self._gates.fetch_begins()
             # Aside if it may read row offsets from a store.
             planned = await aside(self._plan, fetch, readers) if self._looks_up else self._plan(fetch, readers)
-            await self._room.acquire(planned.ahead_bytes)
+            await self._gates.room.acquire(planned.ahead_bytes)
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)
 
@@ -270,51 +225,52 @@ class FetchScheduler:
             release(column)
         return row_arrays
 
-    async def _gather(
+    async def _gather_in_order(
         self,
-        loaded: _Loaded,
-        row_arrays: _RowArrays,
+        loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         threads: ThreadPoolExecutor,
+        jobs: _Jobs,
         group: asyncio.TaskGroup,
-        jobs: asyncio.Queue[_Job | _Loaded | None],
     ) -> None:
-        """Begins to gather the minibatches of one fetch in threads, as fast as they fit into memory."""
-        for cuts in self._groups(loaded):
-            x_bytes = max(1, self._x_bytes(loaded, cuts))
-            await self._free_jobs.acquire()
-            n_bytes = math.ceil(min(x_bytes * self._growth, self._options.ready_bytes))
-            await self._making.acquire(n_bytes)
-            minibatches = group.create_task(timed(threads, self._make, loaded, row_arrays, cuts))
-            jobs.put_nowait(_Job(minibatches=minibatches, x_bytes=x_bytes, n_bytes=n_bytes))
-        jobs.put_nowait(loaded)
+        """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
+        self._columns = await aside(self._recipe.columns)
+        self._obsm = await aside(self._recipe.obsm)
+        if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
+            self._totals = await aside(self._recipe.tokens.totals)
+        while (load := await loads.get()) is not None:
+            loaded = await self._loaded(load)
+            names = None
+            if self._recipe.names is not None:  # aside, because it may read from the store
+                names = await aside(self._recipe.names, loaded.planned.fetch.rows)
+            row_arrays, _ = await timed(threads, self._take_row_arrays, loaded, names)
+            for cuts in self._gates.groups(loaded.planned.fetch.cuts, partial(self._x_bytes, loaded)):
+                claim = await self._gates.group_begins(max(1, self._x_bytes(loaded, cuts)))
+                jobs.put_nowait((group.create_task(timed(threads, self._make, loaded, row_arrays, cuts)), claim))
+            jobs.put_nowait(loaded)
+        jobs.put_nowait(None)
 
-    async def _put_in_order(self, jobs: asyncio.Queue[_Job | _Loaded | None], put: Put[MinibatchArrays]) -> None:
-        """Puts the minibatches of jobs as they are made, and frees each fetch after its last one."""
+    async def _loaded(self, load: asyncio.Task[_Loaded]) -> _Loaded:
+        """Waits for a load, which tells the gates whether the epoch waits for reads."""
+        began_s = time.perf_counter()
+        loaded = await load
+        busy_s = self.counters.decode_s + self.counters.gather_s
+        self._gates.fetch_is_loaded(began_s=began_s, now_s=time.perf_counter(), busy_s=busy_s)
+        return loaded
+
+    async def _put_in_order(self, jobs: _Jobs, put: Put[MinibatchArrays]) -> None:
+        """Puts minibatches as they are made, and frees each fetch after its last one."""
         while (job := await jobs.get()) is not None:
             if isinstance(job, _Loaded):
                 self._buffers.give_back(job.buffer)
-                self._room.release(job.planned.ahead_bytes)
-                self._ahead.release()
+                self._gates.fetch_ends(job.planned.ahead_bytes)
                 continue
-            minibatches, seconds = await job.minibatches
+            making, claim = job
+            minibatches, seconds = await making
             self.counters.gather_s += seconds
             put_bytes = sum(minibatch.nbytes for minibatch in minibatches)
-            if self._recipe.grows:
-                known = 1.0 if math.isinf(self._growth) else self._growth
-                self._growth = max(known, put_bytes / job.x_bytes)
+            self._gates.group_is_made(claim, put_bytes)
             await put(minibatches, put_bytes)
-            self._making.release(job.n_bytes)
-            self._free_jobs.release()
-
-    def _groups(self, loaded: _Loaded) -> Iterator[Rows]:
-        """For each group of minibatches that are gathered together, their cuts."""
-        cuts, begin = loaded.planned.fetch.cuts, 0
-        average = max(1, self._x_bytes(loaded, cuts) // max(1, len(cuts) - 1))  # bytes of x per minibatch
-        while begin < len(cuts) - 1:
-            n_bytes = average * (self._growth if self._recipe.regroups else 1)
-            size = max(1, min(_GROUP, int(self._group_bytes // n_bytes)))
-            yield cuts[begin : begin + size + 1]
-            begin += size
+            self._gates.group_ends(claim)
 
     def _x_bytes(self, loaded: _Loaded, cuts: Rows) -> int:
         """Bytes of x and of the tokens in the minibatches between cuts, or an upper bound."""

@@ -15,7 +15,7 @@ from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource
-from zloader.reading.bridge import ByteBudget
+from zloader.reading.back_pressure import ByteBudget
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
 from zloader.selecting.genes import ChosenGenes

@@ -18,10 +18,10 @@ from zloader.access.location import Location
 from zloader.access.read_errors import MISSING, ReadFailure, classify_failure, truncated
 from zloader.access.retry import Retrier
 from zloader.access.stored_objects import StoredObject
+from zloader.common.concurrent_calls import aside
 from zloader.common.errors import ForkError, StoreChangedError, StoreError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Span
-from zloader.reading.bridge import aside
 
 
 class ObjectSource:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource, LocalSource, Span
-from zloader.reading.bridge import ByteBudget
+from zloader.reading.back_pressure import ByteBudget
 from zloader.storage.placement import ObjectIndex
 
 Bytes = NDArray[np.uint8]
@@ -38,28 +38,6 @@ class Counters:
     most_in_flight_bytes: int = 0
     decode_s: float = 0.0
     gather_s: float = 0.0
-
-
-class Waits:
-    """Judges, from one load to the next, whether an epoch waits for reads rather than for the processor."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._last_s: float | None = None  # when the last load was complete
-        self._busy_s = 0.0
-
-    def for_reads(self, *, began_s: float, now_s: float, busy_s: float) -> bool:
-        """Whether it waited most of the time since the last load, while most threads had nothing to do.
-
-        The wait for this load began at `began_s` and ended at `now_s`. The threads have been busy for `busy_s` seconds
-        altogether. The first load, which starts from nothing, is not judged.
-        """
-        last_s, self._last_s = self._last_s, now_s
-        busy_before_s, self._busy_s = self._busy_s, busy_s
-        if last_s is None:
-            return False
-        since_s = now_s - last_s
-        return 2 * (now_s - began_s) > since_s and 2 * (busy_s - busy_before_s) < since_s * self._threads
 
 
 class BufferPool:
