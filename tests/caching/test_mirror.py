@@ -35,7 +35,7 @@ from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directo
 from zloader.caching.stored_array import StoredArray
 from zloader.common import page_cache
 from zloader.common.options import Cache
-from zloader.reading.slots import Slots
+from zloader.reading.read_plan import Slots
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
 

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from zloader.common.records import MinibatchArrays
 from zloader.reading import gather
-from zloader.reading.value_limits import limits_of
+from zloader.reading.loops import limits_of
 from zloader.selecting.genes import ChosenGenes
 
 # Stored dtypes of genes and values, and the wanted dtype. Not all triples are tested, because each is compiled.

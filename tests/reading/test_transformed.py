@@ -9,7 +9,7 @@ import pytest
 import scipy.sparse as sp
 
 from zloader.common.records import CsrArrays
-from zloader.reading.transformed import Transforming
+from zloader.reading.forms import Transforming
 from zloader.selecting.genes import ChosenGenes
 from zloader.transforms import Binarize, Clip, Downsample, LogNormalize, Scale
 

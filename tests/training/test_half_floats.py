@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.reading.half_floats import narrowed
+from zloader.reading.gather import narrowed
 
 SIZES: dict[str, Any] = {"batch_size": 7, "fetch_factor": 2, "sampling": zl.BlockShuffling(3)}
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

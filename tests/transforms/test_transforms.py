@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.reading.transformed import Transforming
+from zloader.reading.forms import Transforming
 from zloader.testing import assert_resumes_anywhere
 from zloader.transforms import Binarize, Clip, Downsample, LogNormalize, Normalize, Scale
 from zloader.transforms.normalizing import _log_normalize, sum_of

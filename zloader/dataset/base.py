@@ -21,9 +21,9 @@ from zloader.dataset.matrices import Matrices
 from zloader.dataset.observations import Observations, ObsFrame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
+from zloader.reading.forms import Transforming, computing_dtype
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.paged_columns import PagedColumn
-from zloader.reading.transformed import Transforming, computing_dtype
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.storage.layout import MatrixLayout

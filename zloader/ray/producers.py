@@ -24,8 +24,8 @@ from zloader.producing.makers import LANES
 from zloader.ray.carried import carried
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.held import held_share
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.matrix_rows import held_share
 from zloader.reading.paged_columns import PagedColumn
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
@@ -92,7 +92,9 @@ class Producer:
         """The share of each of these fetches that the mirrors of this machine hold."""
         epoch_plan, recipe = self._opened(number, plan)
         with _carried():
-            return [held_share(recipe, epoch_plan.rest_of(remaining).rows) for remaining in coming]
+            return [
+                held_share(recipe.x.values(), recipe.ends, epoch_plan.rest_of(remaining).rows) for remaining in coming
+            ]
 
     def _with_own_sources(self, recipe: Recipe) -> Recipe:
         """The recipe for one fetch: a source belongs to one event loop, and each fetch has its own."""

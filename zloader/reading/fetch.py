@@ -27,13 +27,12 @@ from zloader.order.fetches import Fetch
 from zloader.reading import gather
 from zloader.reading.back_pressure import Claim, Gates
 from zloader.reading.bridge import Bridge, Put
-from zloader.reading.forms import Form
+from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.paged_columns import LoadedColumn, PagedColumn, PlannedColumn, plan_column, release, rows_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, timed
-from zloader.reading.transformed import Transforming
 from zloader.selecting.columns import ObsColumn
 
 

@@ -1,20 +1,32 @@
-"""The forms in which x is gathered: the dtypes of its arrays, and whether it is dense. Pure.
+"""The forms in which x is gathered: the dtypes of its arrays, whether it is dense, and with which transforms. Pure.
 
 A minibatch that is converted elsewhere, on a device, is gathered as narrow as it can be: its genes in the smallest
 unsigned dtype, and its values in the stored dtype if converting them later cannot change a bit.
+
+x with transforms is gathered in the dtype in which they compute, transformed in place, and made canonical. Transforms
+that look at whole rows need all genes. If a loader chooses genes, rows of all genes are therefore gathered, and the
+chosen columns are gathered from the result. The rows of all genes are CSR, which takes less memory, unless a transform
+makes other values of their zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from zloader.common.records import X
-from zloader.reading import gather, half_floats
-from zloader.reading.gene_loops import ascend_strictly
+from zloader.common.compiled import compiled
+from zloader.common.errors import OptionError
+from zloader.common.messages import listed
+from zloader.common.records import CsrArrays, Rows, X
+from zloader.reading import gather
+from zloader.reading.gather import HALVES, narrowed
+from zloader.reading.loops import Limits, ascend_strictly, fits, limits_of
+from zloader.selecting.genes import ChosenGenes
+from zloader.transforms.transform import RefusedValue, RowValues, Transform
 
 Stored = Sequence[np.dtype[Any]]  # the dtypes of the values of a matrix in each store
 
@@ -44,12 +56,12 @@ class Form:
         if self.dtype is None:
             return united.name
         small = united.kind in "bui" and united.itemsize <= 2
-        wanted = 2 if self.dtype in half_floats.HALVES else np.dtype(self.dtype).itemsize
+        wanted = 2 if self.dtype in HALVES else np.dtype(self.dtype).itemsize
         return united.name if self.narrow and small and united.itemsize < wanted else self.dtype
 
     def value_bytes(self, stored: Stored) -> int:
         """Bytes per value while x is gathered."""
-        return half_floats.value_bytes(self.value_dtype(stored), stored)
+        return gather.value_bytes(self.value_dtype(stored), stored)
 
     def gene_dtype(self, n_genes: int) -> np.dtype[Any] | None:
         """The dtype of gathered genes; None for the usual one of CSR."""
@@ -72,3 +84,177 @@ class Form:
         # Repeated genes are rare. Their values are summed here, because the sum may not fit into the narrow dtype.
         assert self.dtype is not None
         return gather.compressed(gather.dense_rows(parts, n_rows, n_genes=n_genes, dtype=self.dtype), genes=genes)
+
+
+# ---- x with transforms
+
+
+def computing_dtype(dtype: str) -> str:
+    """The dtype in which transforms compute x of a dtype: half floats are rounded afterwards."""
+    return "float32" if dtype in HALVES else dtype
+
+
+@compiled
+def _drop_zeros(indptr: NDArray[Any], indices: NDArray[Any], values: NDArray[Any]) -> None:
+    to, first = 0, 0
+    for row in range(len(indptr) - 1):
+        last = indptr[row + 1]
+        for i in range(first, last):
+            indices[to], values[to] = indices[i], values[i]
+            to += values[i] != 0
+        first = last
+        indptr[row + 1] = to
+
+
+@compiled
+def _count_nonzero(values: NDArray[Any]) -> int:  # NumPy's takes four times as long for floats
+    found = 0
+    for i in range(len(values)):
+        found += values[i] != 0
+    return found
+
+
+@compiled
+def _add_repeats(indptr: NDArray[Any], indices: NDArray[Any], values: NDArray[Any]) -> None:
+    """Adds the values of a gene that occurs twice to the first one, and sets the others to zero."""
+    for row in range(len(indptr) - 1):
+        first = indptr[row]
+        for i in range(indptr[row] + 1, indptr[row + 1]):
+            if indices[i] == indices[first]:
+                values[first] += values[i]
+                values[i] = 0
+            else:
+                first = i
+
+
+@compiled
+def _has_repeats(indptr: NDArray[Any], indices: NDArray[Any]) -> bool:
+    for row in range(len(indptr) - 1):
+        of_row = indices[indptr[row] : indptr[row + 1]]
+        found = False
+        for i in range(1, len(of_row)):
+            found |= of_row[i] == of_row[i - 1]
+        if found:
+            return True
+    return False
+
+
+@compiled
+def _first_unfit(values: NDArray[Any], limits: Limits | None) -> int:
+    """The first value beyond limits, or -1."""
+    for i in range(len(values)):
+        if not fits(values[i], limits):
+            return i
+    return -1
+
+
+def without_zeros(x: CsrArrays) -> CsrArrays:
+    """x without the zeros that it stores, in memory of its own size. Uses up x."""
+    n_left = _count_nonzero(x.values)
+    if n_left == len(x.values):
+        return x
+    _drop_zeros(x.indptr, x.indices, x.values)
+    return replace(x, indices=x.indices[:n_left].copy(), values=x.values[:n_left].copy())
+
+
+def called(what: str, function: Callable[[Any], Any], argument: Any, rows: Rows) -> Any:
+    """The result of a function of the user's own. Its errors are raised with a note of `what` it is and the rows."""
+    try:
+        return function(argument)
+    except Exception as error:
+        note = f"raised by {what} for {len(rows)} rows of the dataset: {listed(rows)}"
+        error.add_note(note)
+        if isinstance(error, StopIteration | StopAsyncIteration):  # it would end the epoch as if it were complete
+            raise RuntimeError(f"{error!r} {note}") from error
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transforming:
+    """How x of one matrix is made of gathered rows. `transforms` are bound to the columns of x.
+
+    `genes` are the columns to choose among all genes, if the rows are gathered with all of them.
+    """
+
+    transforms: Sequence[Transform]
+    seed: int
+    epoch: int
+    dense: bool
+    dtype: str
+    genes: ChosenGenes | None = None
+
+    @property
+    def _n_first(self) -> int:
+        """The number of transforms that come before the choice of genes."""
+        return max((number for number, each in enumerate(self.transforms, 1) if each.whole_rows), default=0)
+
+    @property
+    def gathers_dense(self) -> bool:
+        """Whether to gather dense rows."""
+        return self.dense and (self.genes is None or any(each.fills_zeros for each in self.transforms[: self._n_first]))
+
+    @property
+    def gathering_dtype(self) -> str:
+        """The dtype in which to gather rows."""
+        return computing_dtype(self.dtype)
+
+    def more_bytes(self, n_rows: int, gathered_bytes: int) -> int:
+        """Bytes that making x takes beside the gathered rows, at most."""
+        more = 0
+        if self.genes is not None:
+            n_bytes = n_rows * len(self.genes) * np.dtype(self.gathering_dtype).itemsize
+            more = gathered_bytes + n_bytes * (1 if self.dense and not self.gathers_dense else 2)
+        if not self.dense and any(transform.makes_zeros for transform in self.transforms):
+            more = max(more, gathered_bytes)
+        return more + (gathered_bytes // 2 if self.dtype in HALVES else 0)
+
+    def x(self, gathered: X, rows: Rows) -> X:
+        """x of the gathered rows, which are `rows` of the dataset. Uses up their memory. Raises RefusedValue."""
+        x = _summed(gathered) if isinstance(gathered, CsrArrays) else gathered
+        numbered = list(enumerate(self.transforms))
+        if self.genes is not None:
+            x = self._chosen(self._applied(numbered[: self._n_first], x, rows), rows, self.genes)
+            numbered = numbered[self._n_first :]
+        x = self._applied(numbered, x, rows)
+        if isinstance(x, CsrArrays):
+            x = without_zeros(x) if any(transform.makes_zeros for transform in self.transforms) else x
+            return replace(x, values=self._narrowed(x.values, x.indptr))
+        return self._narrowed(x, np.arange(len(x) + 1) * x.shape[1])
+
+    def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
+        for number, transform in numbered:
+            given = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
+            values = given.values
+            made = called(f"transform {type(transform).__name__}", transform.apply, given, rows)
+            if not (made is None or made is values) or given.values is not values:
+                raise OptionError(f"apply of {transform} made new values, which nobody reads: change x.values in place")
+        return x
+
+    def _chosen(self, x: X, rows: Rows, genes: ChosenGenes) -> X:
+        whole = RowValues.of(x, rows)
+        starts, lengths = whole.starts[:-1], np.diff(whole.starts)
+        of_all = gather.StoreRows(
+            at=slice(None), genes=whole.columns, values=whole.values, starts=(starts, starts), lengths=lengths
+        )
+        gathered = gather.dense_rows if self.dense else gather.csr_rows
+        return gathered([gather.choose(of_all, genes)], len(rows), n_genes=len(genes), dtype=whole.values.dtype.name)
+
+    def _narrowed(self, values: NDArray[Any], starts: NDArray[np.integer]) -> NDArray[Any]:
+        """The values in the dtype of x. Raises RefusedValue for one that it cannot hold."""
+        if self.dtype not in HALVES:
+            return values
+        flat = values.reshape(-1)
+        unfit = _first_unfit(flat, limits_of(values.dtype, self.dtype))
+        if unfit >= 0:
+            row = int(np.searchsorted(starts, unfit, side="right")) - 1
+            why = f"{self.dtype} cannot hold it: choose another dtype, such as 'float32'"
+            raise RefusedValue(row, flat[unfit], why)
+        return narrowed(values, self.dtype)
+
+
+def _summed(x: CsrArrays) -> CsrArrays:
+    """x with the values of a gene that occurs twice in a row added up, as in dense rows. Uses up x."""
+    if not _has_repeats(x.indptr, x.indices):
+        return x
+    _add_repeats(x.indptr, x.indices, x.values)
+    return without_zeros(x)

@@ -1,17 +1,17 @@
-"""Gathers rows that are scattered over flat arrays into one CSR or dense minibatch, in compiled loops. Pure.
+"""Gathers rows that are scattered over flat arrays into one CSR or dense minibatch. Pure.
 
 The sources are flat read-only arrays, one or two per store: a mirror's file mapped into memory, or the buffer of one
-fetch. A row is the elements `[start, start + length)`. The kernels release the GIL and loop over local slice views,
-which LLVM vectorises: this is twice as fast as slice assignment. Values are converted to the wanted dtype as they are
-copied. If the wanted dtype cannot hold every stored value, the same loop compares them with limits (value_limits.py),
-because a second loop would read memory twice. If x has every gene of the store in other columns, columns are looked up
-as they are copied. If genes are left out, the values of the others are first packed in their stored dtypes, and then
-gathered like all other rows.
+fetch. A row is the elements `[start, start + length)`. The compiled loops are in loops.py. If x has every gene of the
+store in other columns, columns are looked up as they are copied. If genes are left out, the values of the others are
+first packed in their stored dtypes, and then gathered like all other rows.
+
+float16 and bfloat16, with which numba does not compute, are gathered in a wider dtype and rounded once. NumPy has no
+bfloat16, so its arrays hold the bits as uint16, the upper half of a float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,95 +21,25 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, X
-from zloader.reading.gene_loops import (
+from zloader.reading.loops import (
     Columns,
-    column_in,
-    columns_in,
+    Limits,
+    compress_rows,
+    copy_rows,
+    count_nonzero,
+    fits,
+    limits_of,
     map_rows,
+    scatter_rows,
     select_columns,
     select_values,
     sort_rows,
 )
-from zloader.reading.half_floats import HALVES, gathering_dtype, narrowed
-from zloader.reading.value_limits import Limits, all_fit, fits, limits_of
 from zloader.selecting.genes import ChosenGenes
 
 Empty = Callable[[int, np.dtype[Any]], NDArray[Any]]  # makes an array of a length and a dtype, with any contents
 _MOST_INT32 = np.iinfo(np.int32).max
-
-
-@compiled
-def copy_rows(
-    source: NDArray[Any], starts: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None = None
-) -> int:
-    """Copies rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
-    for row in range(len(starts)):
-        n = lengths[row]
-        taken = source[starts[row] : starts[row] + n]
-        given = out[at[row] : at[row] + n]
-        fit = True
-        for i in range(n):
-            fit &= fits(taken[i], limits)
-            given[i] = taken[i]
-        if not fit:
-            return row
-    return -1
-
-
-@compiled
-def _scatter_rows(
-    mapped: tuple[NDArray[Any], Columns | None],
-    values: NDArray[Any],
-    starts: tuple[Rows, Rows],
-    lengths: Rows,
-    at: Rows,
-    out: NDArray[Any],
-    limits: Limits | None,
-) -> int:
-    genes, columns_of = mapped
-    for row in range(len(lengths)):
-        n, column_of = lengths[row], columns_in(columns_of, row)
-        columns = genes[starts[0][row] : starts[0][row] + n]
-        taken = values[starts[1][row] : starts[1][row] + n]
-        if not all_fit(taken, limits):
-            return row
-        given = out[at[row]]
-        for i in range(n):
-            given[column_in(column_of, columns[i])] += given.dtype.type(taken[i])
-    return -1
-
-
-@compiled
-def _count_nonzero(source: NDArray[Any], starts: Rows, lengths: Rows, out: Rows) -> None:
-    for row in range(len(starts)):
-        taken = source[starts[row] : starts[row] + lengths[row]]
-        found = 0
-        for i in range(len(taken)):
-            found += taken[i] != 0
-        out[row] = found
-
-
-@compiled
-def _compress_rows(
-    source: NDArray[Any],
-    starts: Rows,
-    lengths: Rows,
-    at: Rows,
-    out_indices: NDArray[Any],
-    out_values: NDArray[Any],
-    limits: Limits | None,
-) -> int:
-    for row in range(len(starts)):
-        taken = source[starts[row] : starts[row] + lengths[row]]
-        if not all_fit(taken, limits):
-            return row
-        to = at[row]
-        for i in range(len(taken)):
-            if taken[i] != 0:
-                out_indices[to] = i
-                out_values[to] = taken[i]
-                to += 1
-    return -1
+HALVES = ("float16", "bfloat16")
 
 
 def indptr_of(lengths: Rows) -> Rows:
@@ -142,7 +72,7 @@ class StoreRows:
         if self.genes is not None:
             return self.lengths
         found = np.empty_like(self.lengths)
-        _count_nonzero(self.values, self.starts[1], self.lengths, found)
+        count_nonzero(self.values, self.starts[1], self.lengths, found)
         return found
 
 
@@ -237,7 +167,7 @@ def csr_rows(
     for part in parts:
         to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, dtype)
         if part.genes is None:
-            beyond = _compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
+            beyond = compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
         elif part.unsorted:
             mapped, out = (part.genes, part.columns, n_genes), (indices, values)
             beyond = sort_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
@@ -268,7 +198,7 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, flat, limits)
         else:
             mapped = (part.genes, part.columns)
-            beyond = _scatter_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
+            beyond = scatter_rows(mapped, part.values, part.starts, part.lengths, to, out, limits)
         _require_fit(part, limits, beyond, n_rows)
     try:
         return narrowed(out, dtype)
@@ -309,3 +239,61 @@ def _cut_x(x: X, first: int, last: int) -> X:
     begin, end = x.indptr[first], x.indptr[last]
     indptr = x.indptr[first : last + 1] - begin
     return CsrArrays(indptr=indptr, indices=x.indices[begin:end], values=x.values[begin:end], n_genes=x.n_genes)
+
+
+# ---- half floats
+
+
+def gathering_dtype(dtype: str, stored: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    """The dtype in which to gather values that become `dtype`.
+
+    For half floats it holds the stored values exactly, because rounding a value twice may change its last bit.
+    """
+    if dtype not in HALVES:
+        return np.dtype(dtype)
+    exact = all(np.can_cast(each, np.float32, "safe") for each in stored)
+    return np.dtype(np.float32 if exact else np.float64)
+
+
+def value_bytes(dtype: str, stored: Iterable[np.dtype[Any]]) -> int:
+    """Bytes per value while a minibatch is gathered."""
+    return gathering_dtype(dtype, stored).itemsize + (2 if dtype in HALVES else 0)
+
+
+def narrowed(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The gathered values in `dtype`, rounded to nearest, ties to even.
+
+    Raises FloatingPointError if a finite value is infinite as float16, as sums of repeated genes may be.
+    """
+    if dtype not in HALVES:
+        return values
+    with np.errstate(over="raise"):
+        if dtype == "float16":
+            return values.astype(np.float16)
+        single = values if values.dtype == np.float32 else _rounded_to_odd(values)
+    out = np.empty(values.shape, np.uint16)
+    _round_to_bfloat16(single.reshape(-1).view(np.uint32), out.reshape(-1))
+    return out
+
+
+def _rounded_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """float64 as float32 such that rounding the result again gives the same as rounding `values` at once.
+
+    Inexact values are rounded towards zero, and their last bit is set, which breaks ties in the right direction
+    (Boldo and Melquiond 2008, Emulation of FMA and correctly rounded sums).
+    """
+    single = values.astype(np.float32)
+    bits = single.view(np.uint32)
+    bits -= np.abs(single) > np.abs(values)
+    bits |= single != values  # compares the truncated value
+    return single
+
+
+@compiled
+def _round_to_bfloat16(bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> None:
+    for i in range(len(bits)):
+        word = bits[i]
+        if (word & 0x7FFFFFFF) > 0x7F800000:  # NaN, which rounding up could turn into another value
+            out[i] = (word >> 16) | 0x40
+        else:
+            out[i] = (word + 0x7FFF + ((word >> 16) & 1)) >> 16

@@ -1,9 +1,14 @@
-"""The rows of a fetch in one matrix: the elements that they need, their load, and x made of them."""
+"""The rows of a fetch in one matrix: the elements that they need, their load, and x made of them.
+
+The rows of a minibatch alternate between stores. One loop over all of them writes the minibatch from start to end, and
+Python handles one store, however many there are. So stores whose rows are gathered alike are united. A loop takes one
+array, so it gets a view of the memory from the first array of these stores to the last one. Nothing is copied.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +18,14 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
-from zloader.common.shares import by_value
+from zloader.common.shares import by_value, shares
 from zloader.reading import gather
-from zloader.reading.forms import Form
+from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.read_plan import Elements, Needed
 from zloader.reading.reader import ArrayReader
-from zloader.reading.row_sources import RowSource, SourcedRows, alike, united
-from zloader.reading.slots import Elements, Needed
-from zloader.reading.transformed import Transforming
+from zloader.selecting.genes import ChosenGenes
+from zloader.storage.layout import chunks_of
 from zloader.transforms.transform import RefusedValue
 
 Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each with the positions of its rows
@@ -125,19 +130,81 @@ def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
     return _Wanted(reader=reader, needed=needed, n_bytes=n_bytes, ahead_bytes=ahead_bytes)
 
 
+def spanning(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], list[int]]:
+    """A view of the memory from the first to the last of some arrays, and the position in it at which each one begins.
+
+    The arrays are flat and contiguous, have the same dtype and are equally aligned. There may be no memory between
+    them, so nothing but their elements may be read, and only as long as they exist.
+    """
+    if len(arrays) == 1:
+        return arrays[0], [0]
+    addresses = [array.ctypes.data for array in arrays]
+    first, itemsize = min(addresses), arrays[0].itemsize
+    n_bytes = max(address + array.nbytes for address, array in zip(addresses, arrays, strict=True)) - first
+    lowest = arrays[addresses.index(first)]
+    span = np.lib.stride_tricks.as_strided(lowest, (n_bytes // itemsize,), (itemsize,), writeable=False)
+    return span, [(address - first) // itemsize for address in addresses]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitedStores:
+    """The arrays of one or several stores whose rows are gathered alike.
+
+    `genes` is None for dense stores, `chosen` where genes are columns of x. `columns` has the tables `column_of` of all
+    these stores. `kept` are the arrays themselves, which `genes`, `values` and `columns` may only span.
+    """
+
+    genes: NDArray[Any] | None
+    values: NDArray[Any]
+    chosen: ChosenGenes | None
+    columns: NDArray[Any] | None
+    kept: Sequence[NDArray[Any]]
+
+
+def alike(part: MatrixPart, arrays: Sequence[NDArray[Any]]) -> Hashable:
+    """The same for all stores whose rows can be gathered in one loop. `arrays` has the genes (CSR only) and values."""
+    how: Hashable = None
+    if part.genes is not None:
+        how = (part.genes.takes_all, part.genes.ascending) if len(arrays) == 2 else id(part.genes)
+    return how, *((array.dtype, array.ctypes.data % array.itemsize) for array in arrays)
+
+
+def united(
+    parts: Sequence[MatrixPart], arrays: Sequence[Sequence[NDArray[Any]]]
+) -> tuple[UnitedStores, list[tuple[int, ...]]]:
+    """The stores of parts that are alike, and for each part the shifts of its elements and of its table of columns."""
+    of_kinds = list(zip(*arrays, strict=True))  # genes and values, or values alone
+    kept = [array for of_kind in of_kinds for array in of_kind]
+    spans = [spanning(of_kind) for of_kind in of_kinds]
+    chosen, columns, table_starts = parts[0].genes, None, [0] * len(parts)
+    if chosen is not None and len(spans) == 2:
+        tables = [part.genes.column_of for part in parts if part.genes is not None]
+        kept += tables
+        columns, table_starts = spanning(tables)
+    *genes, values = (span for span, _ in spans)
+    stores = UnitedStores(genes=genes[0] if genes else None, values=values, chosen=chosen, columns=columns, kept=kept)
+    return stores, list(zip(*(starts for _, starts in spans), table_starts, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedRows:
-    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements."""
+    """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements in store `store_of[i]`.
+
+    Its genes and values begin at `starts[0][i]` and `starts[1][i]` there, and the columns of its genes at `tables[i]`.
+    """
 
     planned: PlannedRows
-    loaded: SourcedRows
+    stores: Sequence[UnitedStores]
+    store_of: NDArray[np.unsignedinteger]
+    starts: tuple[Rows, Rows]
+    tables: Rows
 
     def x(self, taken: Rows, rows: Rows, form: Form) -> X:
         """x for the positions `taken` of the fetch, which are `rows` of the dataset.
 
         Raises OptionError for a value that the dtype of `form` cannot hold.
         """
-        parts = [self._rows_of(number, taken[here], here) for number, here in self._sources(taken)]
+        parts = [self._rows_of(number, taken[here], here) for number, here in self._stores(taken)]
         n_genes, stored = self.planned.parts[0].n_columns, self.planned.stored
         try:
             return form.gathered(parts, len(taken), n_genes=n_genes, stored=stored)
@@ -167,27 +234,26 @@ class LoadedRows:
         part = self.planned.parts[number]
         return f"{part.matrix.path} of {part.url} holds {value!s} in row {rows[row]} of the dataset"
 
-    def _sources(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
-        """The sources of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
-        if len(self.loaded.sources) == 1:
+    def _stores(self, taken: Rows) -> Sequence[tuple[int, Rows | slice]]:
+        """The stores of the rows at positions `taken` of the fetch, each with the places of its rows among them."""
+        if len(self.stores) == 1:
             return [(0, slice(None))]
-        return by_value(self.loaded.source_of[taken])
+        return by_value(self.store_of[taken])
 
     def _rows_of(self, number: int, taken: Rows, at: Rows | slice) -> gather.StoreRows:
-        """The rows at positions `taken` of the fetch, all from one source, which go to `at` in the minibatch."""
-        loaded = self.loaded
-        source = loaded.sources[number]
+        """The rows at positions `taken` of the fetch, all from united stores, which go to `at` in the minibatch."""
+        stores = self.stores[number]
         rows = gather.StoreRows(
             at=at,
-            genes=source.genes,
-            values=source.values,
-            starts=(loaded.starts[0][taken], loaded.starts[1][taken]),
+            genes=stores.genes,
+            values=stores.values,
+            starts=(self.starts[0][taken], self.starts[1][taken]),
             lengths=self.planned.lengths[taken],
         )
-        if source.chosen is None:
+        if stores.chosen is None:
             return rows
-        columns = None if source.columns is None else (source.columns, loaded.tables[taken])
-        return gather.choose(rows, source.chosen, columns)
+        columns = None if stores.columns is None else (stores.columns, self.tables[taken])
+        return gather.choose(rows, stores.chosen, columns)
 
 
 async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
@@ -202,26 +268,45 @@ async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: in
                 load = array.reader.load(array.needed, slot, turn=turn)
                 loads[number].append(group.create_task(load))
     elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
-    return LoadedRows(planned=planned, loaded=_sourced(planned, elements))
+    return _loaded(planned, elements)
 
 
-def _sourced(planned: PlannedRows, elements: Mapping[int, Sequence[Elements]]) -> SourcedRows:
-    """The sources of loaded rows, and where each row is in them."""
+def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements]]) -> LoadedRows:
+    """The rows whose elements have been loaded, with stores united, and where each row is in them."""
     n_rows = len(planned.lengths)
     starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
     groups: dict[Hashable, list[int]] = {}
     for number, loaded in elements.items():
         key = alike(planned.parts[number], [array.source for array in loaded])
         groups.setdefault(key, []).append(number)
-    sources: list[RowSource] = []
-    source_of = np.zeros(n_rows, np.min_scalar_type(len(groups)))
+    stores: list[UnitedStores] = []
+    store_of = np.zeros(n_rows, np.min_scalar_type(len(groups)))
     for numbers in groups.values():
         arrays = [[array.source for array in elements[number]] for number in numbers]
-        source, shifts = united([planned.parts[number] for number in numbers], arrays)
+        store, shifts = united([planned.parts[number] for number in numbers], arrays)
         for number, (*of_arrays, of_table) in zip(numbers, shifts, strict=True):
             at = planned.at[number]
-            source_of[at], tables[at] = len(sources), of_table
+            store_of[at], tables[at] = len(stores), of_table
             for into, array, shift in zip(starts[-len(of_arrays) :], elements[number], of_arrays, strict=True):
                 into[at] = array.starts + shift
-        sources.append(source)
-    return SourcedRows(sources=sources, source_of=source_of, starts=starts, tables=tables)
+        stores.append(store)
+    return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables)
+
+
+def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows) -> float:
+    """The share of the chunks of some rows that the mirrors of this machine hold, in all of the matrices.
+
+    Part k of each matrix ends before row `ends[k]`.
+    """
+    needed, held = 0, 0
+    for number, at in shares(ends, rows):
+        for parts in matrices:
+            part = parts[number]
+            of_part = rows[at] - (ends[number] - part.matrix.n_rows)
+            starts, stops = part.matrix.elements_of(of_part, part.indptr)
+            for array in part.matrix.arrays:
+                chunks = chunks_of(starts, stops, array.chunk_elements)
+                needed += len(chunks)
+                if part.mirror is not None and array.path in part.mirror.arrays:
+                    held += part.mirror.arrays[array.path].n_held(chunks)
+    return held / needed if needed else 0.0

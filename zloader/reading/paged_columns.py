@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.records import Rows
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.read_plan import Elements, Needed
 from zloader.reading.reader import ArrayReader
-from zloader.reading.slots import Elements, Needed
 from zloader.selecting.columns import ObsColumn
 
 # Turns codes of labels in one store, given its number and the rows that have them, into codes of the dataset.

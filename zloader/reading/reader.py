@@ -20,9 +20,8 @@ from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.leases import Leases
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
-from zloader.reading.read_plan import batches, planner_of
+from zloader.reading.read_plan import Elements, Needed, Slots, batches, planner_of
 from zloader.reading.resources import Resources
-from zloader.reading.slots import Elements, Needed, Slots
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, ChunkSpan, total_bytes
 from zloader.storage.placement import ObjectIndex

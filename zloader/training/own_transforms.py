@@ -15,7 +15,7 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading import gather
-from zloader.reading.transformed import called
+from zloader.reading.forms import called
 from zloader.training.minibatch import Minibatch
 
 Convert = Callable[[MinibatchArrays], Minibatch]

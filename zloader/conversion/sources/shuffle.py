@@ -22,7 +22,8 @@ from zloader.common.records import Rows
 from zloader.conversion.sources.compressed import split_rows
 from zloader.conversion.sources.spill import Spill, applied_in_background, rows_per_bucket, smallest_index
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window, skip_rows
-from zloader.reading.gather import copy_rows, indptr_of
+from zloader.reading.gather import indptr_of
+from zloader.reading.loops import copy_rows
 
 _BUCKET_SHARE = 0.85  # of a window: row lengths vary, and this way few buckets need a second window
 _ROW_BYTES = 64  # memory per row, besides its values, while it is partitioned or gathered

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from zloader.reading import gather
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.row_sources import alike, spanning, united
+from zloader.reading.matrix_rows import alike, spanning, united
 from zloader.selecting.genes import ChosenGenes
 
 pytestmark = pytest.mark.any_version
