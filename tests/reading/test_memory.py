@@ -116,7 +116,7 @@ def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
     chosen = ChosenGenes(positions=np.arange(5), n_stored=N_GENES)
     parts = zl.open_dataset(store).parts("X", zl.FetchOptions(), chosen)
     lengths, starts = np.full(N_ROWS, 3000), np.zeros(N_ROWS, np.int64)
-    planned = PlannedRows(parts=parts, at={0: slice(None)}, wanted={0: []}, lengths=lengths)
+    planned = PlannedRows(parts=parts, at={0: slice(None)}, needed={0: []}, lengths=lengths)
     genes, values = np.arange(3000, dtype=np.uint16), np.ones(3000, parts[0].matrix.values.dtype)
     rows = gather.StoreRows(at=slice(None), genes=genes, values=values, starts=(starts, starts), lengths=lengths)
     form = Form(dense=dense, dtype="float32")

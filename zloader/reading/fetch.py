@@ -30,7 +30,7 @@ from zloader.reading.bridge import Bridge, Put
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
-from zloader.reading.paged_columns import LoadedColumn, PagedColumn, PlannedColumn, plan_column, release, rows_of
+from zloader.reading.paged_columns import LoadedColumn, PagedColumn, load_column, release, rows_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, timed
 from zloader.selecting.columns import ObsColumn
@@ -86,7 +86,7 @@ class _Planned:
 
     fetch: Fetch
     x: list[PlannedRows]
-    columns: list[PlannedColumn]
+    columns: dict[PagedColumn, PlannedRows]
 
     @property
     def n_bytes(self) -> int:
@@ -111,15 +111,6 @@ class _Loaded:
 
 # Minibatches that a thread makes, and what they hold meanwhile. After the last ones of a fetch comes the fetch itself.
 _Jobs: TypeAlias = "asyncio.Queue[tuple[asyncio.Task[tuple[Sequence[Any], float]], Claim] | _Loaded | None]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RowArrays:
-    """The obs columns, obsm arrays and obs names of a fetch's rows."""
-
-    obs: dict[str, NDArray[Any]]
-    obsm: dict[str, NDArray[Any]]
-    names: NDArray[np.object_] | None
 
 
 class FetchScheduler:
@@ -193,7 +184,7 @@ class FetchScheduler:
         return _Planned(
             fetch=fetch,
             x=[plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices],
-            columns=[plan_column(column, each, rows, at, self._ends) for column, each in columns],
+            columns={column: plan_rows(column.parts, each, rows, at, self._ends) for column, each in columns},
         )
 
     async def _load(self, planned: _Planned, turn: int) -> _Loaded:
@@ -204,7 +195,7 @@ class FetchScheduler:
                 slot = buffer[used : used + rows.n_bytes]
                 used += rows.n_bytes
                 loads.append(group.create_task(load_rows(rows, slot, turn=turn)))
-            columns = {each.column: group.create_task(each.load(turn)) for each in planned.columns}
+            columns = {column: group.create_task(load_column(rows, turn)) for column, rows in planned.columns.items()}
         return _Loaded(
             planned=planned,
             x=[load.result() for load in loads],
@@ -212,17 +203,20 @@ class FetchScheduler:
             buffer=buffer,
         )
 
-    def _take_row_arrays(self, loaded: _Loaded, names: NDArray[np.object_] | None) -> _RowArrays:
-        """The obs and obsm of a fetch, taken for all rows at once, block by block."""
+    def _without_x(self, loaded: _Loaded, names: NDArray[np.object_] | None) -> MinibatchArrays:
+        """All rows of a fetch without x. Their obs and obsm are taken for all at once, block by block."""
         rows = loaded.planned.fetch.rows
-        row_arrays = _RowArrays(
+        without_x = MinibatchArrays(
+            x={},
             obs={name: rows_of(column, rows, loaded.columns) for name, column in self._columns.items()},
             obsm={name: rows_of(array, rows, loaded.columns) for name, array in self._obsm.items()},
+            index=rows,
             names=names,
+            sets=loaded.planned.fetch.sets,
         )
         for column in (*self._columns.values(), *self._obsm.values()):
             release(column)
-        return row_arrays
+        return without_x
 
     async def _gather_in_order(
         self,
@@ -241,10 +235,10 @@ class FetchScheduler:
             names = None
             if self._recipe.names is not None:  # aside, because it may read from the store
                 names = await aside(self._recipe.names, loaded.planned.fetch.rows)
-            row_arrays, _ = await timed(threads, self._take_row_arrays, loaded, names)
+            without_x, _ = await timed(threads, self._without_x, loaded, names)
             for cuts in self._gates.groups(loaded.planned.fetch.cuts, partial(self._x_bytes, loaded)):
                 claim = await self._gates.group_begins(max(1, self._x_bytes(loaded, cuts)))
-                jobs.put_nowait((group.create_task(timed(threads, self._make, loaded, row_arrays, cuts)), claim))
+                jobs.put_nowait((group.create_task(timed(threads, self._make, loaded, without_x, cuts)), claim))
             jobs.put_nowait(loaded)
         jobs.put_nowait(None)
 
@@ -295,16 +289,19 @@ class FetchScheduler:
         gathered = rows.x_bytes(taken, form)
         return gathered + transforming.more_bytes(len(taken), gathered)
 
-    def _make(self, loaded: _Loaded, row_arrays: _RowArrays, cuts: Rows) -> Sequence[Any]:
+    def _make(self, loaded: _Loaded, without_x: MinibatchArrays, cuts: Rows) -> Sequence[Any]:
         """Gathers the minibatches between cuts."""
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
-        rows = loaded.planned.fetch.rows[taken]
-        obs = {name: values[taken] for name, values in row_arrays.obs.items()}
-        obsm = {name: array[taken] for name, array in row_arrays.obsm.items()}
-        names = None if row_arrays.names is None else row_arrays.names[taken]
-        sets = None if loaded.planned.fetch.sets is None else loaded.planned.fetch.sets[taken]
-        x, tokens = self._x(loaded, taken, rows), self._tokens(loaded, taken, rows)
-        together = MinibatchArrays(x=x, obs=obs, obsm=obsm, index=rows, names=names, tokens=tokens, sets=sets)
+        rows = without_x.index[taken]
+        together = MinibatchArrays(
+            x=self._x(loaded, taken, rows),
+            obs={name: values[taken] for name, values in without_x.obs.items()},
+            obsm={name: array[taken] for name, array in without_x.obsm.items()},
+            index=rows,
+            names=None if without_x.names is None else without_x.names[taken],
+            tokens=self._tokens(loaded, taken, rows),
+            sets=None if without_x.sets is None else without_x.sets[taken],
+        )
         return self._recipe.cut(together, (cuts - cuts[0]).tolist())
 
     def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows) -> TokenRows | None:

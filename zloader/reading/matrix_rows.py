@@ -22,8 +22,8 @@ from zloader.common.shares import by_value, shares
 from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.read_plan import Elements, Needed
-from zloader.reading.reader import ArrayReader
+from zloader.reading.read_plan import Elements
+from zloader.reading.reader import ArrayReader, Needed
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import chunks_of
 from zloader.transforms.transform import RefusedValue
@@ -32,36 +32,22 @@ Shares = Mapping[int, Rows | slice]  # the stores that contain some rows, each w
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """The elements that a fetch needs from one array.
-
-    They need a buffer of `n_bytes`. `ahead_bytes` is the memory that they take until they are gathered, in the buffer
-    or in the page cache.
-    """
-
-    reader: ArrayReader
-    needed: Needed
-    n_bytes: int
-    ahead_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlannedRows:
     """The rows of a fetch in one matrix, before its reads.
 
-    For each part that the rows touch, `at` has the positions of its rows, and `wanted` the elements needed from each of
+    For each part that the rows touch, `at` has the positions of its rows, and `needed` the elements needed from each of
     its arrays: genes (CSR only), then values. `lengths` are the elements per row.
     """
 
     parts: Sequence[MatrixPart]
     at: Shares
-    wanted: dict[int, list[_Wanted]]
+    needed: dict[int, list[Needed]]
     lengths: Rows
 
     @property
     def n_bytes(self) -> int:
         """Buffer bytes for the decoded elements."""
-        return sum(array.n_bytes for arrays in self.wanted.values() for array in arrays)
+        return sum(needed.buffer_bytes for arrays in self.needed.values() for needed in arrays)
 
     @property
     def ahead_bytes(self) -> int:
@@ -69,7 +55,7 @@ class PlannedRows:
 
         Elements from a mirror count, too, because a small page cache would evict them.
         """
-        return sum(array.ahead_bytes for arrays in self.wanted.values() for array in arrays)
+        return sum(needed.ahead_bytes for arrays in self.needed.values() for needed in arrays)
 
     @property
     def exact(self) -> Form:
@@ -96,7 +82,7 @@ class PlannedRows:
     def _copied_bytes(self, n_elements: int, n_rows: int) -> int:
         """Bytes of the copies that `gather.choose` and `gather.widened` make, at most."""
         per_element = per_row = 0
-        for part in (self.parts[number] for number in self.wanted):
+        for part in (self.parts[number] for number in self.needed):
             itemsize = part.matrix.values.dtype.itemsize
             if part.genes is not None and part.indptr is None:
                 per_row = max(per_row, itemsize * part.n_columns)
@@ -111,7 +97,7 @@ def plan_rows(
 ) -> PlannedRows:
     """Plans the reads of some rows. Part k has `readers[k]` and ends before row `ends[k]`."""
     lengths = np.zeros(len(rows), np.int64)
-    wanted = {}
+    needed = {}
     for number, here in at.items():
         part = parts[number]
         of_part = rows[here] - (ends[number] - part.matrix.n_rows)
@@ -119,15 +105,8 @@ def plan_rows(
         if isinstance(part.indptr, np.ndarray):
             page_cache.release(part.indptr)
         lengths[here] = stops - starts
-        wanted[number] = [_wanted_of(reader, starts, stops) for reader in readers[number]]
-    return PlannedRows(parts=parts, at=at, wanted=wanted, lengths=lengths)
-
-
-def _wanted_of(reader: ArrayReader, starts: Rows, stops: Rows) -> _Wanted:
-    needed = reader.needed(starts, stops)
-    n_bytes = reader.buffer_bytes(needed)
-    ahead_bytes = n_bytes or int((stops - starts).sum()) * reader.itemsize
-    return _Wanted(reader=reader, needed=needed, n_bytes=n_bytes, ahead_bytes=ahead_bytes)
+        needed[number] = [reader.needed(starts, stops) for reader in readers[number]]
+    return PlannedRows(parts=parts, at=at, needed=needed, lengths=lengths)
 
 
 def spanning(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], list[int]]:
@@ -256,19 +235,22 @@ class LoadedRows:
         return gather.choose(rows, stores.chosen, columns)
 
 
-async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
-    """Loads the elements of planned rows into a buffer of `planned.n_bytes`, unless a mirror has them."""
+async def load_elements(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> Mapping[int, list[Elements]]:
+    """Loads the elements of planned rows, by part and array, into a buffer of `n_bytes`, unless a mirror has them."""
     used = 0
-    loads: dict[int, list[asyncio.Task[Elements]]] = {number: [] for number in planned.wanted}
+    loads: dict[int, list[asyncio.Task[Elements]]] = {number: [] for number in planned.needed}
     async with asyncio.TaskGroup() as group:
-        for number, arrays in planned.wanted.items():
-            for array in arrays:
-                slot = buffer[used : used + array.n_bytes]
-                used += array.n_bytes
-                load = array.reader.load(array.needed, slot, turn=turn)
-                loads[number].append(group.create_task(load))
-    elements = {number: [load.result() for load in of_part] for number, of_part in loads.items()}
-    return _loaded(planned, elements)
+        for number, arrays in planned.needed.items():
+            for needed in arrays:
+                slot = buffer[used : used + needed.buffer_bytes]
+                used += needed.buffer_bytes
+                loads[number].append(group.create_task(needed.reader.load(needed, slot, turn=turn)))
+    return {number: [load.result() for load in of_part] for number, of_part in loads.items()}
+
+
+async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> LoadedRows:
+    """Loads planned rows as `load_elements` does."""
+    return _loaded(planned, await load_elements(planned, buffer, turn=turn))
 
 
 def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements]]) -> LoadedRows:

@@ -6,7 +6,6 @@ mirror, reads are coalesced and retried, and bytes in flight are bounded togethe
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.records import Rows
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.read_plan import Elements, Needed
-from zloader.reading.reader import ArrayReader
+from zloader.reading.matrix_rows import PlannedRows, load_elements
+from zloader.reading.read_plan import Elements
 from zloader.selecting.columns import ObsColumn
 
 # Turns codes of labels in one store, given its number and the rows that have them, into codes of the dataset.
@@ -65,37 +64,10 @@ class PagedColumn:
 LoadedColumn: TypeAlias = Sequence[tuple[int, Rows | slice, Elements]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedColumn:
-    """The rows of a fetch in a column, before its reads: for each store, `at`, its reader and what it needs."""
-
-    column: PagedColumn
-    stores: Sequence[tuple[int, Rows | slice, ArrayReader, Needed]]
-
-    async def load(self, turn: int) -> LoadedColumn:
-        """Loads the elements of the rows. Reads with a smaller `turn` go first."""
-        loads = []
-        async with asyncio.TaskGroup() as group:
-            for number, here, reader, needed in self.stores:
-                buffer = np.empty(reader.buffer_bytes(needed), np.uint8)
-                loads.append((number, here, group.create_task(reader.load(needed, buffer, turn=turn))))
-        return [(number, here, load.result()) for number, here, load in loads]
-
-
-def plan_column(
-    column: PagedColumn,
-    readers: Sequence[Sequence[ArrayReader]],
-    rows: Rows,
-    at: Mapping[int, Rows | slice],
-    ends: Rows,
-) -> PlannedColumn:
-    """Plans the reads of some rows. Store k has `readers[k]`, the rows at positions `at[k]`, and ends at `ends[k]`."""
-    stores = []
-    for number, here in at.items():
-        matrix, (reader,) = column.parts[number].matrix, readers[number]
-        starts, stops = matrix.elements_of(rows[here] - (ends[number] - matrix.n_rows), None)
-        stores.append((number, here, reader, reader.needed(starts, stops)))
-    return PlannedColumn(column=column, stores=stores)
+async def load_column(planned: PlannedRows, turn: int) -> LoadedColumn:
+    """Loads the rows of a column. Reads with a smaller `turn` go first."""
+    elements = await load_elements(planned, np.empty(planned.n_bytes, np.uint8), turn=turn)
+    return [(number, planned.at[number], of_rows) for number, (of_rows,) in elements.items()]
 
 
 def rows_of(

@@ -25,7 +25,6 @@ from zloader.storage.layout import (
     chunks_of,
     distinct,
     fill_gaps,
-    needed_bounds,
 )
 from zloader.storage.placement import ObjectIndex
 
@@ -128,33 +127,6 @@ class Elements:
 
     source: NDArray[Any]
     starts: Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needed:
-    """The elements that some rows need from one array: `[start, stop)` of each row, contained in `chunks`."""
-
-    layout: ArrayLayout
-    starts: Rows
-    stops: Rows
-    chunks: Rows
-
-    @cached_property
-    def bounds(self) -> tuple[Rows, Rows]:
-        """The first needed element of each chunk and the element after its last, counted from its first element."""
-        return needed_bounds(self.chunks, self.starts, self.stops, self.layout.chunk_elements)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the needed elements and of those between them in the same chunk."""
-        firsts, stops = self.bounds
-        return int((stops - firsts).sum()) * self.layout.dtype.itemsize
-
-    def slots(self, buffer: NDArray[np.uint8]) -> Slots:
-        """Slots for the chunks in a buffer of at least `n_bytes`."""
-        firsts, stops = self.bounds
-        elements = buffer[: self.n_bytes].view(self.layout.dtype)
-        return Slots(layout=self.layout, chunks=self.chunks, elements=elements, firsts=firsts, stops=stops)
 
 
 @dataclass(frozen=True, kw_only=True)

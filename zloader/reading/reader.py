@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,10 @@ from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.leases import Leases
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
-from zloader.reading.read_plan import Elements, Needed, Slots, batches, planner_of
+from zloader.reading.read_plan import Elements, Slots, batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout, ChunkSpan, total_bytes
+from zloader.storage.layout import ArrayLayout, ChunkSpan, needed_bounds, total_bytes
 from zloader.storage.placement import ObjectIndex
 
 # One task reads and decodes spans of up to this many stored bytes, or an eighth of `in_flight_bytes` if that is less.
@@ -37,6 +38,44 @@ _SCRATCH_BYTES = 8 << 20
 # How often a fetch checks whether the chunks that it waits for have arrived. It has to poll: other processes share only
 # the mirror's files with this one, so they cannot notify it.
 _POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needed:
+    """The elements that some rows need from one array: `[start, stop)` of each row, contained in `chunks`."""
+
+    reader: ArrayReader
+    layout: ArrayLayout
+    starts: Rows
+    stops: Rows
+    chunks: Rows
+
+    @cached_property
+    def bounds(self) -> tuple[Rows, Rows]:
+        """The first needed element of each chunk and the element after its last, counted from its first element."""
+        return needed_bounds(self.chunks, self.starts, self.stops, self.layout.chunk_elements)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the needed elements and of those between them in the same chunk."""
+        firsts, stops = self.bounds
+        return int((stops - firsts).sum()) * self.layout.dtype.itemsize
+
+    @cached_property  # what a mirror has may change
+    def buffer_bytes(self) -> int:
+        """Size of the buffer that loading needs, a multiple of 64; 0 if a mirror has the elements in place."""
+        return 0 if self.reader.has_in_place(self.chunks) else -(-self.n_bytes // 64) * 64
+
+    @property
+    def ahead_bytes(self) -> int:
+        """The memory that the elements take until they are gathered, in the buffer or in the page cache."""
+        return self.buffer_bytes or int((self.stops - self.starts).sum()) * self.layout.dtype.itemsize
+
+    def slots(self, buffer: NDArray[np.uint8]) -> Slots:
+        """Slots for the chunks in a buffer of at least `n_bytes`."""
+        firsts, stops = self.bounds
+        elements = buffer[: self.n_bytes].view(self.layout.dtype)
+        return Slots(layout=self.layout, chunks=self.chunks, elements=elements, firsts=firsts, stops=stops)
 
 
 class ArrayReader:
@@ -61,25 +100,18 @@ class ArrayReader:
         self._rereads = min(1, resources.options.retries)
         self._planner = planner_of(layout, resources.options, resources.object_sizes, sweeping=resources.sweeping)
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self._layout.dtype.itemsize
-
     def needed(self, starts: Rows, stops: Rows) -> Needed:
         """The elements `[start, stop)` of each row, to be loaded."""
         chunks = self._planner.chunks(starts, stops)
-        return Needed(layout=self._layout, starts=starts, stops=stops, chunks=chunks)
+        return Needed(reader=self, layout=self._layout, starts=starts, stops=stops, chunks=chunks)
 
     def _bytes(self, chunks: Rows) -> int:
         return len(chunks) * self._layout.chunk_elements * self._layout.dtype.itemsize
 
-    def buffer_bytes(self, needed: Needed) -> int:
-        """Size of the buffer that `load` needs, a multiple of 64; 0 if a mirror has the elements in place."""
+    def has_in_place(self, chunks: Rows) -> bool:
+        """Whether `load` needs no buffer for these chunks, because a mirror has their elements in place, or will."""
         mirror = self._mirror
-        if mirror is not None and mirror.in_place and (mirror.writable or mirror.contains(needed.chunks)):
-            return 0
-        return -(-needed.n_bytes // 64) * 64
+        return mirror is not None and mirror.in_place and (mirror.writable or mirror.contains(chunks))
 
     async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
         """The needed elements of each row. Reads with a smaller `turn` go first."""
@@ -93,7 +125,7 @@ class ArrayReader:
                 (source, positions), _ = await self._resources.run(mirror.rows, needed.starts, needed.stops)
                 return Elements(source=source, starts=positions)
         if len(buffer) < needed.n_bytes:
-            buffer = np.empty(needed.n_bytes, np.uint8)  # the mirror's disk has filled up since `buffer_bytes`
+            buffer = np.empty(needed.n_bytes, np.uint8)  # the mirror's disk has filled up meanwhile
         slots = needed.slots(buffer)
         await self._read_chunks(missing, slots, turn)
         await self._take_mirrored(chunks[~np.isin(chunks, missing)], slots, turn)
