@@ -416,3 +416,18 @@ def test_rows_that_came_as_padding_are_seen():
         unseen = then.unseen(done)
         left = unseen.rows(0, unseen.n_rows(10), dataset_rows=10, seed=0, epoch=0)
         assert sorted(left) == sorted(set(range(10)) - seen)
+
+
+@given(plan=plans(), n_workers=st.integers(1, 3), data=st.data())
+def test_a_worker_that_skips_goes_on_behind_what_it_skipped(plan, n_workers, data):
+    """However many fetches it skips."""
+    worker = data.draw(st.integers(0, n_workers - 1))
+    done = data.draw(st.integers(0, plan.n_minibatches))
+
+    def minibatches(skip):
+        left = plan.remaining(done=done, worker=worker, n_workers=n_workers, skip=skip)
+        return [(each.number, each.begin + number) for each in left for number in range(each.size)]
+
+    whole = minibatches(0)
+    skip = data.draw(st.integers(0, len(whole) + 1))
+    assert minibatches(skip) == whole[skip:]

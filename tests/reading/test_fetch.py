@@ -25,8 +25,8 @@ from zloader.order.plan import Plan
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
-from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.resources import BufferPool
+from zloader.reading.matrix_parts import MatrixPart, opened_readers
+from zloader.reading.resources import BufferPool, Counters
 from zloader.storage.blosc import CHUNK
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout
@@ -172,6 +172,42 @@ def test_a_half_filled_mirror_is_completed(store, tmp_path, form):
     minibatches, counters = run(part, FakeSource(store), plan(), mirror=mirror_of(part, tmp_path, form))
     assert sorted(check(minibatches)) == list(range(300))
     assert 0 < counters.chunks_decoded < sum(array.n_chunks for array in part.matrix.arrays)
+
+
+@EITHER_FORM
+def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path, form):
+    """Also while the epoch goes on that wanted them, or another process would wait for it until its deadline."""
+    part = part_of(store)
+    failing = FakeSource(store, faults=[Fault(kind="error", key="X/data/c/3$", skip=1)])  # after the index
+    mirror, others = mirror_of(part, tmp_path, form), mirror_of(part, tmp_path, form)
+    values = part.matrix.values
+    chunks = np.flatnonzero(np.arange(values.n_chunks) // values.chunks_per_shard == 3)
+
+    async def run():
+        parts, leases = [replace(part, source=failing, mirror=mirror)], others.leases()
+        with opened_readers(parts, zl.FetchOptions(), Counters(), sweeping=False) as [[_, reader]]:
+            with pytest.raises(ExceptionGroup) as raised:
+                await reader.fill_mirror(chunks, 0)
+            assert raised.group_contains(ReadError)
+            free, leased = others.arrays[values.path].acquire(chunks, leases)
+            assert free.tolist() == chunks.tolist()
+            assert leased.tolist() == []
+        leases.close()
+
+    asyncio.run(run())
+
+
+@given(rows=st.lists(st.integers(0, 299), min_size=1, max_size=20, unique=True).map(sorted))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
+    part = part_of(store)
+    starts, stops = part.matrix.elements_of(np.array(rows), part.indptr)
+    with opened_readers([part], zl.FetchOptions(), Counters(), sweeping=False) as [readers]:
+        for reader in readers:
+            needed = reader.needed(starts, stops)
+            assert 0 <= needed.buffer_bytes - needed.n_bytes < 64
+            assert needed.buffer_bytes % 64 == 0
+            assert needed.ahead_bytes == needed.buffer_bytes
 
 
 @pytest.mark.parametrize("seed", range(5))

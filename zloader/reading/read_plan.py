@@ -34,8 +34,6 @@ PADDING_BYTES = 4096
 # What costs little to read may cost much to decode: sorted labels shrink to a hundredth. Reads are not extended by more
 # decoded bytes than this for each stored byte of the options.
 _MOST_SHRUNK = 16
-# Decoded bytes per task. See `batches`.
-_BATCH_DECODED = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +98,12 @@ def planner_of(
     )
 
 
-def batches(spans: Sequence[ChunkSpan], *, chunk_bytes: int, stored_bytes: int) -> Iterator[list[ChunkSpan]]:
+def batches(
+    spans: Sequence[ChunkSpan], *, chunk_bytes: int, stored_bytes: int, decoded_bytes: int = 32 << 20
+) -> Iterator[list[ChunkSpan]]:
     """The spans in order, grouped into batches that one task reads and decodes.
 
-    A batch is full at `stored_bytes`, or at 32 MiB decoded, where a chunk is `chunk_bytes`.
+    A batch is full at `stored_bytes`, or at `decoded_bytes`, where a chunk is `chunk_bytes`.
     """
     batch: list[ChunkSpan] = []
     stored = decoded = 0
@@ -111,7 +111,7 @@ def batches(spans: Sequence[ChunkSpan], *, chunk_bytes: int, stored_bytes: int) 
         batch.append(piece)
         stored += piece.span.size
         decoded += len(piece.chunks) * chunk_bytes
-        if stored >= stored_bytes or decoded >= _BATCH_DECODED:
+        if stored >= stored_bytes or decoded >= decoded_bytes:
             yield batch
             batch, stored, decoded = [], 0, 0
     if batch:
