@@ -519,6 +519,34 @@ def test_with_torchdata(dataset, name, n_workers, world_size):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize(("n_workers", "world_size"), [(0, 1), (2, 1), (2, 3)])
+def test_with_torchdata_transforms_and_sets_resume(dataset, n_workers, world_size):
+    """A random transform and sets of cells give the same values after any minibatch."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    context = {"multiprocessing_context": "fork"} if n_workers else {}
+    options = {
+        "batch_size": 4,
+        "fetch_factor": 2,
+        "sampling": zl.CellSets("donor", set_size=2, rest="fill"),
+        "layout": "dense",
+        "obs": ["cell_type"],
+        "transforms": [zl.transforms.Downsample(20), zl.transforms.LogNormalize(50)],
+        "rank": 0,
+        "world_size": world_size,
+    }
+
+    def described(minibatch):
+        return minibatch.index.tolist(), minibatch.x.tolist(), minibatch.set_of_row.tolist(), minibatch.obs["cell_type"].tolist()
+
+    assert_resumes_anywhere(
+        lambda: stateful(zl.Loader(dataset, **options), batch_size=None, num_workers=n_workers, **context),
+        described=described,
+        every=3,
+        begin=1 if n_workers else 0,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 def test_workers_of_a_resumed_epoch_resume_and_refuse_other_ranks(dataset):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     context = {"batch_size": None, "num_workers": 2, "multiprocessing_context": "fork"}
