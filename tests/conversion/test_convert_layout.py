@@ -28,6 +28,8 @@ from sources import (
 )
 
 import zloader as zl
+from zloader.access.location import Location
+from zloader.common import errors
 from zloader.conversion.writing import shards
 from zloader.conversion.writing.encode import CODECS, ChunkEncoder, chunk_elements, grid, shard_index, zarr_codecs
 from zloader.conversion.writing.ownership import MARKER
@@ -252,3 +254,11 @@ def test_shards_longer_than_a_read_are_read_back(tmp_path, monkeypatch):
     convert(tmp_path / "s.h5ad", tmp_path / "s.zarr", zl.ConvertOptions(shard_size="1MiB"))
     assert zl.verify(tmp_path / "s.zarr", against=tmp_path / "s.h5ad", progress=False).problems == ()
     np.testing.assert_array_equal(zl.open_dataset(tmp_path / "s.zarr").to_adata().X.toarray(), x.toarray())
+
+
+def test_a_range_that_ends_early_is_truncated(tmp_path):
+    (tmp_path / "c").write_bytes(b"0123456789")
+    location = Location(url=str(tmp_path))
+    assert shards._read(location, "c", 5, 10) == b"56789"
+    with pytest.raises(errors.TruncatedObjectError, match="returned 5 bytes for the range 5-19"):
+        shards._read(location, "c", 5, 20)
