@@ -536,7 +536,8 @@ def test_with_torchdata_transforms_and_sets_resume(dataset, n_workers, world_siz
     }
 
     def described(minibatch):
-        return minibatch.index.tolist(), minibatch.x.tolist(), minibatch.set_of_row.tolist(), minibatch.obs["cell_type"].tolist()
+        of_sets = minibatch.set_of_row.tolist(), minibatch.obs["cell_type"].tolist()
+        return minibatch.index.tolist(), minibatch.x.tolist(), *of_sets
 
     assert_resumes_anywhere(
         lambda: stateful(zl.Loader(dataset, **options), batch_size=None, num_workers=n_workers, **context),
