@@ -125,6 +125,18 @@ def test_rows_of_a_dataset_are_those_of_its_anndata(dataset: zl.Dataset, rows: A
     np.testing.assert_array_equal(view.row_numbers, ADATA.obs_names.get_indexer(wanted.obs_names))
 
 
+@pytest.mark.parametrize("n_stores", [1, 2])
+def test_a_part_of_the_rows_has_no_categories_without_rows(store: Path, n_stores: int) -> None:
+    dataset = zl.open_dataset([store] * n_stores)
+    view = dataset.where("cell_type in ['c', 'a'] and lane > 1")
+    for taken in (view.to_adata(layers=[]), dataset.take(view.row_numbers[::-1])):
+        assert taken.obs["cell_type"].cat.categories.tolist() == ["a", "c"]
+        assert set(taken.obs["cell_type"]) == {"a", "c"}
+    whole = ["a", "b", "c", "never used"]
+    assert dataset.to_adata(layers=[]).obs["cell_type"].cat.categories.tolist() == whole
+    assert view.categories("cell_type").tolist() == whole  # the codes of minibatches mean the same in every view
+
+
 def test_take_keeps_any_order_and_a_view_does_not(dataset: zl.Dataset) -> None:
     for rows in ([5, 3], [3, 3], slice(None, None, -1), [-1, 0]):
         wanted = np.arange(50)[rows]

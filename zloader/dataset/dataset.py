@@ -359,6 +359,9 @@ class Dataset(BaseDataset):
           names. Negative row numbers count from the end.
         - `layers`: names of layers, as in `["spliced"]`.
 
+        Categories of obs that none of these rows has are left out, as in a subset of an AnnData. All are kept if all
+        rows of the whole dataset are taken.
+
         Raises OptionError for a row that does not exist, and for rows that would take more than half of the machine's
         memory; FormatError if X or a layer cannot be read, and any ReadError.
         """
@@ -370,9 +373,13 @@ class Dataset(BaseDataset):
             int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
         )
         matrices = {path: self._matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
+        obs = self._observations.frame_of(chosen)
+        if len(np.unique(chosen)) < self.whole.n_obs:
+            for name, column in obs.select_dtypes("category").items():
+                obs[name] = column.cat.remove_unused_categories()
         return _as_anndata(
             matrices.pop("X", None),
-            obs=self._observations.frame_of(chosen),
+            obs=obs,
             obsm={name: self._observations.array_rows(name, chosen) for name in self._observations.usable_arrays},
             var=self.var.copy(),
             layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
