@@ -47,7 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         layout = {"chunks": (16 * N_GENES,), "shards": (per_shard,), "dtype": dtype, "overwrite": True}
         array = group.create_array(name, shape=(N_SHARDS * per_shard,), **layout)
         first = {number: int(np.flatnonzero(number == FILE_OF_SHARD)[0]) for number in range(N_FILES)}
-        for number, shard in first.items():
+        for shard in first.values():
             rows = range(shard * ROWS_PER_SHARD, (shard + 1) * ROWS_PER_SHARD)
             written = [values_of(row) if name == "data" else np.arange(N_GENES) for row in rows]
             array[shard * per_shard : (shard + 1) * per_shard] = np.concatenate(written).astype(dtype)
