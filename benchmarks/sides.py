@@ -26,8 +26,8 @@ import zloader as zl
 _HERE = Path(__file__).resolve().parent
 _ENDING_S = 20.0  # a reader that has not ended so long after its standard input is killed
 RIVALS = ("annbatch", "annbatch, memory kept")
-# glibc then keeps freed memory, as zloader's own setting does (zloader.common.malloc). That one would not be enough for
-# annbatch, whose arrays of 100 MB are above the highest threshold that it can set.
+# glibc then keeps freed memory, as zloader's own setting does (zloader.common.machine). That one would not be enough
+# for annbatch, whose arrays of 100 MB are above the highest threshold that it can set.
 KEPT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",

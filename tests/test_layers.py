@@ -61,7 +61,7 @@ MAY_IMPORT = {
         "zloader.commands.demo",
         "zloader.integrations.lightning",
         "zloader.integrations.scvi",
-        "zloader.integrations.scvi_batches",
+        "zloader.integrations.scvi_registry",
         "zloader.integrations.trainer",
         "zloader.integrations.scvi_encoding",
     },

@@ -31,8 +31,7 @@ from zloader.caching.cached_files import load_object, save_object
 from zloader.caching.cached_files import save_column as save_windows
 from zloader.caching.chunk_file import ChunkSet
 from zloader.caching.directory import MirrorDirectory
-from zloader.caching.mirror import MirrorArray, open_mirror, open_mirror_directory
-from zloader.caching.stored_array import StoredArray
+from zloader.caching.mirror import MirrorArray, StoredArray, open_mirror, open_mirror_directory
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.reading.read_plan import Slots

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common import machine, page_cache
-from zloader.insight import disk
-from zloader.insight.disk import disk_bytes_per_s
-from zloader.insight.link import Reads, link_bytes_per_s
+from zloader.insight import link
+from zloader.insight.link import Reads, disk_bytes_per_s, link_bytes_per_s
 
 pytestmark = pytest.mark.any_version
 
@@ -111,8 +110,8 @@ def assumes_disk(monkeypatch, *, dropped: bool, counted: bool) -> None:
 
 
 def test_the_disk_counts_only_what_was_read_from_it(local, monkeypatch):
-    monkeypatch.setattr(disk, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(disk, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(link, "_LEAST_DISK_BYTES", 1)
+    monkeypatch.setattr(link, "MOST_BYTES", 1 << 20)
     assumes_disk(monkeypatch, dropped=True, counted=True)
     assert disk_bytes_per_s(local, enough_s=60) > 0
     assumes_disk(monkeypatch, dropped=False, counted=True)

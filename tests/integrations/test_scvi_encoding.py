@@ -14,8 +14,8 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.common.errors import MissingColumnError, OptionError
-from zloader.integrations.scvi_batches import TrainingBatches
 from zloader.integrations.scvi_encoding import encoding_of, labels_of, require_finite
+from zloader.integrations.scvi_registry import TrainingBatches
 
 N_ROWS = 90
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.access import retry
-from zloader.access.read_errors import classify_failure
+from zloader.access.retry import classify_failure
 from zloader.common.errors import (
     AccessDeniedError,
     CorruptChunkError,

@@ -1,6 +1,6 @@
 """A file with the chunks of one array, and the words beside it that say which chunks are present (checksums.py).
 
-Both forms of a mirror are such files: mirror.py has the decoded one, stored_array.py the stored one. A form says where
+Both forms of a mirror are such files: mirror.py has both. A form says where
 in the file each chunk is, what is kept of a chunk that was read, and how its elements are taken from the file. Whoever
 reads arrays knows no form.
 """

@@ -9,7 +9,7 @@
         owners                  see leases.py
         proved.json             see verified.py
         NAME.flat, NAME.sums    see mirror.py and checksums.py
-        NAME.stored, .places    see stored_array.py and checksums.py
+        NAME.stored, .places    see mirror.py and checksums.py
         NAME.npy, NAME.kept     see cached_files.py
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names

@@ -94,8 +94,7 @@ def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> Non
 
 def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
     """Measures the link, or the disk of a local store, if an epoch that was long enough to be judged read from it."""
-    from zloader.insight.disk import disk_bytes_per_s
-    from zloader.insight.link import link_bytes_per_s
+    from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
 
     read = any(pace.bytes_read and run.advice[kind].bound != "short" for kind, pace in run.paces.items())
     if run.link_stated or not read:

@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -76,3 +78,12 @@ class External:
 
         result, *arguments = (getattr(types, name) for name in (self._result, *self._arguments))
         return types.ExternalFunction(self.name, result(*arguments))
+
+
+@compiled
+def count_bits(word: Any) -> Any:
+    """The number of set bits of a uint64, which LLVM compiles to one instruction."""
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))

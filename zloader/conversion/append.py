@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from zloader.access.location import location_of
 from zloader.common.errors import StoreError
 from zloader.common.keywords import answers
-from zloader.common.malloc import keep_freed_memory
+from zloader.common.machine import keep_freed_memory
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.convert import library_settings, refuse_overlap
 from zloader.conversion.joining.content import Content

@@ -32,7 +32,7 @@ import zarr.errors
 from zloader.access.location import Location, location_of
 from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
 from zloader.common.keywords import answers
-from zloader.common.malloc import keep_freed_memory
+from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, warn_user
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.joining.content import Content, Selection

@@ -35,8 +35,8 @@ from zloader.dataset.splits import Names, Shares, SplitRule, condition_of, liste
 from zloader.dataset.views import Condition, RowSet, Within, moved, rows_matching
 from zloader.order.sampling import Sampling, Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
+from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import Genes
-from zloader.selecting.joined_genes import GeneJoin
 from zloader.selecting.rows import RowChoice, positions_of, range_of
 from zloader.transforms.gene_statistics import GeneStatistics
 from zloader.transforms.transform import Transform

@@ -19,9 +19,19 @@ from zloader.common.messages import listed, suggestion
 from zloader.common.records import Rows
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.store import OpenedStore
-from zloader.selecting.gene_names import for_each, lost_genes, mismatch, new_names, renamed, renamed_by, repeats
+from zloader.selecting.gene_names import (
+    GeneJoin,
+    for_each,
+    joined_names,
+    lost_genes,
+    mismatch,
+    new_names,
+    renamed,
+    renamed_by,
+    repeats,
+    stored_positions,
+)
 from zloader.selecting.genes import ChosenGenes
-from zloader.selecting.joined_genes import GeneJoin, joined_names, stored_positions
 
 _FRAMES = 16  # var frames in memory at a time, while they are merged
 

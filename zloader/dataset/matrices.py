@@ -24,8 +24,8 @@ from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.opening import OpenedStores
 from zloader.reading.fetch import Recipe, read_at_once
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
-from zloader.selecting.joined_genes import GeneJoin
 from zloader.storage.layout import MatrixLayout
 
 if TYPE_CHECKING:

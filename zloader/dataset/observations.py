@@ -17,8 +17,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.caching.cached_columns import load_obs, save_labels, save_obs
-from zloader.caching.cached_files import load_column, save_column
+from zloader.caching.cached_files import load_column, load_obs, save_column, save_labels, save_obs
 from zloader.common import page_cache
 from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently

@@ -12,8 +12,7 @@ from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.options import Cache
 from zloader.dataset.dataset import Dataset, open_locations
-from zloader.selecting.gene_names import GenesBy
-from zloader.selecting.joined_genes import GeneJoin
+from zloader.selecting.gene_names import GeneJoin, GenesBy
 
 URL = str | os.PathLike[str]
 

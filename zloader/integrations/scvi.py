@@ -25,7 +25,6 @@ from zloader.common.keywords import answers
 from zloader.common.messages import warn_user
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
-from zloader.integrations.scvi_batches import ALONE, InferenceBatches, TrainingBatches, paired
 from zloader.integrations.scvi_encoding import (
     UNLABELED,
     MinibatchEncoder,
@@ -33,7 +32,16 @@ from zloader.integrations.scvi_encoding import (
     labels_of,
     require_finite,
 )
-from zloader.integrations.scvi_registry import Described, Fields, codes_in, warn_unless_counts
+from zloader.integrations.scvi_registry import (
+    ALONE,
+    Described,
+    Fields,
+    InferenceBatches,
+    TrainingBatches,
+    codes_in,
+    paired,
+    warn_unless_counts,
+)
 from zloader.integrations.trainer import copied, rank_of
 from zloader.selecting.genes import Genes
 from zloader.training.loader import Loader

@@ -13,7 +13,7 @@ yields the same number of minibatches:
 - `remainder="pad"` fills every minibatch of every rank by repeating the first rows of the order.
 
 A resumed run skips the minibatches that each rank has received (`Plan.fetches`). If the number of ranks has changed,
-the rows not yet received form an order of their own (unseen.py), which is dealt to the new ranks like any other order.
+the rows not yet received form an order of their own (`Unseen`), which is dealt to the new ranks like any other order.
 
 A sampling of sets has units of several rows that no minibatch divides. Then all of this holds with units for rows.
 
@@ -35,8 +35,31 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.fetches import AddsControls, Fetch, Remaining
 from zloader.order.permutation import key_of, shuffled
-from zloader.order.sampling import Sampling, fitted, require_rows
-from zloader.order.unseen import Unseen
+from zloader.order.sampling import Sampling, WrappedSampling, fitted, require_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unseen(WrappedSampling):
+    """The rest of an epoch as a sampling: the rows `first`, then the order of `sampling` from position `begin` on.
+
+    It is valid only for the seed and the epoch from which `first` was computed.
+    """
+
+    first: Rows
+    begin: int
+
+    def n_rows(self, dataset_rows: int) -> int:
+        """Number of rows left in the epoch."""
+        return len(self.first) + self.sampling.n_rows(dataset_rows) - self.begin
+
+    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
+        """The rows (int64) at positions `[start, stop)` in the rest of the epoch."""
+        shift = self.begin - len(self.first)
+        begin, end = max(start + shift, self.begin), stop + shift
+        if begin >= end:
+            return self.first[start:stop]
+        rest = self.sampling.rows(begin, end, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
+        return np.concatenate([self.first[start:stop], rest])
 
 
 @dataclass(frozen=True, kw_only=True)

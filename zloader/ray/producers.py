@@ -17,7 +17,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from zloader.common.malloc import keep_freed_memory
+from zloader.common.machine import keep_freed_memory
 from zloader.order.fetches import Fetch, Remaining
 from zloader.order.plan import Plan
 from zloader.producing.makers import LANES

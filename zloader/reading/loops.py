@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.bits import count_bits
-from zloader.common.compiled import compiled
+from zloader.common.compiled import compiled, count_bits
 from zloader.common.records import Rows
 
 # The smallest and the largest value that fit, in the stored dtype, and whether the value must be a whole number, which

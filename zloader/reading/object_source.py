@@ -15,8 +15,7 @@ import tensorstore as ts
 
 from zloader.access.kvstore import Credentials, kvstore_spec
 from zloader.access.location import Location
-from zloader.access.read_errors import MISSING, ReadFailure, classify_failure, truncated
-from zloader.access.retry import Retrier
+from zloader.access.retry import MISSING, ReadFailure, Retrier, classify_failure, truncated
 from zloader.access.stored_objects import StoredObject
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import ForkError, StoreChangedError, StoreError

@@ -15,7 +15,7 @@ import torch.utils.data
 
 from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
-from zloader.common.malloc import keep_freed_memory
+from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset

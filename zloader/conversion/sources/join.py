@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.bits import count_bits
-from zloader.common.compiled import compiled
+from zloader.common.compiled import compiled, count_bits
 from zloader.common.records import Rows
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
 
