@@ -95,6 +95,15 @@ def _directory(cache) -> MirrorDirectory:
     return MirrorDirectory(Cache(directory=cache), "f" * 32, "store")
 
 
+def test_only_leases_of_live_owners_are_alive(tmp_path):
+    one, other = (Leases(_directory(tmp_path).path) for _ in range(2))
+    words = np.array([one.word, other.word, 0, one.word], np.uint64)
+    assert one.alive(words).tolist() == other.alive(words).tolist() == [True, True, False, True]
+    other.close()
+    assert one.alive(words).tolist() == [True, False, False, True]
+    one.close()
+
+
 def test_leased_chunks_are_not_leased_twice(tmp_path):
     mirrors = [MirrorArray(_directory(tmp_path), LAYOUT) for _ in range(2)]
     first, second = (Leases(_directory(tmp_path).path) for _ in range(2))

@@ -389,6 +389,19 @@ def test_verified_marks_of_another_boot_are_ignored(full):
         assert full.missing(cache) == []
 
 
+def test_a_chunk_that_another_process_found_damaged_is_not_contained(full):
+    """Also by one that verified it before: its bytes may have changed since."""
+    with _copy_of(full) as (cache, directory):
+        mirror = full.open(cache)
+        assert mirror.missing(ALL).tolist() == []
+        assert mirror.contains(ALL)
+        file = directory / full.content.name
+        file.write_bytes(b"\x00" + file.read_bytes()[1:])
+        assert full.open(cache).missing(ALL).tolist() == [0]
+        assert not mirror.contains(ALL)
+        assert mirror.contains(ALL[1:])
+
+
 def test_a_damaged_chunk_is_reported_and_can_be_written_again(full, caplog):
     with _copy_of(full) as (cache, directory):
         file = directory / full.content.name

@@ -402,10 +402,18 @@ def test_a_block_size_that_is_no_count_is_refused(block_size):
         Plan(dataset_rows=4, sampling=sampling, batch_size=2, fetch_factor=2)
 
 
-def test_rows_that_came_as_padding_are_seen():
-    """Padding repeats some of 10 rows on two ranks. Rows received as padding are not dealt again."""
+@pytest.mark.parametrize("n_rows", [5, 7, 10])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_came_as_padding_are_seen(n_rows, seed):
+    """Padding repeats some of the rows on two ranks. Rows received as padding are not dealt again."""
     then = Plan(
-        dataset_rows=10, sampling=BlockShuffling(1), batch_size=4, fetch_factor=4, world_size=2, remainder="pad"
+        dataset_rows=n_rows,
+        sampling=BlockShuffling(1),
+        batch_size=4,
+        fetch_factor=4,
+        world_size=2,
+        remainder="pad",
+        seed=seed,
     )
     for done in range(then.n_minibatches + 1):
         seen = set()
@@ -414,8 +422,8 @@ def test_rows_that_came_as_padding_are_seen():
             minibatches = [rows for fetch in fetches for rows in np.split(fetch.rows[fetch.order], fetch.cuts[1:-1])]
             seen |= set(np.concatenate([np.empty(0, int), *minibatches[:done]]).tolist())
         unseen = then.unseen(done)
-        left = unseen.rows(0, unseen.n_rows(10), dataset_rows=10, seed=0, epoch=0)
-        assert sorted(left) == sorted(set(range(10)) - seen)
+        left = unseen.rows(0, unseen.n_rows(n_rows), dataset_rows=n_rows, seed=seed, epoch=0)
+        assert sorted(left) == sorted(set(range(n_rows)) - seen)
 
 
 @given(plan=plans(), n_workers=st.integers(1, 3), data=st.data())

@@ -197,6 +197,17 @@ def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path, form):
     asyncio.run(run())
 
 
+@EITHER_FORM
+def test_a_corrupt_chunk_is_not_mirrored_and_the_others_are_right(store, tmp_path, form):
+    """Corrupt chunks are decoded together with others, which may be kept."""
+    part = part_of(store)
+    flipping = FakeSource(store, faults=[Fault(kind="flip", key="X/data/c/2", skip=1)])  # after the index
+    with pytest.raises(CorruptChunkError, match="X/data/c/2"):
+        run(part, flipping, plan(), mirror=mirror_of(part, tmp_path, form))
+    minibatches, _ = run(part, FakeSource(store), plan(), mirror=mirror_of(part, tmp_path, form))
+    assert sorted(check(minibatches)) == list(range(300))
+
+
 @given(rows=st.lists(st.integers(0, 299), min_size=1, max_size=20, unique=True).map(sorted))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
