@@ -43,7 +43,7 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.append import AppendReport, append, append_to
-from zloader.conversion.writing.appended_types import first_unrepresentable
+from zloader.conversion.writing.appended_matrix import first_unrepresentable
 from zloader.conversion.writing.destination import Destination
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zloader.conversion.sources.hdf5 import GzipDataset, in_threads
+from zloader.conversion.sources.nodes import GzipDataset, in_threads
 
 
 @given(

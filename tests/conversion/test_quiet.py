@@ -34,8 +34,13 @@ from zloader.conversion.convert import convert_to
 from zloader.conversion.writing.destination import MARKER, Destination
 from zloader.conversion.writing.encode import ChunkEncoder, zarr_codecs
 from zloader.conversion.writing.matrices import Target
-from zloader.conversion.writing.object_writer import ObjectWriter, create_object, translated
-from zloader.conversion.writing.pending_writes import PendingWrites, run_to_completion
+from zloader.conversion.writing.object_writer import (
+    ObjectWriter,
+    PendingWrites,
+    create_object,
+    run_to_completion,
+    translated,
+)
 from zloader.conversion.writing.shards import ShardWriter, stored_layout, threads
 
 DEADLINE_S = 60

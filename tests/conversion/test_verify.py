@@ -37,9 +37,9 @@ from sources import (
 import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
-from zloader.conversion.checking.canonical import GeneOrder, IndptrScan
 from zloader.conversion.checking.differences import Sparse, bits_differ, column_difference, element_differences
 from zloader.conversion.checking.findings import Findings
+from zloader.conversion.checking.scan import GeneOrder, IndptrScan
 from zloader.conversion.convert import convert_to
 from zloader.conversion.verify import Verification, verify
 from zloader.conversion.writing.ownership import MARKER

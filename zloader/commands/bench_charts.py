@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zloader.commands.bench_results import KINDS, BenchEpoch, BenchRun, Sample
-from zloader.commands.charts import OVER, draw_rates, name_colours, rates, scale_speeds
-from zloader.commands.page import COLD, LIGHT, WARM, Chart
+from zloader.commands.page import COLD, LIGHT, OVER, WARM, Chart, draw_rates, name_colours, rates, scale_speeds
 from zloader.common.messages import size
 
 _COLOURS = {"cold": COLD, "mixed": LIGHT["purple"], "warm": WARM}

@@ -4,14 +4,176 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zloader.commands import terminal
 from zloader.commands.command import KEYS, app, print_json, takes_flags
-from zloader.commands.convert_flags import ConvertFlags
 from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of
+from zloader.common.errors import OptionError
+
+if TYPE_CHECKING:
+    from zloader.conversion.joining.selection import Selection
+    from zloader.conversion.writing.encode import ConvertOptions
+
+
+_CHOICE = "What to store"
+_LAYOUT = "How to store it"
+_NAMES = "Comma-separated names, or none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertFlags:
+    """The flags, and the options of `zl.convert` that they stand for."""
+
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC...",
+            help="Paths, URLs or globs of .h5ad, AnnData Zarr, annbatch collections, 10x .h5 or .mtx directories.",
+            show_default=False,
+        ),
+    ]
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="Store to write: a local path or s3://BUCKET/KEY.", show_default=False)
+    ]
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store at DEST.")] = False
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue an interrupted conversion after its last complete shard; do nothing if it has finished.",
+        ),
+    ] = False
+    x: Annotated[
+        str,
+        typer.Option(
+            "--x", metavar="NAME", help="Matrix to store as X: X, layers/NAME or raw/X.", rich_help_panel=_CHOICE
+        ),
+    ] = "X"
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help=f"Layers to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE),
+    ] = None
+    obsm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help=f"obsm elements to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE
+        ),
+    ] = None
+    obs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help=f"obs columns to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE
+        ),
+    ] = None
+    raw: Annotated[bool, typer.Option("--raw/--no-raw", help="Store raw.", rich_help_panel=_CHOICE)] = True
+    join: Annotated[
+        str | None,
+        typer.Option(help="Genes of several sources: inner (shared genes) or outer (all).", rich_help_panel=_CHOICE),
+    ] = None
+    genes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Store exactly the genes in this file, one per line.", rich_help_panel=_CHOICE
+        ),
+    ] = None
+    genes_by: GenesBy = None
+    source_column: Annotated[
+        str | None, typer.Option(help="obs column to add with the source of each row.", rich_help_panel=_CHOICE)
+    ] = None
+    unique_obs_names: Annotated[
+        bool,
+        typer.Option("--unique-obs-names", help="Append a number to repeated obs names.", rich_help_panel=_CHOICE),
+    ] = False
+    chunk_rows: Annotated[
+        int | None,
+        typer.Option(help="Approximate rows per chunk.", show_default="16", rich_help_panel=_LAYOUT),
+    ] = None
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Largest shard (stored object), before compression.",
+            show_default="256MiB",
+            rich_help_panel=_LAYOUT,
+        ),
+    ] = None
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="lz4, zstd or pcodec (smaller, slower) or none.", show_default="lz4", rich_help_panel=_LAYOUT
+        ),
+    ] = None
+    preserve_dtype: Annotated[
+        bool,
+        typer.Option(
+            "--preserve-dtype",
+            help="Keep the source dtypes, even where smaller ones hold every value.",
+            rich_help_panel=_LAYOUT,
+        ),
+    ] = False
+    shuffle_seed: Annotated[
+        int | None,
+        typer.Option("--shuffle", metavar="SEED", help="Shuffle the rows with this seed.", rich_help_panel=_LAYOUT),
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB", rich_help_panel=_LAYOUT
+        ),
+    ] = None
+    access: Access = field(default_factory=Access)
+    as_json: Json = False
+
+    @property
+    def selection(self) -> Selection:
+        """The parts of the sources. Raises OptionError if a file of genes cannot be read."""
+        from zloader.conversion.joining.selection import Selection
+
+        return Selection(
+            x=self.x,
+            layers=_listed(self.layers),
+            obsm=_listed(self.obsm),
+            obs=_listed(self.obs),
+            raw=self.raw,
+            join=self.join,
+            genes=None if self.genes is None else _lines(self.genes),
+            genes_by=genes_by_of(self.genes_by),
+            source_column=self.source_column,
+            unique_obs_names=self.unique_obs_names,
+        )
+
+    @property
+    def options(self) -> ConvertOptions:
+        """How they are stored. What is not given has the default of `zl.ConvertOptions`."""
+        from zloader.conversion.writing.encode import ConvertOptions
+
+        given = {
+            "chunk_rows": self.chunk_rows,
+            "shard_size": self.shard_size,
+            "codec": self.codec,
+            "preserve_dtype": self.preserve_dtype,
+            "memory": self.memory,
+            "shuffle_seed": self.shuffle_seed,
+        }
+        return ConvertOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _listed(names: str | None) -> list[str] | None:
+    """Splits `a,b` into names; `none` gives an empty list."""
+    if names is None:
+        return None
+    return [] if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read genes from {path}: {error}") from error
 
 
 @app.command(epilog=KEYS)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zloader.commands.charts import (
+from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures
+from zloader.commands.page import (
+    COLD,
+    LIGHT,
     MOST_LABELLED_EPOCHS,
     OVER,
+    WARM,
+    Chart,
     draw_rates,
     label_epoch,
     name_colours,
     rates,
     scale_speeds,
 )
-from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures
-from zloader.commands.page import COLD, LIGHT, WARM, Chart
 
 if TYPE_CHECKING:
     import numpy as np

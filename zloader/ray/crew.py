@@ -22,8 +22,7 @@ from zloader.order.fetches import Remaining
 from zloader.order.plan import Plan
 from zloader.producing.makers import LANES, FailedError, LostError
 from zloader.ray.alive import cluster_of_ray
-from zloader.ray.carried import CarriedError
-from zloader.ray.producers import Producer, pickled
+from zloader.ray.producers import CarriedError, Producer, pickled
 from zloader.reading.resources import Counters
 from zloader.training.loader import Loader
 from zloader.training.own_transforms import Transformed

@@ -2,6 +2,10 @@
 
 It has no state but its copy of the loader. Which rows a fetch has, and in which order, is arithmetic. So any producer
 can go on where another one died, and the minibatches are the same, bit for bit.
+
+Many exceptions do not survive pickling: those with arguments of their own, or with a lock. So an error travels to the
+stream as bytes that may fail to be unpickled, and as text. Neither its traceback nor its cause is part of a pickle: the
+text has both.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,11 +22,11 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from zloader.common.errors import ProducerError
 from zloader.common.machine import keep_freed_memory
 from zloader.order.fetches import Fetch, Remaining
 from zloader.order.plan import Plan
 from zloader.producing.makers import LANES
-from zloader.ray.carried import carried
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart
@@ -31,6 +36,51 @@ from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
 from zloader.training.minibatch import silence_sparse_warnings
 from zloader.training.own_transforms import Transformed
+
+_MOST_BYTES = 1 << 20  # of a pickled error
+_MOST_TEXT = 10_000  # characters
+
+
+class CarriedError(Exception):
+    """An error as a pickle, or b"" if it has none, its last line, its traceback, and why it has no pickle."""
+
+    def __init__(self, stored: bytes, said: str, trace: str, why: str) -> None:
+        super().__init__(stored, said, trace, why)
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+    def opened(self, producer: str) -> BaseException:
+        """The error, or else a ProducerError that says the same. Its notes name the producer and have the traceback."""
+        stored, said, trace, why = self.args
+        error: BaseException | None = None
+        if stored:
+            try:
+                error = ray.cloudpickle.loads(stored)
+            except (Exception, SystemExit) as met:  # noqa: BLE001 -- it runs code of the error's class
+                why = repr(met)
+        if not isinstance(error, BaseException):
+            error = ProducerError(f"{said}\n(This is the text of an error that does not survive pickling: {why:.1000})")
+        error.add_note(f"raised by a producer{producer}:\n{trace}")
+        return error
+
+
+def carried(error: BaseException) -> CarriedError:
+    """An error in a form that Ray can send."""
+    stored, why = b"", ""
+    try:
+        stored = ray.cloudpickle.dumps(error)
+        if len(stored) > _MOST_BYTES:
+            stored, why = b"", f"its pickle takes {len(stored)} bytes, and at most {_MOST_BYTES} are sent"
+    except Exception as met:  # noqa: BLE001 -- it runs code of the error's class
+        why = repr(met)
+    said = _shortened(traceback.format_exception_only(error))
+    return CarriedError(stored, said, _shortened(traceback.format_exception(error)), why)
+
+
+def _shortened(lines: list[str]) -> str:
+    text = "".join(lines).strip()
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]} ... {text[-_MOST_TEXT // 2 :]}"
 
 
 def pickled(value: Any) -> NDArray[np.uint8]:

@@ -1,10 +1,11 @@
-"""Open sources: .h5ad, AnnData Zarr, annbatch collections, 10x matrices, and AnnData in memory."""
+"""Open sources: .h5ad, AnnData Zarr, annbatch collections, 10x matrices (read by scanpy), and AnnData in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,7 +22,6 @@ from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
 from zloader.conversion.sources.nodes import Node, reading
-from zloader.conversion.sources.tenx import MATRIX_FILES, is_10x, read_10x
 
 __all__ = ["Input", "Source", "Sources", "open_inputs"]
 
@@ -152,3 +152,38 @@ def _open_zarr(location: SourceLocation) -> list[Input]:
             group = root[dataset]
         inputs.append(StoredInput(group, f"{location.name}/{dataset}", f"{location.label}/{dataset}", objects=own))
     return inputs
+
+
+MATRIX_FILES = ("matrix.mtx", "matrix.mtx.gz")
+
+
+def is_10x(file: Node) -> bool:
+    """Whether an HDF5 file was written by Cell Ranger: version 3 or later, or older with one group per genome."""
+    groups = (file[name] for name in file.names())
+    return any(not group.is_array and "barcodes" in group and "indptr" in group for group in groups)
+
+
+def read_10x(location: SourceLocation, reader: str) -> Any:
+    """The whole matrix as an AnnData, through scanpy's `read_10x_h5` or `read_10x_mtx`.
+
+    All features are kept, not only gene expression. Gene names are unchanged, even if some are repeated.
+    Raises SourceError.
+    """
+    if not location.is_local:
+        raise SourceError(f"{location.name} holds a 10x matrix, which can only be read from a local disk: download it")
+    scanpy = _scanpy(location)
+    keep_all = {"gex_only": False} if reader == "read_10x_h5" else {"gex_only": False, "make_unique": False}
+    with reading(location.name, "cannot be read by scanpy as a 10x matrix"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # repeated names are reported when genes are joined
+        return getattr(scanpy, reader)(location.path, **keep_all)
+
+
+def _scanpy(location: SourceLocation) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # raised by libraries during the import
+        try:
+            return importlib.import_module("scanpy")
+        except ImportError as error:
+            raise SourceError(
+                f'{location.name} holds a 10x matrix, which is read by scanpy: pip install "zloader[scanpy]"'
+            ) from error

@@ -23,7 +23,7 @@ from zloader.conversion.joining.selection import genes_by_of
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.windows import SourceMatrix
-from zloader.conversion.writing.appended_types import new_elements
+from zloader.conversion.writing.appended_matrix import new_elements
 from zloader.conversion.writing.shards import stored_layout
 from zloader.dataset.dataset import Dataset
 from zloader.selecting.gene_names import GenesBy, checked_genes_by, mismatch

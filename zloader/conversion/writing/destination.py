@@ -34,9 +34,15 @@ from zloader.common.errors import (
     StoreNotFoundError,
 )
 from zloader.common.messages import listed
-from zloader.conversion.writing.object_writer import ObjectWriter, create_object, delete_objects, translated
+from zloader.conversion.writing.object_writer import (
+    ObjectWriter,
+    PendingWrites,
+    create_object,
+    delete_objects,
+    run_to_completion,
+    translated,
+)
 from zloader.conversion.writing.ownership import MARKER, foreign_objects, is_litter, is_partial, may_belong
-from zloader.conversion.writing.pending_writes import PendingWrites, run_to_completion
 
 _ROOT = "zarr.json"
 _NOTE = "An unfinished zloader conversion: convert again, or continue it with --resume."

@@ -25,8 +25,7 @@ from zloader.access.location import Location
 from zloader.common.errors import CorruptChunkError, StoreError, TruncatedObjectError
 from zloader.common.options import MiB
 from zloader.conversion.writing.encode import ChunkEncoder, shard_index
-from zloader.conversion.writing.object_writer import ObjectWriter, translated
-from zloader.conversion.writing.pending_writes import run_to_completion
+from zloader.conversion.writing.object_writer import ObjectWriter, run_to_completion, translated
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import layout_of
