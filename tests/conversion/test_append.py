@@ -718,3 +718,29 @@ def test_unfit_is_the_first_value_that_changes(values: list[float], before: str,
     assert first_unrepresentable(array, np.dtype(after)) == next(
         (i for i, value in enumerate(array) if changes(value)), None
     )
+
+
+class _Shrinking(np.ndarray):
+    """Dense values of which the last row is missing from the second reading on."""
+
+    readings = 0
+
+    def __getitem__(self, items):
+        found = super().__getitem__(items)
+        if isinstance(items, slice) and items.stop == len(self):
+            self.readings += 1
+            return found[:-1] if self.readings > 1 else found
+        return found
+
+
+def test_a_dense_source_that_has_fewer_rows_on_the_second_reading(tmp_path):
+    """Otherwise the last rows would be zeros."""
+    x = np.arange(1, 201, dtype=np.float32).reshape(20, 10)
+    zl.convert(ad.AnnData(x), tmp_path / "a.zarr", progress=False)
+    source = ad.AnnData(x.copy().view(_Shrinking))
+    with pytest.raises(errors.SourceError, match="X changed while it was being appended"):
+        zl.append(tmp_path / "a.zarr", [source], progress=False)
+    np.testing.assert_array_equal(zl.open_dataset(tmp_path / "a.zarr").take(slice(None)).X, x)
+    zl.append(tmp_path / "a.zarr", [ad.AnnData(x + 1)], progress=False)
+    np.testing.assert_array_equal(zl.open_dataset(tmp_path / "a.zarr").take(slice(None)).X, np.concatenate([x, x + 1]))
+    assert zl.verify(tmp_path / "a.zarr", progress=False).ok
