@@ -150,7 +150,8 @@ class Forked:
 
     def wait(self) -> int:
         """Waits for the end. Returns the exit status, negative for a signal."""
-        status = self._ended(wait=True)
+        with self._killed_after(PATIENCE_S):
+            status = self._ended(wait=True)
         assert status is not None
         return status
 
@@ -170,14 +171,19 @@ class Forked:
 
     def communicate(self, within_s: float = PATIENCE_S) -> tuple[str, str]:
         """Returns the remaining output on stdout and stderr. Kills the process after `within_s`."""
-        watchdog = threading.Timer(within_s, os.kill, (self.pid, signal.SIGKILL))
-        watchdog.start()
-        try:
+        with self._killed_after(within_s):
             self.stdin.close()
             with ThreadPoolExecutor(1) as reader:
                 err = reader.submit(self.stderr.read)
                 out = self.stdout.read()
             self.wait()
             return out, err.result()
+
+    @contextlib.contextmanager
+    def _killed_after(self, seconds: float) -> Iterator[None]:
+        watchdog = threading.Timer(seconds, os.kill, (self.pid, signal.SIGKILL))
+        watchdog.start()
+        try:
+            yield
         finally:
             watchdog.cancel()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import http.server
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -22,7 +25,7 @@ from zloader.conversion.writing.encode import ConvertOptions
 SMALL = ConvertOptions(chunk_rows=1, shard_size=2048)
 TESTS = Path(__file__).parent
 # How long a test waits before it reports a hang: far longer than a busy machine needs.
-PATIENCE_S = 600.0
+PATIENCE_S = 300.0
 # A deadline for tests in which nothing may wait for the deadline.
 NEVER_S = 3600.0
 
@@ -93,6 +96,35 @@ def check_minibatch(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:
             wanted = np.searchsorted(np.unique(adata.obs["donor"]), column.to_numpy(str))
         np.testing.assert_array_equal(values.numpy(), np.asarray(wanted))
     return rows
+
+
+class _WebServer(http.server.ThreadingHTTPServer):
+    """Remembers its connections, because clients keep them after the last answer."""
+
+    def __init__(self, handler: Any) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
+
+
+@contextlib.contextmanager
+def web_server(handler: Any) -> Iterator[str]:
+    """Serves with a handler of `http.server` and yields the URL. The connections end with the server."""
+    with _WebServer(handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(PATIENCE_S)
+            for connection in server.connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def assert_threads_end(prefix: str = "zloader") -> None:

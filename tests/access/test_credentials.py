@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import socket
-import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import counts, digest, write_store
+from helpers import counts, digest, web_server, write_store
 
 import zloader as zl
 from zloader.access.credentials import s3_access
@@ -306,13 +305,8 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def metadata_service() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with web_server(_Metadata) as url:
+        yield f"{url}/"
 
 
 @pytest.mark.parametrize("kind", ["machine", "container"])

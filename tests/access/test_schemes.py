@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import json
@@ -9,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.parse
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ import anndata as ad
 import numpy as np
 import pytest
 import zarr
-from helpers import PATIENCE_S, TESTS, counts, digest, write_store
+from helpers import PATIENCE_S, TESTS, counts, digest, web_server, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -234,20 +234,12 @@ class _Barred(_Quiet):
 @pytest.fixture
 def static(root) -> Iterator[Callable[..., str]]:
     """Serves `root` with a handler class of http.server; returns the URL of the store or of another path."""
-    running: list[tuple[http.server.ThreadingHTTPServer, threading.Thread]] = []
+    with contextlib.ExitStack() as running:
 
-    def start(handler: type, path: str = "/bucket/two%20words/counts.zarr") -> str:
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root)))
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        running.append((server, thread))
-        return f"http://127.0.0.1:{server.server_address[1]}{path}"
+        def start(handler: type, path: str = "/bucket/two%20words/counts.zarr") -> str:
+            return running.enter_context(web_server(functools.partial(handler, directory=str(root)))) + path
 
-    yield start
-    for server, thread in running:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        yield start
 
 
 def test_a_server_without_ranges(static):

@@ -9,8 +9,6 @@ import http.server
 import json
 import os
 import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import anndata as ad
 import numpy as np
 import pytest
-from helpers import check_minibatch, counts
+from helpers import check_minibatch, counts, web_server
 
 import zloader as zl
 from zloader.access.local_listing import stored_file
@@ -268,18 +266,8 @@ class _Tagged(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-@contextlib.contextmanager
-def served(root: Path, tags) -> Iterator[str]:
-    handler = functools.partial(_Tagged, directory=str(root), tags=tags)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def served(root: Path, tags) -> contextlib.AbstractContextManager[str]:
+    return web_server(functools.partial(_Tagged, directory=str(root), tags=tags))
 
 
 def _modified(seconds: float) -> dict[str, str]:

@@ -7,7 +7,6 @@ import http.server
 import json
 import os
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import zarr
+from helpers import web_server
 from hypothesis import given
 from hypothesis import strategies as st
 from sources import (
@@ -453,16 +453,11 @@ def test_a_web_server_without_ranges(tmp_path: Path) -> None:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        with pytest.raises(errors.ReadError, match="range requests"):
-            open_inputs(f"http://127.0.0.1:{server.server_port}/a.h5ad")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with (
+        web_server(functools.partial(Quiet, directory=tmp_path)) as url,
+        pytest.raises(errors.ReadError, match="range requests"),
+    ):
+        open_inputs(f"{url}/a.h5ad")
 
 
 def test_what_fails_while_a_remote_source_is_read(tmp_path: Path, sim: Callable[..., Any]) -> None:
