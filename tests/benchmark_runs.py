@@ -1,21 +1,18 @@
-"""Small synthetic runs in the format of benchmarks/run.py. Importing this module makes the benchmarks importable."""
+"""Small synthetic runs in the format of benchmarks/compare/run.py."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # its scripts import one another as neighbours
-
 Record = dict[str, Any]
 RUN: Record = {
     "record": "run", "format": 1, "began": "2026-11-23T06:00:00Z", "commit": "0123456789abcdef", "dirty": False,
-    "command": ["python", "benchmarks/run.py", "--quick"], "preset": "quick", "cores": 2, "processor": "Example 1",
+    "command": ["python", "-m", "benchmarks.compare.run", "--quick"], "preset": "quick", "cores": 2,
+    "processor": "Example 1",
     "memory_bytes": 8_000_000_000, "disk": "nvme", "kernel": "Linux 6", "python": "3.11.9", "load": [0.1, 0.2, 0.3],
     "rows": 1000, "data": [{"name": "synthetic", "rows": 1000, "genes": 50, "values": 20_000}], "prices": {"get": 4e-7},
 }  # fmt: skip

@@ -24,7 +24,8 @@ import pytest
 from forked import Interpreter
 from helpers import NEVER_S, PATIENCE_S
 
-from zloader.testing import SeaweedFS, Sim
+from benchmarks.harness.s3 import Sim
+from zloader.testing import SeaweedFS
 
 # The machine may be slow or shared, so examples have no deadline. CI runs the same examples every time.
 hypothesis.settings.register_profile(

@@ -1,4 +1,4 @@
-"""benchmarks/compare.py: records that are refused, intervals, pairing by a reference, and verdicts."""
+"""benchmarks/compare/differences.py: records that are refused, intervals, pairing by a reference, and verdicts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import math
 
 import benchmark_runs
-import compare
 import numpy as np
 import pytest
 from benchmark_runs import RUN, measurement, peers, whole_run, write
-from reporting import records, turns
+
+from benchmarks.compare import differences
+from benchmarks.compare.reporting import records, turns
 
 pytestmark = pytest.mark.any_version
 
@@ -71,7 +72,7 @@ def test_a_binary_file_and_a_missing_one_are_refused(tmp_path, content):
     (tmp_path / "a.h5ad").write_bytes(content)
     for path, said in (("a.h5ad", "not"), ("absent.jsonl", "No such file"), ("", "Is a directory")):
         with pytest.raises(SystemExit, match=said):
-            compare.main([str(tmp_path / path), str(tmp_path / path)])
+            differences.main([str(tmp_path / path), str(tmp_path / path)])
 
 
 def test_records_are_read_as_they_were_written(tmp_path):
@@ -148,22 +149,22 @@ def runs(tmp_path, *sides, **changes):
 def test_a_case_worked_out_by_hand(tmp_path):
     """Turn by turn B is 2, 2 and 2 times A; turn 4 of A has no partner. CPU seconds per cell are half."""
     a, b = runs(tmp_path, {"zloader": [100, 150, 50, 80]}, {"zloader": [200, 300, 100]})
-    (found,) = compare.compare(a, b)
+    (found,) = differences.compare(a, b)
     assert (found.speed.ratio, found.speed.turns, found.verdict) == (pytest.approx(2), 3, "faster")
     assert (found.cpu.ratio, found.cpu_verdict) == (pytest.approx(0.5), "less")
-    (back,) = compare.compare(b, a)
+    (back,) = differences.compare(b, a)
     assert (back.speed.ratio, back.verdict, back.cpu_verdict) == (pytest.approx(0.5), "slower", "more")
 
 
 def test_noise_is_called_noise(tmp_path):
     a, b = runs(tmp_path, {"zloader": [100, 120, 90, 110, 105]}, {"zloader": [104, 115, 95, 104, 108]})
-    (found,) = compare.compare(a, b)
+    (found,) = differences.compare(a, b)
     assert found.speed.low < 1 < found.speed.high
     assert (found.verdict, found.cpu_verdict) == ("within noise", "within noise")
-    (same,) = compare.compare(a, a)
+    (same,) = differences.compare(a, a)
     assert (same.speed.ratio, same.verdict) == (1, "within noise")
     one_a, one_b = runs(tmp_path, {"zloader": [100]}, {"zloader": [900]})
-    assert compare.compare(one_a, one_b)[0].verdict == "one turn only"
+    assert differences.compare(one_a, one_b)[0].verdict == "one turn only"
 
 
 LOADS_A, LOADS_B = [1.0, 0.5, 0.9, 0.4, 1.1], [0.3, 0.5, 0.2, 0.6, 0.25]  # the machine of B is slower and disturbed
@@ -183,46 +184,46 @@ def disturbed(tmp_path, **changes):
 
 def test_runs_on_other_machines_are_paired_through_a_reference(tmp_path):
     a, b = disturbed(tmp_path, processor="Example 2")
-    assert compare.conditions(a, b) == ["processors Example 1 and Example 2"]
-    theirs, ours = compare.compare(a, b)
+    assert differences.conditions(a, b) == ["processors Example 1 and Example 2"]
+    theirs, ours = differences.compare(a, b)
     assert (ours.relative_to, ours.verdict) == ("annbatch", "faster")
     assert ours.speed.ratio == pytest.approx(1.5, rel=0.01)
     assert 1.45 < ours.speed.low < 1.5 < ours.speed.high < 1.55
     assert (theirs.relative_to, theirs.speed.ratio < 0.6) == (None, True)
-    alone = compare.compare(a, b, compare.NONE)[1]
+    alone = differences.compare(a, b, differences.NONE)[1]
     assert (alone.relative_to, alone.verdict) == (None, "within noise")
 
 
 def test_other_loads_choose_a_reference_and_another_version_of_it_does_not(tmp_path):
     a, b = disturbed(tmp_path)
-    assert compare.conditions(a, b) == []
-    assert {found.relative_to for found in compare.compare(a, b)} == {None}
+    assert differences.conditions(a, b) == []
+    assert {found.relative_to for found in differences.compare(a, b)} == {None}
     loaded = [json.loads(line) for line in b.path.read_text().splitlines()]
     loaded = [{**record, "load": 3.0} if record["record"] == "measurement" else record for record in loaded]
     write(b.path, loaded)
     b = records.read(b.path)
-    assert compare.conditions(a, b) == ["loads 1.0 and 3.0"]
-    assert compare.compare(a, b)[1].relative_to == "annbatch"
+    assert differences.conditions(a, b) == ["loads 1.0 and 3.0"]
+    assert differences.compare(a, b)[1].relative_to == "annbatch"
     write(b.path, [{**record, "version": "9"} if record["record"] == "peer" else record for record in loaded])
-    assert compare.compare(a, records.read(b.path))[1].relative_to is None
+    assert differences.compare(a, records.read(b.path))[1].relative_to is None
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
     a, b = runs(tmp_path, {"zloader": [1, 2]}, {"annbatch": [1, 2]})
     with pytest.raises(records.RecordsError, match=r"no case in common: a\.jsonl has random with synthetic, but b"):
-        compare.compare(a, b)
+        differences.compare(a, b)
     a, b = runs(tmp_path, {"zloader": [1]}, {"zloader": [1]}, data=[{"name": "synthetic", "rows": 7}])
     with pytest.raises(records.RecordsError, match=r"no case in common: .* \(with other sizes: synthetic\)"):
-        compare.compare(a, b)
+        differences.compare(a, b)
     a, b = runs(tmp_path, {"zloader": [1]}, {"zloader": [1]})
     with pytest.raises(records.RecordsError, match="no measurement of the reference 'anbatch'"):
-        compare.compare(a, b, "anbatch")
+        differences.compare(a, b, "anbatch")
 
 
 def test_another_preset_chooses_a_reference_as_another_machine_does(tmp_path):
     a, b = disturbed(tmp_path, preset="full")
-    assert compare.conditions(a, b) == ["presets quick and full"]
-    assert compare.compare(a, b)[1].relative_to == "annbatch"
+    assert differences.conditions(a, b) == ["presets quick and full"]
+    assert differences.compare(a, b)[1].relative_to == "annbatch"
 
 
 def test_other_versions_of_a_peer_are_named(tmp_path, capsys):
@@ -231,14 +232,14 @@ def test_other_versions_of_a_peer_are_named(tmp_path, capsys):
     newer = {"version": "9", "packages": {"numpy": "2.5"}}
     write(b.path, [{**each, **newer} if (each["record"], each["peer"]) == ("peer", "annbatch") else each
                    for each in ({"peer": "", **each} for each in lines)])  # fmt: skip
-    compare.main([str(a.path), str(b.path)])
+    differences.main([str(a.path), str(b.path)])
     shown = capsys.readouterr().out
     assert "Other versions in A and B: annbatch: 1.2.3 and 9, zarr 3.1 and None, numpy None and 2.5." in shown
     assert "with uncommitted changes" in shown
-    compare.main([str(a.path), str(b.path), "--json"])
+    differences.main([str(a.path), str(b.path), "--json"])
     assert len(json.loads(capsys.readouterr().out)["versions"]) == 1
     with pytest.raises(SystemExit, match="2"):
-        compare.main([str(a.path), str(b.path), "--seed", "-1"])
+        differences.main([str(a.path), str(b.path), "--seed", "-1"])
 
 
 # ---- the command
@@ -248,11 +249,11 @@ def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     a = write(tmp_path / "a.jsonl", whole_run())
     slower = [record for record in whole_run(seed=1, zloader=0.5) if record.get("scenario") != "sets"]
     b = write(tmp_path / "b.jsonl", slower)
-    compare.main([str(a), str(b)])
+    differences.main([str(a), str(b)])
     shown = capsys.readouterr().out
     assert "Only in A: sets, synthetic: " in shown
     assert "by chance alone, about" in shown
-    compare.main([str(a), str(b), "--json"])
+    differences.main([str(a), str(b), "--json"])
     document = json.loads(capsys.readouterr().out)
     cases = {(each["scenario"], json.dumps(each["case"]), each["peer"]): each for each in document["comparisons"]}
     assert len(cases) == len(document["comparisons"]) == (len(benchmark_runs.CASES) - 1) * len(benchmark_runs.SPEEDS)

@@ -1,4 +1,4 @@
-"""benchmarks/report.py: the page, the figures, the Markdown and README's section, made from synthetic runs."""
+"""benchmarks/compare/report.py: the page, the figures, the Markdown and README's section, made from synthetic runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import benchmark_runs
 import pytest
-import report
 from benchmark_runs import RUN, measurement, peers, whole_run, write
 from pages import Page, drawn, labels_through_which_a_line_passes, overlapping_ticks
-from reporting import figures, looks, records, tables, words
-from reporting.results import Results
-from reporting.turns import Spread
 
+from benchmarks.compare import report
+from benchmarks.compare.reporting import figures, looks, records, tables, words
+from benchmarks.compare.reporting.results import Results
+from benchmarks.compare.reporting.turns import Spread
 from zloader.commands.page import LIGHT
 
 pytestmark = pytest.mark.any_version

@@ -23,11 +23,13 @@ import s3fs
 from helpers import PATIENCE_S, fill_bucket
 
 import zloader as zl
+from benchmarks.compare.reporting import records
+from benchmarks.harness import measuring, readers, sides
+from benchmarks.training import models
 
 pytestmark = pytest.mark.any_version
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-CLOUD = BENCHMARKS / "cloud.py"
 OBJECT = bytes(range(256)) * 20_000  # 5 MB, so that bodies are sent in several pieces; a shift changes every byte
 
 
@@ -35,8 +37,9 @@ OBJECT = bytes(range(256)) * 20_000  # 5 MB, so that bodies are sent in several 
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("root")
     fill_bucket(root, OBJECT)
-    command = [sys.executable, CLOUD, "--root", root, "--ttfb-ms", "5", "--conn-mbps", "50", "--total-mbps", "150"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    link = ("--ttfb-ms", "5", "--conn-mbps", "50", "--total-mbps", "150")
+    command = measuring.program("harness.cloud", "--root", root, *link)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=measuring.importing()) as server:
         try:
             assert server.stdout is not None
             yield server.stdout.readline().strip()
@@ -132,17 +135,8 @@ def test_rates_and_counters(connected):
 def test_the_benchmark_of_memory_says_which_case_exceeds_the_bound(tmp_path, memory, status):
     """Two dense matrices of 64 rows take 15 MB, several times over, which 16 MiB cannot hold."""
     case = "packed, minibatches of 512" if status == 0 else "two matrices, dense"
-    command = [
-        sys.executable,
-        BENCHMARKS / "memory.py",
-        tmp_path,
-        "--rows",
-        "1200",
-        "--memory",
-        memory,
-        "--names",
-        case,
-    ]
+    flags = ("--rows", "1200", "--memory", memory, "--names", case)
+    command = measuring.program("questions.memory", tmp_path, *flags)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (done.returncode, found["above"]) == (status, [case] if status else [])
@@ -150,39 +144,24 @@ def test_the_benchmark_of_memory_says_which_case_exceeds_the_bound(tmp_path, mem
     assert list(tmp_path.iterdir()) == []
 
 
-def scripts(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[list[ModuleType]]:
-    """Modules of benchmarks/, which import their neighbours as scripts do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield [importlib.import_module(name) for name in names]
-    for name in set(sys.modules) - before:
-        if Path(str(getattr(sys.modules[name], "__file__", ""))).is_relative_to(BENCHMARKS):
-            del sys.modules[name]
-
-
 @pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    for (module,) in scripts(monkeypatch, "models"):
-        yield module
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def run() -> SimpleNamespace:
     """run.py and what it is made of, by name."""
-    names = ("run", "peers", "scenarios", "session", "inputs", "readers", "sides", "rivals", "resuming")
-    for *modules, records in scripts(monkeypatch, *names, "reporting.records"):
-        yield SimpleNamespace(**dict(zip(names, modules, strict=True)), records=records)
+    names = ["peers", "scenarios", "session", "inputs", "rivals", "resuming"]
+    modules = {name: importlib.import_module(f"benchmarks.compare.{name}") for name in ["run", *names]}
+    return SimpleNamespace(**modules, readers=readers, sides=sides, measuring=measuring, records=records)
 
 
 def test_every_peer_is_known_without_its_packages(run):
     """run.py lists the peers in its own Python, and each one is imported in that of its environment."""
     code = (
-        "import peers; print(*(name for name in peers.MODULES if peers.peer(name).sides and peers.module(name).epochs))"
+        "from benchmarks.compare import peers, rivals; from benchmarks.harness import readers;"
+        "print(*(name for name in peers.MODULES if peers.peer(name).sides and peers.module(name).epochs))"
     )
-    command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); {code}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S)
+    command, env = [sys.executable, "-S", "-c", code], measuring.importing()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S, env=env)
     assert done.stdout.split() == list(run.peers.MODULES)
-    files = {path.stem for path in (BENCHMARKS / "peers").glob("*.py")} - {"__init__"}
+    files = {path.stem for path in (BENCHMARKS / "compare" / "peers").glob("*.py")} - {"__init__"}
     assert files == {name.replace("-", "_") for name in run.peers.MODULES}
 
 
@@ -285,8 +264,8 @@ def test_errors_are_recorded_without_the_folders_of_this_machine(run):
         """File "/home/me/a/reader.py", line 3\nError: no '/home/me/x y' in s3://a/b/c, see http://c.d/e/f/ and a/b"""
     )
     shown = """File "…/reader.py", line 3\nError: no '…/x y' in s3://a/b/c, see http://c.d/e/f/ and a/b"""
-    assert run.rivals.last_lines(raised) == shown
-    assert run.rivals.last_lines(f"{raised} ", 3) == "a/b"
+    assert run.measuring.last_lines(raised) == shown
+    assert run.measuring.last_lines(f"{raised} ", 3) == "a/b"
 
 
 def test_epochs_are_compared_with_the_data(run):
@@ -467,8 +446,8 @@ def test_a_peer_that_has_used_its_time_has_fewer_turns(run, tmp_path):
 @pytest.mark.slow  # two tiny runs of zloader
 def test_a_run_that_was_killed_goes_on(run, tmp_path):
     output, scenarios = tmp_path / "run.jsonl", ["random", "minibatch", "first"]
-    command = [sys.executable, BENCHMARKS / "run.py", "--quick", "--tiny", "--peers", "zloader", "--work", tmp_path]
-    command += ["--scenario", ",".join(scenarios)]
+    flags = ("--quick", "--tiny", "--peers", "zloader", "--work", tmp_path, "--scenario", ",".join(scenarios))
+    command = measuring.program("compare.run", *flags)
     with subprocess.Popen([*command, "--output", output]) as killed:
         deadline = time.monotonic() + 2 * PATIENCE_S
         while not (output.exists() and '"done", "scenario": "random"' in output.read_text()):
@@ -503,7 +482,7 @@ def test_a_peer_that_cannot_be_installed_is_missing(run, session, monkeypatch):
     assert all(record == {"record": "missing", "peer": record["peer"], "reason": "no such package"} for record in found)
 
 
-def test_the_trainings_run_and_compare_with_their_baselines(models, tmp_path, capsys):
+def test_the_trainings_run_and_compare_with_their_baselines(tmp_path, capsys):
     screen = models.Screen(cell_lines=3, drugs=4, genes=60, rows_per_group=20)
     models.screens.write(tmp_path / "screen.h5ad", screen)
     zl.convert(tmp_path / "screen.h5ad", tmp_path / "screen.zarr", progress=False)
@@ -523,7 +502,7 @@ def test_the_trainings_run_and_compare_with_their_baselines(models, tmp_path, ca
     assert "did not fall below" in capsys.readouterr().out
 
 
-def test_a_screen_has_shifts_that_controls_do_not(models):
+def test_a_screen_has_shifts_that_controls_do_not():
     screen = models.Screen(cell_lines=2, drugs=3, genes=40, rows_per_group=50)
     adata = models.screens.screen_of(screen, obsm=True)
     assert adata.shape == (screen.rows, 40) == (300, 40)
@@ -534,13 +513,9 @@ def test_a_screen_has_shifts_that_controls_do_not(models):
 
 
 @pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """benchmarks/scale.py"""
-    pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
-    monkeypatch.syspath_prepend(str(CLOUD.parent))
-    yield importlib.import_module("scale")
-    for name in ("scale", "scale_figure", "simulated", "rivals"):
-        sys.modules.pop(name, None)
+def scale() -> ModuleType:
+    """benchmarks/scale/run.py"""
+    return pytest.importorskip("benchmarks.scale.run", exc_type=ImportError, reason="Ray is not installed")
 
 
 def test_the_simulated_cluster_reads_what_the_plan_says(scale, tmp_path, capsys):

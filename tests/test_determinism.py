@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zloader as zl
+from benchmarks.harness.s3 import Sim
 from zloader.common.options import Cache
-from zloader.testing import Sim
 
 pytestmark = pytest.mark.any_version
 

@@ -1,4 +1,4 @@
-"""benchmarks/pretrain.py: its model, its oracles, its figures, and runs that go on after a kill."""
+"""benchmarks/training/pretrain.py: its model, its oracles, its figures, and runs that go on after a kill."""
 
 from __future__ import annotations
 
@@ -25,30 +25,24 @@ from helpers import PATIENCE_S
 from torch.utils.flop_counter import FlopCounterMode
 
 import zloader as zl
+from benchmarks.data import programmes
+from benchmarks.harness.measuring import importing, program
 
 pytestmark = pytest.mark.any_version
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
 SIZES = ["--rows", "160", "--genes", "40", "--programmes", "2", "--types", "3", "--held-out", "32"]
 TINY = [*SIZES, "--tokens", "24", "--batch-size", "16", "--fetch-factor", "2", "--peak-tflops", "0.1", "--threads", "1"]
 STEPS = 8  # per epoch of 128 rows
 
 
 @pytest.fixture(scope="module")
-def pretrain() -> Iterator[SimpleNamespace]:
-    """The modules of the benchmark, which import each other as scripts do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        before = set(sys.modules)
-        names = ("checkpoint", "model", "costs", "oracle", "page", "ranks", "run", "settings")
-        modules = {name: importlib.import_module(f"pretraining.{name}") for name in names}
-        yield SimpleNamespace(
-            main=importlib.import_module("pretrain"), programmes=importlib.import_module("programmes"), **modules
-        )
-        for name in set(sys.modules) - before:
-            if BENCHMARKS in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
-                del sys.modules[name]
+def pretrain() -> SimpleNamespace:
+    """The modules of the benchmark."""
+    names = ("checkpoint", "model", "costs", "oracle", "page", "ranks", "run", "settings")
+    modules = {name: importlib.import_module(f"benchmarks.training.pretraining.{name}") for name in names}
+    main = importlib.import_module("benchmarks.training.pretrain")
+    return SimpleNamespace(main=main, programmes=programmes, **modules)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,9 +83,8 @@ def settings_of(pretrain: SimpleNamespace, **options: Any) -> Any:
 
 
 def script(*flags: str | Path, **options: Any) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, BENCHMARKS / "pretrain.py", *TINY, "--json", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
+    command = program("training.pretrain", *TINY, "--json", *flags)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=importing(), **options)
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -361,9 +354,9 @@ def test_two_ranks_share_the_rows_and_resume(work, tmp_path):
 @pytest.mark.slow
 def test_torchrun_starts_ranks(source, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-               "--nproc-per-node", "2", BENCHMARKS / "pretrain.py", *TINY, "--json", "--epochs", "1",
+               "--nproc-per-node", "2", "-m", "benchmarks.training.pretrain", *TINY, "--json", "--epochs", "1",
                "--store", source.url, "--cache", tmp_path / "mirror"]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = importing(GLOO_SOCKET_IFNAME="lo")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=PATIENCE_S, check=False)
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert (found["ranks"], found["epochs"][0]["rows"], found["step"]) == (2, 128, STEPS // 2)

@@ -1,6 +1,6 @@
-"""Draws how far producers scale: the figures that benchmarks/scale.py has simulated and written to scaling.json.
+"""Draws how far producers scale: the figures that benchmarks/scale/run.py has simulated and written to scaling.json.
 
-python benchmarks/scale.py --simulate --output docs/pictures/scaling.json
+python -m benchmarks.scale.run --simulate --output docs/pictures/scaling.json
 """
 
 import json

@@ -13,9 +13,9 @@ from helpers import counts
 from typer.testing import CliRunner
 
 import zloader as zl
+from benchmarks.harness.s3 import Sim
 from zloader.commands.cli import app
 from zloader.common.errors import FormatError, OptionError, StoreNotFoundError
-from zloader.testing import Sim
 
 ADATA = counts(20, 10)
 

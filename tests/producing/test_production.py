@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness.virtual_time import run_in_virtual_time
 from zloader.common.errors import ProducerError
 from zloader.order.fetches import Remaining
 from zloader.producing import makers, production
 from zloader.producing import window as window_module
 from zloader.reading.resources import Counters
-from zloader.testing._virtual_time import run_in_virtual_time
 
 pytestmark = pytest.mark.any_version
 NEVER = 1e6

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.harness.virtual_time import run_in_virtual_time
 from zloader.common.errors import ProducerError
-from zloader.testing._virtual_time import run_in_virtual_time
 
 pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 crew_module = pytest.importorskip("zloader.ray.crew")

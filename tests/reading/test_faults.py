@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zloader as zl
+from benchmarks.harness.s3 import Sim
 from zloader.access import retry
 from zloader.access.retry import classify_failure
 from zloader.common.errors import (
@@ -32,7 +33,6 @@ from zloader.common.errors import (
     StoreError,
     TruncatedObjectError,
 )
-from zloader.testing import Sim
 
 pytestmark = pytest.mark.any_version
 

@@ -27,9 +27,9 @@ from helpers import PATIENCE_S, fill_bucket
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness.s3 import HttpFault, Shaping, Sim
 from zloader.common.errors import OptionError, ZloaderError
-from zloader.testing import SeaweedFS, Sim
-from zloader.testing.s3sim import HttpFault, Shaping
+from zloader.testing import SeaweedFS
 from zloader.testing.seaweed import ServerStartError
 
 pytestmark = pytest.mark.any_version
@@ -508,7 +508,7 @@ def test_command_line(root):
     command = [
         sys.executable,
         "-m",
-        "zloader.testing.s3sim",
+        "benchmarks.harness.s3",
         "--root",
         root,
         "--faults",

@@ -20,7 +20,7 @@ from forked import Interpreter
 from helpers import NEVER_S, TESTS, assert_threads_end, check_minibatch, counts, digest, write_store
 
 import zloader as zl
-from zloader.testing import Sim
+from benchmarks.harness.s3 import Sim
 
 ADATA = counts(503, 97)
 SIZES = {"batch_size": 8, "fetch_factor": 4, "sampling": zl.BlockShuffling(4)}

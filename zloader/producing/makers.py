@@ -1,6 +1,6 @@
 """The producers as an epoch sees them: who makes fetches, and how making them can fail. Without Ray.
 
-`zloader.ray.crew` has the producers of a cluster. Tests and benchmarks/scale.py have others.
+`zloader.ray.crew` has the producers of a cluster. Tests and benchmarks/scale/ have others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One epoch made by a crew of producers: a coroutine that hands out fetches, and puts their minibatches in order.
 
-It knows nothing of Ray: `zloader.ray.crew` has the producers of a cluster. benchmarks/scale.py runs the same code with
+It knows nothing of Ray: `zloader.ray.crew` has the producers of a cluster. benchmarks/scale/ runs the same code with
 simulated ones, in virtual time.
 """
 

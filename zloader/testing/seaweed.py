@@ -2,7 +2,7 @@
 
 It checks signatures, and supports PUT, multipart uploads, conditional requests and listing well enough for TensorStore,
 s3fs, obstore and zarr. It starts in about a second and takes 120 MB of memory. It spends 3.4 ms of CPU per request, so
-measure throughput with `zloader.testing.s3sim` instead.
+the benchmarks have a simulator instead.
 """
 
 from __future__ import annotations

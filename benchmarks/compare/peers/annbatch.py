@@ -1,0 +1,143 @@
+"""annbatch: a shuffled collection, read from disk with zarrs or from S3 with obstore."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.compare.peers import EPOCHS, Epoch, Epochs, Peer, Request, Side
+
+_REQUESTS = 64
+_BLOCKS, _CHUNKS = "blocks of 64 cells of a shuffled store", "blocks of 512 cells of a shuffled store"
+_OF_512 = {"chunk_size": 512, "preload_nchunks": 32}
+_FORMAT = "annbatch's collection: AnnData Zarr v3, rows shuffled when written"
+_HOW = (
+    "As its README recommends: a shuffled DatasetCollection, a load function that reads one obs column, and the zarrs "
+    "pipeline with its default number of threads. chunk_size is the size of blocks, preload_nchunks chunks are a "
+    "fetch. Minibatches are torch tensors if its environment has torch, and scipy matrices otherwise."
+)
+
+PEER = Peer(
+    requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"),
+    packages=("annbatch", "zarr", "zarrs", "obstore", "anndata", "torch", "numpy"),
+    least_python=(3, 12),
+    sides={
+        "annbatch": Side(
+            how=_HOW,
+            format=_FORMAT,
+            store="annbatch-shuffled-zarrs",
+            scenarios=(*EPOCHS, "order", "scaling", "processes", "conversion"),
+            order=_BLOCKS,
+        ),
+        "annbatch, chunks of 512": Side(
+            how=f"{_HOW} Chunks of 512 rows, 32 at a time: the store was shuffled when written, so that they mix well.",
+            format=_FORMAT,
+            store="annbatch-shuffled-zarrs",
+            scenarios=("cold_warm_local", "minibatch"),
+            options=_OF_512,
+            order=_CHUNKS,
+        ),
+        "annbatch, chunks of 512, memory kept": Side(
+            how=f"{_HOW} Chunks of 512 rows, 32 at a time, and glibc is told to keep freed memory, which its "
+            "documentation does not ask for.",
+            format=_FORMAT,
+            store="annbatch-shuffled-zarrs",
+            scenarios=("cold_warm_local",),
+            options=_OF_512,
+            order=_CHUNKS,
+        ),
+        "annbatch, memory kept": Side(
+            how=f"{_HOW} glibc is told to keep freed memory, which its documentation does not ask for.",
+            format=_FORMAT,
+            store="annbatch-shuffled-zarrs",
+            scenarios=("cold_warm_local",),
+            order=_BLOCKS,
+        ),
+        "annbatch, obstore": Side(
+            how=f"{_HOW} Over S3, obstore with zarr's own pipeline and 64 requests at a time, the fastest found.",
+            format=_FORMAT,
+            store="annbatch-shuffled-zarrs",
+            scenarios=("cold_warm_cloud",),
+            order=_BLOCKS,
+        ),
+        "annbatch, obstore, chunks of 512": Side(
+            how=f"{_HOW} Over S3 as above, with chunks of 512 rows, 32 at a time.",
+            format=_FORMAT,
+            store="annbatch-shuffled-zarrs",
+            scenarios=("cold_warm_cloud",),
+            options=_OF_512,
+            order=_CHUNKS,
+        ),
+    },
+)
+
+
+def write(conversion: str, sources: list[str], store: str) -> Callable[[], Any]:
+    """A collection: `annbatch` with the optional suffixes `-shuffled` and `-zarrs`."""
+    import annbatch
+    import numpy as np
+    import zarr
+
+    if "zarrs" in conversion:  # annbatch recommends this pipeline for local files
+        importlib.import_module("zarrs")  # here, so that the import is not timed
+        zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+    rng = np.random.default_rng(0)
+    shuffle = "shuffled" in conversion
+    return lambda: annbatch.DatasetCollection(store).add_adatas(sources, shuffle=shuffle, rng=rng)
+
+
+def epochs(options: Request) -> Epochs:
+    """Epochs of annbatch's Loader over a collection."""
+    import annbatch
+    import anndata as ad
+    import numpy as np
+    import zarr
+
+    where: Any = options["store"]
+    if "storage_options" in options:
+        where = _in_s3(where, options["storage_options"])
+    else:
+        zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
+
+    def load(group: zarr.Group) -> ad.AnnData:
+        obs = ad.io.read_elem(group["obs"])
+        return ad.AnnData(X=ad.io.sparse_dataset(group["X"]), obs=obs[[options["obs"]]])
+
+    torch = importlib.util.find_spec("torch") is not None
+    loader = annbatch.Loader(
+        chunk_size=options["chunk_size"],
+        preload_nchunks=options["preload_nchunks"],
+        batch_size=options["batch_size"],
+        shuffle=True,
+        preload_to_gpu=False,
+        to="torch" if torch else None,
+        rng=np.random.default_rng(0),
+    ).use_collection(annbatch.DatasetCollection(where), load_adata=load)
+    return lambda _: Epoch(
+        minibatches=iter(loader),
+        size=lambda minibatch: minibatch["X"].shape[0],
+        values=lambda minibatch: minibatch["X"].values() if torch else minibatch["X"].data,
+        labels=lambda minibatch: minibatch["obs"][options["obs"]],
+    )
+
+
+def _in_s3(url: str, given: Request) -> Any:
+    """The Zarr group of a collection in S3, read by obstore."""
+    import zarr
+    from obstore.store import S3Store
+
+    zarr.config.set({"async.concurrency": _REQUESTS})
+    bucket, prefix = url.removeprefix("s3://").split("/", 1)
+    store = S3Store(
+        bucket,
+        prefix=prefix,
+        endpoint=given["endpoint_url"],
+        access_key_id=given["key"],
+        secret_access_key=given["secret"],
+        region="us-east-1",
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+    )
+    return zarr.open_group(zarr.storage.ObjectStore(store, read_only=True), mode="r")

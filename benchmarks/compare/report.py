@@ -1,0 +1,241 @@
+"""Reports on a benchmark run: one HTML page, the Benchmarks page of the documentation, and README's section.
+
+    python -m benchmarks.compare.report RUN.jsonl [--output report.html]
+    python -m benchmarks.compare.report benchmarks/full.jsonl --markdown docs/benchmarks.md --readme README.md
+
+RUN.jsonl is a file of run.py; reporting/records.py describes it. The page has a section per scenario, with figures and
+a table; the limits of the machine; all tools with their versions and settings; those that are missing or failed, with
+the reason; and the method and its unfairness. It is one file without scripts, and prints.
+
+`--figures DIR` also writes each figure as an SVG file. `--markdown` writes the same sections as Markdown, with two of
+the figures, which go to `figures/` beside it. `--readme` replaces the lines between the markers `<!-- benchmarks -->`
+and `<!-- end of benchmarks -->` of that file with a table and a figure; it needs `--markdown`, to which they link.
+Nothing is written if RUN.jsonl or the markers are bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.compare.reporting.looks import slug
+from benchmarks.compare.reporting.records import RecordsError, read
+from benchmarks.compare.reporting.results import Results
+from benchmarks.compare.reporting.tables import Section, Table, at_a_glance, machine, sections, verdict
+from benchmarks.compare.reporting.words import CEILING, OURS, value_text
+from zloader.commands import page
+from zloader.commands.page import Chart
+
+BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
+_WIDTH = 120
+_IN_DOCS = ("cold_warm_local", "order", "cold_warm_cloud", "minibatch")  # the figures of the Markdown, by preference
+_N_IN_DOCS = 2
+
+
+class MarkerError(Exception):
+    """A README that lacks the markers."""
+
+
+# ---- HTML
+
+
+def html(results: Results) -> str:
+    """The report as one HTML page."""
+    found = sections(results)
+    return page.page(
+        "zloader and other loaders: benchmarks",
+        page.verdict(verdict(results)),
+        page.note(f"{_origin(results)}. Machine and command are at the end."),
+        page.tiles(_tiles(results)),
+        page.contents({slug(section.title): section.title for section in found}),
+        *map(_html, found),
+    )
+
+
+def _tiles(results: Results) -> Iterable[tuple[str, str]]:
+    for found in results.headlines():
+        peer = "" if found.ours.peer == OURS else f" ({found.ours.peer})"
+        yield (
+            found.figure.text(found.ours.figure.median),
+            f"{found.figure.unit}: {found.label}{peer}".strip(),
+        )
+
+
+def _origin(results: Results) -> str:
+    """Which run this is, in a line."""
+    run, facts = results.records.run, machine(results.records)
+    began = f"Run of {run.began[:16].replace('T', ' ')}" if run.began else "A run at an unknown time"
+    commit = f"commit {run.commit[:12] or 'unknown'}" + (" with uncommitted changes" if run.dirty else "")
+    return f"{began}, {facts.get('processor', 'unknown processor')}, {commit}"
+
+
+def _html(section: Section) -> str:
+    parts = [page.note(text) for text in section.text]
+    if section.points:
+        parts.append(page.points(section.points))
+    if section.charts:
+        parts.append(page.charts(*section.charts))
+    parts += [page.table(each.caption, each.header, each.rows, words=each.words) for each in section.tables]
+    if section.terms:
+        parts.append(page.terms(section.terms))
+    if section.facts:
+        parts.append(page.facts(section.facts))
+    return page.section(section.title, *parts, name=slug(section.title))
+
+
+# ---- Markdown
+
+
+def markdown(results: Results, figures: str) -> str:
+    """The report as Markdown. `figures` is the folder of its figures, relative to the page."""
+    shown = {chart.name for chart in docs_charts(results)}
+    facts = machine(results.records)
+    intro = (
+        f"This page is made by `benchmarks/compare/report.py` from the run `{results.records.path.name}`, which began "
+        f"{facts['began']} on {facts.get('processor', 'a machine')} at commit {facts['commit']}. Do not edit it. "
+        "[benchmarks/README.md](../benchmarks/README.md) says how to repeat the run."
+    )
+    found = sections(results)
+    parts = ["# Benchmarks", _wrapped(intro), _wrapped(_text(verdict(results)))]
+    parts.append("\n".join(f"- [{_text(section.title)}](#{slug(section.title)})" for section in found))
+    for section in found:
+        parts.append(f"## {section.title}")
+        parts += [_wrapped(_text(text)) for text in section.text]
+        if section.points:
+            parts.append("\n".join(textwrap.fill(_text(point), _WIDTH, initial_indent="- ", subsequent_indent="  ",
+                                                 break_long_words=False) for point in section.points))  # fmt: skip
+        parts += [_image(chart, figures) for chart in section.charts if chart.name in shown]
+        parts += map(_table, section.tables)
+        if section.terms:
+            parts.append(_table(Table("", ["word", "meaning"], list(section.terms.items()), words=True)))
+        if section.facts:
+            parts.append(_table(Table("", ["", ""], list(section.facts.items()), words=True)))
+    return "\n\n".join(parts) + "\n"
+
+
+def docs_charts(results: Results) -> list[Chart]:
+    """The figures of the Markdown: the first of each of some scenarios."""
+    by_name = {chart.name: chart for section in sections(results) for chart in section.charts}
+    first = {
+        scenario: name for name in reversed(by_name) for scenario in _IN_DOCS if name.startswith(slug(scenario, ""))
+    }
+    return [by_name[first[scenario]] for scenario in _IN_DOCS if scenario in first][:_N_IN_DOCS]
+
+
+def _image(chart: Chart, folder: str) -> str:
+    alt = _text(f"{chart.title}. {chart.caption} The table has the figures.").replace("[", "(").replace("]", ")")
+    return f"![{alt}]({folder}/{chart.name}.svg)"
+
+
+def _table(table: Table) -> str:
+    lines = [table.header, [":--", *(":--" if table.words else "--:" for _ in table.header[1:])], *table.rows]
+    written = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+    return f"{_wrapped(_text(table.caption))}\n\n{written}" if table.caption else written
+
+
+def _cell(text: str) -> str:
+    return _text(text).replace("|", "\\|")
+
+
+def _text(text: str) -> str:
+    """One line that Markdown shows as it is."""
+    return page.unbroken(re.sub(r"([\\<*_`\[\]])", r"\\\1", " ".join(text.split())))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+# ---- README
+
+
+def readme_section(results: Results, link: str, figures: str) -> str:
+    """The lines between the markers: a table, a figure, and where they come from. `link` leads to the whole page."""
+    data = [each for each in results.records.run.data if each.name == results.first_data]
+    of = "".join(f" over {value_text(each.rows)} cells × {value_text(each.genes or 0)} genes" for each in data)
+    said = (
+        f"Medians of one run of all tools in turns{of}. [{link}]({link}) has the rest, and where other tools are "
+        f"better. {CEILING} is no loader and left out here. {_origin(results)}."
+    )
+    glance = at_a_glance(results)
+    tables = [_table(Table("", table.header, table.rows)) for table in glance.tables]
+    images = [_image(chart, figures) for chart in docs_charts(results)[:1]]
+    return "\n\n".join([f"{BEGIN}\n{_wrapped(said)}", *tables, *images]) + f"\n{END}"
+
+
+def with_section(readme: str, section: str) -> str:
+    """The text of a README with a new section between its markers. Raises MarkerError if it lacks them."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise MarkerError(f"it must have the lines {BEGIN} and {END} once, in this order")
+    return readme[: readme.index(BEGIN)] + section + readme[readme.index(END) + len(END) :]
+
+
+# ---- files
+
+
+def write_all(results: Results, options: argparse.Namespace) -> list[Path]:
+    """Writes the files that the options name, and returns them. Text is made before the first file is written."""
+    written: dict[Path, str] = {options.output: html(results)} if options.output else {}
+    saved: dict[str, Chart] = {}
+    folder = options.figures
+    if folder:
+        saved = {chart.name: chart for section in sections(results) for chart in section.charts}
+    if options.markdown:
+        folder = folder or options.markdown.parent / "figures"
+        saved |= {chart.name: chart for chart in docs_charts(results)}
+        written[options.markdown] = markdown(results, _relative(folder, options.markdown))
+    if options.readme:
+        link = _relative(options.markdown, options.readme)
+        section = readme_section(results, link, _relative(folder, options.readme))
+        written[options.readme] = with_section(options.readme.read_text(encoding="utf-8"), section)
+    for path, text in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON may have half a character
+    for name, chart in saved.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        page.save_svg(chart, folder / f"{name}.svg")
+    return [*written, *(folder / f"{name}.svg" for name in saved)]
+
+
+def _relative(path: Path, beside: Path) -> str:
+    """The path as a link in the file `beside`."""
+    return Path(os.path.relpath(path, beside.parent)).as_posix()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the JSONL file of run.py")
+    parser.add_argument("--output", type=Path, help="the HTML page (default: RUN.html, unless --markdown is given)")
+    parser.add_argument("--markdown", type=Path, help="write the report as Markdown to this file")
+    parser.add_argument("--figures", type=Path, help="write all figures as SVG to this directory")
+    parser.add_argument("--readme", type=Path, help="write a table and a figure between the markers of this file")
+    options = parser.parse_args(arguments)
+    if options.readme and not options.markdown:
+        parser.error("--readme needs --markdown, the page that it links to")
+    if not options.output and not options.markdown:
+        options.output = options.run.with_suffix(".html")
+    outputs = [path.resolve() for path in (options.output, options.markdown, options.readme) if path]
+    if len({*outputs}) < len(outputs):
+        parser.error("give --output, --markdown and --readme different files")
+    if options.run.resolve() in outputs:
+        parser.error(f"{options.run} is the run; write the report to another file")
+    try:
+        written = write_all(Results(read(options.run)), options)
+    except RecordsError as error:
+        sys.exit(str(error))
+    except MarkerError as error:
+        sys.exit(f"{options.readme} cannot be changed: {error}")
+    except OSError as error:
+        sys.exit(f"cannot write the report: {error}")
+    with contextlib.suppress(BrokenPipeError):
+        print(*written, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

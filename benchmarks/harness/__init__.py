@@ -1,0 +1,1 @@
+"""What the measurements share: servers, processes that read, figures and tables."""

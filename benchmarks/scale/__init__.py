@@ -1,0 +1,1 @@
+"""Producers on a Ray cluster, measured and simulated."""
