@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from helpers import counts, write_store
+from helpers import counts, dense, write_store
 
 import zloader as zl
 from zloader.training.packed import PackedRows
 from zloader.training.tokens import Tokens
 
 ADATA = counts(150, 40)
+ADATA.var["score"] = np.arange(40.0)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).random((150, 3), np.float32)
 TOKENS = {name: number for number, name in enumerate(["<pad>", "<mask>", "<cls>", "<eoc>", *ADATA.var_names])}
 PARTS = {
@@ -56,7 +57,8 @@ def arrays(part: Any) -> Iterator[np.ndarray]:
         for each in part:
             yield from arrays(each)
     elif hasattr(part, "obsm"):  # an AnnData
-        yield from arrays([part.X, *(column.to_numpy() for _, column in part.obs.items()), dict(part.obsm)])
+        columns = [column.to_numpy() for frame in (part.obs, part.var) for _, column in frame.items()]
+        yield from arrays([part.X, *columns, dict(part.obsm)])
 
 
 def content(minibatch: zl.Minibatch) -> list[Any]:
@@ -91,3 +93,16 @@ def test_changes_are_not_seen_later(store, tmp_path, layout, cache):
             assert spoil(found) > 8
             assert content(found) != right
     assert [content(minibatch) for minibatch in loader()] == wanted[0]
+
+
+def test_changes_of_var_are_not_seen_later(store):
+    """With var in another order, an AnnData would name its columns wrongly."""
+    dataset = zl.open_dataset(store)
+    minibatch = next(iter(zl.Loader(dataset, layout="anndata", shuffle=False)))
+    for adata in (dataset, dataset.take([0]), minibatch.x):
+        adata.var.sort_values("score", ascending=False, inplace=True)
+    minibatch = next(iter(zl.Loader(dataset, layout="anndata", shuffle=False)))
+    for adata in (dataset.take(range(64)), dataset.to_adata()[:64], minibatch.x):
+        assert adata.var.equals(ADATA.var)
+        np.testing.assert_array_equal(dense(adata.X), ADATA[:64].X.toarray())
+    assert dataset.var.equals(ADATA.var)

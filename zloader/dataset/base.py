@@ -74,12 +74,12 @@ class BaseDataset:
 
     @property
     def var(self) -> pd.DataFrame:
-        """The var frame. Of several stores opened without `join`, that of the first.
+        """The var frame, as a copy. Of several stores opened without `join`, that of the first.
 
         With `join`, the columns that are the same in all stores, as in `anndata.concat(..., merge="same")`; a gene that
         a store lacks has a missing value there, which differs from any other.
         """
-        return self._matrices.var_of("X")
+        return self._matrices.var_of("X").copy()
 
     def var_of(self, x: str, genes: ChosenGenes | None = None) -> pd.DataFrame:
         """The var frame of the matrix `x`: one row per column of the matrix, or per chosen gene."""

@@ -381,7 +381,7 @@ class Dataset(BaseDataset):
             matrices.pop("X", None),
             obs=obs,
             obsm={name: self._observations.array_rows(name, chosen) for name in self._observations.usable_arrays},
-            var=self.var.copy(),
+            var=self.var,
             layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
         )
 
@@ -473,7 +473,7 @@ class Dataset(BaseDataset):
                 obs[name] = pd.Categorical.from_codes(values, labels)
             else:
                 obs[name] = values.view(labels)  # the dtype of dates, or their own
-        return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var)
+        return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var.copy())  # not the one of all minibatches
 
 
 def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
