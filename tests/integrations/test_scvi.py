@@ -240,6 +240,10 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     assert names["latent"].shape == (150, 10)
     assert names["other_latent"].shape == (15, 10)
     assert set(names["predicted"]) <= {"T", "B"}
+    probabilities = names["probabilities"]
+    assert probabilities.idxmax(axis=1).tolist() == names["predicted"].tolist()
+    assert probabilities.index.tolist() == adata.obs_names.tolist()
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-5)
 
 
 def test_no_minibatch_has_a_single_row(dataset):

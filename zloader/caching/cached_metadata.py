@@ -94,7 +94,8 @@ def load_listing(place: Path, location: Location) -> tuple[str, Listing]:
                 objects = ((key, StoredObject(*entry)) for key, entry in listed["objects"].items())
                 return listed["origin"], Listing(objects)
     raise CacheError(
-        f"there is no mirror of {location.url} in {place}: open it once without offline=True, or run 'zloader warm'"
+        f"there is no mirror of {location.url} in {place} that this user can read: open it once without offline=True, "
+        "or run 'zloader warm'"
     )
 
 
