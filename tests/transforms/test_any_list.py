@@ -72,11 +72,13 @@ def refused(transforms: Sequence[Transform], layout: str, dtype: str | None, cho
     def is_before(first: Sequence[int], later: Sequence[int]) -> bool:
         return bool(first and later) and min(first) < max(later)
 
+    def fills_zeros(each: Transform) -> bool:
+        return each.mean is not None if isinstance(each, Scale) else each in (Clip(1, 3), Clip(None, -1))
+
     fractions, scales = places(Normalize, Scale), places(Scale)
-    fills = [each for each in transforms if (isinstance(each, Scale) and each.mean is not None) or each in POOL[:5:4]]
     return (
         (dtype == "int64" and bool(fractions))
-        or (layout != "dense" and bool(fills))
+        or (layout != "dense" and any(map(fills_zeros, transforms)))
         or is_before(fractions, places(Downsample))
         or (chosen and is_before(scales, places(Normalize, Downsample)))
     )

@@ -473,7 +473,8 @@ class Dataset(BaseDataset):
                 obs[name] = pd.Categorical.from_codes(values, labels)
             else:
                 obs[name] = values.view(labels)  # the dtype of dates, or their own
-        return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var.copy())  # not the one of all minibatches
+        # A copy of var, because later minibatches get the same frame.
+        return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var.copy())
 
 
 def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
