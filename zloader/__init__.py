@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from zloader.dataset.warm import Warmed, warm
     from zloader.insight.quality import Quality, quality
     from zloader.insight.suggest import Suggestion, suggest
+    from zloader.order.cell_sets import CellSets
     from zloader.order.controls import MatchedControls
     from zloader.order.mixture import Mixture
-    from zloader.order.sampling import BlockShuffling, Sampling, Streaming
-    from zloader.order.scanners import MixtureOfScanners
-    from zloader.order.sets import CellSets
+    from zloader.order.sampling import Sampling
+    from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
     from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
     from zloader.training.loader import Loader
     from zloader.training.minibatch import Minibatch
@@ -101,11 +101,11 @@ __all__ = [
 # The module of each public name. A test compares it with the imports above, which serve type checkers and editors.
 _MODULES = {
     "AppendReport": "zloader.conversion.append",
-    "BlockShuffling": "zloader.order.sampling",
+    "BlockShuffling": "zloader.order.shuffling",
     "BlockWeightedSampling": "zloader.order.weighted",
     "Cache": "zloader.common.options",
     "CacheStatistics": "zloader.common.records",
-    "CellSets": "zloader.order.sets",
+    "CellSets": "zloader.order.cell_sets",
     "ClassBalancedSampling": "zloader.order.weighted",
     "ConversionReport": "zloader.conversion.convert",
     "ConvertOptions": "zloader.conversion.writing.encode",
@@ -115,13 +115,13 @@ _MODULES = {
     "MatchedControls": "zloader.order.controls",
     "Minibatch": "zloader.training.minibatch",
     "Mixture": "zloader.order.mixture",
-    "MixtureOfScanners": "zloader.order.scanners",
+    "MixtureOfScanners": "zloader.order.shuffling",
     "PackedRows": "zloader.training.packed",
     "Quality": "zloader.insight.quality",
     "Sampling": "zloader.order.sampling",
     "Selection": "zloader.conversion.joining.selection",
     "Statistics": "zloader.common.records",
-    "Streaming": "zloader.order.sampling",
+    "Streaming": "zloader.order.shuffling",
     "Suggestion": "zloader.insight.suggest",
     "Verification": "zloader.conversion.verify",
     "View": "zloader.dataset.dataset",

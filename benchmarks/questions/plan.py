@@ -30,7 +30,8 @@ import zloader as zl
 from benchmarks.harness.measuring import table
 from zloader.dataset.views import RowSet
 from zloader.order.plan import Plan
-from zloader.order.sampling import Sampling, stratified
+from zloader.order.sampling import Sampling
+from zloader.order.shuffling import stratified
 from zloader.selecting.columns import ObsColumn
 
 Figures = dict[str, Any]

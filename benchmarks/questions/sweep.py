@@ -43,8 +43,7 @@ from benchmarks.harness.measuring import table
 from zloader.conversion.writing.encode import CODECS, ChunkEncoder
 from zloader.insight.cost import epoch_costs
 from zloader.insight.summary import stored_bytes
-from zloader.storage import blosc
-from zloader.storage.decode import Decoder
+from zloader.storage.decode import CHUNK, Decoder
 from zloader.storage.layout import ArrayLayout, chunks_of
 
 CHUNK_ROWS = (8, 16, 32, 64, 128, 256)
@@ -71,7 +70,7 @@ class Codings:
         decoders = [Decoder(layout) for layout in self._layouts]
 
         def decode(number: int, chunks: range) -> None:
-            n, jobs = self._layouts[number].chunk_elements, np.zeros(len(chunks), blosc.CHUNK)
+            n, jobs = self._layouts[number].chunk_elements, np.zeros(len(chunks), CHUNK)
             jobs["read"], jobs["begin"], jobs["stop"] = np.arange(len(chunks)), np.arange(len(chunks)) * n, n
             stored = [self._stored[number][chunk] for chunk in chunks]
             jobs["size"] = [len(content) for content in stored]

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from benchmarks.harness.virtual_time import run_in_virtual_time
 from zloader.common.options import FetchOptions
 from zloader.insight.cost import chunks_to_read
-from zloader.order.fetches import Remaining
-from zloader.order.plan import Plan
-from zloader.order.sampling import stratified
+from zloader.order.plan import Plan, Remaining
+from zloader.order.shuffling import stratified
 from zloader.producing.makers import LostError
 from zloader.producing.production import Production
 from zloader.producing.window import MeanBytes, Window

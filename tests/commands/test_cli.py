@@ -20,7 +20,7 @@ import zloader as zl
 from zloader.commands.cli import app
 from zloader.conversion.writing.encode import ConvertOptions
 from zloader.insight.cost import epoch_costs
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
+from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 
 
 def zloader(*arguments, status=0):

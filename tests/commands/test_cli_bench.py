@@ -25,7 +25,7 @@ from zloader.commands.bench_run import kind_of, run_epoch
 from zloader.commands.bill_run import Prices
 from zloader.commands.terminal import bench_view, show_figures
 from zloader.common.errors import ZloaderError
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
+from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 from zloader.training.minibatch import DTYPES
 
 pytestmark = pytest.mark.any_version

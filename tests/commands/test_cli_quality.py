@@ -15,7 +15,7 @@ from test_cli import params, zloader
 import zloader as zl
 from zloader.insight.cost import epoch_costs
 from zloader.order.plan import Plan
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, stratified
+from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 
 pytestmark = pytest.mark.any_version
 

@@ -23,7 +23,7 @@ from zloader.common.errors import CacheError, FormatError, MissingObjectError, R
 from zloader.conversion.writing import elements
 from zloader.dataset import obs_columns, paged_columns
 from zloader.dataset.obs_columns import require_codes
-from zloader.reading.paged_columns import PagedColumn, rows_of
+from zloader.reading.column_rows import PagedColumn, rows_of
 
 pytestmark = pytest.mark.any_version
 

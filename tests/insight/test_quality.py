@@ -19,7 +19,7 @@ from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet, Within
 from zloader.order.plan import Plan
 from zloader.order.ranks import RankPlacement
-from zloader.order.sampling import BlockShuffling, stratified
+from zloader.order.shuffling import BlockShuffling, stratified
 from zloader.selecting.columns import ObsColumn
 
 pytestmark = pytest.mark.any_version

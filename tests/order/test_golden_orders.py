@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from zloader.dataset.views import RowSet
+from zloader.order.cell_sets import CellSets
 from zloader.order.mixture import Mixture
-from zloader.order.sampling import BlockShuffling, Streaming
-from zloader.order.scanners import MixtureOfScanners
-from zloader.order.sets import CellSets
+from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
 from zloader.order.weighted import BlockWeightedSampling, ClassBalancedSampling
 from zloader.selecting.columns import as_numbers
 

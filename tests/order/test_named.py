@@ -8,9 +8,8 @@ from helpers import counts, write_store
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.order.named import NAMES, sampling_of
 from zloader.order.resume import described
-from zloader.order.sampling import default_block_size, stratified
+from zloader.order.shuffling import NAMES, default_block_size, sampling_of, stratified
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
-from zloader.order.sampling import BlockShuffling, Sampling, Streaming, stratified
-from zloader.order.scanners import MixtureOfScanners
+from zloader.order.sampling import Sampling
+from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming, stratified
 
 pytestmark = pytest.mark.any_version
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
 from zloader.dataset.views import RowSet, Within
-from zloader.order.permutation import key_of, mix, permute, shuffled
-from zloader.order.plan import Plan, Unseen
+from zloader.order.permutation import key_of, mix, permute, shuffled, strata_of
+from zloader.order.plan import Plan
 from zloader.order.ranks import RankShare
-from zloader.order.sampling import BlockShuffling, Sampling, Streaming, WrappedSampling, stratified
-from zloader.order.scanners import MixtureOfScanners
-from zloader.order.strata import strata_of
+from zloader.order.sampling import Sampling, Unseen, WrappedSampling
+from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming, stratified
 
 pytestmark = pytest.mark.any_version
 

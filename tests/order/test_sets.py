@@ -14,11 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
-from zloader.order.dealing import dealt, shared_out
-from zloader.order.permutation import permute_each
+from zloader.order.cell_sets import CellSets
+from zloader.order.permutation import dealt, permute_each, shared_out
 from zloader.order.plan import Plan
 from zloader.order.resume import resumed
-from zloader.order.sets import CellSets
 from zloader.selecting.columns import as_numbers
 from zloader.selecting.groups import groups_of
 

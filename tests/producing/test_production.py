@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.harness.virtual_time import run_in_virtual_time
 from zloader.common.errors import ProducerError
-from zloader.order.fetches import Remaining
+from zloader.order.plan import Remaining
 from zloader.producing import makers, production
 from zloader.producing import window as window_module
 from zloader.reading.resources import Counters

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from zloader.order.fetches import Remaining
+from zloader.order.plan import Remaining
 from zloader.producing.window import MeanBytes, Window
 
 pytestmark = pytest.mark.any_version

@@ -26,7 +26,7 @@ import zloader as zl
 from zloader.common.errors import OptionError, ProducerError, StoreError
 from zloader.dataset import paged_columns
 from zloader.reading.bridge import Bridge
-from zloader.reading.paged_columns import PagedColumn
+from zloader.reading.column_rows import PagedColumn
 from zloader.reading.resources import Counters
 from zloader.testing import assert_resumes_anywhere
 from zloader.training.devices import PlainDevice

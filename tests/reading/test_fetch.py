@@ -20,14 +20,13 @@ import zloader as zl
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import Mirror, open_mirror
 from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadError
-from zloader.order.fetches import Fetch
-from zloader.order.plan import Plan
+from zloader.order.plan import Fetch, Plan
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.resources import BufferPool, Counters
-from zloader.storage.blosc import CHUNK
+from zloader.storage.decode import CHUNK
 from zloader.storage.layout import MatrixLayout
 from zloader.storage.metadata import array_layout
 from zloader.testing.source import FakeSource, Fault

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zloader.selecting.strings import StringCoder
+from zloader.selecting.columns import StringCoder
 
 WORDS = st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=40)
 

@@ -29,7 +29,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 from zloader.common.errors import CorruptChunkError, FormatError
 from zloader.common.options import MiB
-from zloader.storage import blosc
+from zloader.storage import decode
 from zloader.storage.decode import Decoder, checksum
 from zloader.storage.metadata import array_layout
 
@@ -123,7 +123,7 @@ def _decoded_all(layout, stored, lengths=None):
     offsets = np.array([0 if i % 2 == 0 else sizes[i - 1] + 1 for i in range(len(stored))], np.int64)
     width = layout.chunk_elements
     begins = np.arange(len(stored))[::-1] * width
-    chunks = np.empty(len(stored), blosc.CHUNK)
+    chunks = np.empty(len(stored), decode.CHUNK)
     chunks["read"], chunks["offset"], chunks["size"], chunks["begin"] = (
         np.arange(len(stored)) // 2,
         offsets,
@@ -331,8 +331,8 @@ def test_codecs_that_run_code_or_have_no_bound_are_refused(name):
 @pytest.fixture(params=[True, False], ids=["compiled", "one by one"])
 def either_way(request, monkeypatch):
     """Runs with the C functions, and as if the libraries did not export them."""
-    assert blosc.available()  # the installed wheels export the C functions
-    monkeypatch.setattr(blosc, "available", lambda: request.param)
+    assert decode.decompresses_many()  # the installed wheels export the C functions
+    monkeypatch.setattr(decode, "decompresses_many", lambda: request.param)
 
 
 @pytest.mark.usefixtures("either_way")
@@ -386,7 +386,7 @@ def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_it_is_touched(dra
     first = draw.draw(st.integers(0, n - 1))
     stop = draw.draw(st.integers(first + 1, n))
     begin, end = n, n + stop - first
-    chunks = np.array([(0, 0, len(content), begin, first, stop)], blosc.CHUNK)
+    chunks = np.array([(0, 0, len(content), begin, first, stop)], decode.CHUNK)
     out = np.full(3 * n, 7, "uint16")
     assert Decoder(layout).decode_all([content], chunks, out) == []
     _same(out[begin:end], values[first:stop])

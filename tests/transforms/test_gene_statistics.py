@@ -15,7 +15,7 @@ import zloader as zl
 from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.records import CsrArrays
 from zloader.transforms import Downsample, GeneStatistics, LogNormalize, Normalize, Scale
-from zloader.transforms.gene_statistics import Moments
+from zloader.transforms.statistics import Moments
 
 ADATA = counts(250, 30)
 ADATA.layers["dense"] = ADATA.X.toarray()

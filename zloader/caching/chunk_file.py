@@ -75,7 +75,7 @@ class ChunkSet:
 class ChunkFile(ABC):
     """The chunks of one array in the file `path` of `n_bytes`, and their words in the sidecar file `words_path`.
 
-    `jobs` (dtype blosc.CHUNK) say where the stored bytes of each chunk are in some reads, and where its elements are in
+    `jobs` (dtype CHUNK) say where the stored bytes of each chunk are in some reads, and where its elements are in
     an array. Raises OSError if the files cannot be created or opened.
     """
 

@@ -176,7 +176,7 @@ def _quality(quality: BenchQuality) -> list[str]:
 
 def _python(run: BenchRun, storage_options: Mapping[str, Any]) -> str:
     """How to make the loader that was measured."""
-    from zloader.order.sampling import stratified
+    from zloader.order.shuffling import stratified
     from zloader.training.loader import Loader
 
     given = run.settings

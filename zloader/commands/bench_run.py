@@ -30,7 +30,7 @@ _PAUSES = 50  # pauses are this many times as long as a sample takes, so that sa
 
 def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
     """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
-    from zloader.order.sampling import Streaming, stratified
+    from zloader.order.shuffling import Streaming, stratified
 
     sampling = stratified(flags.sizes["block_size"])
     loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns)

@@ -74,9 +74,9 @@ class InfoFlags:
 
     def order(self, block_size: int) -> dict[str, Any]:
         """The sampling and the controls of a Loader."""
+        from zloader.order.cell_sets import CellSets
         from zloader.order.controls import MatchedControls
-        from zloader.order.sampling import stratified
-        from zloader.order.sets import CellSets
+        from zloader.order.shuffling import stratified
 
         if self.match and self.controls is None:
             raise OptionError("--match goes with --controls")

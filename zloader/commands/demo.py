@@ -32,7 +32,7 @@ from zloader.conversion.example import example_h5ad
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.open_dataset import open_dataset
 from zloader.order.permutation import key_of, shuffled
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
+from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
 from zloader.training.loader import Loader, Minibatch
 from zloader.training.normalization import log1p_normalize
 

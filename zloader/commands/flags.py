@@ -130,7 +130,7 @@ class LoaderSizes:
     @property
     def by_name(self) -> dict[str, int]:
         """The sizes with their defaults, by name."""
-        from zloader.order.sampling import default_block_size
+        from zloader.order.shuffling import default_block_size
         from zloader.training.loader import Loader
 
         batch_size = Loader.batch_size if self.batch_size is None else self.batch_size

@@ -130,7 +130,7 @@ class QualityGrid:
     @property
     def loader(self) -> str:
         """The Loader with the recommended sizes, as a line of Python for an open `dataset`."""
-        from zloader.order.sampling import stratified
+        from zloader.order.shuffling import stratified
 
         best = self.recommended
         x = "" if self.x == "X" else f", x={self.x!r}"
@@ -146,7 +146,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
     The speed is the link's limit, or is measured if `link_bytes_per_s` is None. Raises OptionError for a column without
     labels, or if no pair of sizes is valid.
     """
-    from zloader.order.sampling import Streaming, default_block_size
+    from zloader.order.shuffling import Streaming, default_block_size
     from zloader.training.loader import Loader
 
     labels = loader.dataset.obs_column(label).values
@@ -176,7 +176,7 @@ def measured(loader: Loader, label: str, sizes: Sequence[tuple[int, int]], link_
 def _cell(loader: Loader, labels: NDArray[np.generic], sizes: tuple[int, int], link_bytes_per_s: int | None) -> Cell:
     from zloader.insight.cost import epoch_costs
     from zloader.insight.quality import quality
-    from zloader.order.sampling import BlockShuffling, stratified
+    from zloader.order.shuffling import BlockShuffling, stratified
 
     block_size, fetch_factor = sizes
     each = dataclasses.replace(loader, fetch_factor=fetch_factor, sampling=BlockShuffling(block_size))

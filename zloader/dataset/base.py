@@ -21,14 +21,13 @@ from zloader.dataset.matrices import Matrices
 from zloader.dataset.observations import Observations, ObsFrame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
+from zloader.reading.column_rows import PagedColumn
 from zloader.reading.forms import Transforming, computing_dtype
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.paged_columns import PagedColumn
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.storage.layout import MatrixLayout
-from zloader.transforms.listed_transforms import bound_transforms
-from zloader.transforms.transform import Columns, Transform
+from zloader.transforms.transform import Columns, Transform, bound_transforms
 
 
 class BaseDataset:

@@ -33,12 +33,13 @@ from zloader.dataset.observations import NAME_BYTES, Observations, require_frame
 from zloader.dataset.opening import open_all
 from zloader.dataset.splits import Names, Shares, SplitRule, condition_of, listed
 from zloader.dataset.views import Condition, RowSet, Within, moved, rows_matching
-from zloader.order.sampling import Sampling, Streaming, as_rows
+from zloader.order.sampling import Sampling
+from zloader.order.shuffling import Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import Genes
 from zloader.selecting.rows import RowChoice, positions_of, range_of
-from zloader.transforms.gene_statistics import GeneStatistics
+from zloader.transforms.statistics import GeneStatistics
 from zloader.transforms.transform import Transform
 
 if TYPE_CHECKING:

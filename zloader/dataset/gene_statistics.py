@@ -24,9 +24,8 @@ from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool
-from zloader.transforms.gene_statistics import GeneStatistics, Moments
-from zloader.transforms.listed_transforms import transforms_of
-from zloader.transforms.transform import Transform
+from zloader.transforms.statistics import GeneStatistics, Moments
+from zloader.transforms.transform import Transform, transforms_of
 
 _VERSION = 1  # of the numbers in the cache
 _PART_ROWS = 1024  # rows summed up at once, at least: merging costs a few arrays of n_vars numbers

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from zloader.caching.cached_files import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.records import Rows
-from zloader.common.shares import by_value
 from zloader.dataset.store import OpenedStore
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
+from zloader.selecting.groups import by_value
 
 _SEGMENT_ROWS = 1 << 19  # about 40 MB of Python strings while a segment is read
 _MISSING = "nan"  # as pandas writes a missing name

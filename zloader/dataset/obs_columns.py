@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from zloader.common.errors import FormatError
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
-from zloader.selecting.columns import NUMBERS, ObsColumn, as_labels, as_numbers, kind_of, of_strings
-from zloader.selecting.strings import StringCoder
+from zloader.selecting.columns import NUMBERS, ObsColumn, StringCoder, as_labels, as_numbers, kind_of, of_strings
 
 _WINDOW_ROWS = 1 << 18  # about 150 MB while they are coded
 

@@ -26,14 +26,14 @@ from zloader.common.machine import require_memory
 from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
-from zloader.common.shares import shares
 from zloader.dataset.names import ObsNames
 from zloader.dataset.obs_columns import kinds_in, read_column, read_numbers
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
+from zloader.reading.column_rows import PagedColumn
 from zloader.reading.fetch import Recipe, read_at_once
-from zloader.reading.paged_columns import PagedColumn
 from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
+from zloader.selecting.groups import shares
 
 NAME_BYTES = 100  # of an obs name as a Python string, with its place in an Index
 

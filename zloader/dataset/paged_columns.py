@@ -31,8 +31,8 @@ from zloader.common.records import Rows
 from zloader.dataset.obs_columns import is_categorical, read_categories, require_codes
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
+from zloader.reading.column_rows import PagedColumn
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.reading.paged_columns import PagedColumn
 from zloader.selecting.columns import NUMBERS, as_labels, joined_labels
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, MatrixLayout

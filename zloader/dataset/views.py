@@ -23,7 +23,8 @@ from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.dataset.store import OpenedStore
-from zloader.order.sampling import WrappedSampling, as_array, checked_once
+from zloader.order.sampling import WrappedSampling
+from zloader.order.shuffling import as_array, checked_once
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask, matching, row_test
 

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from zloader.common.checks import one_or_more
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
-from zloader.common.shares import shares
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
 from zloader.insight.summary import stored_bytes
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.read_plan import ReadPlanner, planner_of
+from zloader.selecting.groups import shares
 from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, chunks_of, total_bytes
 from zloader.storage.placement import ObjectIndex
 

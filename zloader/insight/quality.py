@@ -31,9 +31,8 @@ from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.records import Rows
 from zloader.dataset.views import RowSet, Within
-from zloader.order.fetches import Fetch
 from zloader.order.permutation import permute, words_at
-from zloader.order.plan import Plan
+from zloader.order.plan import Fetch, Plan
 
 # 16 * 256 = 4,096 minibatches determine the mean entropy of a poor plan (sd 0.3 bits) to 0.005 bits.
 _STRETCHES = 16

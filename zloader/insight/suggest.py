@@ -19,9 +19,9 @@ from zloader.common.errors import FormatError, OptionError
 from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
 from zloader.dataset.dataset import Dataset, require_dataset
+from zloader.order.cell_sets import CellSets, whole_sets
 from zloader.order.controls import MatchedControls
-from zloader.order.sampling import BlockShuffling, stratified
-from zloader.order.sets import CellSets, whole_sets
+from zloader.order.shuffling import BlockShuffling, stratified
 
 # A chunk is decoded whole, so a block of B rows decodes B rows plus one chunk on average.
 _BLOCK_CHUNKS = 2

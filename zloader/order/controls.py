@@ -20,8 +20,8 @@ from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
-from zloader.order.fetches import Fetch
 from zloader.order.permutation import key_of, words_at
+from zloader.order.plan import Fetch
 from zloader.order.sampling import Sampling
 from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.groups import Groups, groups_of

@@ -36,7 +36,8 @@ from zloader.common.machine import require_memory
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
-from zloader.order.sampling import BlockShuffling, Sampling
+from zloader.order.sampling import Sampling
+from zloader.order.shuffling import BlockShuffling
 
 _U64 = np.uint64
 _ROUNDING = 1 + 1e-9  # larger than the rounding error in sums of equal weights

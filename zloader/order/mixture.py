@@ -28,7 +28,8 @@ from zloader.common.checks import require_count
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.permutation import key_of
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, ChosenRows, Sampling, Table, stratified
+from zloader.order.sampling import ChosenRows, Sampling, Table
+from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 
 _UNIT_BITS = 30
 _UNIT = 1 << _UNIT_BITS

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,33 +33,62 @@ from numpy.typing import NDArray
 from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
-from zloader.order.fetches import AddsControls, Fetch, Remaining
 from zloader.order.permutation import key_of, shuffled
-from zloader.order.sampling import Sampling, WrappedSampling, fitted, require_rows
+from zloader.order.sampling import Sampling, Unseen, fitted, require_rows
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Unseen(WrappedSampling):
-    """The rest of an epoch as a sampling: the rows `first`, then the order of `sampling` from position `begin` on.
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """The rows loaded into one buffer, and how they are cut into minibatches.
 
-    It is valid only for the seed and the epoch from which `first` was computed.
+    `rows` are in read order, block by block. Minibatch k holds `rows[order[cuts[k] : cuts[k + 1]]]`. `sets` has the
+    number of the set of each row, if the sampling has sets.
     """
 
-    first: Rows
+    number: int
+    rows: Rows
+    order: Rows
+    cuts: NDArray[np.int64]
+    sets: Rows | None = None
+
+    def after(self, n_minibatches: int) -> Fetch:
+        """The fetch without its first `n_minibatches` minibatches, and without the rows that only they use."""
+        if not n_minibatches:
+            return self
+        cuts = self.cuts[n_minibatches:]
+        order = self.order[cuts[0] :]
+        used = np.sort(order)
+        return Fetch(
+            number=self.number,
+            rows=self.rows[used],
+            order=np.searchsorted(used, order),
+            cuts=cuts - cuts[0],
+            sets=None if self.sets is None else self.sets[used],
+        )
+
+    def without(self, gaps: NDArray[np.bool_]) -> Fetch:
+        """The fetch without some of its rows, whose minibatches become shorter."""
+        held = ~gaps[self.order]
+        order = (np.cumsum(~gaps) - 1)[self.order[held]]
+        sets = None if self.sets is None else self.sets[~gaps]
+        cuts = np.append(0, np.cumsum(held))[self.cuts]
+        return replace(self, rows=self.rows[~gaps], order=order, cuts=cuts, sets=sets)
+
+
+class AddsControls(Protocol):
+    """Adds control rows to the minibatches of a fetch."""
+
+    def added(self, fetch: Fetch, *, seed: int, epoch: int) -> Fetch:
+        """The fetch with the controls of each minibatch after its rows."""
+        ...
+
+
+class Remaining(NamedTuple):
+    """The minibatches of fetch `number` that remain: `size` of them, from the fetch's minibatch `begin` on."""
+
+    number: int
     begin: int
-
-    def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows left in the epoch."""
-        return len(self.first) + self.sampling.n_rows(dataset_rows) - self.begin
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the rest of the epoch."""
-        shift = self.begin - len(self.first)
-        begin, end = max(start + shift, self.begin), stop + shift
-        if begin >= end:
-            return self.first[start:stop]
-        rest = self.sampling.rows(begin, end, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
-        return np.concatenate([self.first[start:stop], rest])
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)

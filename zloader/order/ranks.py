@@ -13,8 +13,8 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.draws import Draws
 from zloader.order.permutation import key_of
-from zloader.order.sampling import BlockShuffling, Sampling, Streaming, WrappedSampling
-from zloader.order.scanners import MixtureOfScanners
+from zloader.order.sampling import Sampling, WrappedSampling
+from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
 
 Locality = Literal["global", "machine"]
 

@@ -18,7 +18,8 @@ from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.draws import Codes, Draws, require_within
-from zloader.order.sampling import DEFAULT_BLOCK_SIZE, Sampling, Table, checked_once
+from zloader.order.sampling import Sampling, Table
+from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, checked_once
 from zloader.selecting.columns import ObsColumn, as_numbers
 from zloader.selecting.groups import count_codes
 

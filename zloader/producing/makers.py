@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from zloader.order.fetches import Remaining
+from zloader.order.plan import Remaining
 from zloader.reading.resources import Counters
 
 LANES = 2  # fetches that a producer makes at a time: it reads one while it gathers another

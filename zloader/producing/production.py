@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zloader.common.errors import ProducerError
-from zloader.order.fetches import Remaining
+from zloader.order.plan import Remaining
 from zloader.producing.makers import LANES, FailedError, LostError, Maker, Makers, Making
 from zloader.producing.window import LOOK_AHEAD, Job, MeanBytes, OpenFetch, Window
 from zloader.reading.bridge import Put

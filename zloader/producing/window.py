@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zloader.order.fetches import Remaining
+from zloader.order.plan import Remaining
 
 _LEAST_LEAD = 0.1  # by which one machine's share exceeds the others'
 LOOK_AHEAD = 64  # fetches of which a producer may begin one that its machine's mirror holds

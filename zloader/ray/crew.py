@@ -18,8 +18,7 @@ import ray.exceptions
 from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, ProducerError
-from zloader.order.fetches import Remaining
-from zloader.order.plan import Plan
+from zloader.order.plan import Plan, Remaining
 from zloader.producing.makers import LANES, FailedError, LostError
 from zloader.ray.alive import cluster_of_ray
 from zloader.ray.producers import CarriedError, Producer, pickled

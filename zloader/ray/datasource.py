@@ -20,16 +20,15 @@ from zloader.common.checks import names_of, require_whole
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows
-from zloader.common.shares import shares
 from zloader.dataset.dataset import Dataset
-from zloader.order.fetches import Fetch
-from zloader.order.plan import Plan
+from zloader.order.plan import Fetch, Plan
 from zloader.order.sampling import Sampling
 from zloader.ray.producers import pickled, unpickled
 from zloader.ray.tables import table_of
+from zloader.reading.column_rows import rows_of
 from zloader.reading.fetch import FetchScheduler
-from zloader.reading.paged_columns import rows_of
 from zloader.reading.resources import BufferPool
+from zloader.selecting.groups import shares
 from zloader.training.loader import Loader
 
 _GROUPS = ("obs/", "obsm/")

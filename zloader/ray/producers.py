@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import ProducerError
 from zloader.common.machine import keep_freed_memory
-from zloader.order.fetches import Fetch, Remaining
-from zloader.order.plan import Plan
+from zloader.order.plan import Fetch, Plan, Remaining
 from zloader.producing.makers import LANES
 from zloader.reading.bridge import Bridge, Put
+from zloader.reading.column_rows import PagedColumn
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.matrix_rows import held_share
-from zloader.reading.paged_columns import PagedColumn
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
 from zloader.training.minibatch import silence_sparse_warnings

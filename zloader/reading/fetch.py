@@ -22,18 +22,18 @@ from zloader.common.compiled import load_compiler
 from zloader.common.concurrent_calls import aside
 from zloader.common.options import FetchOptions
 from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenizer, TokenRows, X
-from zloader.common.shares import shares
-from zloader.order.fetches import Fetch
+from zloader.order.plan import Fetch
 from zloader.reading import gather
 from zloader.reading.back_pressure import Claim, Gates
 from zloader.reading.bridge import Bridge, Put
+from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, release, rows_of
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
-from zloader.reading.paged_columns import LoadedColumn, PagedColumn, load_column, release, rows_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import BufferPool, Counters, timed
 from zloader.selecting.columns import ObsColumn
+from zloader.selecting.groups import shares
 
 
 @dataclass(frozen=True, kw_only=True)

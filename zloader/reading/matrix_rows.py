@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
-from zloader.common.shares import by_value, shares
 from zloader.reading import gather
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.read_plan import Elements
 from zloader.reading.reader import ArrayReader, Needed
 from zloader.selecting.genes import ChosenGenes
+from zloader.selecting.groups import by_value, shares
 from zloader.storage.layout import chunks_of
 from zloader.transforms.transform import RefusedValue
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
-from zloader.storage import blosc
+from zloader.storage.decode import CHUNK
 from zloader.storage.layout import (
     ArrayLayout,
     ChunkSpan,
@@ -168,8 +168,8 @@ class Slots:
         )
 
     def jobs(self, chunks: Rows, reads: Rows | int = 0, offsets: Rows | int = 0, sizes: Rows | int = 0) -> NDArray[Any]:
-        """How to decode chunks into their slots (dtype blosc.CHUNK), from these places in some reads, if any."""
-        jobs = np.empty(len(chunks), blosc.CHUNK)
+        """How to decode chunks into their slots (dtype CHUNK), from these places in some reads, if any."""
+        jobs = np.empty(len(chunks), CHUNK)
         jobs["read"], jobs["offset"], jobs["size"] = reads, offsets, sizes
         jobs["begin"], jobs["first"], jobs["stop"] = self.locate(chunks)
         return jobs

@@ -2,8 +2,8 @@
 
 from zloader.common.keywords import answers
 from zloader.tokenizers.geneformer import Geneformer
-from zloader.tokenizers.masking import Masked
 from zloader.tokenizers.scgpt import ScGPT
+from zloader.tokenizers.tokenizer import Masked
 
 __all__ = ["Geneformer", "Masked", "ScGPT"]
 

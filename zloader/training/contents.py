@@ -24,7 +24,7 @@ from zloader.training.devices import Device, usable_device
 from zloader.training.minibatch import as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import Convert, OwnTransforms
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
-from zloader.transforms.listed_transforms import Transforms, transforms_of
+from zloader.transforms.transform import Transforms, transforms_of
 
 LAYOUTS = ("csr", "dense", "packed", "scipy", "anndata")
 

@@ -15,8 +15,7 @@ import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError, OptionError
 from zloader.common.records import Rows, Statistics
-from zloader.order.fetches import Remaining
-from zloader.order.plan import Plan
+from zloader.order.plan import Plan, Remaining
 from zloader.order.resume import Position
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import Recipe

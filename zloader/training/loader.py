@@ -19,14 +19,14 @@ from zloader.common.machine import keep_freed_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
+from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
 from zloader.order.epochs import EpochCount
-from zloader.order.named import sampling_of
 from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, fitted
-from zloader.order.sets import BoundCellSets, SetCounts
+from zloader.order.shuffling import sampling_of
 from zloader.reading.bridge import Bridge
 from zloader.reading.fetch import FetchScheduler, Recipe
 from zloader.reading.resources import BufferPool, Counters
@@ -39,7 +39,7 @@ from zloader.training.minibatch import Minibatch, silence_sparse_warnings
 from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
 from zloader.training.sets import WithSets, bound_controls, group_columns
 from zloader.training.tokens import Tokenizer
-from zloader.transforms.listed_transforms import Transforms
+from zloader.transforms.transform import Transforms
 
 __all__ = ["Loader", "Minibatch"]
 

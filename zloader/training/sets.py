@@ -12,9 +12,9 @@ import torch
 from zloader.common.errors import OptionError
 from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
+from zloader.order.cell_sets import BoundCellSets
 from zloader.order.controls import BoundControls, MatchedControls
 from zloader.order.sampling import Sampling
-from zloader.order.sets import BoundCellSets
 from zloader.reading import gather
 from zloader.selecting.columns import ObsColumn
 from zloader.training.minibatch import Minibatch

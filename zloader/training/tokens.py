@@ -19,8 +19,8 @@ from zloader.common.records import TokenArrays
 from zloader.dataset.dataset import Dataset
 from zloader.selecting.genes import ChosenGenes
 from zloader.tokenizers.geneformer import Geneformer
-from zloader.tokenizers.rows import BoundTokenizer
 from zloader.tokenizers.scgpt import ScGPT
+from zloader.tokenizers.tokenizer import BoundTokenizer
 from zloader.tokenizers.vocabulary import GeneNames
 
 Tokenizer: TypeAlias = Geneformer | ScGPT

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from zloader.common.keywords import answers
 from zloader.transforms.downsampling import Downsample
-from zloader.transforms.gene_statistics import GeneStatistics
 from zloader.transforms.normalizing import LogNormalize, Normalize
 from zloader.transforms.of_values import Binarize, Clip, Scale
+from zloader.transforms.statistics import GeneStatistics
 from zloader.transforms.transform import Columns, RefusedValue, RowValues, Transform
 
 __all__ = [

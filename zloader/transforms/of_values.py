@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
-from zloader.transforms.gene_statistics import GeneStatistics
+from zloader.transforms.statistics import GeneStatistics
 from zloader.transforms.transform import Columns, RowValues, Transform
 
 

@@ -2,7 +2,7 @@
 
 The rows of a group come in passes. In each pass every row of the group has a place, by a keyed permutation, and the
 places are cut into sets. So a set needs no state: its rows follow from its group, its number in the group, the seed and
-the epoch. The order of the sets is computed once an epoch (see `dealing.py`), and takes 12 bytes per set. The table of
+the epoch. The order of the sets is computed once an epoch (see `dealt`), and takes 12 bytes per set. The table of
 rows by group takes 4 bytes per row.
 """
 
@@ -23,8 +23,7 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
-from zloader.order.dealing import dealt, shared_out
-from zloader.order.permutation import key_of, permute_each
+from zloader.order.permutation import dealt, key_of, permute_each, shared_out
 from zloader.order.sampling import Sampling, Table
 from zloader.selecting.columns import Column
 from zloader.selecting.groups import Groups, groups_of, sorted_rows

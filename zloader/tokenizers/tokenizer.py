@@ -1,19 +1,103 @@
-"""The tokens of many rows, and a tokenizer that is bound to the genes of a matrix."""
+"""What all tokenizers share: their options, the tokens of many rows, and a tokenizer bound to the genes of a matrix."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import require_count, require_one_of, require_whole
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows, TokenArrays
+from zloader.order.permutation import key_of
 from zloader.tokenizers.vocabulary import GeneTokens
+
+NO_LABEL = -100  # torch's cross_entropy ignores it
+_WHICH, _HOW, _GENE = 11, 12, 13  # streams of random words
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Masks a share of the tokens of each row and gives `labels`, for masked training. `masked=` of a tokenizer.
+
+    >>> zl.tokenizers.Masked(0.15, seed=1)
+    Masked(share=0.15, seed=1)
+
+    Every gene of a row is chosen with the probability `share`; special tokens and padding are not. `labels` are -100
+    where nothing was chosen, which torch's cross_entropy ignores.
+
+    - Geneformer masks genes, as transformers' collator for masked language models does: of the chosen tokens, 80 %
+      become `mask`, 10 % another gene of the dictionary, each with the same probability, and 10 % stay. `labels` are
+      the token ids that were there. `values` stay.
+    - ScGPT masks values, as its DataCollator does: all chosen ones become `mask_value`. `labels` are the values that
+      were there (float32). `input_ids` stay.
+
+    The choice is a function of `seed`, the epoch, the row of the dataset and the place in the row, so that it is the
+    same for any batch size, order, number of workers or ranks, and after a resume.
+
+    Args:
+        share: the probability, above 0 and below 1.
+        seed: a whole number of at least 0.
+    """
+
+    share: float = 0.15
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.share, int | float | np.floating | np.integer) and not isinstance(self.share, bool)
+        if not number or not 0 < self.share < 1:
+            raise OptionError(f"share must be a number above 0 and below 1, not {self.share!r:.100}")
+        require_whole(0, seed=self.seed)
+
+    def keys(self, epoch: int) -> NDArray[np.uint64]:
+        """The keys of an epoch's streams of random words."""
+        return np.array([key_of(self.seed, epoch, stream) for stream in (_WHICH, _HOW, _GENE)], np.uint64)
+
+    @property
+    def limit(self) -> np.uint64:
+        """Random words below it choose a token."""
+        return np.uint64(math.floor(float(self.share) * 2.0**64))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenOptions:
+    """Options of every tokenizer, which describes them."""
+
+    x: str = "X"
+    genes_by: str | None = None
+    dtype: Literal["int64", "int32"] = "int64"
+    pad_to: int | None = None
+    masked: Masked | None = None
+
+    def _put(self, **values: Any) -> None:
+        """Replaces fields, which only `__post_init__` may do."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _check(self, max_length: int, n_special: int) -> None:
+        """Raises OptionError for unusable options. Rows have at most `max_length` tokens, `n_special` at least."""
+        require_count(max_length=max_length)
+        if max_length <= n_special:
+            raise OptionError(f"max_length={max_length} leaves no room for a gene beside {n_special} special tokens")
+        for name, value in (("x", self.x), ("genes_by", self.genes_by)):
+            if not isinstance(value, str) and not (value is None and name == "genes_by"):
+                raise OptionError(f"{name} must be a name (a string), not {value!r:.100}")
+        require_one_of(("int64", "int32"), dtype=self.dtype)
+        if self.pad_to is not None:
+            require_count(pad_to=self.pad_to)
+            if self.pad_to < max_length:
+                raise OptionError(
+                    f"pad_to={self.pad_to} is shorter than rows of max_length={max_length} tokens: give a larger "
+                    "pad_to, or a smaller max_length"
+                )
+        if self.masked is not None and not isinstance(self.masked, Masked):
+            raise OptionError(f"masked must be a zl.tokenizers.Masked, not {self.masked!r:.100}")
 
 
 @compiled
@@ -42,9 +126,6 @@ class Padding:
         """Bytes of one token in all arrays."""
         labels = 0 if self.labels is None else np.dtype(self.labels).itemsize
         return np.dtype(self.ids).itemsize + np.dtype(np.float32).itemsize + 1 + labels
-
-
-NO_LABEL = -100  # torch's cross_entropy ignores it
 
 
 @dataclass(frozen=True, kw_only=True)
