@@ -172,6 +172,7 @@ CASES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_making_x_takes_no_more_memory_than_it_says(name):
     transforms, dense, dtype, genes = CASES[name]

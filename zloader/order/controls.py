@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zloader.common.checks import one_or_more, require_count
 from zloader.common.errors import OptionError
@@ -22,58 +21,14 @@ from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import key_of, words_at
 from zloader.order.plan import Fetch
-from zloader.order.sampling import Sampling
-from zloader.selecting.columns import Column, ObsColumn
+from zloader.order.sampling import Sampling, Table
+from zloader.selecting.columns import Column
 from zloader.selecting.groups import Groups, groups_of
 
 log = logging.getLogger("zloader")
 _WINDOW = 1 << 20  # rows counted at a time
 _CONTROL_BYTES = 25  # per control while the table is made
 _DRAWS = 0xC0  # tells the keys of these draws from those of samplings
-
-
-class WholeTable(Protocol):
-    """All rows of a dataset."""
-
-    @property
-    def n_obs(self) -> int:
-        """The number of rows."""
-        ...
-
-    def obs_column(self, column: str) -> ObsColumn:
-        """One obs column as numbers."""
-        ...
-
-
-class RowsOfWhole(Protocol):
-    """Some rows of a dataset, in ascending order."""
-
-    def __len__(self) -> int: ...
-
-    def all_numbers(self) -> Rows:
-        """The rows."""
-        ...
-
-    def numbers(self, positions: Rows) -> Rows:
-        """The rows at some positions in the set."""
-        ...
-
-    def within(self, window: slice) -> NDArray[np.bool_]:
-        """A mask over the rows from `window.start` to `window.stop`."""
-        ...
-
-
-class ControlTable(Protocol):
-    """A dataset or view in which controls are looked up."""
-
-    @property
-    def whole(self) -> WholeTable:
-        """The dataset that this is a view of."""
-        ...
-
-    def in_whole(self, group: Any) -> RowsOfWhole:
-        """Which rows of `whole` are in a group: a condition on these rows, or a dataset or view."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +91,7 @@ class MatchedControls:
         lists = [[each] if isinstance(each, str) else list(each) for each in self.fallback]
         return [list(self.match), *lists]
 
-    def bound(self, dataset: ControlTable, sampling: Sampling) -> BoundControls:
+    def bound(self, dataset: Table, sampling: Sampling) -> BoundControls:
         """The controls of the rows of `dataset` that `sampling` yields."""
         return BoundControls(self, dataset, sampling)
 
@@ -144,7 +99,7 @@ class MatchedControls:
 class BoundControls(SharesArrays):
     """The controls of the rows of a dataset, numbered as rows of the whole dataset."""
 
-    def __init__(self, options: MatchedControls, dataset: ControlTable, sampling: Sampling) -> None:
+    def __init__(self, options: MatchedControls, dataset: Table, sampling: Sampling) -> None:
         self.n = int(options.n)
         whole = dataset.whole
         chosen = dataset.in_whole(options.where)
@@ -237,7 +192,7 @@ class BoundControls(SharesArrays):
         return Fetch(number=fetch.number, rows=rows, order=order, cuts=fetch.cuts * (1 + n), sets=sets)
 
 
-def _came(groups: Groups, dataset: ControlTable, sampling: Sampling) -> Rows:
+def _came(groups: Groups, dataset: Table, sampling: Sampling) -> Rows:
     """The number of rows of each group that the sampling may yield."""
     rows, chosen = dataset.in_whole(dataset), sampling.indices
     if chosen is not None:

@@ -31,13 +31,21 @@ class ChosenRows(Protocol):
         """The rows at some positions in the set."""
         ...
 
+    def all_numbers(self) -> Rows:
+        """The rows."""
+        ...
+
     def mask(self) -> NDArray[np.bool_]:
         """A mask over all rows of the dataset."""
         ...
 
+    def within(self, window: slice) -> NDArray[np.bool_]:
+        """A mask over the rows from `window.start` to `window.stop`."""
+        ...
+
 
 class Table(Protocol):
-    """What a sampling may look up in a dataset or view."""
+    """What a sampling or controls may look up in a dataset or view."""
 
     @property
     def n_obs(self) -> int:
@@ -50,6 +58,15 @@ class Table(Protocol):
 
     def rows_of(self, group: Any) -> ChosenRows:
         """The rows in a group: a dataset, a view, or a condition."""
+        ...
+
+    @property
+    def whole(self) -> Table:
+        """The dataset that this is a view of."""
+        ...
+
+    def in_whole(self, group: Any) -> ChosenRows:
+        """Which rows of `whole` are in a group: a condition on these rows, or a dataset or view."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -192,10 +192,14 @@ def _refusal(given: Any) -> str:
     refusal = f"transforms must hold objects of zl.transforms, such as LogNormalize(1e4), not {given!r:.100}"
     if callable(given):
         refusal += ". Pass a function of your own as fetch_transform or batch_transform"
-    from zloader import transforms  # which imports all of them, and the Loader this module
+    return refusal + suggestion(name, [kind.__name__ for kind in _kinds(Transform)])
 
-    public = [each for each in transforms.__all__ if issubclass(getattr(transforms, each), Transform)]
-    return refusal + suggestion(name, public)
+
+def _kinds(of: type[Any]) -> Iterator[type[Any]]:
+    """The classes of transforms: those of this package, which imports them all, and those of the user."""
+    for kind in of.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
 
 
 def bound_transforms(
