@@ -113,6 +113,7 @@ def check(
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("x", ["X", "layers/dense"])
 def test_all_pairs_with_genes_as_dense_rows(dataset: zl.Dataset, x: str) -> None:
     for pair in product(POOL, POOL):

@@ -87,6 +87,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> zl.Dataset:
     return zl.open_dataset(folder / "store.zarr", cache=folder / "cache")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
 @pytest.mark.parametrize("genes", [None, [7, 2, 11]])
 def test_every_layout_and_genes(dataset, layout, genes):
