@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
-import subprocess
-import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -138,7 +136,7 @@ def test_signatures_docstrings_and_classes_stay() -> None:
     assert inspect.getsource(zl.convert).startswith("@answers\ndef convert(")
 
 
-def test_a_function_that_was_imported_from_its_module_first_can_be_pickled() -> None:
+def test_a_function_that_was_imported_from_its_module_first_can_be_pickled(interpreter: Any) -> None:
     """In a process of its own, because zloader looks up a name once."""
     code = (
         "import pickle, zloader as zl\n"
@@ -148,4 +146,5 @@ def test_a_function_that_was_imported_from_its_module_first_can_be_pickled() -> 
         "    assert getattr(zl, name) is found\n"
         "    assert pickle.loads(pickle.dumps(found)) is found\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = interpreter.run(code)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import subprocess
 import sys
@@ -116,10 +117,16 @@ def _wing(name: str) -> int:
     return WINGS.index(folder) if folder in WINGS else len(WINGS)
 
 
+@functools.cache
+def _nodes(name: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(FILES[name].read_text())))
+
+
+@functools.cache
 def _imports(name: str) -> set[str]:
     """The modules in all import statements of the file, with full names for those of zloader."""
     found = set()
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
+    for node in _nodes(name):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -150,9 +157,8 @@ def _dependencies(name: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_down(name):
-    for module in _own(name):
+def test_imports_point_down():
+    for name, module in ((each, module) for each in FILES for module in _own(each)):
         assert module in FILES, f"{name} imports {module}, which does not exist"
         if module.split(".")[1:2] == name.split(".")[1:2]:
             if module.startswith("zloader.conversion."):
@@ -170,9 +176,7 @@ def test_every_folder_has_a_floor():
 
 def test_nothing_has_a_destructor():
     """A `__del__` may find its module without names when the interpreter ends. A weakref.finalize does not run then."""
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    found = [path for path, tree in trees.items() for each in ast.walk(tree) if getattr(each, "name", "") == "__del__"]
-    assert found == []
+    assert [name for name in FILES for each in _nodes(name) if getattr(each, "name", "") == "__del__"] == []
 
 
 def test_there_are_no_cycles():
@@ -190,9 +194,9 @@ def test_large_libraries_are_imported_only_where_allowed(library):
     assert naming <= MAY_IMPORT[library]
 
 
-@pytest.mark.parametrize("name", TESTING)
-def test_zloader_testing_has_few_dependencies(name):
-    assert _libraries(name) <= TESTING_MAY_IMPORT
+def test_zloader_testing_has_few_dependencies():
+    for name in TESTING:
+        assert _libraries(name) <= TESTING_MAY_IMPORT, name
 
 
 def test_plan_to_minibatch_does_not_import_torch():

@@ -14,7 +14,7 @@ from helpers import counts
 
 import zloader as zl
 
-PACKAGES = ("common", "order", "selecting", "storage", "transforms")
+PACKAGES = ("common", "order", "selecting", "storage", "tokenizers", "transforms")
 MODULES = [
     module.name
     for package in PACKAGES

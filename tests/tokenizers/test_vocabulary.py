@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import pickle
 
@@ -110,10 +108,3 @@ def test_versions_of_ensembl_ids_are_named():
 
 def test_the_nearest_name_is_suggested():
     assert "Did you mean 'ENSG00000111640' or" in refusal(["ENSG0000011164"])
-
-
-@pytest.mark.parametrize("name", ["geneformer", "scgpt", "masking"])
-def test_the_examples_run(name):
-    failed, attempted = doctest.testmod(importlib.import_module(f"zloader.tokenizers.{name}"), extraglobs={"zl": zl})
-    assert attempted
-    assert not failed
