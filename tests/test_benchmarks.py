@@ -25,6 +25,7 @@ from helpers import PATIENCE_S, fill_bucket
 import zloader as zl
 from benchmarks.compare.reporting import records
 from benchmarks.harness import measuring, readers, sides
+from benchmarks.harness.cloud import LinkSpeed, cloud
 from benchmarks.training import models
 
 pytestmark = pytest.mark.any_version
@@ -37,14 +38,8 @@ OBJECT = bytes(range(256)) * 20_000  # 5 MB, so that bodies are sent in several 
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("root")
     fill_bucket(root, OBJECT)
-    link = ("--ttfb-ms", "5", "--conn-mbps", "50", "--total-mbps", "150")
-    command = measuring.program("harness.cloud", "--root", root, *link)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=measuring.importing()) as server:
-        try:
-            assert server.stdout is not None
-            yield server.stdout.readline().strip()
-        finally:
-            server.terminate()
+    with cloud(root, LinkSpeed(ttfb_ms=5, conn_mbps=50, total_mbps=150)) as running:
+        yield running.endpoint
 
 
 @pytest.fixture

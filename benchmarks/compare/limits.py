@@ -15,7 +15,7 @@ import numpy as np
 import zloader as zl
 from benchmarks.harness.cloud import LinkSpeed
 from benchmarks.harness.decoding import chunk_bytes, decode_seconds
-from benchmarks.harness.measuring import Figures, stored_bytes
+from benchmarks.harness.measuring import Figures, program, stored_bytes
 from benchmarks.questions import link
 
 _PIECE = 1 << 22
@@ -97,5 +97,6 @@ def link_bytes_per_s(speed: LinkSpeed, work: Path, n_bytes: int) -> float:
         path = Path(directory, "bucket", "object")
         path.parent.mkdir()
         link.write_object(path)
-        with link.running("cloud", "--root", directory, *speed.arguments()) as (pid, address):
+        command = program("harness.s3", "--root", directory, "--mapped", *speed.arguments())
+        with link.running(command) as (pid, address):
             return 1e6 * float(link.measure(pid, address, (16, 8 << 20), n_bytes)["mb_per_s"])

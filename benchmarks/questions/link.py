@@ -1,11 +1,11 @@
-"""Checks the simulated clouds: whether they keep to their rates, and the CPU time that a GB costs them.
+"""Checks the simulated cloud: whether it keeps to its rates, and the CPU time that a GB costs it.
 
     python -m benchmarks.questions.link [--gigabytes 1] [--total-mbps 400,1200]
 
-The servers are harness/cloud.py, which the benchmarks use, and harness/s3, which the tests use. Both serve a file
-of 256 MiB over loopback at 80 MB/s per connection and 30 ms to the first byte. The client asks for ranges on raw
-sockets and lets the kernel discard the bodies without copying them: one connection asks for 64 MiB at a time, and 64
-connections for 8 MiB, 2 MiB or 256 KiB.
+The server, harness/s3, sends a mapped file, as for benchmarks, or reads the file, as for tests: 256 MiB over loopback
+at 80 MB/s per connection and 30 ms to the first byte. The client asks for ranges on raw sockets and lets the kernel
+discard the bodies without copying them: one connection asks for 64 MiB at a time, and 64 connections for 8 MiB, 2 MiB
+or 256 KiB.
 
 "limit" is the rate that the settings allow for these requests. "first ms" is the time from a request to the first byte
 of its response: the median and the range. The CPU time is that of the server's process per GB of bodies. "interrupts"
@@ -26,6 +26,7 @@ import re
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -35,9 +36,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.harness.cloud import LinkSpeed
-from benchmarks.harness.measuring import Figures, program, table
+from benchmarks.harness.measuring import Figures, importing, program, table
 
-SERVERS = {"cloud": "harness.cloud", "s3": "harness.s3"}  # modules of benchmarks/
+SERVERS = {"mapped file": ("--mapped",), "file": ()}  # flags of the server
 _SHAPES = ((1, 64 << 20), (64, 8 << 20), (64, 2 << 20), (64, 256 << 10))  # connections, bytes of a request
 _FILE_BYTES = 256 << 20
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -69,9 +70,9 @@ class Client:
 
 
 @contextlib.contextmanager
-def running(server: str, *arguments: object) -> Iterator[tuple[int, tuple[str, int]]]:
+def running(command: list[str]) -> Iterator[tuple[int, tuple[str, int]]]:
     """Runs a server. Yields its process number and address."""
-    with subprocess.Popen(program(SERVERS[server], *arguments), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=importing()) as process:
         try:
             assert process.stdout is not None
             found = re.search(r"http://\S+", process.stdout.readline())
@@ -126,7 +127,8 @@ def limit(speed: LinkSpeed, connections: int, size: int) -> float:
 
 def plain_sends(path: Path, n_bytes: int) -> Figures:
     """The figures of a process that only sends a file."""
-    with running(["-c", _PLAIN, str(path), str(n_bytes)]) as (pid, address), socket.create_connection(address) as sock:
+    command = [sys.executable, "-c", _PLAIN, str(path), str(n_bytes)]
+    with running(command) as (pid, address), socket.create_connection(address) as sock:
         buffer, left = bytearray(1 << 20), n_bytes
         before, began = spent(pid), time.perf_counter()
         sock.sendall(b"x")
@@ -187,7 +189,8 @@ def main() -> None:
         lines.append(line("plain sends", "", runs["plain sends"]))
         for total, server in itertools.product(options.total_mbps.split(","), SERVERS):
             speed = LinkSpeed(total_mbps=float(total))
-            with running(server, "--root", directory, *speed.arguments()) as (pid, address):
+            command = program("harness.s3", "--root", directory, *SERVERS[server], *speed.arguments())
+            with running(command) as (pid, address):
                 for connections, size in _SHAPES:
                     name = f"{server}, {total} MB/s, {connections} x {size / (1 << 20):g} MiB"
                     runs[name] = measure(pid, address, (connections, size), n_bytes if connections > 1 else 2 * size)

@@ -55,9 +55,9 @@ class Recording(Sim):
         self.heads: list[dict[str, str]] = []
         super().__init__(root=root)
 
-    def _answer(self, wire: Any, request: Any, *rest: Any) -> bool:
+    def _begin(self, connection: Any, request: Any, *rest: Any) -> float:
         self.heads.append(dict(request.fields))
-        return super()._answer(wire, request, *rest)
+        return super()._begin(connection, request, *rest)
 
 
 @pytest.fixture(scope="module")

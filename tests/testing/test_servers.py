@@ -417,17 +417,10 @@ def test_latency_of_answers_and_connections(sim, root):
 
 
 def test_latency_spreads(root):
-    """Checks the requested pauses, because actual times depend on the load of the machine."""
-    pauses = []
-
-    class Noting(Sim):
-        def _pause(self, seconds: float) -> None:
-            pauses.append(seconds)
-
-    with Noting(root=root, ttfb_ms=2, ttfb_sigma=0.5) as server:
-        statuses(server, 10)
-    assert len(pauses) == 10
-    assert max(pauses) > 1.5 * min(pauses)
+    """Checks the latencies that are meant, because actual times depend on the load of the machine."""
+    server = Sim(root=root, ttfb_ms=2, ttfb_sigma=0.5)
+    meant = [server._latency_s(None, first=False) for _ in range(10)]
+    assert max(meant) > 1.5 * min(meant) > 0
 
 
 @pytest.mark.parametrize("limit", ["conn_mbps", "total_mbps"])
@@ -448,23 +441,24 @@ def test_the_shared_link_is_shared(sim, root):
         for client in clients:
             client.join()
 
-    assert elapsed(all_of_them) > 0.35
+    assert elapsed(all_of_them) > 0.3  # 0.4 s, less the burst and the last piece
 
 
 def test_counters_and_log(sim, root):
     server = sim(faults=[{"kind": "status", "match": "empty"}])
     ask(server, "/bucket/object", Range="bytes=0-99")
-    ask(server, "/bucket/empty")
+    refused = len(ask(server, "/bucket/empty").body)
     ask(server, "/bucket/object", method="HEAD")
     assert server.tally.wait_idle(PATIENCE_S)
     stats = server.stats()
-    expected = {"requests": 3, "GET": 2, "HEAD": 1, "status_206": 1, "status_503": 1, "status_200": 1, "bytes_out": 100}
+    expected = {"requests": 3, "GET": 2, "HEAD": 1, "status_206": 1, "status_503": 1, "status_200": 1}
+    expected["bytes_out"] = 100 + refused
     assert {name: stats[name] for name in expected} == expected
     assert (stats["fault_status"], stats["connections"], stats["active"]) == (1, 3, 0)
     seen = [(e["method"], e["path"], e["range"], e["status"], e["bytes"], e["fault"]) for e in server.log]
     assert seen == [
         ("GET", "/bucket/object", "bytes=0-99", 206, 100, None),
-        ("GET", "/bucket/empty", None, 503, 0, "status"),
+        ("GET", "/bucket/empty", None, 503, refused, "status"),
         ("HEAD", "/bucket/object", None, 200, 0, None),
     ]
 
@@ -480,7 +474,7 @@ def test_control_over_http(sim, root):
     assert json.loads(ask(server, "/__sim/stats").body)["requests"] == 2
     assert [entry["status"] for entry in json.loads(ask(server, "/__sim/log").body)] == [429, 200]
     tell(server, "/__sim/reset", {})
-    assert (server.log, "requests" in server.stats()) == ([], False)
+    assert (server.log, server.stats()["requests"]) == ([], 0)
     status, answer = tell(server, "/__sim/config", {"faults": [{"kind": "explode"}]})
     assert status == 400
     assert "explode" in answer["error"]
@@ -516,7 +510,7 @@ def test_command_line(root):
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            port = int(re.search(r":(\d+) ", process.stdout.readline())[1])
+            port = int(re.search(r":(\d+)$", process.stdout.readline().strip())[1])
             reached = Sim(root=root, port=port)  # never started: it only provides the address
             assert statuses(reached, 2) == [503, 200]
             process.send_signal(signal.SIGTERM)

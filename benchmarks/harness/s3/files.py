@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import functools
 import hashlib
+import mmap
 import os
 import re
 import stat
@@ -15,7 +16,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from benchmarks.harness.s3.faults import HttpFault
-from benchmarks.harness.s3.wire import DisconnectError, Exchange, Head, error_document, send_body
+from benchmarks.harness.s3.messages import Body, Head, InMemory, Reply, document, error_document, response_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,29 +43,38 @@ class Answer:
 
 
 class Files:
-    """GET, HEAD, Range, If-Match, If-None-Match and ListObjectsV2 over a directory. Bodies are sent with sendfile.
+    """GET, HEAD, Range, If-Match, If-None-Match and ListObjectsV2 over a directory.
 
-    Links that lead out of the bucket count as missing. Signatures are ignored.
+    Links that lead out of the bucket count as missing. Signatures are ignored. The facts about a file are read for each
+    request. A `mapped` file is sent from memory, which saves a copy; it must not get shorter, or the process ends.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = os.path.realpath(root)
+    def __init__(self, root: str | os.PathLike[str], *, mapped: bool = False) -> None:
+        self._root, self._mapped = os.path.realpath(root), mapped
+        self._maps: dict[str, tuple[StoredFile, InMemory]] = {}
 
-    def close(self) -> None:
-        """Does nothing."""
-
-    def respond(self, exchange: Exchange) -> bool:
-        """Answers one request. Returns whether the connection can be reused."""
-        exchange.skip_request_body()
-        fd = self.opened(exchange.request)
+    def reply(self, request: Head, fault: HttpFault | None) -> Reply:
+        """The response to one request."""
+        if request.path in self._maps and request.method in ("GET", "HEAD"):
+            file, body = self._maps[request.path]
+            if _facts(f"{self._root}/{request.path.lstrip('/')}") == file:
+                return _sent(request, file_answer(request, file, fault), body)
+        fd = self._opened(request)
         if fd is None:
-            return _send(exchange, self.answer(exchange.request), -1)
-        try:
-            return _send(exchange, file_answer(exchange.request, stored_file(os.fstat(fd)), exchange.fault), fd)
-        finally:
+            return _documented(request, self.answer(request))
+        file = stored_file(os.fstat(fd))
+        answer = file_answer(request, file, fault)
+        if answer.document is not None or request.method == "HEAD" or answer.stop == answer.start:
             os.close(fd)
+            return _documented(request, answer)
+        if not self._mapped:
+            return _sent(request, answer, _OpenFile(fd))
+        body = InMemory(memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ)))
+        os.close(fd)
+        self._maps[request.path] = file, body
+        return _sent(request, answer, body)
 
-    def opened(self, request: Head) -> int | None:
+    def _opened(self, request: Head) -> int | None:
         """Opens the file that a GET or HEAD asks for. Returns None for other requests, and if it does not exist."""
         bucket, _, key = request.path.lstrip("/").partition("/")
         return _open_inside(f"{self._root}/{bucket}", key) if key and request.method in ("GET", "HEAD") else None
@@ -82,11 +92,23 @@ class Files:
         return _listing(request, directory)
 
 
+def _facts(path: str) -> StoredFile | None:
+    try:
+        return stored_file(Path(path).stat())
+    except OSError:
+        return None
+
+
 def stored_file(status: os.stat_result) -> StoredFile:
     """The facts about a file."""
-    return StoredFile(
-        size=status.st_size, etag=_etag(status), modified=email.utils.formatdate(status.st_mtime, usegmt=True)
-    )
+    return _stored_file(status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored_file(inode: int, mtime_ns: int, size: int) -> StoredFile:
+    identity = f"{inode}-{mtime_ns}-{size}"
+    etag = f'"{hashlib.md5(identity.encode(), usedforsecurity=False).hexdigest()}"'
+    return StoredFile(size=size, etag=etag, modified=email.utils.formatdate(mtime_ns / 1e9, usegmt=True))
 
 
 def file_answer(request: Head, file: StoredFile, fault: HttpFault | None = None) -> Answer:
@@ -128,16 +150,19 @@ def _error(request: Head, status: int, code: str, message: str) -> Answer:
     return Answer(status=status, document=error_document(code, message, request.path))
 
 
-def _send(exchange: Exchange, answer: Answer, fd: int) -> bool:
-    """Sends a response whose file, if it has one, is open. Returns whether the connection can be reused."""
+def _documented(request: Head, answer: Answer) -> Reply:
+    """A response with a document or without a body."""
     if answer.document is not None:
-        exchange.send_document(answer.status, answer.document, *answer.fields)
-        return True
-    body_bytes = answer.stop - answer.start if exchange.request.method == "GET" else 0
-    exchange.send_head(answer.status, answer.fields, body_bytes=body_bytes)
-    if exchange.request.method == "HEAD" or answer.status == 304:
-        return True
-    return send_body(exchange, _FileBody(exchange, fd, answer.start), body_bytes)
+        return document(request.method, answer.status, answer.document, *answer.fields)
+    return Reply(status=answer.status, head=response_head(answer.status, answer.fields), body=InMemory())
+
+
+def _sent(request: Head, answer: Answer, body: Body) -> Reply:
+    """A response with bytes of a file."""
+    if answer.document is not None or request.method == "HEAD":
+        return _documented(request, answer)
+    head = response_head(answer.status, answer.fields)
+    return Reply(status=answer.status, head=head, body=body, start=answer.start, stop=answer.stop)
 
 
 def _open_inside(directory: str, key: str) -> int | None:
@@ -153,24 +178,17 @@ def _open_inside(directory: str, key: str) -> int | None:
     return None
 
 
-class _FileBody:
-    """Bytes of an open file from `offset` on."""
+class _OpenFile:
+    """An open file, read when a piece of it is due."""
 
-    def __init__(self, exchange: Exchange, fd: int, offset: int) -> None:
-        self._exchange, self._fd, self._offset = exchange, fd, offset
-
-    def send(self, start: int, stop: int) -> None:
-        start, stop = start + self._offset, stop + self._offset
-        to = self._exchange.wire.sock.fileno()
-        while start < stop:
-            sent = os.sendfile(to, self._fd, start, self._exchange.allow(stop - start))
-            if not sent:  # the file has been truncated
-                raise DisconnectError
-            start += sent
-            self._exchange.entry["bytes"] += sent
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
 
     def read(self, start: int, stop: int) -> bytes:
-        return os.pread(self._fd, stop - start, self._offset + start)
+        return os.pread(self._fd, stop - start, start)
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
@@ -186,11 +204,6 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
 
 def _is_inside(directory: Path, path: Path) -> bool:
     return path.resolve().is_relative_to(directory) and path.is_file()
-
-
-def _etag(status: os.stat_result) -> str:
-    identity = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
-    return f'"{hashlib.md5(identity.encode(), usedforsecurity=False).hexdigest()}"'
 
 
 # ---- listing
@@ -249,6 +262,6 @@ def _contents(directory: Path, key: str) -> str:
     status = (directory / key).stat()
     modified = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(status.st_mtime))
     return (
-        f"<Contents><Key>{escape(key)}</Key><LastModified>{modified}</LastModified><ETag>{escape(_etag(status))}</ETag>"
+        f"<Contents><Key>{escape(key)}</Key><LastModified>{modified}</LastModified><ETag>{escape(stored_file(status).etag)}</ETag>"
         f"<Size>{status.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
     )

@@ -33,7 +33,7 @@ class Tally:
     def clear(self) -> None:
         """Resets the counters and the log. Requests in progress stay active."""
         with self._changed:
-            self._counts: Counter[str] = Counter()
+            self._counts: Counter[str] = Counter(requests=0, bytes_out=0)
             self._log: deque[LogEntry] = deque(maxlen=_LOG_ENTRIES)
             self._peak = self._active
 
