@@ -103,12 +103,6 @@ def streamed(loader: zl.Loader, producers: int, address: str | None) -> Iterator
 # ---- processor time and memory
 
 
-def cpu_s() -> float:
-    """User and system seconds of this process so far."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def ray_cpu_s() -> float:
     """User and system seconds of Ray's processes below this one that live now."""
     return sum(seconds for command, seconds in _descendants(os.getpid()) if b"ray" in command)

@@ -26,7 +26,7 @@ from benchmarks.training.pretraining import checkpoint
 from benchmarks.training.pretraining.costs import costs_of, peak_flops
 from benchmarks.training.pretraining.held_out import GeneMeans, held_out_losses
 from benchmarks.training.pretraining.model import SHAPES, MaskedValues, masked_loss, predicted
-from benchmarks.training.pretraining.ranks import Ranks, cpu_s, gpu_bytes, peak_bytes, ray_cpu_s, streamed
+from benchmarks.training.pretraining.ranks import Ranks, gpu_bytes, peak_bytes, ray_cpu_s, streamed
 from benchmarks.training.pretraining.settings import N_BINS, Settings, Source, tokenizer_of, vocabulary_of
 from zloader.training.tokens import Tokens
 
@@ -100,7 +100,7 @@ class Training:
         """Trains until the last epoch or step. Returns all figures, which are the same on all ranks."""
         alone, (peak, peak_is) = self._rows_per_s_alone(), self._peak()
         self._resume()
-        resumed, began, cpu, ray = self.progress.step, time.perf_counter(), cpu_s(), 0.0
+        resumed, began, cpu, ray = self.progress.step, time.perf_counter(), time.process_time(), 0.0
         with streamed(self.loader, self.settings.producers, self.settings.ray_address) as minibatches:
             while self.progress.step < self.last_step:
                 self._epoch(minibatches)
@@ -110,7 +110,7 @@ class Training:
         current = progress.pop("current")
         if current:
             progress["epochs"].append(current | self._held_out())
-        totals = [cpu_s() - cpu, ray, alone, peak]
+        totals = [time.process_time() - cpu, ray, alone, peak]
         cpu, ray, alone, peak = self._sums(totals)
         return {
             "resumed_at_step": resumed,
@@ -131,12 +131,12 @@ class Training:
         """Trains until the end of the epoch, or until the last step of this process."""
         progress, before = self.progress, self.progress.current
         now: Figures = dict.fromkeys(_COUNTED, 0.0)
-        cpu = cpu_s()
+        cpu = time.process_time()
 
         def so_far() -> Figures:
             """The figures of the epoch, with those from before a resume."""
             loaded = minibatches.statistics()
-            own = now | {"gets": loaded.gets, "bytes_read": loaded.bytes_read, "cpu_s": cpu_s() - cpu}
+            own = now | {"gets": loaded.gets, "bytes_read": loaded.bytes_read, "cpu_s": time.process_time() - cpu}
             own |= dict(zip(_SUMMED, self._sums([own[name] for name in _SUMMED]), strict=True))
             return {"epoch": len(progress.epochs)} | {name: before.get(name, 0) + of for name, of in own.items()}
 
