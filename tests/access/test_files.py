@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,7 +26,9 @@ from zloader.common.errors import (
     TruncatedObjectError,
 )
 from zloader.common.options import FetchOptions
-from zloader.common.records import Span
+from zloader.common.records import ReadClock, Span
+from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.resources import Counters, Resources
 
 pytestmark = pytest.mark.any_version
 
@@ -141,7 +146,69 @@ def test_a_disk_that_does_not_answer_ends_in_an_error(root):
 
     async def wait():
         never = asyncio.get_running_loop().create_future()
-        await source.within_deadline(never, [Span(key="b", start=0, stop=4)])
+        clock = ReadClock(began=time.monotonic())
+        await source.within_deadline(never, [Span(key="b", start=0, stop=4)], clock)
 
     with pytest.raises(DeadlineError, match=r"reading b bytes 0-3 did not finish within deadline_s=0\.01"):
         asyncio.run(wait())
+
+
+@pytest.mark.parametrize("state", [{}, {"began": 0.0, "ended": True}], ids=["not begun", "decoding"])
+def test_only_the_read_counts_towards_the_deadline(root, state):
+    """Not the wait for a thread, nor decoding: on a busy machine, compiling its loops takes minutes."""
+    location = Location(url=str(root))
+    source = FileSource(location, location.listing(), FetchOptions(deadline_s=0.01))
+    clock = ReadClock(**state)
+
+    async def wait(then):
+        reading = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.1, then, reading)
+        return await source.within_deadline(reading, [Span(key="b", start=0, stop=4)], clock)
+
+    assert asyncio.run(wait(lambda reading: reading.set_result("done"))) == "done"
+
+    def begin(_):
+        clock.began, clock.ended = time.monotonic(), False
+
+    with pytest.raises(DeadlineError):
+        asyncio.run(wait(begin))
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_slow_decoding_is_no_slow_disk(root, hangs):
+    location, released = Location(url=str(root)), threading.Event()
+    options = FetchOptions(deadline_s=0.05)
+
+    class Disk(FileSource):
+        def read_now(self, spans, buffer):
+            if hangs:
+                released.wait()
+            return super().read_now(spans, buffer)
+
+    def decode(stored):
+        time.sleep(0.2)
+        return bytes(stored[0])
+
+    async def load():
+        resources = Resources(
+            url=str(root),
+            options=options,
+            source=Disk(location, location.listing(), options),
+            object_sizes={},
+            counters=Counters(),
+            threads=threads,
+            in_flight=ByteBudget(100),
+            sweeping=False,
+            own_buffers=threading.local(),
+        )
+        try:
+            return await resources.decode([Span(key="b", start=0, stop=4)], decode)
+        finally:
+            released.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        if hangs:
+            with pytest.raises(DeadlineError):
+                asyncio.run(load())
+        else:
+            assert asyncio.run(load()) == CONTENT["b"][:4]

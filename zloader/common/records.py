@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,20 @@ class ByteSource(Protocol):
         ...
 
 
+@dataclass
+class ReadClock:
+    """When a read in another thread `began`, in seconds of time.monotonic, and whether it has `ended`."""
+
+    began: float | None = None
+    ended: bool = False
+
+    def left_s(self, deadline_s: float) -> float:
+        """The seconds until the read has taken too long, if it is under way; all of them, if it is not."""
+        if self.began is None or self.ended:
+            return deadline_s
+        return self.began + deadline_s - time.monotonic()
+
+
 @runtime_checkable
 class LocalSource(ByteSource, Protocol):
     """A ByteSource on this machine, which a thread reads into memory of its own just before it uses the bytes."""
@@ -62,8 +77,8 @@ class LocalSource(ByteSource, Protocol):
         """Like `read`, on the calling thread. The bytes of each span are a part of `buffer`, which has to hold all."""
         ...
 
-    async def within_deadline(self, reading: Awaitable[Result], spans: Sequence[Span]) -> Result:
-        """Waits for `reading`, in which a thread calls `read_now`. Raises DeadlineError."""
+    async def within_deadline(self, reading: Awaitable[Result], spans: Sequence[Span], clock: ReadClock) -> Result:
+        """Waits for `reading`, in which a thread calls `read_now` and sets the clock. Raises DeadlineError."""
         ...
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.options import FetchOptions
-from zloader.common.records import ByteSource, LocalSource, Span
+from zloader.common.records import ByteSource, LocalSource, ReadClock, Span
 from zloader.reading.back_pressure import ByteBudget
 from zloader.storage.placement import ObjectIndex
 
@@ -109,16 +109,24 @@ class Resources:
         else:
             self.source.prefetch(spans)
             with self._counted(spans):
-                decoding = self.run(self._read_now, self.source, spans, decode)
-                (result, seconds), _ = await self.source.within_deadline(decoding, spans)
+                clock = ReadClock()
+                decoding = self.run(self._read_now, self.source, spans, decode, clock)
+                (result, seconds), _ = await self.source.within_deadline(decoding, spans, clock)
         self.counters.decode_s += seconds
         return result
 
     def _read_now(
-        self, source: LocalSource, spans: Sequence[Span], decode: Callable[[Sequence[bytes | Bytes]], Result]
+        self,
+        source: LocalSource,
+        spans: Sequence[Span],
+        decode: Callable[[Sequence[bytes | Bytes]], Result],
+        clock: ReadClock,
     ) -> tuple[Result, float]:
         """Reads and decodes on this thread; returns the seconds of decoding, too."""
-        stored = source.read_now(spans, self.own_buffer("stored", sum(span.size for span in spans)))
+        buffer = self.own_buffer("stored", sum(span.size for span in spans))
+        clock.began = time.monotonic()
+        stored = source.read_now(spans, buffer)
+        clock.ended = True
         before = time.perf_counter()
         result = decode(stored)
         return result, time.perf_counter() - before
