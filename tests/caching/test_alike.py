@@ -409,10 +409,10 @@ FILES = {
     "values": ["X%2Fdata.flat"],
     "checksums": ["X%2Fdata.sums"],
     "values and checksums": ["X%2Fdata.flat", "X%2Fdata.sums"],
-    "obs": ["obs%2Flane.npy"],
-    "obsm": ["obsm%2F%58_pca.npy"],
+    "obs": ["obs%2Flane.flat", "obs%2Flane.sums"],
+    "obsm": ["obsm%2F%58_pca.flat", "obsm%2F%58_pca.sums"],
     "listing": ["%2Flisting.kept"],
-    "verified marks": ["X%2Fdata.flat", "X%2Fdata.sums", "obsm%2F%58_pca.npy", "proved.json"],
+    "verified marks": ["X%2Fdata.flat", "X%2Fdata.sums", "obsm%2F%58_pca.flat", "obsm%2F%58_pca.sums", "proved.json"],
 }
 
 
@@ -434,8 +434,8 @@ def test_files_swapped_between_mirrors(stores, cache, names, verified):
 
 def test_files_swapped_between_arrays(stores, cache, caplog):
     directory = entry_of(cache, stores[0]).directory
-    swap(directory / "obs%2Flane.npy", directory / "obs%2Fn_counts.npy")
     for suffix in ("flat", "sums"):
+        swap(directory / f"obs%2Flane.{suffix}", directory / f"obs%2Fn_counts.{suffix}")
         swap(directory / f"X%2Fdata.{suffix}", directory / f"X%2Findices.{suffix}")
     epoch(stores[0], cache, ONE)
     assert caplog.records
@@ -444,7 +444,7 @@ def test_files_swapped_between_arrays(stores, cache, caplog):
 
 def test_a_mirror_of_an_older_version_is_stale(stores, cache, caplog):
     one, _ = (entry_of(cache, store) for store in stores)
-    older = one.directory.with_name(f"{one.fingerprint}-v2")
+    older = one.directory.with_name(f"{one.fingerprint}-v3")
     one.directory.rename(older)
     (entry,) = (entry for entry in mirrors(cache) if entry.url == one.url)
     assert (entry.stale, inspect_mirror(entry).chunks_held, verify(older)) == (True, 0, [])

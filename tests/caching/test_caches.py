@@ -446,6 +446,7 @@ def _mounted(directory: Path, *arguments: str):
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
+@pytest.mark.every(3)
 @EITHER_FORM
 @pytest.mark.parametrize("size", ["64k", "1m"])
 def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, caplog, size, form):

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from test_mirror import _layout, _truth
 
 import zloader as zl
-from zloader.caching.cached_files import save_column
 from zloader.caching.checksums import Sidecar
 from zloader.caching.directory import MirrorDirectory, MirrorEntry, drop, mirrors
 from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
 from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray
+from zloader.caching.mirror import MirrorArray, save_column
 from zloader.caching.verified import VerifiedMarks
 from zloader.common.options import Cache
 
@@ -121,7 +120,8 @@ def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
     (entry,) = mirrors(tmp_path)
     seen = inspect_mirror(entry)
     mirror = loader.dataset.store.mirror(loader.dataset.matrix("X"))
-    assert seen.arrays.keys() == mirror.arrays.keys() == {"X/data", "X/indices"}
+    assert mirror.arrays.keys() == {"X/data", "X/indices"}
+    assert seen.arrays.keys() == {*mirror.arrays, "X/indptr", "obs/cell_type/codes"}
     for name, array in mirror.arrays.items():
         assert seen.arrays[name].chunks == array.layout.n_chunks
         assert seen.arrays[name].bytes_in_all == array.elements.nbytes
@@ -149,16 +149,16 @@ def test_a_partial_mirror_with_a_short_last_chunk(tmp_path):
 
 def test_columns_and_objects_are_counted(copy):
     seen = inspect_mirror(copy.entry)
-    cached = [*copy.directory.glob("*.npy"), *copy.directory.glob("*.kept")]
-    assert seen.columns + seen.objects == len(cached) > 4
-    assert seen.columns > 1
+    cached = list(copy.directory.glob("*.kept"))
+    assert seen.objects == len(cached) > 1
+    assert len(seen.arrays) == len(list(copy.directory.glob("*.flat"))) > 3
     assert seen.kept_bytes == sum(path.stat().st_size for path in cached)
 
 
 def test_a_mirror_that_does_not_exist_is_empty(copy):
     entry = copy.entry
     shutil.rmtree(copy.directory)
-    assert inspect_mirror(entry) == MirrorInspection(arrays={}, columns=0, objects=0, kept_bytes=0)
+    assert inspect_mirror(entry) == MirrorInspection(arrays={}, objects=0, kept_bytes=0)
     assert verify(entry.directory) == []
 
 
@@ -169,7 +169,7 @@ def test_an_intact_mirror_is_compared_completely_recorded_and_left_unchanged(cop
     (copy.directory / "stale").touch()
     os.utime(copy.file("users"), (1000, 1000))
     before, described = copy.entry, copy.file("mirror.json").read_bytes()
-    files = [path for path in copy.directory.iterdir() if path.suffix in (".flat", ".sums", ".npy", ".kept")]
+    files = [path for path in copy.directory.iterdir() if path.suffix in (".flat", ".sums")]
     verified = VerifiedMarks(copy.directory)
     assert not any(verified.contains(path) for path in files), "the copies have other inodes"
     compared = []
@@ -258,7 +258,8 @@ def test_a_damaged_header_discards_all_chunks(copy, at):
     (problem,) = verify(copy.directory)
     assert problem.startswith("X%2Findices.sums ")
     assert problem.endswith(": all chunks of X/indices count as absent")
-    assert inspect_mirror(copy.entry).arrays.keys() == {"X/data"}
+    assert inspect_mirror(copy.entry).arrays.keys() == {"X/data", "X/indptr", "obs/cell_type/codes"}
+    assert verify(copy.directory) == []
     assert copy.heals().chunks_decoded == inspect_mirror(copy.entry).arrays["X/indices"].chunks
 
 
@@ -301,9 +302,9 @@ def test_a_deleted_flat_file(copy):
     assert copy.heals().chunks_decoded == last + 1
 
 
-@pytest.mark.parametrize("name", ["X%2Findptr.npy", "zarr.json.kept", "%2Flisting.kept"])
+@pytest.mark.parametrize("name", ["zarr.json.kept", "%2Flisting.kept"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_a_damaged_column_or_object_is_deleted(copy, name, damage):
+def test_a_damaged_object_is_deleted(copy, name, damage):
     file = copy.file(name)
     size = file.stat().st_size
     if damage == "flip":
@@ -331,7 +332,7 @@ def test_files_that_zloader_did_not_create_are_left_alone(copy):
     assert copy.file("folder").is_dir()
 
 
-@pytest.mark.parametrize("name", ["X%2Fdata.flat", "X%2Fdata.sums", "X%2Findptr.npy", "zarr.json.kept", "more.sums"])
+@pytest.mark.parametrize("name", ["X%2Fdata.flat", "X%2Fdata.sums", "X%2Findptr.flat", "zarr.json.kept", "more.sums"])
 def test_a_link_is_never_followed(copy, name, tmp_path):
     """The target is not read, truncated or deleted."""
     precious = tmp_path / "precious"
@@ -387,7 +388,7 @@ def test_a_replaced_column_is_intact(copy):
     directory = MirrorDirectory(Cache(directory=copy.cache), copy.entry.fingerprint, copy.entry.url)
     save_column(directory, "mine", [np.arange(5)], shape=(5,), dtype=np.dtype(np.int64))
     assert verify(copy.directory) == []
-    assert copy.file("mine.npy").exists()
+    assert copy.file("mine.flat").exists()
 
 
 # ---- the stored form
@@ -399,7 +400,7 @@ def test_damage_in_a_mirror_of_the_stored_form_is_found_and_mended(store, tmp_pa
     assert epoch(store, cache).gets
     (entry,) = mirrors(tmp_path)
     seen, compared = inspect_mirror(entry), []
-    assert seen.arrays.keys() == {"X/data (stored)", "X/indices (stored)"}
+    assert seen.arrays.keys() == {"X/data (stored)", "X/indices (stored)", "X/indptr", "obs/cell_type/codes"}
     assert (seen.chunks_held, seen.bytes_held) == (seen.chunks, seen.bytes_in_all)
     assert verify(entry.directory, compared.append) == []
     assert sum(compared) == seen.checked_bytes

@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 
 import zloader.caching.mirror
 from zloader.caching import chunk_file
-from zloader.caching.cached_files import load_column as load_checked
-from zloader.caching.cached_files import load_object, save_object
-from zloader.caching.cached_files import save_column as save_windows
 from zloader.caching.chunk_file import ChunkSet
 from zloader.caching.directory import MirrorDirectory
+from zloader.caching.kept_objects import load_object, save_object
 from zloader.caching.mirror import MirrorArray, StoredArray, open_mirror, open_mirror_directory
+from zloader.caching.mirror import load_column as load_checked
+from zloader.caching.mirror import save_column as save_windows
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.reading.read_plan import Slots
@@ -663,7 +663,7 @@ def _of_another_user(tmp_path):
 def _a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "zloader-cache").touch()
-    (tmp_path / f"{PRINT}-v3").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / f"{PRINT}-v4").symlink_to(tmp_path / "elsewhere")
     return tmp_path
 
 
@@ -721,7 +721,7 @@ def test_an_unusable_cache_gives_none_and_one_warning(tmp_path, caplog, damage):
 def test_a_cache_in_which_others_cannot_rename_files_is_used(tmp_path, caplog, mode):
     """For example /tmp, which contains other users' mirrors."""
     (tmp_path / "zloader-cache").touch()
-    (tmp_path / f"{'a' * 32}-v3").mkdir(mode=0)
+    (tmp_path / f"{'a' * 32}-v4").mkdir(mode=0)
     tmp_path.chmod(mode)
     assert open_mirror(_directory(tmp_path), [LAYOUT]) is not None
     assert not caplog.records
@@ -768,12 +768,12 @@ def test_files_of_odd_names_stay_inside_and_distinct(tmp_path):
     before = len(list(path.iterdir()))
     for number, name in enumerate(NAMES):
         mirror.arrays[name].put(0, np.full(10, number, "<u2"))
-        save_column(directory, name, np.array([number]))
+        save_object(directory, name, bytes([number]))
     for number, name in enumerate(NAMES):
         assert mirror.arrays[name].elements[:10].tolist() == [number] * 10
-        assert load_column(directory, name, np.array([0])).tolist() == [number]
+        assert load_object(directory, name) == bytes([number])
     assert all(file.is_file() for file in path.iterdir())
-    assert len(list(path.iterdir())) == before + len(NAMES) + 1  # and proved.json
+    assert len(list(path.iterdir())) == before + len(NAMES)
     outside = {found for found in tmp_path.rglob("*") if path not in found.parents and found != path}
     assert outside == {tmp_path / "cache", *(tmp_path / "cache" / name for name in ("CACHEDIR.TAG", "zloader-cache"))}
 
@@ -803,79 +803,88 @@ def test_a_column_is_cached(tmp_path, name, caplog):
     assert _equal(column, COLUMNS[name])
     assert not column.flags.writeable
     assert not caplog.records
-    assert {file.name for file in directory.path.iterdir()} == {"users", "mirror.json", f"{name}.npy", "proved.json"}
+    files = {"users", "mirror.json", "owners", f"{name}.flat", f"{name}.sums", "proved.json"}
+    assert {file.name for file in directory.path.iterdir()} == files
 
 
-def test_a_mapped_column_outlives_its_replacement(tmp_path):
-    directory = _directory(tmp_path)
-    save_column(directory, "x", np.arange(1000))
-    column = load_column(directory, "x", np.arange(1000))
-    assert isinstance(column.base, np.memmap)
-    save_column(directory, "x", np.zeros(1000))
-    np.testing.assert_array_equal(column, np.arange(1000))
-    np.testing.assert_array_equal(load_column(directory, "x", np.zeros(1000)), np.zeros(1000))
+def test_a_column_is_saved_in_windows_of_any_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(zloader.caching.mirror, "_CHUNK_BYTES", 40)
+    directory, rows = _directory(tmp_path), np.arange(66, dtype=np.int64).reshape(33, 2)
+    windows = [rows[:1], rows[1:8], rows[8:8], rows[8:31], rows[31:]]
+    saved = save_windows(directory, "x", windows, shape=rows.shape, dtype=rows.dtype)
+    for found in (saved, load_column(directory, "x", rows), load_column(_directory(tmp_path), "x", rows)):
+        assert _equal(found, rows)
+        assert page_cache.is_mapped(found)
 
 
-def test_a_truncated_column_is_not_used(tmp_path, caplog):
-    directory = _directory(tmp_path)
+def _loaded_after(directory, suffix, damages):
+    """The column `indptr` of COLUMNS as it is loaded after each damage to one of its files, in a mirror of its own."""
     save_column(directory, "x", COLUMNS["indptr"])
-    file = directory.path / "x.npy"
+    file = directory.path / f"x.{suffix}"
     whole = file.read_bytes()
-    for length in range(len(whole)):
-        caplog.clear()
-        file.write_bytes(whole[:length])
-        assert load_column(directory, "x", COLUMNS["indptr"]) is None, f"{length} of {len(whole)} bytes"
-        assert len(caplog.records) == 1
-    file.write_bytes(whole)
-    assert _equal(load_column(directory, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
+    for damage in damages(whole):
+        file.write_bytes(damage)
+        yield load_column(directory, "x", COLUMNS["indptr"])
+        save_column(directory, "x", COLUMNS["indptr"])
+        assert _equal(load_column(directory, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
+        assert file.read_bytes() == whole
 
 
-def test_a_column_with_a_flipped_bit_is_not_used(tmp_path):
-    """In the values, in the checksum, or in the header with shape and dtype."""
-    directory = _directory(tmp_path)
-    save_column(directory, "x", COLUMNS["indptr"])
-    file = directory.path / "x.npy"
-    whole = file.read_bytes()
-    wrong = []
-    for at in range(len(whole)):
-        for bit in range(8):
-            flipped = bytearray(whole)
-            flipped[at] ^= 1 << bit
-            file.write_bytes(flipped)
-            column = load_column(directory, "x", COLUMNS["indptr"])
-            if column is not None and not _equal(column, COLUMNS["indptr"]):
-                wrong.append((at, bit, column.dtype.str))
-    assert wrong == []
+@pytest.mark.parametrize("suffix", ["flat", "sums"])
+def test_a_truncated_column_is_not_used(tmp_path, suffix):
+    cut = _loaded_after(
+        _directory(tmp_path), suffix, lambda whole: (whole[:length] for length in range(0, len(whole), 5))
+    )
+    assert all(column is None or _equal(column, COLUMNS["indptr"]) for column in cut)
+
+
+@pytest.mark.parametrize("suffix", ["flat", "sums"])
+def test_a_column_with_a_flipped_bit_is_not_used(tmp_path, suffix):
+    """In the values, in the checksum, or in the header with the layout."""
+
+    def flipped(whole):
+        for at in range(8 * len(whole)):
+            if at % 5 == 0:
+                changed = bytearray(whole)
+                changed[at // 8] ^= 1 << at % 8
+                yield changed
+
+    loaded = list(_loaded_after(_directory(tmp_path), suffix, flipped))
+    assert loaded.count(None) == len(loaded)
 
 
 def test_leftover_drafts_are_ignored(tmp_path):
     directory = _directory(tmp_path)
-    own, others = (directory.path / f"x.npy.{name}.draft" for name in (f"{os.getpid()}.{threading.get_ident()}", "1.1"))
+    own, others = (directory.path / f"x.kept.{name}.draft" for name in (f"{os.getpid()}.{threading.get_ident()}", "1"))
     own.write_bytes(b"half a file" * 1000)
     others.write_bytes(b"half a file")
-    assert load_column(directory, "x", COLUMNS["indptr"]) is None
-    save_column(directory, "x", COLUMNS["indptr"])
-    assert _equal(load_column(directory, "x", COLUMNS["indptr"]), COLUMNS["indptr"])
+    assert load_object(directory, "x") is None
+    save_object(directory, "x", b"whole")
+    assert load_object(directory, "x") == b"whole"
 
 
-def test_a_column_that_cannot_be_cached_causes_a_warning(tmp_path, caplog):
+@pytest.mark.parametrize("form", ["column", "object"])
+def test_what_cannot_be_cached_causes_a_warning(tmp_path, caplog, form):
     directory = _directory(tmp_path)
-    (directory.path / "x.npy").mkdir()
-    save_column(directory, "x", COLUMNS["indptr"])
+    (directory.path / ("x.flat" if form == "column" else "x.kept")).mkdir()
+    if form == "column":
+        assert save_column(directory, "x", COLUMNS["indptr"]) is None
+    else:
+        save_object(directory, "x", b"12345")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert not list(directory.path.glob("*.draft"))
-    assert load_column(directory, "x", COLUMNS["indptr"]) is None
 
 
-@pytest.mark.parametrize("other", [np.zeros(3, np.int64), np.zeros((4, 1), np.int64), np.zeros(4, np.float64)])
-def test_a_column_of_another_shape_or_dtype_is_not_used(tmp_path, caplog, other):
+@pytest.mark.parametrize("other", [np.zeros(3, np.int64), np.zeros(4, np.float64)])
+def test_a_column_of_another_length_or_dtype_is_not_used(tmp_path, caplog, other):
     directory = _directory(tmp_path)
     save_column(directory, "x", COLUMNS["indptr"])
     assert load_column(directory, "x", other) is None
     (record,) = caplog.records
-    assert "int64 of shape (4,)" in record.getMessage()
-    assert load_column(directory, "x", COLUMNS["indptr"]) is not None
+    assert "of another array" in record.getMessage()
+    save_column(directory, "x", other)
+    assert _equal(load_column(directory, "x", other), other)
 
 
 def test_an_object_of_another_size_is_not_used(tmp_path, caplog):

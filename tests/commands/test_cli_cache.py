@@ -196,9 +196,9 @@ def test_ls_shows_what_there_is(cache, store):
     (mirror,) = (mirror for mirror in seen["mirrors"] if mirror["url"] == str(store))
     assert mirror["bytes_held"] == mirror["bytes_in_all"] > 0
     assert mirror["chunks_held"] == mirror["chunks"] == sum(each["chunks"] for each in mirror["arrays"].values())
-    assert mirror["arrays"].keys() == {"X/data", "X/indices"}
+    assert mirror["arrays"].keys() == {"X/data", "X/indices", "X/indptr"}
     assert mirror["objects"] > 0
-    assert mirror["directory"] == str(cache / f"{mirror['fingerprint']}-v3")
+    assert mirror["directory"] == str(cache / f"{mirror['fingerprint']}-v4")
 
 
 def test_ls_as_text(cache, store):
@@ -254,11 +254,11 @@ def test_verify_names_what_is_damaged_and_it_is_read_again(cache, store):
     entry = entry_of(cache, store)
     flat = entry.directory / "X%2Fdata.flat"
     flat.write_bytes(bytes([flat.read_bytes()[0] ^ 1]) + flat.read_bytes()[1:])
-    (entry.directory / "X%2Findptr.npy").write_bytes(b"")
+    (entry.directory / "%2Flisting.kept").write_bytes(b"")
     again = shutil.copytree(cache, cache.parent / "again")
     text = zloader("cache", "verify", cache, status=1).stdout
     assert f"{store}: X/data: chunk 0 differs from its checksum\n" in text
-    assert f"{store}: X/indptr: X%2Findptr.npy differed from its checksum and was deleted\n" in text
+    assert f"{store}: /listing: %2Flisting.kept differed from its checksum and was deleted\n" in text
     assert text.endswith("problems: 2; damaged data will be read from the store again\n")
     seen = documented("cache", "verify", again, status=1)
     assert not seen["ok"]

@@ -169,6 +169,7 @@ def test_zarr_v3_with_other_keys(tmp_path: Path, keys: Any, shards: tuple[int] |
     rows_are_right(write(tmp_path / "a.zarr", csr((500, 500), shards=shards, chunk_key_encoding=keys), 3))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("form", [None, "decoded", "stored"])
 @pytest.mark.parametrize("order", ["reversed", "mixed", "apart"])
 def test_a_shard_may_hold_its_chunks_in_any_order(tmp_path: Path, order: str, form: Any) -> None:

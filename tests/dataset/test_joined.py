@@ -108,7 +108,7 @@ LISTS = st.lists(st.sampled_from([*ALL, "nowhere"]), unique=True).map(
 
 
 @pytest.mark.filterwarnings("ignore:join='inner' drops most genes")
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     names=st.lists(st.sampled_from(sorted(POOL)), min_size=1, max_size=5),
     join=st.sampled_from(["inner", "outer"]) | LISTS,

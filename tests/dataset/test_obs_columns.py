@@ -16,7 +16,7 @@ import zarr
 from helpers import counts
 
 import zloader as zl
-from zloader.caching import cached_metadata
+from zloader.caching import kept_objects
 from zloader.common.errors import FormatError, OptionError
 from zloader.dataset import obs_columns
 from zloader.dataset.store import OpenedStore
@@ -147,6 +147,7 @@ def wanted(name: str, rows: Any) -> list[Any]:
     return [None if missing else value for value, missing in zip(values.tolist(), column.isna(), strict=True)]
 
 
+@pytest.mark.every(2)
 def test_every_column_means_what_was_written(dataset: zl.Dataset) -> None:
     loader = zl.Loader(dataset, x=None, obs=COLUMNS, **SIZES)
     assert list(loader.labels) == COLUMNS
@@ -160,6 +161,7 @@ def test_every_column_means_what_was_written(dataset: zl.Dataset) -> None:
     assert seen == dataset.n_obs
 
 
+@pytest.mark.every(2)
 def test_labels_are_categories_or_dtypes(dataset: zl.Dataset) -> None:
     loader = zl.Loader(dataset, obs=COLUMNS, **SIZES)
     for name, labels in loader.labels.items():
@@ -176,12 +178,14 @@ def test_labels_are_categories_or_dtypes(dataset: zl.Dataset) -> None:
     assert zl.Loader(dataset).labels == {}
 
 
+@pytest.mark.every(2)
 def test_a_missing_date_is_the_lowest_number(dataset: zl.Dataset) -> None:
     (minibatch,) = zl.Loader(dataset, x=None, obs=["maybe time"], batch_size=100, shuffle=False)
     column = minibatch.obs["maybe time"].numpy()
     assert (column == NO_DAY).tolist() == ADATA.obs["maybe time"].iloc[minibatch.index].isna().tolist()
 
 
+@pytest.mark.every(2)
 def test_frames_and_anndata_have_the_values_too(dataset: zl.Dataset) -> None:
     rows = ROWS if dataset.n_obs == N_ROWS else ROWS[5:50]
     frames = [dataset.obs(), dataset.take(np.arange(dataset.n_obs)).obs]
@@ -241,6 +245,7 @@ def test_dates_are_compared_with_dates_only(store: Path, condition: str, message
         zl.open_dataset(store).where(condition)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["word", "maybe word", "day", "maybe time", "waited", "maybe flag", "maybe count"])
 def test_splits_and_samplings_take_columns_of_every_kind(store: Path, name: str) -> None:
     dataset = zl.open_dataset(store)
@@ -366,7 +371,7 @@ def test_large_numbers_and_missing_values_are_refused(tmp_path: Path) -> None:
 
 
 def test_labels_too_large_to_be_cached_as_objects_are_available_offline(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(cached_metadata, "_MAX_BYTES", 20)
+    monkeypatch.setattr(kept_objects, "_MAX_BYTES", 20)
     wanted = zl.open_dataset(store).obs_column("cell_type")
     zl.open_dataset(store, cache=tmp_path / "cache").obs_column("cell_type")
     found = zl.open_dataset(store, cache=tmp_path / "cache", offline=True).obs_column("cell_type")

@@ -17,12 +17,12 @@ import zarr
 from helpers import PATIENCE_S, check_minibatch, counts, write_store
 
 import zloader as zl
-from zloader.caching import cached_metadata
+from zloader.caching import kept_objects
 from zloader.caching.mirror import MirrorArray
 from zloader.common.errors import CacheError, FormatError, MissingObjectError, ReadError
 from zloader.conversion.writing import elements
-from zloader.dataset import obs_columns, paged_columns
-from zloader.dataset.obs_columns import require_codes
+from zloader.dataset import paged_columns
+from zloader.dataset.obs_columns import StoreColumns
 from zloader.reading.column_rows import PagedColumn, rows_of
 
 pytestmark = pytest.mark.any_version
@@ -109,9 +109,11 @@ def check_rows(minibatches: Iterable[zl.Minibatch], adata: ad.AnnData) -> None:
 
 
 def arrays_of(dataset: zl.Dataset) -> dict[str, MirrorArray]:
-    return dict(sorted(dataset.store.paged.items()))
+    """The arrays of the first store that are read chunk by chunk."""
+    return {path: arrays[0] for path, arrays in sorted(dataset._observations.paged.arrays.items()) if arrays}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("form", ["converted", *FORMS])
 def test_epochs_read_columns_chunk_by_chunk_and_then_from_the_mirror(tmp_path, store, form):
     path = store if form == "converted" else by_anndata(ADATA, tmp_path / "a.zarr", form)
@@ -126,7 +128,6 @@ def test_epochs_read_columns_chunk_by_chunk_and_then_from_the_mirror(tmp_path, s
         check_rows(minibatches, ADATA)
         assert list(arrays_of(dataset)) == PAGED
         assert bool(loader.statistics().gets) == (epoch == 0)
-    assert not [name for name in PAGED if list(tmp_path.glob(f"cache/*/{name.replace('/', '%2F')}.npy"))]
 
 
 def test_a_fetch_reads_the_chunks_of_its_rows_only(tmp_path, store):
@@ -183,8 +184,8 @@ def test_whole_columns_complete_the_mirror(tmp_path, store):
     wanted = (ADATA.obs["lane"] != 3) & (ADATA.obs["cell_type"] == "a")
     assert again.where("lane != 3 and cell_type == 'a'").n_obs == wanted.sum()
     np.testing.assert_array_equal(again.obs_column("n_counts").values, ADATA.obs["n_counts"])
-    assert not arrays_of(again)["obs/n_counts"]._unrecorded
-    assert not list(tmp_path.glob("*/obs%2Fn_counts.npy"))
+    directory = again.store.mirror_directory
+    assert directory.verified.contains(directory.path / "obs%2Fn_counts.flat", directory.path / "obs%2Fn_counts.sums")
 
 
 def test_warming_fills_columns_for_reading_offline(tmp_path, store):
@@ -232,7 +233,7 @@ def test_several_stores(tmp_path, unlike):
         second.obs["lane"] = second.obs["lane"].astype(np.int64)
     urls = [by_anndata(each, tmp_path / f"{number}.zarr", "v3 shards") for number, each in enumerate((first, second))]
     dataset, whole = zl.open_dataset(urls, cache=tmp_path / "cache"), zl.open_dataset(urls)
-    assert ("obs/lane" in dataset.stores[1].paged) is False
+    assert not arrays_of(dataset)
     loader = loader_of(dataset)
     rows = []
     wanted = {name: whole.obs_column(name) for name in OBS}
@@ -244,14 +245,15 @@ def test_several_stores(tmp_path, unlike):
         for name in OBSM:
             np.testing.assert_array_equal(minibatch.obsm[name].numpy(), whole.obsm_array(name)[rows[-1]])
     assert sorted(np.concatenate(rows)) == list(range(270))
-    assert ("obs/lane" in dataset.stores[1].paged) != unlike
-    assert "obs/cell_type/codes" in dataset.stores[0].paged
+    assert ("obs/lane" in arrays_of(dataset)) != unlike
+    assert "obs/cell_type/codes" in arrays_of(dataset)
     pd.testing.assert_index_equal(dataset.categories("cell_type"), wanted["cell_type"].categories)
     np.testing.assert_array_equal(dataset.obs_column("cell_type").values, wanted["cell_type"].values)
     again = zl.open_dataset(urls, cache=tmp_path / "cache")
     assert again._observations.paged_column("cell_type", zl.FetchOptions()) is None, "it is in the cache, joined"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["obs/lane", "obs/n_counts", "obs/cell_type/codes"])
 def test_a_column_with_several_values_per_row_is_an_error(tmp_path, name):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
@@ -280,13 +282,13 @@ def test_obs_frames_are_read_from_the_mirror_offline(tmp_path, store):
 
 def test_codes_are_checked_once(tmp_path, store, monkeypatch):
     """All of them once, then those of the rows that are taken, and those of a warm mirror not again."""
-    checked = []
+    checked, require_codes = [], StoreColumns.require_codes
 
-    def counted(store, path, n_categories, codes, rows):
+    def counted(self, name, n_categories, codes, rows):
         checked.append(len(codes))
-        require_codes(store, path, n_categories, codes, rows)
+        require_codes(self, name, n_categories, codes, rows)
 
-    monkeypatch.setattr(obs_columns, "require_codes", counted)
+    monkeypatch.setattr(StoreColumns, "require_codes", counted)
     dataset = zl.open_dataset(store, cache=tmp_path)
     for _ in range(2):
         assert dataset.take([5, 3, 5]).obs["cell_type"].tolist() == ADATA.obs["cell_type"].iloc[[5, 3, 5]].tolist()
@@ -298,7 +300,6 @@ def test_codes_are_checked_once(tmp_path, store, monkeypatch):
     again = zl.open_dataset(store, cache=tmp_path)
     column, wanted = again.obs_column("cell_type"), zl.open_dataset(store).obs_column("cell_type")
     assert sum(checked) == 6 + 2 * N_ROWS, "the last is that of the store without a cache"
-    assert list(arrays_of(again)) == ["obs/cell_type/codes"]
     np.testing.assert_array_equal(column.values, wanted.values)
     pd.testing.assert_index_equal(column.categories, wanted.categories)
 
@@ -318,7 +319,7 @@ def test_only_so_many_files_are_open(tmp_path, store, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (16 * paged_columns._OPEN_FILES, 1000))
     dataset = zl.open_dataset(store, cache=tmp_path)
     check_epoch(loader_of(dataset), ADATA)
-    assert len(dataset.store.paged) == 4
+    assert len(arrays_of(dataset)) == 4
     check_epoch(loader_of(zl.open_dataset(store, cache=tmp_path, offline=True)), ADATA)
 
 
@@ -333,7 +334,7 @@ def test_an_array_has_as_many_open_files_as_are_counted(tmp_path, store):
     dataset = zl.open_dataset(store, cache=tmp_path)
     before = open_during(obs=[], obsm=[])
     during = open_during(obs=["n_counts", "lane", "passed", "cell_type"])
-    assert len(dataset.store.paged) == 6
+    assert len(arrays_of(dataset)) == 6
     assert 6 < during - before <= 6 * paged_columns._OPEN_FILES
 
 
@@ -366,9 +367,10 @@ def test_warming_several_stores_fills_their_columns_for_reading_offline(tmp_path
         check_columns(loader_of(offline), whole)
         assert list(offline.categories("cell_type")) == list(whole.categories("cell_type"))
         if not use:
-            assert not any(store.paged for store in offline.stores), "the joined columns are in the cache"
+            assert not arrays_of(offline), "the joined columns are in the cache"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("warmed", ["together", "one by one", "one of them whole"])
 def test_stores_that_were_warmed_in_one_way_are_opened_offline_in_another(tmp_path, monkeypatch, warmed):
     urls, cache = two_stores(tmp_path), tmp_path / "cache"
@@ -397,7 +399,7 @@ def test_offline_a_column_that_was_never_read_is_an_error_and_leaves_no_files(tm
 
 
 def test_offline_names_that_are_too_large_for_the_cache_of_objects(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(cached_metadata, "_MAX_BYTES", 8)
+    monkeypatch.setattr(kept_objects, "_MAX_BYTES", 8)
     dataset = zl.open_dataset(store, cache=tmp_path)
     zl.warm(dataset)
     offline = zl.open_dataset(store, cache=tmp_path, offline=True)
@@ -428,6 +430,7 @@ def test_a_view_and_its_controls(tmp_path, store):
     assert sorted(np.concatenate(seen)) == np.flatnonzero(ADATA.obs["lane"] < 3).tolist()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", PAGED)
 def test_a_lost_object_of_a_converted_store_is_never_read_as_zeros(tmp_path, store, name):
     path = tmp_path / "a.zarr"
@@ -454,6 +457,7 @@ def test_an_object_that_is_lost_while_the_store_is_open(tmp_path, store):
         check_epoch(loader, ADATA)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_that_other_writers_leave_out_are_fill_values(tmp_path, form):
     adata = table()
@@ -465,6 +469,7 @@ def test_chunks_that_other_writers_leave_out_are_fill_values(tmp_path, form):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("code", [-2, 4])
 def test_a_code_without_a_label_is_an_error(tmp_path, code):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
@@ -541,18 +546,43 @@ def test_a_disk_that_fills_up_in_mid_epoch(tmp_path, store):
 def test_without_a_cache_columns_are_read_whole(store):
     dataset = zl.open_dataset(store)
     check_epoch(loader_of(dataset), ADATA)
-    assert not dataset.store.paged
+    assert not arrays_of(dataset)
 
 
-def test_a_column_that_is_cached_whole_stays_whole(tmp_path, store, monkeypatch):
+def test_a_column_that_was_read_whole_is_read_chunk_by_chunk_from_the_same_file(tmp_path, store, monkeypatch):
     monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 1 << 30)
     check_epoch(loader_of(zl.open_dataset(store, cache=tmp_path)), ADATA)
     monkeypatch.setattr(paged_columns, "_MOST_WHOLE", 8)
     dataset = zl.open_dataset(store, cache=tmp_path)
     loader = loader_of(dataset)
     check_epoch(loader, ADATA)
-    assert not dataset.store.paged
+    assert list(arrays_of(dataset)) == PAGED
     assert loader.statistics().gets == 0
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("least", [8, 1 << 30])
+@pytest.mark.parametrize("n_stores", [1, 2])
+def test_a_mirror_keeps_each_column_once(tmp_path, monkeypatch, least, n_stores):
+    """Numbers, codes and dates are kept decoded, and no object of them as it is stored."""
+    monkeypatch.setattr(paged_columns, "_MOST_WHOLE", least)
+    urls = [tmp_path / f"{number}.zarr" for number in range(n_stores)]
+    for number, url in enumerate(urls):
+        adata = table(80 + number, seed=number)
+        adata.obs["day"] = pd.date_range("2024-02-27", periods=adata.n_obs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # zarr has no format of dates
+            zl.convert(adata, url, progress=False)
+    dataset = zl.open_dataset(urls, cache=tmp_path / "cache")
+    list(loader_of(dataset, obs=[*OBS, "day"]))
+    dataset.obs()
+    zl.warm(dataset)
+    for store in dataset.stores:
+        kept = [path.name for path in store.mirror_directory.path.iterdir()]
+        for name in [*PAGED, "obs/day"]:
+            file = name.replace("/", "%2F")
+            assert kept.count(f"{file}.flat") == 1
+            assert not [each for each in kept if each.startswith((f"{file}%2Fc%2F", f"%2F{file}"))]
 
 
 def test_chunks_that_are_too_large_or_hold_parts_of_rows_are_read_whole(tmp_path, monkeypatch):

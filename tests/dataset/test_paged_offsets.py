@@ -21,7 +21,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import open_array
 from zloader.common.errors import FormatError
 from zloader.common.options import Cache
-from zloader.dataset import paged_offsets, store
+from zloader.dataset import paged_offsets, stored_matrices
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 
 pytestmark = pytest.mark.any_version
@@ -171,7 +171,7 @@ ADATA = counts(300, 41, seed=3)
 @pytest.mark.parametrize("cached", [False, True])
 def test_epochs_of_a_store_with_pages(tmp_path, monkeypatch, cached):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
-    monkeypatch.setattr(store, "_MOST_WHOLE", 10)
+    monkeypatch.setattr(stored_matrices, "_MOST_WHOLE", 10)
     cache = tmp_path / "cache" if cached else None
     for epoch in range(2):
         dataset = zl.open_dataset(tmp_path / "counts.zarr", cache=cache)
@@ -208,7 +208,7 @@ def by_anndata(adata: ad.AnnData, path: Path, form: str, indptr: np.ndarray) -> 
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    monkeypatch.setattr(store, "_MOST_WHOLE", 10)
+    monkeypatch.setattr(stored_matrices, "_MOST_WHOLE", 10)
     monkeypatch.setattr(paged_offsets, "_PAGE", 10)
     monkeypatch.setattr(paged_offsets, "_READ_ENTRIES", 20)
 
@@ -220,6 +220,7 @@ def read_all(url: str | Path, adata: ad.AnnData, cache: Path | None) -> None:
         np.testing.assert_array_equal(dataset.take(rows).X.toarray(), adata.X[rows].toarray())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_pages")
@@ -249,6 +250,7 @@ def test_a_chunk_that_a_shard_lacks_is_never_read_as_empty_rows(tmp_path, cached
             read_all(path, FEW, tmp_path / "cache" if cached else None)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("small_pages")
 def test_chunks_of_leading_empty_rows_may_be_left_out(tmp_path, form):

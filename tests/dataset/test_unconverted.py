@@ -57,6 +57,7 @@ def advised(error):
     return source, store
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "kind", "source", "store", "rows"),
     [
@@ -131,6 +132,7 @@ def test_what_is_no_url_is_refused(given):
         zl.open_dataset(given)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "arguments",
     [["info"], ["verify"], ["bench"], ["warm", "--cache", "cache"], ["quality", "--label", "cell_type"]],

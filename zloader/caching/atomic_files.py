@@ -1,4 +1,4 @@
-"""Atomic writes of small files, and the names of cached files."""
+"""Atomic writes of small files, their checksums, and the names of cached files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
+
+import google_crc32c
 
 
 def cached_path(directory: Path, name: str, suffix: str) -> Path:
@@ -43,3 +45,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         draft.write_bytes(content)
         draft.chmod(0o600)
         draft.replace(path)
+
+
+def checksum_of(path: Path, content: bytes) -> bytes:
+    """The last four bytes of a small file: the crc32c of its qualified name followed by its content."""
+    return int(google_crc32c.extend(google_crc32c.value(qualified_name(path)), content)).to_bytes(4, "little")
+
+
+def read_checked(path: Path) -> bytes | None:
+    """The content of a small file that ends in its checksum, or None if it differs from it. Raises OSError."""
+    stored = path.read_bytes()
+    return stored[:-4] if len(stored) >= 4 and checksum_of(path, stored[:-4]) == stored[-4:] else None

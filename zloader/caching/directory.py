@@ -2,7 +2,7 @@
 
     DIR/zloader-cache           see place.py
     DIR/CACHEDIR.TAG            see place.py
-    DIR/FINGERPRINT-v3/         the mirror of one store, private to its owner (mode 0700)
+    DIR/FINGERPRINT-v4/         the mirror of one store, private to its owner (mode 0700)
         mirror.json             the store's URL, its FINGERPRINT, and when the mirror was created
         users                   locked (shared) by every process that uses the mirror; its mtime is the last use
         stale                   exists once other objects have been found at the store's URL
@@ -10,7 +10,7 @@
         proved.json             see verified.py
         NAME.flat, NAME.sums    see mirror.py and checksums.py
         NAME.stored, .places    see mirror.py and checksums.py
-        NAME.npy, NAME.kept     see cached_files.py
+        NAME.kept               see kept_objects.py
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
 of the directory and the file (atomic_files.qualified_name), so a moved or renamed file counts as damaged.
@@ -32,15 +32,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from zloader.caching.atomic_files import write_atomically
-from zloader.caching.permissions import require_private
-from zloader.caching.place import MARK, make_cache, unmark
+from zloader.caching.place import MARK, make_cache, require_private, unmark
 from zloader.caching.verified import VerifiedMarks
 from zloader.common.descriptors import close_with
 from zloader.common.options import Cache
 
 log = logging.getLogger("zloader")
 
-_VERSION = 3  # of the file formats; part of each mirror's name
+_VERSION = 4  # of the file formats; part of each mirror's name
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
 _OURS = re.compile(r".+\.(flat|sums|stored|places|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files

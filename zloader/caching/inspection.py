@@ -18,7 +18,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.cached_files import matches_checksum
+from zloader.caching.atomic_files import read_checked
 from zloader.caching.checksums import Places, Sidecar, word_offset
 from zloader.caching.directory import MirrorEntry, is_of_this_version, is_renamed
 from zloader.caching.verified import VerifiedMarks
@@ -27,7 +27,7 @@ from zloader.common.errors import CacheError
 _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
 _THREADS = 2  # one reads from disk while the other computes checksums
-_SUFFIXES = ("flat", "sums", "stored", "places", "npy", "kept")
+_SUFFIXES = ("flat", "sums", "stored", "places", "kept")
 _CONTENT = {"sums": "flat", "places": "stored"}  # the file of chunks beside each sidecar file
 
 
@@ -44,14 +44,13 @@ class ArrayInspection:
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorInspection:
-    """The content of a mirror: its `arrays` by name, how many whole `columns` and `objects`, and `kept_bytes` of these.
+    """The content of a mirror: its `arrays` by name, how many `objects` it keeps as stored, and `kept_bytes` of these.
 
     The name of an array in the stored form ends with " (stored)". Arrays of the store that have never been used do not
     appear.
     """
 
     arrays: Mapping[str, ArrayInspection]
-    columns: int
     objects: int
     kept_bytes: int
 
@@ -88,8 +87,7 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     for path in [*files["sums"], *files["places"]]:
         with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as file:
             arrays[_name(path)] = _inspect_array(Sidecar(path, file))
-    kept_bytes = sum(map(_size, [*files["npy"], *files["kept"]]))
-    return MirrorInspection(arrays=arrays, columns=len(files["npy"]), objects=len(files["kept"]), kept_bytes=kept_bytes)
+    return MirrorInspection(arrays=arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
 
 
 def _inspect_array(sidecar: Sidecar) -> ArrayInspection:
@@ -111,9 +109,10 @@ def _inspect_array(sidecar: Sidecar) -> ArrayInspection:
 def verify(directory: Path, on_bytes: Callable[[int], None] | None = None) -> list[str]:
     """Compares the whole content of a mirror with its checksums; returns one message per problem.
 
-    A damaged chunk is marked absent for every process, and a damaged column or object is deleted; all of them will be
-    read from the store again. `on_bytes` is called with the number of bytes verified since its last call. A mirror that
-    does not exist has no problems. Raises CacheError if the mirror cannot be read or changed.
+    A damaged chunk is marked absent for every process. A damaged object and a damaged file of checksums are deleted.
+    All that was dropped will be read from the store again. `on_bytes` is called with the number of bytes verified since
+    its last call. A mirror that does not exist has no problems. Raises CacheError if the mirror cannot be read or
+    changed.
     """
     try:
         with _in_use(directory), ThreadPoolExecutor(_THREADS, thread_name_prefix="zloader-verify") as threads:
@@ -160,7 +159,7 @@ class _Check:
             self.problems.append(f"{path.name} is not a regular file, but has the name of a cached one: remove it")
         for path in [*files["sums"], *files["places"]]:
             self._check_array(path)
-        self._check_cached_files([*files["npy"], *files["kept"]])
+        self._check_objects(files["kept"])
         VerifiedMarks(directory).record(path for path in self._verified if path.exists())
 
     def _check_array(self, path: Path) -> None:
@@ -169,6 +168,7 @@ class _Check:
                 sidecar = Sidecar(path, sums_file)
             except ValueError as error:
                 self.problems.append(f"{path.name} {error}: all chunks of {_name(path)} count as absent")
+                path.unlink(missing_ok=True)  # whoever has mapped it goes on with a file of its own
                 return
             stem, _, suffix = path.name.rpartition(".")
             content, differing = path.with_name(f"{stem}.{_CONTENT[suffix]}"), [np.empty(0, np.int64)]
@@ -217,13 +217,11 @@ class _Check:
             if os.pread(sums_file, 8, offset) == word.tobytes():
                 os.pwrite(sums_file, bytes(8), offset)
 
-    def _check_cached_files(self, paths: Sequence[Path]) -> None:
+    def _check_objects(self, paths: Sequence[Path]) -> None:
         sizes = map(_size, paths)
         for path, size, valid in zip(paths, sizes, self._threads.map(_is_valid, paths), strict=True):
             self._on_bytes(size)
-            if valid:
-                self._verified.append(path)
-            else:
+            if not valid:
                 path.unlink(missing_ok=True)
                 self.problems.append(f"{_name(path)}: {path.name} differed from its checksum and was deleted")
 
@@ -259,7 +257,7 @@ def _size(path: Path) -> int:
 
 def _is_valid(path: Path) -> bool:
     try:
-        return matches_checksum(path)
+        return read_checked(path) is not None
     except FileNotFoundError:  # another process found it damaged and deleted it
         return True
     except OSError:
@@ -286,7 +284,7 @@ def _files(directory: Path) -> dict[str, list[Path]]:
 
 
 def _name(path: Path) -> str:
-    """The name of the cached array, column or key; the inverse of atomic_files.cached_path."""
+    """The name of the cached array or key; the inverse of atomic_files.cached_path."""
     stem, _, suffix = path.name.rpartition(".")
     return unquote(stem) + " (stored)" * (suffix == "places")
 

@@ -19,6 +19,7 @@ processes can fill and read a mirror at once, because they all write the same by
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class StoredArray(ChunkFile):
 
 log = logging.getLogger("zloader")
 
+_CHUNK_BYTES = 1 << 20  # of an array that is made by zloader
+_WINDOW_BYTES = 32 << 20  # compared with its checksums before its pages are released
 _SHORT_BYTES = 1024  # runs of rows that are shorter than this on average are read instead of mapped
 
 
@@ -154,13 +157,24 @@ class MirrorArray(ChunkFile):
         read = page_cache.read(self._file, starts * itemsize, stops * itemsize).view(self.layout.dtype)
         return read, np.cumsum(lengths) - lengths
 
-    def whole(self) -> NDArray[Any]:
-        """All elements, in a memory map of their own that is made for reading from start to end."""
-        return np.frombuffer(map_file(self._file, self._n_bytes, mmap.ACCESS_READ), self.layout.dtype)
+    def complete(self) -> NDArray[Any] | None:
+        """All elements, in a memory map of their own that is made for reading from start to end.
+
+        None if a chunk is missing. Chunks that this process has not verified yet are compared with their checksums.
+        """
+        step = max(1, _WINDOW_BYTES // (self.layout.chunk_elements * self.layout.dtype.itemsize))
+        for first in range(0, self.layout.n_chunks, step):
+            chunks = np.arange(first, min(first + step, self.layout.n_chunks))
+            if not self.contains(chunks):
+                if len(self.missing(chunks)):
+                    return None
+                page_cache.release(self.content)
+        self.record_verified()
+        return np.frombuffer(map_file(self._file, self._n_bytes, mmap.ACCESS_READ), np.uint8).view(self.layout.dtype)
 
     def allocate(self) -> bool:
         """Allocates the disk space of the whole file, if the cache has limits; returns whether it fits."""
-        if not self.limited or self.is_allocated:
+        if not self.limited or self.is_allocated or self.n_present == self.layout.n_chunks:
             return True
         return bool(self._directory.space.allocate(self._file, [(0, len(self.content))]))
 
@@ -170,6 +184,22 @@ class MirrorArray(ChunkFile):
         if self._write(first * width * self.layout.dtype.itemsize, elements):
             for chunk, begin in enumerate(range(0, len(elements), width), first):
                 self._mark_present(chunk, elements[begin : begin + width])
+
+    def fill(self, windows: Iterable[NDArray[Any]]) -> NDArray[Any] | None:
+        """Writes all elements, given in windows of any size, and then marks all chunks as present.
+
+        Returns all elements as `complete` does, or None after a failure (full disk).
+        """
+        offset = 0
+        for window in windows:
+            content = np.ascontiguousarray(window, self.layout.dtype).reshape(-1).view(np.uint8)
+            if not self.writable or not self._write(offset, content):
+                return None
+            offset += len(content)
+        chunks = np.arange(self.layout.n_chunks)
+        for chunk, first, last in zip(chunks.tolist(), *(bound.tolist() for bound in self.bounds(chunks)), strict=True):
+            self._mark_present(chunk, self.content[first:last])
+        return self.complete()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +286,32 @@ def open_array(directory: MirrorDirectory, layout: ArrayLayout) -> MirrorArray |
     except OSError as error:
         log.warning("cannot keep %s in %s (%s): it is read again when needed", layout.path, directory.path, error)
         return None
+
+
+def load_column(
+    directory: MirrorDirectory, name: str, *, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> NDArray[Any] | None:
+    """An array saved by `save_column`, memory-mapped and read-only, or None if it is not cached or damaged."""
+    array = open_array(directory, _whole(name, shape, dtype)) if has_array(directory, name) else None
+    column = None if array is None else array.complete()
+    return None if column is None else column.reshape(shape)
+
+
+def save_column(
+    directory: MirrorDirectory,
+    name: str,
+    windows: Iterable[NDArray[Any]],
+    *,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> NDArray[Any] | None:
+    """Saves an array given in windows along its first axis. Returns it memory-mapped, or None if it cannot be saved."""
+    array = open_array(directory, _whole(name, shape, dtype))
+    column = None if array is None else array.fill(windows)
+    return None if column is None else column.reshape(shape)
+
+
+def _whole(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayLayout:
+    """The layout of an array that is no array of the store, but made from them."""
+    chunk_elements = max(1, _CHUNK_BYTES // dtype.itemsize)
+    return ArrayLayout.plain(name, dtype, n_elements=math.prod(shape), chunk_elements=chunk_elements)

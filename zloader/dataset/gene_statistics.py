@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from zloader.caching.cached_files import load_column, save_column
 from zloader.caching.directory import MirrorDirectory
+from zloader.caching.mirror import load_column, save_column
 from zloader.common.options import FetchOptions
 from zloader.common.progress import progress_bars
 from zloader.common.records import CsrArrays, MinibatchArrays

@@ -18,7 +18,7 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching.cached_files import load_column, save_column
+from zloader.caching.mirror import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore

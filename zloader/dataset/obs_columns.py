@@ -1,8 +1,17 @@
-"""Reads one obs column of one store: as anndata reads it, or as numbers."""
+"""The columns of one store: its obs columns, as anndata reads them or as numbers, and its obsm arrays.
+
+An array of numbers, codes or dates has one form. With a mirror it is kept there decoded, in the chunks of the store
+(mirror.py), and nothing else of it is. Whoever needs all of it reads the chunks that are missing and maps the file. A
+fetch that needs a few rows of a large one reads their chunks (paged_columns.py). Without a mirror, and wherever the
+mirror does not take it, it is read whole.
+
+Columns of strings and nullable columns are read whole: labels and dtypes depend on all of their values. The mirror
+keeps their objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,136 +19,185 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
+from zloader.caching.mirror import MirrorArray, has_array, open_array
+from zloader.common import page_cache
 from zloader.common.errors import FormatError
 from zloader.common.records import Rows
 from zloader.dataset.store import OpenedStore
 from zloader.selecting.columns import NUMBERS, ObsColumn, StringCoder, as_labels, as_numbers, kind_of, of_strings
+from zloader.storage.layout import ArrayLayout
 
-_WINDOW_ROWS = 1 << 18  # about 150 MB while they are coded
-
-
-def kinds_in(stores: Sequence[OpenedStore], name: str) -> list[str]:
-    """The kind of values of a column in each store, as `kind_of` names it, from metadata."""
-    return [kind_of(store.node(_path(name))) for store in stores]
+_WINDOW_BYTES = 32 << 20  # read at a time
+_WINDOW_ROWS = 1 << 18  # of strings, about 150 MB while they are coded
+_TIMES = "mM"
 
 
-def read_column(store: OpenedStore, name: str, rows: Rows | None = None) -> Any:
-    """A column as anndata reads it, or some rows of it. Raises FormatError if it has not one value per row.
+class StoreColumns:
+    """The obs columns and obsm arrays of one store."""
 
-    Of labels and of plain numbers, only these rows are in memory if the store has a mirror.
-    """
-    node = store.node(_path(name))
-    if is_categorical(node):
-        codes, categories = _codes(store, name, rows)
-        ordered = node.attrs.get("ordered")
-        if ordered is None:
-            raise store.damaged(_path(name), "its metadata do not say whether its categories are ordered")
-        return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
-    if (column := _numbers(store, name)) is None:
-        column = store.element(_path(name))
-        _require_shape(store, name, getattr(column, "shape", None))
-    return column if rows is None else column[rows]
+    def __init__(self, store: OpenedStore) -> None:
+        self.store = store
+        self._checked: set[str] = set()  # columns whose codes this process has checked
 
+    def kind(self, name: str) -> str:
+        """The kind of values of an obs column, as `kind_of` names it, from metadata."""
+        return kind_of(self._node(name))
 
-def read_numbers(store: OpenedStore, name: str) -> ObsColumn:
-    """A column as numbers, memory-mapped if the store has a mirror and the numbers are stored as such.
+    def is_categorical(self, name: str) -> bool:
+        """Whether an obs column has codes and categories, from metadata."""
+        node = self._node(name)
+        return isinstance(node, zarr.Group) and node.attrs.get("encoding-type") == "categorical"
 
-    Strings are coded in windows, so that a window of them is in memory at a time.
-    """
-    node = store.node(_path(name))
-    if kind_of(node) == "strings":
-        return _coded(store, name, node)
-    if is_categorical(node):
-        codes, categories = _codes(store, name)
-        return ObsColumn(values=codes, categories=as_labels(categories))
-    if (numbers := _numbers(store, name)) is not None:
-        return ObsColumn(values=numbers, categories=None)
-    return as_numbers(name, read_column(store, name))
+    def column(self, name: str, rows: Rows | None = None) -> Any:
+        """A column as anndata reads it, or some rows of it. Raises FormatError if it has not one value per row.
 
+        Of labels and of plain numbers, only these rows are in memory if the store has a mirror.
+        """
+        if self.is_categorical(name):
+            codes, categories = self._codes(name, rows)
+            ordered = self._node(name).attrs.get("ordered")
+            if ordered is None:
+                raise self.store.damaged(_path(name), "its metadata do not say whether its categories are ordered")
+            return pd.Categorical.from_codes(codes, categories, ordered=bool(ordered))
+        if (column := self._plain(name)) is None:
+            column = self.store.element(_path(name))
+            self._require_shape(name, getattr(column, "shape", None))
+        return column if rows is None else column[rows]
 
-def is_categorical(node: Any) -> bool:
-    return isinstance(node, zarr.Group) and node.attrs.get("encoding-type") == "categorical"
+    def numbers(self, name: str) -> ObsColumn:
+        """A column as numbers, memory-mapped if the store has a mirror and the numbers are stored as such.
 
+        Strings are coded in windows, so that a window of them is in memory at a time.
+        """
+        if self.kind(name) == "strings":
+            return self._coded(name)
+        if self.is_categorical(name):
+            codes, categories = self._codes(name)
+            return ObsColumn(values=codes, categories=as_labels(categories))
+        if (numbers := self._plain(name)) is not None:
+            return ObsColumn(values=numbers, categories=None)
+        return as_numbers(name, self.column(name))
 
-def _numbers(store: OpenedStore, name: str) -> NDArray[Any] | None:
-    """A column that is stored as an array of numbers; None for any other."""
-    node = store.node(_path(name))
-    if not isinstance(node, zarr.Array) or node.dtype.kind not in NUMBERS:
-        return None
-    _require_shape(store, name, node.shape)
-    return store.column(_path(name))
+    def categories(self, name: str) -> pd.Index:
+        """The categories of a categorical column."""
+        path = f"{_path(name)}/categories"
+        stored = self.store.element(path)
+        try:
+            return pd.Categorical.from_codes([], stored).categories
+        except (ValueError, TypeError) as error:
+            raise self.store.damaged(path, str(error)) from error
 
+    def require_codes(self, name: str, n_categories: int, codes: NDArray[np.integer], rows: int | Rows) -> None:
+        """Raises FormatError for a code of no category. `rows` have the codes, or are the first of a run."""
+        wrong = np.flatnonzero((codes < -1) | (codes >= n_categories))
+        if len(wrong):
+            row = rows + int(wrong[0]) if isinstance(rows, int) else int(rows[wrong[0]])
+            raise self.store.damaged(
+                f"{_path(name)}/codes", f"row {row} has the code {codes[wrong[0]]} of {n_categories} categories"
+            )
 
-def _codes(store: OpenedStore, name: str, rows: Rows | None = None) -> tuple[NDArray[np.integer], pd.Index]:
-    """The codes of a categorical column, or of some rows of it, and its categories.
+    def whole(self, path: str) -> NDArray[Any]:
+        """A whole array of numbers or dates in the stored dtype; memory-mapped if there is a mirror.
 
-    The codes have the narrowest dtype, or the stored one if the column is kept chunk by chunk.
-    Raises FormatError for a code without a category. Of such a column, only these rows are checked.
-    """
-    path, categories = _path(name), read_categories(store, name)
-    stored = store.node(f"{path}/codes")
-    _require_shape(store, name, getattr(stored, "shape", None))
-    if stored.dtype.kind not in "iu":
-        raise store.damaged(f"{path}/codes", f"it holds {stored.dtype}")
+        It is read in windows of about 32 MiB, and with a mirror only the chunks that are missing.
+        """
+        node = self.store.node(path)
+        whole = self._mirrored(path, node)
+        if whole is None:
+            with self.store.reading(path, node):
+                whole = np.empty(node.shape, node.dtype.newbyteorder("="))
+            for first, stop in _windows_of(node):
+                whole[first:stop] = self.store.window(path, first, stop)
+        return whole
 
-    if rows is not None and (whole := store.completed(f"{path}/codes")) is not None:
-        chosen = whole[rows]
-        require_codes(store, f"{path}/codes", len(categories), chosen, rows)
-        return chosen, categories
+    def _mirrored(self, path: str, node: Any) -> NDArray[Any] | None:
+        array = self._open(path, node)
+        if array is None:
+            return None
+        chunk_rows = max(1, node.chunks[0])
+        for first, stop in _windows_of(node):
+            chunks = np.arange(first // chunk_rows, -(-stop // chunk_rows))
+            if len(array.missing(chunks)):
+                if not array.writable:
+                    return None
+                window = self.store.window(path, first, stop)
+                array.put(int(chunks[0]), np.ascontiguousarray(window, array.layout.dtype).reshape(-1))
+            page_cache.release(array.content)  # which was compared with its checksums
+        column = array.complete()
+        return None if column is None else column.reshape(node.shape)
 
-    def check(first: int, window: NDArray[Any]) -> None:
-        require_codes(store, f"{path}/codes", len(categories), window, first)
+    def _open(self, path: str, node: Any) -> MirrorArray | None:
+        """The array in the mirror, in the chunks of the store. None without one; offline, also if it was never read."""
+        directory, n_elements = self.store.mirror_directory, int(np.prod(node.shape, dtype=np.int64))
+        if directory is None or not n_elements or (self.store.offline and not has_array(directory, path)):
+            return None
+        dtype, chunk_elements = node.dtype.newbyteorder("="), max(1, node.chunks[0]) * (n_elements // node.shape[0])
+        return open_array(
+            directory, ArrayLayout.plain(path, dtype, n_elements=n_elements, chunk_elements=chunk_elements)
+        )
 
-    dtype = np.min_scalar_type(-max(1, len(categories)))
-    codes = store.column(f"{path}/codes", check, dtype.name)
-    return codes if rows is None else codes[rows], categories
+    def _plain(self, name: str) -> NDArray[Any] | None:
+        """A column that is stored as an array of numbers or dates; None for any other."""
+        node = self._node(name)
+        if not isinstance(node, zarr.Array) or node.dtype.kind not in NUMBERS + _TIMES:
+            return None
+        self._require_shape(name, node.shape)
+        return self.whole(_path(name))
 
+    def _codes(self, name: str, rows: Rows | None = None) -> tuple[NDArray[np.integer], pd.Index]:
+        """The codes of a categorical column, or of some rows of it, in the stored dtype, and its categories.
 
-def read_categories(store: OpenedStore, name: str) -> pd.Index:
-    """The categories of a categorical column."""
-    path = f"{_path(name)}/categories"
-    stored = store.element(path)
-    try:
-        return pd.Categorical.from_codes([], stored).categories
-    except (ValueError, TypeError) as error:
-        raise store.damaged(path, str(error)) from error
+        Raises FormatError for a code without a category. Of some rows, no others are checked.
+        """
+        path, categories = f"{_path(name)}/codes", self.categories(name)
+        stored = self.store.node(path)
+        self._require_shape(name, getattr(stored, "shape", None))
+        if stored.dtype.kind not in "iu":
+            raise self.store.damaged(path, f"it holds {stored.dtype}")
+        codes = self.whole(path)
+        if rows is not None:
+            codes = codes[rows]
+            self.require_codes(name, len(categories), codes, rows)
+        elif name not in self._checked or not page_cache.is_mapped(codes):
+            for first, stop in _windows_of(stored):
+                self.require_codes(name, len(categories), codes[first:stop], first)
+                page_cache.release(codes)
+            self._checked.add(name)
+        return codes, categories
 
+    def _coded(self, name: str) -> ObsColumn:
+        node, values, mask = self._node(name), _path(name), None
+        if not isinstance(node, zarr.Array):
+            values, mask = f"{values}/values", f"{values}/mask"
+            self._require_shape(name, self.store.node(mask).shape)
+        array, n_obs = self.store.node(values), self.store.n_obs
+        self._require_shape(name, array.shape)
+        chunk = max(1, array.chunks[0])  # a shard may hold the whole column
+        step = max(1, _WINDOW_ROWS // chunk) * chunk
+        strings = StringCoder(n_obs)
+        for start in range(0, n_obs, step):
+            missing = None if mask is None else self.store.window(mask, start, start + step)
+            strings.add(self.store.window(values, start, start + step), missing)
+        return of_strings(strings)
 
-def require_codes(
-    store: OpenedStore, path: str, n_categories: int, codes: NDArray[np.integer], rows: int | Rows
-) -> None:
-    """Raises FormatError for a code of no category. `rows` are the rows that have the codes, or the first of a run."""
-    wrong = np.flatnonzero((codes < -1) | (codes >= n_categories))
-    if len(wrong):
-        row = rows + int(wrong[0]) if isinstance(rows, int) else int(rows[wrong[0]])
-        raise store.damaged(path, f"row {row} has the code {codes[wrong[0]]} of {n_categories} categories")
+    def _node(self, name: str) -> Any:
+        return self.store.node(_path(name))
 
-
-def _coded(store: OpenedStore, name: str, node: Any) -> ObsColumn:
-    path = _path(name)
-    if isinstance(node, zarr.Array):
-        values, mask = path, None
-    else:
-        values, mask = f"{path}/values", f"{path}/mask"
-        _require_shape(store, name, store.node(mask).shape)
-    array = store.node(values)
-    _require_shape(store, name, array.shape)
-    chunk = max(1, array.chunks[0])  # a shard may hold the whole column
-    step = max(1, _WINDOW_ROWS // chunk) * chunk
-    strings = StringCoder(store.n_obs)
-    for start in range(0, store.n_obs, step):
-        missing = None if mask is None else store.window(mask, start, start + step)
-        strings.add(store.window(values, start, start + step), missing)
-    return of_strings(strings)
+    def _require_shape(self, name: str, shape: tuple[int, ...] | None) -> None:
+        if shape != (self.store.n_obs,):
+            raise FormatError(
+                f"obs column {name!r} of {self.store.location.url} has shape {shape}, but the store has "
+                f"{self.store.n_obs} rows: the store is damaged"
+            )
 
 
 def _path(name: str) -> str:
     return f"obs/{name}"
 
 
-def _require_shape(store: OpenedStore, name: str, shape: tuple[int, ...] | None) -> None:
-    if shape != (store.n_obs,):
-        raise FormatError(
-            f"obs column {name!r} of {store.location.url} has shape {shape}, but the store has {store.n_obs} rows: "
-            "the store is damaged"
-        )
+def _windows_of(node: Any) -> Iterator[tuple[int, int]]:
+    """The first row of each window of an array, and the row after its last: whole objects, of about 32 MiB."""
+    stored = max(1, (node.shards or node.chunks)[0])
+    step = max(1, _WINDOW_BYTES // max(1, stored * node.dtype.itemsize * int(np.prod(node.shape[1:])))) * stored
+    for first in range(0, node.shape[0], step):
+        yield first, min(first + step, node.shape[0])

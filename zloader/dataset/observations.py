@@ -8,16 +8,19 @@ the rows that they need (paged_columns.py).
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.caching.cached_files import load_column, load_obs, save_column, save_labels, save_obs
+from zloader.caching.kept_objects import load_object, save_object
+from zloader.caching.mirror import load_column, save_column
 from zloader.common import page_cache
 from zloader.common.checks import names_of
 from zloader.common.concurrent_calls import concurrently
@@ -27,7 +30,7 @@ from zloader.common.messages import listed, suggestion
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
 from zloader.dataset.names import ObsNames
-from zloader.dataset.obs_columns import kinds_in, read_column, read_numbers
+from zloader.dataset.obs_columns import StoreColumns
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
 from zloader.reading.column_rows import PagedColumn
@@ -81,7 +84,8 @@ class Observations:
         self._stores = opened.stores
         self._directory = opened.mirror_directory
         self._names = [ObsNames(store) for store in opened.stores]
-        self._paged = PagedColumns(opened)
+        self._of_stores = [StoreColumns(store) for store in opened.stores]
+        self.paged = PagedColumns(opened, self._of_stores)
         self._columns: dict[str, ObsColumn] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
 
@@ -141,8 +145,7 @@ class Observations:
         if len(self._stores) > 1:  # the labels are joined over all rows
             return concatenated(name, self._read_column(name))[rows]
         self.require_columns([name])
-        self._paged.keep_obs(name)
-        return read_column(self._stores[0], name, rows)
+        return self._of_stores[0].column(name, rows)
 
     def column(self, name: str) -> ObsColumn:
         """One obs column as numbers: the codes of a categorical or string column, the values of any other.
@@ -152,25 +155,62 @@ class Observations:
         self.require_columns([name])
         if name not in self._columns:
             self.require_usable([name])
-            column, completed = None, partial(self._paged.completed_codes, name)
-            if self._directory is not None:
-                column = load_obs(self._directory, name, self.n_rows, completed)
+            column = self._kept(name)
             if column is None:
-                self._paged.keep_obs(name)
-                column = joined(name, concurrently(lambda store: read_numbers(store, name), self._stores))
-                if self._directory is not None and page_cache.is_mapped(column.values):
-                    save_labels(self._directory, name, column, values=f"obs/{name}/codes")
-                elif self._directory is not None:
-                    column = save_obs(self._directory, name, column)
+                columns = concurrently(lambda columns: columns.numbers(name), self._of_stores)
+                column = self._keep(name, joined(name, columns))
             self._columns[name] = column
         return self._columns[name]
+
+    def _kept(self, name: str) -> ObsColumn | None:
+        """A column that `_keep` has kept, or None if the cache does not have it."""
+        document = None if self._directory is None else load_object(self._directory, f"/obs/{name}")
+        if self._directory is None or document is None:
+            return None
+        kept = json.loads(document)
+        if kept["codes"]:
+            values: NDArray[Any] | None = self._of_stores[0].whole(kept["codes"])
+        else:
+            values = load_column(self._directory, f"/obs/{name}", shape=(self.n_rows,), dtype=np.dtype(kept["values"]))
+        if values is None:
+            return None
+        categories = None if kept["labels"] is None else pd.Index(kept["labels"], dtype=kept["dtype"])
+        return ObsColumn(values=values, categories=categories, from_strings=kept["from_strings"])
+
+    def _keep(self, name: str, column: ObsColumn) -> ObsColumn:
+        """Keeps in the cache all of a column that the mirrors of its stores do not have, so that processes share it.
+
+        These are the labels, and the values if they were made from several stores or from strings. Labels other than
+        str, int and bool are not kept. Returns the column, with memory-mapped values if possible.
+        """
+        labels = None if column.categories is None else column.categories.tolist()
+        if self._directory is None or not all(type(label) in (str, int, bool) for label in labels or []):
+            return column
+        stored = page_cache.is_mapped(column.values)
+        if stored and labels is None:
+            return column
+        values = column.values
+        if not stored:
+            kept = save_column(self._directory, f"/obs/{name}", [values], shape=values.shape, dtype=values.dtype)
+            if kept is None:
+                return column
+            column = replace(column, values=kept)
+        document = {
+            "labels": labels,
+            "dtype": None if column.categories is None else str(column.categories.dtype),
+            "from_strings": column.from_strings,
+            "codes": f"obs/{name}/codes" if stored else None,  # which were checked
+            "values": values.dtype.str,
+        }
+        save_object(self._directory, f"/obs/{name}", json.dumps(document).encode())
+        return column
 
     def labels(self, name: str) -> pd.Index | np.dtype[Any]:
         """The meaning of a column's numbers, as `ObsColumn.labels`; of a large column, without reading its rows."""
         self.require_columns([name])
         if name not in self._columns:
             self.require_usable([name])
-            labels = self._paged.labels(name)
+            labels = self.paged.labels(name)
             if labels is not None:
                 return labels
         return self.column(name).labels
@@ -180,7 +220,7 @@ class Observations:
         if name in self._columns:
             return None
         self.require_usable([name])
-        return self._paged.obs(name, options)
+        return self.paged.obs(name, options)
 
     def require_columns(self, names: Sequence[str]) -> None:
         """Raises MissingColumnError for the first name that some store lacks."""
@@ -201,16 +241,17 @@ class Observations:
         """
         for name in names:
             self.require_columns([name])
-            if (unfit := unfit_obs(name, kinds_in(self._stores, name), self._opened.urls)) is not None:
+            kinds = [columns.kind(name) for columns in self._of_stores]
+            if (unfit := unfit_obs(name, kinds, self._opened.urls)) is not None:
                 raise unfit
 
     def _read_column(self, name: str) -> list[Any]:
         """A column of each store, as anndata reads it."""
         self.require_columns([name])
-        if (differ := unalike(name, kinds_in(self._stores, name), self._opened.urls)) is not None:
+        kinds = [columns.kind(name) for columns in self._of_stores]
+        if (differ := unalike(name, kinds, self._opened.urls)) is not None:
             raise differ
-        self._paged.keep_obs(name)
-        return concurrently(lambda store: read_column(store, name), self._stores)
+        return concurrently(lambda columns: columns.column(name), self._of_stores)
 
     def array(self, name: str) -> NDArray[Any]:
         """One obsm array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
@@ -238,27 +279,23 @@ class Observations:
         if name in self._arrays:
             return None
         self.require_arrays([name])
-        return self._paged.obsm(name, options)
+        return self.paged.obsm(name, options)
 
     def _read_array(self, path: str) -> NDArray[Any]:
         """The arrays of all stores as one array, memory-mapped if there is a cache."""
-        nodes = [store.node(path) for store in self._stores]
-        shape, dtype = (
-            (self.n_rows, *nodes[0].shape[1:]),
-            np.result_type(*(node.dtype.newbyteorder("=") for node in nodes)),
-        )
-        joint, column = self._directory if len(nodes) > 1 else None, None
+        if len(self._of_stores) == 1:
+            return self._of_stores[0].whole(path)
+        nodes, joint, column = [store.node(path) for store in self._stores], self._directory, None
+        shape = self.n_rows, *nodes[0].shape[1:]
+        dtype = np.result_type(*(node.dtype.newbyteorder("=") for node in nodes))
         if joint is not None:
-            column = load_column(joint, path, shape=shape, dtype=dtype)
+            column = load_column(joint, f"/{path}", shape=shape, dtype=dtype)
         if column is not None:  # and the arrays of the stores are not read
             return column
-        self._paged.keep(path)
-        arrays = concurrently(lambda store: store.column(path), self._stores)
-        if len(arrays) == 1:
-            return arrays[0]
+        arrays = concurrently(lambda columns: columns.whole(path), self._of_stores)
         require_exact(path, arrays)
         if joint is not None:
-            column = save_column(joint, path, arrays, shape=shape, dtype=dtype)
+            column = save_column(joint, f"/{path}", arrays, shape=shape, dtype=dtype)
         return np.concatenate(arrays) if column is None else column
 
     def require_arrays(self, names: Sequence[str]) -> None:

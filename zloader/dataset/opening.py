@@ -18,8 +18,8 @@ from pathlib import Path
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject, joint_fingerprint
 from zloader.access.zarr_groups import no_codec_warnings
-from zloader.caching.cached_metadata import load_listing
 from zloader.caching.directory import MirrorDirectory
+from zloader.caching.kept_objects import load_listing
 from zloader.caching.mirror import open_mirror_directory
 from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently

@@ -1,11 +1,10 @@
 """Large obs columns and obsm arrays, of which a fetch reads only the chunks that hold its rows.
 
 A billion rows have 1 GB of codes in each column, and a fetch needs those of a few hundred blocks. So with a cache, an
-array of more than 32 MiB is kept chunk by chunk in a file of the mirror, and is complete there once all of its rows
-have been used, or once something needs all of it, such as a condition or a split. Without a cache, wherever the mirror
-takes no such file, and when the dataset has many files open for other columns, it is read whole, like smaller ones.
-
-Columns of strings, nullable columns and dates are read whole, too: labels and dtypes depend on all of their values.
+array of more than 32 MiB is read chunk by chunk into its file of the mirror (obs_columns.py), which is complete once
+all of its rows have been used, or once something needs all of it, such as a condition or a split. Without a cache,
+wherever the mirror takes no such file, and when the dataset has many files open for other columns, it is read whole,
+like smaller ones, and like strings, nullable columns and dates.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching.cached_files import is_saved
 from zloader.caching.mirror import Mirror, MirrorArray, has_array, open_array
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows
-from zloader.dataset.obs_columns import is_categorical, read_categories, require_codes
+from zloader.dataset.obs_columns import StoreColumns
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
 from zloader.reading.column_rows import PagedColumn
@@ -38,7 +36,6 @@ from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 
 _MOST_WHOLE = 32 << 20  # bytes, over all stores
-_WIDEST = 8  # bytes of a value of an obs column
 _LEAST_OF_STORE = 1 << 20  # bytes per store on average, because each array of a store takes open files
 # Per array of a store: the file, its maps and that of its words. Per epoch, and twice in a producer on Ray: a file of
 # leases, and one with the credentials for S3.
@@ -49,140 +46,112 @@ _LARGEST_CHUNK = 8 << 20  # bytes: larger ones would delay the first minibatch a
 class PagedColumns:
     """The large obs columns and obsm arrays of some stores, and their mirrors."""
 
-    def __init__(self, opened: OpenedStores) -> None:
-        self._stores, self._directory = opened.stores, opened.mirror_directory
-        self._n_arrays = 0  # of all stores, that are open
-        self._opened: dict[str, bool] = {}  # whether an array is kept chunk by chunk, by path
+    def __init__(self, opened: OpenedStores, columns: Sequence[StoreColumns]) -> None:
+        self._stores, self._columns, self._directory = opened.stores, columns, opened.mirror_directory
+        # The arrays of all stores that are kept chunk by chunk, by path; None for a path whose arrays are read whole.
+        self.arrays: dict[str, Sequence[MirrorArray] | None] = {}
         self._labels: dict[str, Labels] = {}
 
     def obs(self, name: str, options: FetchOptions) -> PagedColumn | None:
-        """An obs column whose rows are loaded with each fetch; None if it is cached whole or has to be read whole."""
-        path = None if self._is_whole(f"/obs/{name}") else self.keep_obs(name)
-        if path is None:
-            return None
-        labels, parts = self._labels.get(name), self._parts(path, options)
-        if labels is None:
-            return PagedColumn(parts=parts)
+        """An obs column whose rows are loaded with each fetch; None if it has to be read whole."""
+        labels = self._labels_of(name)
+        parts = self._parts(labels.path if labels else f"obs/{name}", options, f"/obs/{name}")
+        if parts is None or labels is None:
+            return None if parts is None else PagedColumn(parts=parts)
         return PagedColumn(parts=parts, recode=labels.recode, prepare=lambda: labels.joined)
 
     def obsm(self, name: str, options: FetchOptions) -> PagedColumn | None:
-        """An obsm array whose rows are loaded with each fetch; None if it is cached whole or has to be read whole."""
-        path = f"obsm/{name}"
-        if self._is_whole(path) or not self.keep(path):
-            return None
-        return PagedColumn(parts=self._parts(path, options), row_shape=self._stores[0].node(path).shape[1:])
+        """An obsm array whose rows are loaded with each fetch; None if it has to be read whole."""
+        parts = self._parts(f"obsm/{name}", options, f"/obsm/{name}")
+        return None if parts is None else PagedColumn(parts=parts, row_shape=self._node(f"obsm/{name}").shape[1:])
 
     def labels(self, name: str) -> pd.Index | np.dtype[Any] | None:
         """What `ObsColumn.labels` is for a column that is kept chunk by chunk; None for any other. Reads no rows."""
-        path = None if self._is_whole(f"/obs/{name}") else self.keep_obs(name)
-        if path is None:
+        labels = self._labels_of(name)
+        arrays = self._kept(labels.path if labels else f"obs/{name}", f"/obs/{name}")
+        if arrays is None:
             return None
-        labels = self._labels.get(name)
-        return self._stores[0].paged[path].layout.dtype if labels is None else labels.joined
-
-    def keep_obs(self, name: str) -> str | None:
-        """Keeps the codes or numbers of an obs column as `keep` does. Returns their path, or None if it does not."""
-        if self._directory is None or (self._n_rows * _WIDEST <= _MOST_WHOLE and not self._offline):
-            return None
-        if not is_categorical(self._stores[0].node(f"obs/{name}")):
-            return f"obs/{name}" if self.keep(f"obs/{name}") else None
-        path = f"obs/{name}/codes"
-        if not self.keep(path, "i"):
-            return None
-        self._labels.setdefault(name, Labels(stores=self._stores, name=name))
-        return path
-
-    def completed_codes(self, name: str) -> NDArray[Any] | None:
-        """The codes of an obs column of a single store, if they are kept chunk by chunk. Does not check them."""
-        path = self.keep_obs(name)
-        return None if path is None or len(self._stores) > 1 else self._stores[0].completed(path)
-
-    def _is_whole(self, saved: str) -> bool:
-        """Whether the cache has an array of all rows in one piece."""
-        return self._directory is not None and is_saved(self._directory, saved)
-
-    @property
-    def _offline(self) -> bool:
-        return self._stores[0].offline
+        return arrays[0].layout.dtype if labels is None else labels.joined
 
     @cached_property
     def _n_rows(self) -> int:
         return sum(concurrently(lambda store: store.n_obs, self._stores))
 
-    def keep(self, path: str, kinds: str = NUMBERS) -> bool:
-        """Keeps a large array chunk by chunk from now on, if its dtype is of these kinds; returns whether it does.
+    def _labels_of(self, name: str) -> Labels | None:
+        if not self._columns[0].is_categorical(name):
+            return None
+        return self._labels.setdefault(name, Labels(columns=self._columns, name=name))
 
-        `OpenedStore.column` then reads only the chunks that are missing.
+    def _node(self, path: str) -> Any:
+        return self._stores[0].node(path)
+
+    def _parts(self, path: str, options: FetchOptions, joined: str) -> list[MatrixPart] | None:
+        arrays = self._kept(path, joined)
+        if arrays is None:
+            return None
+        return [_part(store, array, options) for store, array in zip(self._stores, arrays, strict=True)]
+
+    def _kept(self, path: str, joined: str) -> Sequence[MirrorArray] | None:
+        """The arrays at a path, if they are large and kept chunk by chunk; None if they have to be read whole.
+
+        That also holds if the cache has the rows of all stores in one piece, as `joined`.
         """
-        if path not in self._opened:
-            self._opened[path] = self._open_offline(path, kinds) if self._offline else self._open(path, kinds)
-        return self._opened[path] and all(_takes_chunks(store.paged[path]) for store in self._stores)
+        if self._directory is None or has_array(self._directory, joined):
+            return None
+        if path not in self.arrays:
+            self.arrays[path] = self._open(path)
+        arrays = self.arrays[path]
+        return arrays if arrays is not None and all(map(_takes_chunks, arrays)) else None
 
-    def _open(self, path: str, kinds: str) -> bool:
-        if self._directory is None or all(_is_saved(store, path) for store in self._stores):
-            return False
+    def _open(self, path: str) -> Sequence[MirrorArray] | None:
+        first = self._node(path)  # arrays of other dtypes or shapes do not fit it, so its rows tell the size
+        least = max(_MOST_WHOLE, _LEAST_OF_STORE * len(self._stores))
+        if (
+            not isinstance(first, zarr.Array)
+            or self._n_rows * math.prod(first.shape[1:]) * first.dtype.itemsize <= least
+        ):
+            return None
+        kinds = "i" if path.endswith("/codes") else NUMBERS
         layouts = [_layout(store, path, kinds) for store in self._stores]
         known = [layout for layout in layouts if layout is not None]
-        least = max(_MOST_WHOLE, _LEAST_OF_STORE * len(layouts))
         if len(known) < len(layouts) or len({layout.dtype for layout in known}) > 1:
-            return False
-        if sum(layout.n_elements * layout.dtype.itemsize for layout in known) <= least:
-            return False
-        if _OPEN_FILES * (self._n_arrays + len(known)) > _most_open_files():
-            return False
+            return None
+        n_open = sum(len(arrays) for arrays in self.arrays.values() if arrays is not None)
+        if _OPEN_FILES * (n_open + len(known)) > _most_open_files():
+            return None
         opened = [_array(store, layout) for store, layout in zip(self._stores, known, strict=True)]
         arrays = [array for array in opened if array is not None]
-        if len(arrays) < len(opened):
-            return False
-        self._n_arrays += len(arrays)
-        for store, array in zip(self._stores, arrays, strict=True):
-            store.paged[path] = array
-        return True
-
-    def _open_offline(self, path: str, kinds: str) -> bool:
-        """Opens what the mirrors have, since other stores may have been opened with these when they were filled.
-
-        Returns whether all of them have the array chunk by chunk, in the same dtype.
-        """
-        arrays = []
-        for store in self._stores:
-            directory, layout = store.mirror_directory, _layout(store, path, kinds)
-            if directory is None or layout is None or is_saved(directory, path) or not has_array(directory, path):
-                continue
-            array = open_array(directory, layout)
-            if array is not None:
-                store.paged[path] = array
-                arrays.append(array)
-        return len(arrays) == len(self._stores) and len({array.layout.dtype for array in arrays}) == 1
-
-    def _parts(self, path: str, options: FetchOptions) -> list[MatrixPart]:
-        return [_part(store, path, options) for store in self._stores]
+        return arrays if len(arrays) == len(opened) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
     """The labels of a column of codes, read from all stores when they are first needed."""
 
-    stores: Sequence[OpenedStore]
+    columns: Sequence[StoreColumns]
     name: str
+
+    @property
+    def path(self) -> str:
+        """The path of the codes in each store."""
+        return f"obs/{self.name}/codes"
 
     @cached_property
     def joined(self) -> pd.Index:
         """The labels of all stores, as `selecting.columns.joined` joins them."""
-        if len(self.stores) == 1:
+        if len(self.columns) == 1:
             return self._of_stores[0]
         return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)[0]
 
     def recode(self, number: int, rows: Rows, codes: NDArray[Any]) -> NDArray[Any]:
         """Codes of store `number` as codes of all stores. Raises FormatError for a code without a label."""
-        store, n_labels = self.stores[number], len(self._of_stores[number])
-        first = sum(store.n_obs for store in self.stores[:number])
-        require_codes(store, f"obs/{self.name}/codes", n_labels, codes, rows - first)
-        return codes if len(self.stores) == 1 else self._tables[number][codes]
+        first = sum(columns.store.n_obs for columns in self.columns[:number])
+        self.columns[number].require_codes(self.name, len(self._of_stores[number]), codes, rows - first)
+        return codes if len(self.columns) == 1 else self._tables[number][codes]
 
     @cached_property
     def _of_stores(self) -> list[pd.Index]:
-        return concurrently(lambda store: as_labels(read_categories(store, self.name)), self.stores)
+        return concurrently(lambda columns: as_labels(columns.categories(self.name)), self.columns)
 
     @cached_property
     def _tables(self) -> list[NDArray[np.integer]]:
@@ -195,13 +164,12 @@ def _most_open_files() -> float:
     return math.inf if most == resource.RLIM_INFINITY else most / 4
 
 
-def _is_saved(store: OpenedStore, path: str) -> bool:
-    """Whether the mirror of a store has an array in one piece."""
-    return store.mirror_directory is not None and is_saved(store.mirror_directory, path)
-
-
 def _array(store: OpenedStore, layout: ArrayLayout) -> MirrorArray | None:
-    return None if store.mirror_directory is None else open_array(store.mirror_directory, layout)
+    """The array in the mirror of a store. Offline, None if it was never read."""
+    directory = store.mirror_directory
+    if directory is None or (store.offline and not has_array(directory, layout.path)):
+        return None
+    return open_array(directory, layout)
 
 
 def _takes_chunks(array: MirrorArray) -> bool:
@@ -225,9 +193,10 @@ def _layout(store: OpenedStore, path: str, kinds: str) -> ArrayLayout | None:
     return layout if fills and layout.chunk_elements * layout.dtype.itemsize <= _LARGEST_CHUNK else None
 
 
-def _part(store: OpenedStore, path: str, options: FetchOptions) -> MatrixPart:
-    array, width = store.paged[path], int(np.prod(store.node(path).shape[1:]))
-    matrix = MatrixLayout(path=path, n_rows=store.n_obs, n_genes=width, values=array.layout, genes=None)
+def _part(store: OpenedStore, array: MirrorArray, options: FetchOptions) -> MatrixPart:
+    layout = array.layout
+    width = int(np.prod(store.node(layout.path).shape[1:]))
+    matrix = MatrixLayout(path=layout.path, n_rows=store.n_obs, n_genes=width, values=layout, genes=None)
     assert store.mirror_directory is not None
     return MatrixPart(
         url=store.location.url,

@@ -1,15 +1,22 @@
-"""Caches the metadata and small arrays of a store in its mirror: each object is read from the store only once.
+"""Keeps small objects of a store byte for byte in its mirror: its metadata, small arrays, and what was made of them.
 
 After a store has been opened once, it can be opened again from the mirror alone, without a network. The cached listing
-tells which objects exist, so absent objects cause no requests.
+tells which objects exist, so absent objects cause no requests. Arrays that the mirror keeps decoded (mirror.py) are
+left out.
+
+Each file ends in four bytes of checksum: the crc32c of the file's qualified name and of its content. Files are written
+atomically.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
@@ -18,8 +25,9 @@ from zarr.storage import MemoryStore
 from zloader.access.listed_store import ListedStore, is_metadata
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject
-from zloader.caching.cached_files import has_object, load_object, read_object, save_object
+from zloader.caching.atomic_files import cached_path, checksum_of, draft_path, read_checked
 from zloader.caching.directory import MirrorDirectory, mirrors
+from zloader.caching.mirror import has_array
 from zloader.common.errors import CacheError, ReadError
 from zloader.common.records import Span
 
@@ -27,9 +35,46 @@ if TYPE_CHECKING:
     from zarr.abc.store import ByteRequest
     from zarr.core.buffer import Buffer, BufferPrototype
 
+log = logging.getLogger("zloader")
+
 _LISTING = "/listing"  # keys of a store do not begin with a slash
 _MAX_BYTES = 64 << 20  # larger objects are not cached
-_CACHED_AS_COLUMNS = re.compile(r"(^|/)indptr/|^obsm/|^obs/[^/]+/codes/")
+_MAY_BE_DECODED = re.compile(r"(^|/)indptr/|^obsm?/")
+
+
+def load_object(directory: MirrorDirectory, key: str, size: int | None = None) -> bytes | None:
+    """The bytes of an object saved by `save_object`, or None if it is not cached, damaged, or not of `size` bytes."""
+    path = cached_path(directory.path, key, "kept")
+    try:
+        content = read_checked(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("cannot use %s (%s); reading it from the store", path, error)
+        return None
+    if content is None:
+        log.warning("%s differs from its checksum, or was moved; reading it from the store", path)
+    elif size not in (None, len(content)):
+        log.warning("cannot use %s (%d of %d bytes); reading it from the store", path, len(content), size)
+        return None
+    return content
+
+
+def save_object(directory: MirrorDirectory, key: str, content: bytes) -> None:
+    """Saves the bytes of an object. If that fails, they are read from the store each time."""
+    path = cached_path(directory.path, key, "kept")
+    try:
+        with draft_path(path) as draft:
+            with draft.open("wb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                if not directory.space.allocate(file.fileno(), [(0, len(content) + 4)]):
+                    log.info("%s does not fit into the cache; it is read from the store each time", path)
+                    return
+                file.write(content)
+                file.write(checksum_of(path, content))
+            draft.replace(path)
+    except OSError as error:
+        log.warning("cannot save %s in the mirror (%s)", path, error)
 
 
 class CachedMetadataStore(ListedStore):
@@ -45,7 +90,7 @@ class CachedMetadataStore(ListedStore):
         if key not in self.sizes:
             return await super().read(key, prototype, byte_range)
         size = self.sizes[key]
-        cacheable = is_metadata(key) or (size <= _MAX_BYTES and not _CACHED_AS_COLUMNS.search(key))
+        cacheable = is_metadata(key) or (size <= _MAX_BYTES and not self._is_decoded(key))
         if not (cacheable or self._offline):
             return await super().read(key, prototype, byte_range)
         content = load_object(self._directory, key, size)
@@ -63,6 +108,12 @@ class CachedMetadataStore(ListedStore):
                 save_object(self._directory, key, content)
         return prototype.buffer.from_bytes(content[_slice(byte_range, len(content))])
 
+    def _is_decoded(self, key: str) -> bool:
+        """Whether an object belongs to an array that the mirror keeps decoded, so that it would be there twice."""
+        if not _MAY_BE_DECODED.search(key):
+            return False
+        return any(has_array(self._directory, str(path)) for path in PurePosixPath(key).parents)
+
 
 def _slice(byte_range: ByteRequest | None, size: int) -> slice:
     if isinstance(byte_range, RangeByteRequest):
@@ -76,7 +127,7 @@ def _slice(byte_range: ByteRequest | None, size: int) -> slice:
 
 def save_listing(directory: MirrorDirectory, origin: str, objects: Listing) -> None:
     """Saves origin and objects of a store for `load_listing`, unless they are saved already."""
-    if not has_object(directory, _LISTING):
+    if load_object(directory, _LISTING) is None:
         listed = {key: list(entry) for key, entry in objects.entries()}
         save_object(directory, _LISTING, json.dumps({"origin": origin, "objects": listed}).encode())
 
@@ -88,7 +139,9 @@ def load_listing(place: Path, location: Location) -> tuple[str, Listing]:
     """
     for entry in reversed(mirrors(place)):  # most recently used first
         if entry.url == location.address and not entry.stale:
-            content = read_object(entry.directory, _LISTING)
+            content = None
+            with contextlib.suppress(OSError):
+                content = read_checked(cached_path(entry.directory, _LISTING, "kept"))
             if content is not None:
                 listed: dict[str, Any] = json.loads(content)
                 objects = ((key, StoredObject(*entry)) for key, entry in listed["objects"].items())
