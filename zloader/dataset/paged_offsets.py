@@ -93,11 +93,11 @@ class PagedOffsets:
     def whole(self) -> NDArray[np.integer]:
         """All entries as one array: memory-mapped with a mirror, otherwise a new array of 8 bytes per row."""
         self.load_all()
-        every = np.arange(self._pages.n_chunks)
-        if self._mirror is not None and self._mirror.contains(every):
-            return self._mirror.elements
+        mapped = None if self._mirror is None else self._mirror.complete()
+        if mapped is not None:
+            return mapped
         whole = np.empty(self._pages.n_elements, np.int64)
-        for first, values in self._read_pages(every):
+        for first, values in self._read_pages(np.arange(self._pages.n_chunks)):
             whole[first * self._width : first * self._width + len(values)] = values
         return whole
 
