@@ -65,6 +65,7 @@ class FileSource:
         the bytes.
         """
         loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
 
         def check() -> None:
             nonlocal timer
