@@ -21,7 +21,7 @@ CLI = "from zloader.commands.cli import app; app()"
 _IMPORTED = [
     "zloader.conversion.append",
     "zloader.commands.cli",
-    "zloader.commands.demo",
+    "zloader.commands.demo_run",
     "zloader.training.loader",
     "zloader.testing",
     "zloader.conversion.verify",

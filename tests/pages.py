@@ -17,7 +17,7 @@ from helpers import PATIENCE_S
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from zloader.commands.page import Chart, drawing, figure_of
+from zloader.commands.charts import Chart, drawing, figure_of
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -136,12 +136,15 @@ def chromium() -> str | None:
 
 
 def laid_out(page: Path, folder: Path, *, width: int, dark: bool) -> dict[str, Any]:
-    """Where a browser puts the figures of a page and their texts, in pixels, and the lightness of its colours."""
+    """Where a browser puts the figures of a page and their texts, in pixels, the lightness of its colours, and what
+    it writes on its console."""
     looked_at = folder / "page.html"
     looked_at.write_text(page.read_text().replace("</body>", f"{_LOOK}</body>"))
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    found = _run_chromium(folder, f"--window-size={width},1000", scheme, "--dump-dom", looked_at.as_uri())
-    return json.loads(html.unescape(re.search(r"<body>(.*)</body>", found, re.DOTALL)[1]))
+    flags = (f"--window-size={width},1000", scheme, "--enable-logging=stderr", "--dump-dom")
+    done = _run_chromium(folder, *flags, looked_at.as_uri())
+    seen = json.loads(html.unescape(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1]))
+    return seen | {"console": [line for line in done.stderr.splitlines() if ":CONSOLE" in line]}
 
 
 def printed(page: Path, folder: Path) -> bytes:
@@ -150,8 +153,8 @@ def printed(page: Path, folder: Path) -> bytes:
     return (folder / "page.pdf").read_bytes()
 
 
-def _run_chromium(folder: Path, *arguments: str) -> str:
+def _run_chromium(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # The sandbox needs rights that root in a container does not have. The pages are our own.
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
     command = [chromium(), *flags, f"--user-data-dir={folder / 'profile'}", *arguments]
-    return subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True, text=True)

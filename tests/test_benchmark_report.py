@@ -15,7 +15,7 @@ from benchmarks.compare import report
 from benchmarks.compare.reporting import figures, looks, records, tables, words
 from benchmarks.compare.reporting.results import Results
 from benchmarks.compare.reporting.turns import Spread
-from zloader.commands.page import LIGHT
+from zloader.commands.charts import LIGHT
 
 pytestmark = pytest.mark.any_version
 

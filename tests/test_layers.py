@@ -59,7 +59,7 @@ MAY_IMPORT = {
         "zloader.training.tokens",
         "zloader.ray.stream",
         "zloader.ray.tables",
-        "zloader.commands.demo",
+        "zloader.commands.demo_run",
         "zloader.integrations.lightning",
         "zloader.integrations.scvi",
         "zloader.integrations.scvi_registry",

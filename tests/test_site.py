@@ -17,7 +17,7 @@ from helpers import counts
 
 import zloader as zl
 from zloader.commands.cli import app
-from zloader.commands.page import unbroken
+from zloader.commands.report import unbroken
 from zloader.common import errors
 
 ROOT = Path(__file__).parent.parent

@@ -27,10 +27,10 @@ from pathlib import Path
 from benchmarks.compare.reporting.looks import slug
 from benchmarks.compare.reporting.records import RecordsError, read
 from benchmarks.compare.reporting.results import Results
-from benchmarks.compare.reporting.tables import Section, Table, at_a_glance, machine, sections, verdict
+from benchmarks.compare.reporting.tables import at_a_glance, machine, sections, verdict
 from benchmarks.compare.reporting.words import CEILING, OURS, value_text
-from zloader.commands import page
-from zloader.commands.page import Chart
+from zloader.commands.charts import Chart, save_svg
+from zloader.commands.report import Report, Table, unbroken
 
 BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
 _WIDTH = 120
@@ -47,15 +47,14 @@ class MarkerError(Exception):
 
 def html(results: Results) -> str:
     """The report as one HTML page."""
-    found = sections(results)
-    return page.page(
-        "zloader and other loaders: benchmarks",
-        page.verdict(verdict(results)),
-        page.note(f"{_origin(results)}. Machine and command are at the end."),
-        page.tiles(_tiles(results)),
-        page.contents({slug(section.title): section.title for section in found}),
-        *map(_html, found),
-    )
+    return Report(
+        title="zloader and other loaders: benchmarks",
+        verdict=[verdict(results)],
+        text=[f"{_origin(results)}. Machine and command are at the end."],
+        tiles=list(_tiles(results)),
+        sections=sections(results),
+        contents=True,
+    ).html()
 
 
 def _tiles(results: Results) -> Iterable[tuple[str, str]]:
@@ -75,20 +74,6 @@ def _origin(results: Results) -> str:
     return f"{began}, {facts.get('processor', 'unknown processor')}, {commit}"
 
 
-def _html(section: Section) -> str:
-    parts = [page.note(text) for text in section.text]
-    if section.points:
-        parts.append(page.points(section.points))
-    if section.charts:
-        parts.append(page.charts(*section.charts))
-    parts += [page.table(each.caption, each.header, each.rows, words=each.words) for each in section.tables]
-    if section.terms:
-        parts.append(page.terms(section.terms))
-    if section.facts:
-        parts.append(page.facts(section.facts))
-    return page.section(section.title, *parts, name=slug(section.title))
-
-
 # ---- Markdown
 
 
@@ -103,7 +88,7 @@ def markdown(results: Results, figures: str) -> str:
     )
     found = sections(results)
     parts = ["# Benchmarks", _wrapped(intro), _wrapped(_text(verdict(results)))]
-    parts.append("\n".join(f"- [{_text(section.title)}](#{slug(section.title)})" for section in found))
+    parts.append("\n".join(f"- [{_text(section.title)}](#{section.name})" for section in found))
     for section in found:
         parts.append(f"## {section.title}")
         parts += [_wrapped(_text(text)) for text in section.text]
@@ -145,7 +130,7 @@ def _cell(text: str) -> str:
 
 def _text(text: str) -> str:
     """One line that Markdown shows as it is."""
-    return page.unbroken(re.sub(r"([\\<*_`\[\]])", r"\\\1", " ".join(text.split())))
+    return unbroken(re.sub(r"([\\<*_`\[\]])", r"\\\1", " ".join(text.split())))
 
 
 def _wrapped(text: str) -> str:
@@ -199,7 +184,7 @@ def write_all(results: Results, options: argparse.Namespace) -> list[Path]:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON may have half a character
     for name, chart in saved.items():
         folder.mkdir(parents=True, exist_ok=True)
-        page.save_svg(chart, folder / f"{name}.svg")
+        save_svg(chart, folder / f"{name}.svg")
     return [*written, *(folder / f"{name}.svg" for name in saved)]
 
 

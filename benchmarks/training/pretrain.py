@@ -60,7 +60,7 @@ from benchmarks.training.pretraining.oracle import oracle_losses
 from benchmarks.training.pretraining.ranks import Ranks, joined, of_torchrun, spawned
 from benchmarks.training.pretraining.run import Training
 from benchmarks.training.pretraining.settings import Settings, Source
-from zloader.commands import page
+from zloader.commands.report import require_drawable
 
 
 def store_name(atlas: programmes.Atlas) -> str:
@@ -236,7 +236,7 @@ def main() -> None:
     torchrun = of_torchrun()
     usable(parser, options, torchrun)
     try:
-        page.require_drawable(options.report)
+        require_drawable(options.report)
         run(options, torchrun)
     except zl.ZloaderError as error:
         sys.exit(f"error: {error}")
@@ -270,7 +270,7 @@ def run(options: argparse.Namespace, torchrun: Ranks | None) -> None:
         document = document_of(settings, source, json.loads(out.read_text()), extra)
     print_run(document)
     if options.report:
-        page.write(pretraining_page.render(document, sys.argv[1:]), options.report)
+        pretraining_page.report(document, sys.argv[1:]).write(options.report)
         print(options.report)
     if options.json:
         print(json.dumps(document))

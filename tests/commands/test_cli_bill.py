@@ -11,7 +11,7 @@ import pytest
 from helpers import counts, write_store
 from test_cli import zloader
 
-from zloader.commands.bill_run import Run
+from zloader.commands.bill import Run
 
 pytestmark = pytest.mark.any_version
 

@@ -21,15 +21,14 @@ pytestmark = pytest.mark.any_version
 
 ROWS = 1400
 FLAGS = ("--label", "plate", "--batch-size", 16, "--block-sizes", "2,8,64", "--fetch-factors", "1,4")
-AWKWARD = ("$^$", "細胞")
+AWKWARD = "$^$ 細胞"
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quality")
     adata = counts(ROWS, 60)
-    for name in AWKWARD:
-        adata.obs[name] = np.arange(ROWS) % 3
+    adata.obs[AWKWARD] = np.arange(ROWS) % 3
     adata.obs["plate"] = pd.Categorical.from_codes(np.arange(ROWS) * 14 // ROWS, [f"<plate {k}>" for k in range(14)])
     adata.layers["more"] = adata.X
     write_store(adata, folder / "plates.zarr", folder)
@@ -117,15 +116,14 @@ def test_the_page_and_the_picture(store, tmp_path):
     assert (tmp_path / "again.html").read_text() == page.read_text()
 
 
-@pytest.mark.parametrize("label", AWKWARD)
-def test_a_label_that_is_hard_to_draw_is_drawn_without_a_word(store, tmp_path, label):
+def test_a_label_that_is_hard_to_draw_is_drawn_without_a_word(store, tmp_path):
     flags = ("--block-sizes", 4, "--fetch-factors", 1)
     done = zloader(
-        "quality", store, "--label", label, *flags, "--png", tmp_path / "q.png", "--html", tmp_path / "q.html"
+        "quality", store, "--label", AWKWARD, *flags, "--png", tmp_path / "q.png", "--html", tmp_path / "q.html"
     )
     assert done.stderr == ""
     assert (tmp_path / "q.png").stat().st_size > 0
-    assert f"Entropy of {label}, and percent of random" in (tmp_path / "q.html").read_text()
+    assert f"Entropy of {AWKWARD}, and percent of random" in (tmp_path / "q.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -148,20 +146,13 @@ def test_a_path_that_will_not_do_is_refused_before_anything_is_read(tmp_path, mo
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--label", "nothing"), "there is no obs column 'nothing'"),
         (("--label", "n_counts"), "obs column 'n_counts' holds float32"),
         (("--label", "plate", "--block-sizes", "4;16"), "'4;16' is not a list of whole numbers"),
-        (("--label", "plate", "--block-sizes", "0"), "block_size must be a whole number of at least 1"),
         (
             ("--label", "plate", "--block-sizes", "512", "--fetch-factors", "2"),
             "every block is larger than every fetch",
         ),
-        (("--label", "plate", "--batch-size", "2000"), "no full minibatch of 2000 rows"),
-        (("--label", "plate", "--batch-size", "0"), "batch_size must be a whole number of at least 1"),
-        (("--label", "plate", "--x", "layers/none"), "there is no matrix 'layers/none'"),
         (("--label", "plate", "--link-speed", "fast"), "'fast' is not a size"),
-        (("--label", "plate", "--link-speed", "0"), "link_speed must be a number of at least 1"),
-        (("--label", "plate", "--html", "no/such/folder.html"), "cannot write no/such/folder.html"),
     ],
 )
 def test_an_error_is_one_line(store, flags, said):

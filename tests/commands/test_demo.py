@@ -24,11 +24,10 @@ from forked import CLI
 from helpers import PATIENCE_S, write_store
 
 import zloader as zl
-from zloader.commands.demo import Classifier, DemoOptions, run_demo
-from zloader.commands.demo_label import choose_label
+from zloader.commands.demo import running_demo_server, write_access
 from zloader.commands.demo_results import DemoRun, EpochFigures
-from zloader.commands.demo_server import DemoServer, running_demo_server, write_access
-from zloader.commands.page import unbroken
+from zloader.commands.demo_run import Classifier, choose_label, run_demo
+from zloader.commands.report import unbroken
 from zloader.common.errors import MissingColumnError, OptionError
 
 pytestmark = pytest.mark.any_version
@@ -39,7 +38,7 @@ BUNDLED_DIGEST = "1f614964c37e8b0e3e6dddd5df73791c5ddc1bc1c45c414cdfde0526c58c37
 
 
 class Quiet:
-    """A DemoOutput that only records its calls."""
+    """A TerminalOutput that only records its calls."""
 
     def __init__(self) -> None:
         self.epochs: list[EpochFigures] = []
@@ -173,8 +172,7 @@ def run(tmp_path, seaweed, monkeypatch):
         name = f"own-{uuid.uuid4().hex}"
         adata.write_h5ad(tmp_path / f"{name}.h5ad")
         output = Quiet()
-        demo_server = DemoServer(directory=tmp_path, s3=seaweed)
-        return run_demo(DemoOptions(file=tmp_path / f"{name}.h5ad", **options), demo_server, output), output
+        return run_demo(tmp_path, seaweed, output, file=tmp_path / f"{name}.h5ad", **options), output
 
     return started
 
@@ -235,11 +233,7 @@ def test_too_few_cells(run):
         run(cells(2), label="kind")
 
 
-def test_no_epochs():
-    with pytest.raises(OptionError, match="epochs"):
-        DemoOptions(epochs=0)
-
-
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_the_classifier_is_a_linear_layer_over_scaled_counts():
     dense = torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.0, 0.0], [5.0, 0.0, 5.0]])
     model = Classifier(3, 2)

@@ -7,18 +7,164 @@ link, or of the disk of a local store, is measured, unless it is stated or nothi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 
 from zloader.commands import terminal
-from zloader.commands.bench_flags import BenchFlags
-from zloader.commands.bench_results import BenchRun, medians
-from zloader.commands.bench_run import measure, prepared, with_link
-from zloader.commands.command import KEYS, EndedError, app, print_json, takes_flags
+from zloader.commands.bench_results import BenchQuality, BenchRun, medians
+from zloader.commands.bill import Prices
+from zloader.commands.command import KEYS, EndedError, app, takes_flags
+from zloader.commands.flags import (
+    Access,
+    Dtype,
+    GenesBy,
+    Json,
+    Layout,
+    LoaderSizes,
+    Matrices,
+    Memory,
+    ObsColumns,
+    genes_by_of,
+    speed_of,
+    x_of,
+)
+from zloader.common.errors import OptionError
+from zloader.common.machine import available_cores
+
+if TYPE_CHECKING:
+    from zloader.common.options import FetchOptions
+    from zloader.dataset.dataset import Dataset
+    from zloader.training.loader import Loader
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags:
+    """The flags, and the values that they stand for. Raises OptionError for a price or a speed that cannot be."""
+
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL", help="Stores, read as one dataset: local paths or s3://BUCKET/KEY.", show_default=False
+        ),
+    ]
+    cache: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Cache directory. Its mirror stays for later runs.", show_default="no mirror"),
+    ] = None
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs to measure.")] = 3
+    step_ms: Annotated[float, typer.Option(min=0, help="Simulated training time per minibatch, in ms.")] = 0.0
+    report: Annotated[Path | None, typer.Option(metavar="PATH", help="Write an HTML report.", show_default=False)] = (
+        None
+    )
+    label: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="obs column: say how well its labels are mixed.", show_default=False),
+    ] = None
+    link_speed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per second of the link to the store, or of the disk of a local one.",
+            show_default="measured, 2 s",
+        ),
+    ] = None
+    join: Annotated[
+        str | None, typer.Option(help="Genes of stores that differ: inner or outer.", show_default="must be equal")
+    ] = None
+    genes_by: GenesBy = None
+    x: Matrices = None
+    obs: ObsColumns = ""
+    loader_sizes: LoaderSizes = field(default_factory=LoaderSizes)
+    memory: Memory = "0"
+    layout: Layout = "csr"
+    dtype: Dtype = None
+    prices: Prices = field(default_factory=Prices)
+    access: Access = field(default_factory=Access)
+    as_json: Json = False
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self.prices).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise OptionError(f"--{name.replace('_', '-')} must be a number of at least 0, not {value:g}")
+        _ = self.link_bytes_per_s
+
+    @property
+    def step_s(self) -> float:
+        """Simulated training time per minibatch."""
+        return self.step_ms / 1000
+
+    @property
+    def link_bytes_per_s(self) -> int | None:
+        """The stated speed of the link; None if it has to be measured."""
+        return speed_of(link_speed=self.link_speed)
+
+    @property
+    def matrices(self) -> str | list[str]:
+        """The x of the loader."""
+        return x_of(self.x)
+
+    @property
+    def obs_columns(self) -> list[str]:
+        """The obs columns of the loader."""
+        return [column.strip() for column in self.obs.split(",") if column.strip()]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the loader, by name."""
+        return self.loader_sizes.by_name
+
+    def opened(self, cache: Path | None) -> Dataset:
+        """The stores as one dataset, with or without a cache."""
+        from zloader.dataset.open_dataset import open_dataset
+
+        source: Any = self.urls[0] if len(self.urls) == 1 else self.urls
+        named: Any = {"storage_options": self.access.storage_options, "join": self.join}
+        return open_dataset(source, cache=cache, genes_by=genes_by_of(self.genes_by), **named)
+
+    def loader(self, dataset: Dataset, sampling: Any, obs: Sequence[str] = ()) -> Loader:
+        """A loader of a dataset with these options."""
+        from zloader.training.loader import Loader
+
+        return Loader(
+            dataset,
+            batch_size=self.sizes["batch_size"],
+            fetch_factor=self.sizes["fetch_factor"],
+            sampling=sampling,
+            options=self.fetching,
+            x=self.matrices,
+            obs=list(obs),
+            layout=self.layout,  # type: ignore[arg-type]
+            dtype=self.dtype,
+            rank=0,
+            world_size=1,
+        )
+
+    @property
+    def fetching(self) -> FetchOptions:
+        """The options of reading."""
+        from zloader.common.options import FetchOptions
+
+        return FetchOptions(memory=self.memory)
+
+    @property
+    def words(self) -> list[str]:
+        """The flags that make the same loader, apart from those of the cache."""
+        listed: dict[str, Any] = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
+        listed |= {"--join": self.join, "--obs": ",".join(self.obs_columns)}
+        listed |= {"--layout": self.layout, "--dtype": self.dtype}
+        x = [self.matrices] if isinstance(self.matrices, str) else self.matrices
+        words = [word for name, value in listed.items() if value for word in (name, str(value))]
+        repeated = [("--genes-by", named) for named in self.genes_by or ()] + [("--x", name) for name in x]
+        return [*words, *(word for pair in repeated for word in pair), *self.access.words]
 
 
 @app.command(epilog=KEYS)
@@ -29,7 +175,9 @@ def bench(flags: BenchFlags) -> None:
     A cold epoch begins without a mirror or with an empty one, a warm epoch reads the mirror only, and a mixed epoch
     begins with a part of the mirror.
     """
-    from zloader.commands.page import require_drawable
+    from zloader.commands.bench_report import report
+    from zloader.commands.bench_run import measure, with_link
+    from zloader.commands.report import require_drawable
 
     require_drawable(flags.report)
     console = terminal.console(stderr=flags.as_json)
@@ -38,8 +186,8 @@ def bench(flags: BenchFlags) -> None:
     def finish(run: BenchRun) -> None:
         _show(console, run, as_json=flags.as_json)
         if flags.report is not None and run.epochs:
-            _write(run, flags.report, flags.access.storage_options, flags.words)
-            console.print(f"report: {flags.report.absolute()}", soft_wrap=True)
+            report(run, flags.access.storage_options, flags.words).write(flags.report)
+            console.print(f"report: {flags.report.absolute()}")
 
     try:
         measure(loader, run, console, flags.epochs)
@@ -50,13 +198,68 @@ def bench(flags: BenchFlags) -> None:
     finish(run)
 
 
+def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
+    """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
+    from zloader.order.shuffling import Streaming, stratified
+
+    sampling = stratified(flags.sizes["block_size"])
+    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns)
+    rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
+    console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes")
+    # Opened by itself, so that the first epoch finds nothing that was read or mirrored before it.
+    unmirrored = flags.opened(None)
+    for _ in flags.loader(unmirrored, Streaming(indices=[0])):
+        pass
+    return loader, BenchRun(
+        urls=flags.urls,
+        rows=rows,
+        genes=genes,
+        local=all(store.location.scheme == "file" for store in loader.dataset.stores),
+        cache=flags.cache,
+        batch_size=flags.sizes["batch_size"],
+        step_s=flags.step_s,
+        cores=available_cores(),
+        load=_load(),
+        settings=_settings(flags, loader),
+        prices=flags.prices,
+        epochs=[],
+        link_bytes_per_s=flags.link_bytes_per_s,
+        link_stated=flags.link_bytes_per_s is not None,
+        quality=None if flags.label is None else _quality(flags.label, unmirrored, loader),
+    )
+
+
+def _load() -> float:
+    """The load average of the last minute; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return os.getloadavg()[0]
+    return 0.0
+
+
+def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
+    """Reads the column without the mirror, so that the first epoch finds it empty."""
+    from zloader.insight.quality import quality
+
+    return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
+
+
+def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
+    fetching = flags.fetching
+    budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
+    opening = {"join": flags.join, "genes_by": flags.genes_by}
+    rows, genes = loader.dataset.shape
+    stores = {"urls": flags.urls, "rows": rows, "genes": genes, "cache": flags.cache}
+    form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": loader.dtype}
+    return {**stores, "step_ms": 1000 * flags.step_s, **opening, **budgets, **flags.sizes, **form}
+
+
 # ---- results
 
 
 def _show(console: Console, run: BenchRun, *, as_json: bool) -> None:
     """Prints all figures as JSON, or the medians as a table and the advice."""
     if as_json:
-        print_json(_document(run))
+        terminal.print_json(_document(run))
         return
     columns: dict[str, Mapping[str, float]] = {}
     for kind, figures in medians(run.epochs).items():
@@ -66,15 +269,13 @@ def _show(console: Console, run: BenchRun, *, as_json: bool) -> None:
     if columns:
         terminal.show_figures(console, columns)
     for sentence in run.sentences:
-        console.print(sentence, soft_wrap=True)
+        console.print(sentence)
 
 
 def _document(run: BenchRun) -> dict[str, Any]:
     """The samples over time are left out."""
     epochs = [{name: value for name, value in vars(epoch).items() if name != "samples"} for epoch in run.epochs]
     quality = None if run.quality is None else dataclasses.asdict(run.quality) | {"percent": run.quality.percent}
-    prices = dataclasses.asdict(run.prices)
-    del prices["producer_hour"]
     return {
         **run.settings,
         "epochs": epochs,
@@ -83,16 +284,9 @@ def _document(run: BenchRun) -> dict[str, Any]:
         "link_stated": run.link_stated,
         "load": run.load,
         "interrupted": run.interrupted,
-        "prices": prices,
+        "prices": dataclasses.asdict(run.prices),
         "dollars": {kind: run.dollars(figures) for kind, figures in medians(run.epochs).items()},
         "quality": quality,
         "advice": {kind: dataclasses.asdict(advice) for kind, advice in run.advice.items()},
         "sentences": run.sentences,
     }
-
-
-def _write(run: BenchRun, report: Path, access: Mapping[str, Any], flags: Sequence[str]) -> None:
-    from zloader.commands import page
-    from zloader.commands.bench_page import render
-
-    page.write(render(run, access, flags), report)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zloader.commands.bench_advice import SHORT_S, Advice, Pace, advise, compare
-from zloader.commands.bill_run import Prices
+from zloader.commands.bill import Prices
 
 if TYPE_CHECKING:
     from zloader.insight.quality import Quality
 
 KINDS = ("cold", "mixed", "warm")
+_LITTLE_FROM_MEMORY = 0.05
+_LEAST_DOLLARS = 0.0001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,23 @@ class BenchRun:
             ]
         return [*of_kinds, *compare(self.paces)]
 
+    @property
+    def caveats(self) -> Sequence[str]:
+        """What makes the figures doubtful."""
+        found = []
+        last = self.epochs[-1]
+        if self.interrupted or not last.complete:
+            found.append(f"The run was interrupted {'after' if last.complete else 'in'} epoch {last.epoch}.")
+        if self.load > self.cores / 2:
+            found.append(
+                f"The machine was busy in the minute before the first epoch: its load was {self.load:.1f} with "
+                f"{self.cores} cores. If another program went on running, every figure is worse than it could be."
+            )
+        reading = [pace for pace in self.paces.values() if pace.bytes_read]
+        if self.local and reading:
+            found += _from_memory(reading[0])
+        return found
+
     def dollars(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Dollars of an epoch by item. A GPU is counted if there was a training step."""
         return self.prices.dollars(
@@ -145,6 +165,19 @@ class BenchRun:
             hours=figures["elapsed_s"] / 3600,
             gpus=1 if self.step_s else 0,
         )
+
+
+def _from_memory(pace: Pace) -> list[str]:
+    kept = "The store is local, and the system keeps files that were used lately in memory."
+    if pace.disk_bytes is None:
+        return [f"{kept} So {pace.kind} epochs may be faster than the disk."]
+    if pace.from_memory < _LITTLE_FROM_MEMORY:
+        return []
+    share = f"{pace.from_memory:.0%} of what the {pace.kind} epoch read was there."
+    if pace.link_bytes_per_s is None:
+        return [f"{kept} {share}"]
+    most = pace.rows * pace.link_bytes_per_s / pace.bytes_read
+    return [f"{kept} {share} If all of it came from the disk, {most:,.0f} rows/s would be the most."]
 
 
 def medians(epochs: Sequence[BenchEpoch]) -> dict[str, dict[str, float]]:
@@ -159,3 +192,68 @@ def medians(epochs: Sequence[BenchEpoch]) -> dict[str, dict[str, float]]:
                 name: median(figures[name] for figures in complete) for name in complete[0]
             }
     return by_kind
+
+
+def dollars(amount: float) -> str:
+    """Formats dollars.
+
+    >>> dollars(0), dollars(0.000003), dollars(0.0123), dollars(1234.5)
+    ('$0', 'under $0.0001', '$0.0123', '$1,234.50')
+    """
+    if not amount:
+        return "$0"
+    if amount < _LEAST_DOLLARS:
+        return f"under ${_LEAST_DOLLARS}"
+    return f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"
+
+
+def python_of(run: BenchRun, storage_options: Mapping[str, Any]) -> str:
+    """How to make the loader that was measured, in Python."""
+    from zloader.order.shuffling import stratified
+    from zloader.training.loader import Loader
+
+    given = run.settings
+    url = run.urls[0] if len(run.urls) == 1 else list(run.urls)
+    opening = {"cache": None if run.cache is None else str(run.cache), "join": given["join"]}
+    words = [repr(url), *(f"{name}={value!r}" for name, value in opening.items() if value is not None)]
+    named = [_names_of_genes(each) for each in given["genes_by"] or ()]
+    if named:
+        words.append(f"genes_by={named[0]}" if len(named) == 1 else f"genes_by=[{', '.join(named)}]")
+    words += [f"storage_options={dict(storage_options)!r}"] if storage_options else []
+    loading = {"batch_size": run.batch_size, "fetch_factor": given["fetch_factor"]}
+    options = [f"{name}={value!r}" for name, value in loading.items()]
+    options.append(f"sampling=zl.{stratified(given['block_size'])!r}")
+    for name, default in (("x", Loader.x), ("obs", []), ("layout", Loader.layout), ("dtype", "float32")):
+        if given[name] not in (default, None):
+            options.append(f"{name}={given[name]!r}")
+    imports = "import pandas as pd\n" if any("pd." in each for each in named) else ""
+    return (
+        f"{imports}import zloader as zl\n\n"
+        f"dataset = zl.open_dataset({', '.join(words)})\n"
+        f"loader = zl.Loader(dataset, {', '.join(options)})"
+    )
+
+
+def _names_of_genes(given: str) -> str:
+    """The genes_by in Python for a --genes-by."""
+    separator = {".csv": ",", ".tsv": "\t"}.get(Path(given).suffix.lower())
+    if separator is None:
+        return repr(None if given == "none" else given)
+    return f"pd.read_csv({given!r}, sep={separator!r}, header=None, index_col=0)[1]"
+
+
+def commands_of(run: BenchRun, flags: Sequence[str]) -> Mapping[str, str]:
+    """Commands that work where this one did."""
+    bench = ["zloader", "bench", *run.urls, *flags]
+    written = ["--report", "zloader-bench.html"]
+    with_cache = bench if run.cache is None else [*bench, "--cache", str(run.cache)]
+    mirrored = shlex.join([*bench, "--cache", "zloader-cache", *written])
+    first = {"Measure epochs that read from a mirror on this machine.": mirrored} if run.cache is None else {}
+    return first | {
+        "Measure with the time that your own training step takes, here 20 ms.": shlex.join(
+            [*with_cache, "--step-ms", "20", *written]
+        ),
+        "Compute what a whole training run would cost from these rates.": (
+            f"{shlex.join([*with_cache, '--json'])} > bench.json\nzloader bill --measured bench.json"
+        ),
+    }

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zloader.commands import terminal
-from zloader.commands.bench_flags import BenchFlags
-from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
+from zloader.commands.bench_results import BenchEpoch, BenchRun, Sample
 from zloader.common.errors import ZloaderError
-from zloader.common.machine import available_cores, disk_bytes, processor_s
+from zloader.common.machine import disk_bytes, processor_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,68 +25,13 @@ _FIRST_INTERVAL_S = 0.01
 _PAUSES = 50  # pauses are this many times as long as a sample takes, so that sampling takes 2 % of the time
 
 
-def prepared(flags: BenchFlags, console: Console) -> tuple[Loader, BenchRun]:
-    """The loader to measure, once everything is imported and compiled, and the results, still without epochs."""
-    from zloader.order.shuffling import Streaming, stratified
-
-    sampling = stratified(flags.sizes["block_size"])
-    loader = flags.loader(flags.opened(flags.cache), sampling, flags.obs_columns)
-    rows, genes = loader.dataset.n_obs, loader.dataset.n_vars
-    console.print(f"{', '.join(flags.urls)}: {rows:,} rows x {genes:,} genes", soft_wrap=True)
-    # Opened by itself, so that the first epoch finds nothing that was read or mirrored before it.
-    unmirrored = flags.opened(None)
-    for _ in flags.loader(unmirrored, Streaming(indices=[0])):
-        pass
-    return loader, BenchRun(
-        urls=flags.urls,
-        rows=rows,
-        genes=genes,
-        local=all(store.location.scheme == "file" for store in loader.dataset.stores),
-        cache=flags.cache,
-        batch_size=flags.sizes["batch_size"],
-        step_s=flags.step_s,
-        cores=available_cores(),
-        load=_load(),
-        settings=_settings(flags, loader),
-        prices=flags.prices,
-        epochs=[],
-        link_bytes_per_s=flags.link_bytes_per_s,
-        link_stated=flags.link_bytes_per_s is not None,
-        quality=None if flags.label is None else _quality(flags.label, unmirrored, loader),
-    )
-
-
-def _load() -> float:
-    """The load average of the last minute; 0 where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return os.getloadavg()[0]
-    return 0.0
-
-
-def _quality(label: str, unmirrored: Dataset, loader: Loader) -> BenchQuality:
-    """Reads the column without the mirror, so that the first epoch finds it empty."""
-    from zloader.insight.quality import quality
-
-    return BenchQuality(label=label, measured=quality(unmirrored.obs_column(label).values, loader.plan(0)))
-
-
-def _settings(flags: BenchFlags, loader: Loader) -> dict[str, Any]:
-    fetching = flags.fetching
-    budgets = {name: getattr(fetching, name) for name in ("in_flight_bytes", "buffer_bytes", "ready_bytes")}
-    opening = {"join": flags.join, "genes_by": flags.genes_by}
-    rows, genes = loader.dataset.shape
-    stores = {"urls": flags.urls, "rows": rows, "genes": genes, "cache": flags.cache}
-    form = {"x": flags.matrices, "obs": flags.obs_columns, "layout": flags.layout, "dtype": loader.dtype}
-    return {**stores, "step_ms": 1000 * flags.step_s, **opening, **budgets, **flags.sizes, **form}
-
-
 def measure(loader: Loader, run: BenchRun, console: Console, epochs: int) -> None:
     """Appends the epochs to `run`, the last one even if it is interrupted."""
     measured, began = run.epochs, time.perf_counter()
     with terminal.bench_view(console, run.rows, lambda: figures_of(loader.statistics())):
         for _ in range(epochs):
             run_epoch(loader, measured, step_s=run.step_s, began=began)
-            console.print(_line(measured[-1]), soft_wrap=True)
+            console.print(_line(measured[-1]))
 
 
 def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
@@ -108,7 +50,7 @@ def with_link(loader: Loader, run: BenchRun, console: Console) -> BenchRun:
                 else link_bytes_per_s(loader.dataset, x=x, options=loader.options)
             )
     except (ZloaderError, OSError) as error:
-        console.print(f"the {name} was not measured: {error}", soft_wrap=True)
+        console.print(f"the {name} was not measured: {error}")
         return run
     return dataclasses.replace(run, link_bytes_per_s=speed)
 

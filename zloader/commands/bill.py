@@ -7,33 +7,149 @@ with zloader (docs/performance.md). `--measured` takes the rates of the user's o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import Console
 
-from zloader.commands import terminal
-from zloader.commands.bill_run import Prices, Run
-from zloader.commands.command import app, print_json, takes_flags
-from zloader.commands.flags import PRICES, GigabyteEgress, GpuHour, Json, NvmeGigabyteMonth, ThousandGets
+from zloader.commands.command import app, takes_flags
+from zloader.commands.flags import Json, price_option
+from zloader.commands.terminal import new_table, print_result
 from zloader.common.errors import OptionError
 
+_HOURS_PER_MONTH = 730
 _MAY_BE_ZERO = {
     "gpu_hour", "producer_hour", "thousand_gets", "gigabyte_egress", "nvme_gigabyte_month",
     "producers", "gets_per_row", "mirror_bytes_per_row", "mirror",
 }  # fmt: skip
 _MOST = 1e15  # larger figures are mistakes, and their products overflow
-_MODEL, _LOADING = "Model and GPUs", "Loading"
+_model_option = functools.partial(typer.Option, rich_help_panel="Model and GPUs")
+_loading_option = functools.partial(typer.Option, rich_help_panel="Loading")
+
+# ---- arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices in dollars. The defaults are for reading S3 within its region, a local disk, and a rented H100."""
+
+    gpu_hour: Annotated[float, price_option(help="A GPU for an hour.")] = 3.0
+    thousand_gets: Annotated[float, price_option(help="1000 GETs.")] = 0.0004
+    gigabyte_egress: Annotated[float, price_option(help="A GB read; 0 within a region.")] = 0.0
+    nvme_gigabyte_month: Annotated[float, price_option(help="A GB of local disk for a month.")] = 0.08
+
+    def dollars(
+        self, *, gets: float, gigabytes: float, mirrored_gigabytes: float, hours: float, gpus: int
+    ) -> dict[str, float]:
+        """The dollars of reading and computing for some hours, by item, without producers."""
+        return {
+            "GPUs": gpus * self.gpu_hour * hours,
+            "producers": 0.0,
+            "GETs": gets / 1000 * self.thousand_gets,
+            "egress": gigabytes * self.gigabyte_egress,
+            "NVMe": mirrored_gigabytes * self.nvme_gigabyte_month * hours / _HOURS_PER_MONTH,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Prices):
+    """The model, the machines and the prices of a run: what `zloader bench` does not measure."""
+
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs.")] = 3
+    parameters: Annotated[float, _model_option(help="Parameters of the model.")] = 51e6
+    tokens_per_row: Annotated[float, _model_option(help="Tokens per row.")] = 1024
+    gpus: Annotated[int, _model_option(min=1, help="GPUs.")] = 8
+    machines: Annotated[int, _model_option(min=1, help="Machines with GPUs.")] = 1
+    mfu: Annotated[float, _model_option(help="Share of a GPU's peak that is used.")] = 0.35
+    peak_tflops: Annotated[float, _model_option(help="Peak of a GPU: an H100 in bfloat16.")] = 989
+    gpu_rows_per_s: Annotated[
+        float | None, _model_option(help="Rows/s that one GPU trains, if measured.", show_default="from the FLOPs")
+    ] = None
+    mirror: Annotated[bool, _loading_option(help="Whether later epochs read from a mirror.")] = True
+    mirror_bytes_per_row: Annotated[float, _loading_option(help="Bytes of the mirror per row.")] = 7_400
+    producers: Annotated[int, _loading_option(min=0, help="Machines without GPUs that load all rows.")] = 0
+    producer_hour: Annotated[float, price_option(help="A producer for an hour.")] = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochBill:
+    """One epoch. `bound_by` is the part that sets the rate: `gpu`, `link` or `loading`. `dollars` are by item."""
+
+    rows_per_s: float
+    bound_by: str
+    gpu_wait_share: float
+    hours: float
+    gets: float
+    gigabytes: float
+    dollars: Mapping[str, float]
+
+    @property
+    def total_dollars(self) -> float:
+        """The sum of all items."""
+        return sum(self.dollars.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Setup):
+    """A training run. Rates are per GPU, and the link is per machine.
+
+    A GPU trains `gpu_rows_per_s` rows per second, or as many as its FLOPs allow: 6 per parameter and token, at the
+    given share of its peak. The process of each GPU loads its rows, unless there are producers, machines without GPUs
+    that load them all. With a mirror, only the first epoch reads from the store, and each machine mirrors the rows that
+    it loads (`locality="machine"`).
+    """
+
+    rows: float
+    cold_rows_per_s: float
+    warm_rows_per_s: float
+    link_megabytes_per_s: float
+    bytes_per_row: float
+    gets_per_row: float
+
+    @property
+    def gpu_rate(self) -> float:
+        """Rows per second that one GPU could train."""
+        if self.gpu_rows_per_s is not None:
+            return self.gpu_rows_per_s
+        return self.mfu * self.peak_tflops * 1e12 / (6 * self.parameters * self.tokens_per_row)
+
+    def epoch(self, *, cold: bool) -> EpochBill:
+        """The bill of an epoch that reads from the store, or of one that reads from the mirrors."""
+        link = (self.producers or self.machines) * self.link_megabytes_per_s * 1e6 / self.bytes_per_row
+        loading = (self.producers or self.gpus) * (self.cold_rows_per_s if cold else self.warm_rows_per_s)
+        rates = {"gpu": self.gpus * self.gpu_rate, **({"link": link} if cold else {}), "loading": loading}
+        bound_by = min(rates, key=lambda part: rates[part])
+        hours = self.rows / rates[bound_by] / 3600
+        gets = self.rows * self.gets_per_row if cold else 0.0
+        gigabytes = self.rows * self.bytes_per_row / 1e9 if cold else 0.0
+        mirrored = self.rows * self.mirror_bytes_per_row / 1e9 if self.mirror else 0.0
+        dollars = self.dollars(gets=gets, gigabytes=gigabytes, mirrored_gigabytes=mirrored, hours=hours, gpus=self.gpus)
+        dollars["producers"] = self.producers * self.producer_hour * hours
+        share = 1 - rates[bound_by] / rates["gpu"]
+        return EpochBill(
+            rows_per_s=rates[bound_by], bound_by=bound_by, gpu_wait_share=share, hours=hours, gets=gets,
+            gigabytes=gigabytes, dollars=dollars,
+        )  # fmt: skip
+
+    def totals(self) -> tuple[float, float]:
+        """Hours and dollars of the whole run."""
+        n_cold = 1 if self.mirror else self.epochs
+        parts = [(n_cold, self.epoch(cold=True)), (self.epochs - n_cold, self.epoch(cold=False))]
+        return sum(n * each.hours for n, each in parts), sum(n * each.total_dollars for n, each in parts)
+
+
+# ---- flags
 
 
 @dataclass(frozen=True, kw_only=True)
 class BillFlags:
-    """The flags. Those that are figures of a run have the names that they have in Run."""
+    """The flags. A figure that `zloader bench` measures is None if it is not given."""
 
     measured: Annotated[
         Path | None,
@@ -45,59 +161,20 @@ class BillFlags:
         ),
     ] = None
     rows: Annotated[float | None, typer.Option(help="Rows per epoch.", show_default="Tahoe-100M: 100_600_000")] = None
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs.")] = 3
-    parameters: Annotated[float, typer.Option(help="Parameters of the model.", rich_help_panel=_MODEL)] = 51e6
-    tokens_per_row: Annotated[float, typer.Option(help="Tokens per row.", rich_help_panel=_MODEL)] = 1024
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs.", rich_help_panel=_MODEL)] = 8
-    machines: Annotated[int, typer.Option(min=1, help="Machines with GPUs.", rich_help_panel=_MODEL)] = 1
-    mfu: Annotated[float, typer.Option(help="Share of a GPU's peak that is used.", rich_help_panel=_MODEL)] = 0.35
-    peak_tflops: Annotated[
-        float,
-        typer.Option(help="Peak of a GPU: an H100 in bfloat16.", rich_help_panel=_MODEL),
-    ] = 989
-    gpu_rows_per_s: Annotated[
-        float | None,
-        typer.Option(
-            help="Rows/s that one GPU trains, if measured.", show_default="from the FLOPs", rich_help_panel=_MODEL
-        ),
-    ] = None
     cold_rows_per_s: Annotated[
-        float | None,
-        typer.Option(help="Rows/s a process loads from the store.", show_default="120_000", rich_help_panel=_LOADING),
+        float | None, _loading_option(help="Rows/s a process loads from the store.", show_default="120_000")
     ] = None
     warm_rows_per_s: Annotated[
-        float | None,
-        typer.Option(help="Rows/s a process loads from the mirror.", show_default="400_000", rich_help_panel=_LOADING),
+        float | None, _loading_option(help="Rows/s a process loads from the mirror.", show_default="400_000")
     ] = None
     link_megabytes_per_s: Annotated[
-        float | None,
-        typer.Option(help="Speed of a machine's link to the store.", show_default="1_200", rich_help_panel=_LOADING),
+        float | None, _loading_option(help="Speed of a machine's link to the store.", show_default="1_200")
     ] = None
-    mirror: Annotated[
-        bool,
-        typer.Option(help="Whether later epochs read from a mirror.", rich_help_panel=_LOADING),
-    ] = True
-    bytes_per_row: Annotated[
-        float | None, typer.Option(help="Bytes read per row.", show_default="2_600", rich_help_panel=_LOADING)
-    ] = None
+    bytes_per_row: Annotated[float | None, _loading_option(help="Bytes read per row.", show_default="2_600")] = None
     gets_per_row: Annotated[
-        float | None,
-        typer.Option(help="GETs per row.", show_default="0.0052, without mirror 0.031", rich_help_panel=_LOADING),
+        float | None, _loading_option(help="GETs per row.", show_default="0.0052, without mirror 0.031")
     ] = None
-    mirror_bytes_per_row: Annotated[
-        float, typer.Option(help="Bytes of the mirror per row.", rich_help_panel=_LOADING)
-    ] = 7_400
-    producers: Annotated[
-        int, typer.Option(min=0, help="Machines without GPUs that load all rows.", rich_help_panel=_LOADING)
-    ] = 0
-    gpu_hour: GpuHour = Prices.gpu_hour
-    producer_hour: Annotated[
-        float,
-        typer.Option(help="A producer for an hour.", rich_help_panel=PRICES),
-    ] = Prices.producer_hour
-    thousand_gets: ThousandGets = Prices.thousand_gets
-    gigabyte_egress: GigabyteEgress = Prices.gigabyte_egress
-    nvme_gigabyte_month: NvmeGigabyteMonth = Prices.nvme_gigabyte_month
+    setup: Setup = field(default_factory=Setup)
     as_json: Json = False
 
     def run(self) -> tuple[Run, dict[str, str]]:
@@ -105,21 +182,13 @@ class BillFlags:
 
         Raises OptionError for figures that no run can have, or if `measured` cannot be read.
         """
-        figures: dict[str, Any] = {
-            "rows": 100.6e6,
-            "cold_rows_per_s": 120e3,
-            "warm_rows_per_s": 400e3,
-            "bytes_per_row": 2_600,
-            "gets_per_row": 0.0052 if self.mirror else 0.031,
-            "link_megabytes_per_s": 1200,
-        }
-        sources = dict.fromkeys(figures, "default")
+        gets_per_row = 0.0052 if self.setup.mirror else 0.031
+        defaults = {"rows": 100.6e6, "cold_rows_per_s": 120e3, "warm_rows_per_s": 400e3}
+        defaults |= {"link_megabytes_per_s": 1200, "bytes_per_row": 2_600, "gets_per_row": gets_per_row}
         known = {} if self.measured is None else _from_bench(self.measured)
-        sources |= dict.fromkeys(known, "measured")
-        values = {figure.name: getattr(self, figure.name) for figure in dataclasses.fields(Run)}
-        given = {name: value for name, value in values.items() if value is not None}
-        sources |= dict.fromkeys(figures.keys() & given.keys(), "given")
-        run = Run(**(figures | {"gpu_rows_per_s": None} | known | given))
+        given = {name: value for name in defaults if (value := getattr(self, name)) is not None}
+        sources = dict.fromkeys(defaults, "default") | dict.fromkeys(known, "measured") | dict.fromkeys(given, "given")
+        run = Run(**dataclasses.asdict(self.setup), **(defaults | known | given))
         _require_usable(run)
         return run, sources
 
@@ -162,8 +231,7 @@ def _from_bench(path: Path) -> dict[str, float]:
     except OSError as error:
         raise OptionError(f"cannot read --measured {path}: {error}") from error
     except (ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError) as error:
-        problem = f"{path} is not the output of 'zloader bench --json': {error!r}"
-        raise OptionError(problem) from error
+        raise OptionError(f"{path} is not the output of 'zloader bench --json': {error!r}") from error
     if not of_kinds.keys() & {"cold", "warm"}:
         raise OptionError(f"{path} has no complete epoch that was cold or warm: run 'zloader bench' to its end")
     if not rates & {"cold", "warm"}:
@@ -179,10 +247,12 @@ def _from_bench(path: Path) -> dict[str, float]:
     return known
 
 
+# ---- the command
+
 # Rates that others published for whole runs of models like scGPT. They are quoted as they are, because their counts of
 # FLOPs differ.
 PUBLISHED = {"fast-scgpt, eight H100": 31_900, "fast-scgpt, one H100": 842}
-_TOKENS_PARAMETERS = BillFlags.parameters * BillFlags.tokens_per_row
+_TOKENS_PARAMETERS = Setup.parameters * Setup.tokens_per_row
 
 
 @app.command()
@@ -193,10 +263,8 @@ def bill(flags: BillFlags) -> None:
     The model is counted with 6 FLOPs per parameter and token. Numbers may be written as 100e6.
     """
     run, sources = flags.run()
-    if flags.as_json:
-        print_json(_document(run) | {"sources": sources})
-    else:
-        _show(run, sources)
+    document = _document(run) | {"sources": sources}
+    print_result(document, lambda console: _show(console, run, sources), as_json=flags.as_json)
 
 
 def _document(run: Run) -> dict[str, Any]:
@@ -254,17 +322,12 @@ def _rates(run: Run, sources: Mapping[str, str]) -> str:
     return f"loading: {', '.join(shown)}"
 
 
-def _show(run: Run, sources: Mapping[str, str]) -> None:
-    console = terminal.console()
-    console.print(
-        f"{run.rows:,.0f} rows, {run.epochs} epochs, {run.gpus} GPUs of {run.gpu_rate:,.0f} rows/s each", soft_wrap=True
-    )
+def _show(console: Console, run: Run, sources: Mapping[str, str]) -> None:
+    console.print(f"{run.rows:,.0f} rows, {run.epochs} epochs, {run.gpus} GPUs of {run.gpu_rate:,.0f} rows/s each")
     epochs = {"each epoch" if not run.mirror else "first epoch": run.epoch(cold=True)}
     if run.mirror and run.epochs > 1:
         epochs["each later epoch"] = run.epoch(cold=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", *epochs):
-        table.add_column(name, justify="right" if name else "left")
+    table = new_table("", *(f">{name}" for name in epochs))
     table.add_row("rows/s", *(f"{each.rows_per_s:,.0f}" for each in epochs.values()))
     table.add_row("set by", *({"gpu": "GPUs"}.get(each.bound_by, each.bound_by) for each in epochs.values()))
     table.add_row("hours", *(_figure(each.hours) for each in epochs.values()))
@@ -276,11 +339,11 @@ def _show(run: Run, sources: Mapping[str, str]) -> None:
     console.print(table)
     hours, dollars = run.totals()
     console.print(f"whole run: {_figure(hours)} hours, ${_figure(dollars)}", style="bold")
-    console.print(_verdict(run), soft_wrap=True)
-    console.print(_rates(run, sources), soft_wrap=True)
+    console.print(_verdict(run))
+    console.print(_rates(run, sources))
     console.print(f"prices: GPU hour ${run.gpu_hour:g}, producer hour ${run.producer_hour:g}, 1000 GETs "
                   f"${run.thousand_gets:g}, GB read ${run.gigabyte_egress:g}, GB of NVMe and month "
-                  f"${run.nvme_gigabyte_month:g}", soft_wrap=True)  # fmt: skip
+                  f"${run.nvme_gigabyte_month:g}")  # fmt: skip
     for name, rate in _published(run).items():
-        console.print(f"as published, {name}: {rate:,} rows/s, {_figure(run.rows / rate / 3600)} hours per epoch",
-                      soft_wrap=True, style="dim")  # fmt: skip
+        hours_each = _figure(run.rows / rate / 3600)
+        console.print(f"as published, {name}: {rate:,} rows/s, {hours_each} hours per epoch", style="dim")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from zloader.commands import terminal
-from zloader.commands.command import KEYS, EndedError, app, print_json, takes_flags
-from zloader.commands.flags import Access, Json, Matrices, Url
+from zloader.commands.command import KEYS, EndedError, app, takes_flags
+from zloader.commands.flags import Access, Json, Matrices, Url, speed_of
 from zloader.common.errors import CacheError, OptionError
 from zloader.common.messages import size
 
@@ -57,17 +59,6 @@ class WarmFlags:
     access: Access = field(default_factory=Access)
     as_json: Json = False
 
-    @property
-    def bytes_per_s(self) -> int | None:
-        """The bandwidth limit. Raises OptionError for one that cannot be."""
-        from zloader.common.checks import parse_size, require_count
-
-        if self.limit is None:
-            return None
-        n_bytes = parse_size(self.limit.removesuffix("/s"))
-        require_count(limit=n_bytes)
-        return n_bytes
-
 
 @app.command(epilog=KEYS)
 @takes_flags
@@ -82,7 +73,7 @@ def warm(flags: WarmFlags) -> None:
     from zloader.dataset.open_dataset import open_dataset
     from zloader.dataset.warm import warm as warm_dataset
 
-    bytes_per_s, x = flags.bytes_per_s, tuple(flags.x or ("X",))
+    bytes_per_s, x = speed_of(limit=flags.limit), tuple(flags.x or ("X",))
     cache = Cache(
         directory=flags.cache, max_bytes=flags.max_bytes, min_free_bytes=flags.min_free, form=flags.cache_form
     )
@@ -109,18 +100,15 @@ def warm(flags: WarmFlags) -> None:
 
 
 def _show_warmed(settings: dict[str, Any], warmed: Warmed, *, as_json: bool) -> None:
-    if as_json:
-        complete = warmed.chunks_held == warmed.chunks
-        print_json({**settings, **dataclasses.asdict(warmed), "whole": complete})
-        return
+    document = {**settings, **dataclasses.asdict(warmed), "whole": warmed.chunks_held == warmed.chunks}
     share = warmed.bytes_held / warmed.bytes_in_all if warmed.bytes_in_all else 1.0
     rate = warmed.bytes_read / warmed.elapsed_s if warmed.elapsed_s else 0.0
-    terminal.console().print(
+    text = (
         f"{settings['url']}: {warmed.chunks_held:,} of {warmed.chunks:,} chunks are in {settings['cache']}, "
         f"{size(warmed.bytes_held)} ({share:.0%}); {warmed.gets:,} GETs read {size(warmed.bytes_read)} in "
-        f"{warmed.elapsed_s:.1f} s, {size(rate)}/s",
-        soft_wrap=True,
+        f"{warmed.elapsed_s:.1f} s, {size(rate)}/s"
     )
+    terminal.print_result(document, lambda console: console.print(text), as_json=as_json)
 
 
 # ---- cache
@@ -166,12 +154,10 @@ def ls(flags: CacheFlags) -> None:
 
     place, entries = _mirrors(flags.directory)
     found = [(entry, inspect_mirror(entry)) for entry in entries]
-    if flags.as_json:
-        on_disk = sum(entry.allocated_bytes for entry, _ in found)
-        mirrors = [_document(entry, inspection) for entry, inspection in found]
-        print_json({"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors})
-    else:
-        terminal.show_mirrors(terminal.console(), found)
+    on_disk = sum(entry.allocated_bytes for entry, _ in found)
+    mirrors = [_document(entry, inspection) for entry, inspection in found]
+    document = {"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors}
+    terminal.print_result(document, functools.partial(terminal.show_mirrors, found=found), as_json=flags.as_json)
 
 
 @_cache.command()
@@ -199,23 +185,20 @@ def verify(flags: CacheFlags) -> None:
         for entry in entries:
             problems[entry.directory] = verify_mirror(entry.directory, on_bytes)
     ok = not any(problems.values())
-    if flags.as_json:
-        mirrors = [_document(entry) | {"problems": problems[entry.directory]} for entry in entries]
-        print_json({"cache": place, "bytes_compared": done, "ok": ok, "mirrors": mirrors})
-    else:
-        _show_problems(entries, problems, done)
+    mirrors = [_document(entry) | {"problems": problems[entry.directory]} for entry in entries]
+    document = {"cache": place, "bytes_compared": done, "ok": ok, "mirrors": mirrors}
+
+    def show_problems(console: Console) -> None:
+        for entry in entries:
+            for problem in problems[entry.directory]:
+                console.print(f"{entry.url}: {problem}")
+        n_problems = sum(map(len, problems.values()))
+        advice = "; damaged data will be read from the store again" if n_problems else ""
+        console.print(f"mirrors: {len(entries)}, compared: {size(done)}, problems: {n_problems}{advice}")
+
+    terminal.print_result(document, show_problems, as_json=flags.as_json)
     if not ok:
         raise typer.Exit(1)
-
-
-def _show_problems(entries: Sequence[MirrorEntry], problems: dict[Path, list[str]], n_bytes: int) -> None:
-    console = terminal.console()
-    for entry in entries:
-        for problem in problems[entry.directory]:
-            console.print(f"{entry.url}: {problem}", soft_wrap=True)
-    n_problems = sum(map(len, problems.values()))
-    advice = "; damaged data will be read from the store again" if n_problems else ""
-    console.print(f"mirrors: {len(entries)}, compared: {size(n_bytes)}, problems: {n_problems}{advice}", soft_wrap=True)
 
 
 @dataclass(kw_only=True)
@@ -230,6 +213,15 @@ class _Cleared:
     @property
     def freed_bytes(self) -> int:
         return sum(entry.allocated_bytes for entry in self.deleted)
+
+    def show(self, console: Console) -> None:
+        for entry in self.deleted:
+            console.print(f"deleted: {entry.url}, {size(entry.allocated_bytes)} in {entry.directory}")
+        for entry in self.in_use:
+            console.print(f"in use, not deleted: {entry.url} in {entry.directory}")
+        for path in self.stayed:
+            console.print(f"not made by zloader, not deleted: {path}")
+        console.print(f"mirrors deleted: {len(self.deleted)}, {size(self.freed_bytes)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,10 +264,8 @@ def clear(flags: ClearFlags) -> None:
         unmark_if_empty(place)
     except OSError as error:
         raise CacheError(f"cannot delete: {error}. Run this command as the user who made the cache") from error
-    if flags.as_json:
-        print_json(dataclasses.asdict(cleared) | {"freed_bytes": cleared.freed_bytes})
-    else:
-        _show_cleared(cleared)
+    document = dataclasses.asdict(cleared) | {"freed_bytes": cleared.freed_bytes}
+    terminal.print_result(document, cleared.show, as_json=flags.as_json)
 
 
 def _ask(entries: Sequence[MirrorEntry]) -> None:
@@ -297,14 +287,3 @@ def _clear_one(entry: MirrorEntry, cleared: _Cleared) -> None:
     (cleared.deleted if dropped else cleared.in_use).append(entry)
     with contextlib.suppress(FileNotFoundError):
         cleared.stayed += [] if not dropped else sorted(entry.directory.iterdir())
-
-
-def _show_cleared(cleared: _Cleared) -> None:
-    console = terminal.console()
-    for entry in cleared.deleted:
-        console.print(f"deleted: {entry.url}, {size(entry.allocated_bytes)} in {entry.directory}", soft_wrap=True)
-    for entry in cleared.in_use:
-        console.print(f"in use, not deleted: {entry.url} in {entry.directory}", soft_wrap=True)
-    for path in cleared.stayed:
-        console.print(f"not made by zloader, not deleted: {path}", soft_wrap=True)
-    console.print(f"mirrors deleted: {len(cleared.deleted)}, {size(cleared.freed_bytes)}", soft_wrap=True)

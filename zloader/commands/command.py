@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ import typer.core
 
 from zloader.common.errors import ZloaderError
 
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndedError(BaseException):
@@ -41,7 +40,7 @@ def _signals_end() -> Iterator[None]:
 
     Python discards exceptions raised in a destructor or weakref callback. When that happens, the signal is sent again.
     """
-    before = {number: signal.signal(number, _end) for number in _ENDING_SIGNALS}
+    before = {number: signal.signal(number, _end) for number in ENDING_SIGNALS}
     default_hook = sys.unraisablehook
 
     def send_again(discarded: sys.UnraisableHookArgs) -> None:
@@ -178,7 +177,3 @@ def _made(kind: type[Any], given: Mapping[str, Any]) -> Any:
 
 def _has_flags(hint: Any) -> bool:
     return dataclasses.is_dataclass(hint)
-
-
-def print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2, default=str))

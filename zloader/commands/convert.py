@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zloader.commands import terminal
-from zloader.commands.command import KEYS, app, print_json, takes_flags
+from zloader.commands.command import KEYS, app, takes_flags
 from zloader.commands.flags import Access, GenesBy, Json, Url, genes_by_of
 from zloader.common.errors import OptionError
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from zloader.conversion.writing.encode import ConvertOptions
 
 
-_CHOICE = "What to store"
-_LAYOUT = "How to store it"
+_choice = functools.partial(typer.Option, rich_help_panel="What to store")
+_layout = functools.partial(typer.Option, rich_help_panel="How to store it")
 _NAMES = "Comma-separated names, or none"
 
 
@@ -47,83 +48,41 @@ class ConvertFlags:
             help="Continue an interrupted conversion after its last complete shard; do nothing if it has finished.",
         ),
     ] = False
-    x: Annotated[
-        str,
-        typer.Option(
-            "--x", metavar="NAME", help="Matrix to store as X: X, layers/NAME or raw/X.", rich_help_panel=_CHOICE
-        ),
-    ] = "X"
-    layers: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help=f"Layers to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE),
-    ] = None
+    x: Annotated[str, _choice("--x", metavar="NAME", help="Matrix to store as X: X, layers/NAME or raw/X.")] = "X"
+    layers: Annotated[str | None, _choice(metavar="A,B", help=f"Layers to store. {_NAMES}.", show_default="all")] = None
     obsm: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help=f"obsm elements to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE
-        ),
+        str | None, _choice(metavar="A,B", help=f"obsm elements to store. {_NAMES}.", show_default="all")
     ] = None
-    obs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B", help=f"obs columns to store. {_NAMES}.", show_default="all", rich_help_panel=_CHOICE
-        ),
-    ] = None
-    raw: Annotated[bool, typer.Option("--raw/--no-raw", help="Store raw.", rich_help_panel=_CHOICE)] = True
-    join: Annotated[
-        str | None,
-        typer.Option(help="Genes of several sources: inner (shared genes) or outer (all).", rich_help_panel=_CHOICE),
-    ] = None
+    obs: Annotated[str | None, _choice(metavar="A,B", help=f"obs columns to store. {_NAMES}.", show_default="all")] = (
+        None
+    )
+    raw: Annotated[bool, _choice("--raw/--no-raw", help="Store raw.")] = True
+    join: Annotated[str | None, _choice(help="Genes of several sources: inner (shared genes) or outer (all).")] = None
     genes: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Store exactly the genes in this file, one per line.", rich_help_panel=_CHOICE
-        ),
+        Path | None, _choice(metavar="FILE", help="Store exactly the genes in this file, one per line.")
     ] = None
     genes_by: GenesBy = None
-    source_column: Annotated[
-        str | None, typer.Option(help="obs column to add with the source of each row.", rich_help_panel=_CHOICE)
-    ] = None
-    unique_obs_names: Annotated[
-        bool,
-        typer.Option("--unique-obs-names", help="Append a number to repeated obs names.", rich_help_panel=_CHOICE),
-    ] = False
-    chunk_rows: Annotated[
-        int | None,
-        typer.Option(help="Approximate rows per chunk.", show_default="16", rich_help_panel=_LAYOUT),
-    ] = None
+    source_column: Annotated[str | None, _choice(help="obs column to add with the source of each row.")] = None
+    unique_obs_names: Annotated[bool, _choice("--unique-obs-names", help="Append a number to repeated obs names.")] = (
+        False
+    )
+    chunk_rows: Annotated[int | None, _layout(help="Approximate rows per chunk.", show_default="16")] = None
     shard_size: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Largest shard (stored object), before compression.",
-            show_default="256MiB",
-            rich_help_panel=_LAYOUT,
-        ),
+        _layout(metavar="SIZE", help="Largest shard (stored object), before compression.", show_default="256MiB"),
     ] = None
-    codec: Annotated[
-        str | None,
-        typer.Option(
-            help="lz4, zstd or pcodec (smaller, slower) or none.", show_default="lz4", rich_help_panel=_LAYOUT
-        ),
-    ] = None
+    codec: Annotated[str | None, _layout(help="lz4, zstd or pcodec (smaller, slower) or none.", show_default="lz4")] = (
+        None
+    )
     preserve_dtype: Annotated[
         bool,
-        typer.Option(
-            "--preserve-dtype",
-            help="Keep the source dtypes, even where smaller ones hold every value.",
-            rich_help_panel=_LAYOUT,
-        ),
+        _layout("--preserve-dtype", help="Keep the source dtypes, even where smaller ones hold every value."),
     ] = False
     shuffle_seed: Annotated[
-        int | None,
-        typer.Option("--shuffle", metavar="SEED", help="Shuffle the rows with this seed.", rich_help_panel=_LAYOUT),
+        int | None, _layout("--shuffle", metavar="SEED", help="Shuffle the rows with this seed.")
     ] = None
     memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB", rich_help_panel=_LAYOUT
-        ),
+        str | None, _layout(metavar="SIZE", help="Memory limit of the whole process.", show_default="1GiB")
     ] = None
     access: Access = field(default_factory=Access)
     as_json: Json = False
@@ -151,15 +110,9 @@ class ConvertFlags:
         """How they are stored. What is not given has the default of `zl.ConvertOptions`."""
         from zloader.conversion.writing.encode import ConvertOptions
 
-        given = {
-            "chunk_rows": self.chunk_rows,
-            "shard_size": self.shard_size,
-            "codec": self.codec,
-            "preserve_dtype": self.preserve_dtype,
-            "memory": self.memory,
-            "shuffle_seed": self.shuffle_seed,
-        }
-        return ConvertOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        names = ("chunk_rows", "shard_size", "codec", "preserve_dtype", "memory", "shuffle_seed")
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return ConvertOptions(**given)
 
 
 def _listed(names: str | None) -> list[str] | None:
@@ -191,10 +144,8 @@ def convert(flags: ConvertFlags) -> None:
         resume=flags.resume,
         options=flags.options,
     )
-    if flags.as_json:
-        print_json(dataclasses.asdict(done))
-    else:
-        terminal.show_conversion(terminal.console(), done)
+    show = functools.partial(terminal.show_conversion, done=done)
+    terminal.print_result(dataclasses.asdict(done), show, as_json=flags.as_json)
 
 
 _Memory = Annotated[str, typer.Option(metavar="SIZE", help="Memory limit of the whole process.")]
@@ -221,18 +172,15 @@ def append(flags: AppendFlags) -> None:
     """Append the rows of other AnnData sources to a store written by convert."""
     from zloader.conversion.append import append as append_sources
 
-    access = flags.access.storage_options
     done = append_sources(
         flags.url,
         flags.sources,
         genes_by=genes_by_of(flags.genes_by),
-        storage_options=access,
+        storage_options=flags.access.storage_options,
         memory=flags.memory,
     )
-    if flags.as_json:
-        print_json(dataclasses.asdict(done))
-    else:
-        terminal.show_append(terminal.console(), done)
+    show = functools.partial(terminal.show_append, done=done)
+    terminal.print_result(dataclasses.asdict(done), show, as_json=flags.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,17 +207,14 @@ def verify(flags: VerifyFlags) -> None:
     """
     from zloader.conversion.verify import verify as verify_store
 
-    access = flags.access.storage_options
     verified = verify_store(
         flags.url,
         against=flags.against or None,
         genes_by=genes_by_of(flags.genes_by),
-        storage_options=access,
+        storage_options=flags.access.storage_options,
         memory=flags.memory,
     )
-    if flags.as_json:
-        print_json(dataclasses.asdict(verified) | {"ok": verified.ok})
-    else:
-        terminal.show_verification(terminal.console(), verified)
+    show = functools.partial(terminal.show_verification, verified=verified)
+    terminal.print_result(dataclasses.asdict(verified) | {"ok": verified.ok}, show, as_json=flags.as_json)
     if not verified.ok:
         raise typer.Exit(1)

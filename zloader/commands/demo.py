@@ -1,312 +1,183 @@
-"""The demo: trains a small classifier on real cells from an S3 server, and measures cold and warm epochs.
+"""`zloader demo`: its flags, and its own S3 server in a temporary directory, removed at the end.
 
-It converts an .h5ad into SeaweedFS on loopback, and trains from s3:// through a mirror: the first epoch reads from S3,
-later epochs from the mirror. The classifier is one linear layer over log1p(counts per 10 000); 80 steps train it well.
+demo_run.py trains; it imports torch, so it is imported by the command only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import shutil
+import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import torch
-from torch.nn import functional
+import typer
 
-from zloader.commands.demo_label import choose_label, require_label
-from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step
-from zloader.commands.demo_server import DemoServer
-from zloader.commands.page import machine
-from zloader.common.checks import require_count
-from zloader.common.errors import OptionError
-from zloader.common.records import Rows, Statistics
-from zloader.conversion.convert import convert
-from zloader.conversion.example import NAME as EXAMPLE
-from zloader.conversion.example import example_h5ad
-from zloader.dataset.dataset import Dataset
-from zloader.dataset.open_dataset import open_dataset
-from zloader.order.permutation import key_of, shuffled
-from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, BlockShuffling, Streaming
-from zloader.training.loader import Loader, Minibatch
-from zloader.training.normalization import log1p_normalize
+from zloader.commands import terminal
+from zloader.commands.command import ENDING_SIGNALS, EndedError, app, takes_flags
+from zloader.commands.demo_results import DemoRun, TerminalOutput
+from zloader.commands.flags import Json
 
-BATCH_SIZE = 64
-_HELD_OUT_SHARE = 0.2
-_LEARNING_RATE = 2e-3
-_LOADED_ROWS = 16_384  # at most, in each pass that only loads; takes a second or two
+if TYPE_CHECKING:
+    from zloader.testing.seaweed import SeaweedFS
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """`file` is an .h5ad (None: the bundled cells), `label` the obs column to predict (None: chosen by the demo)."""
+class DemoFlags:
+    """The flags of `demo`."""
 
-    file: Path | None = None
-    label: str | None = None
-    epochs: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_count(epochs=self.epochs)
-        if self.seed < 0:
-            raise OptionError(f"seed must be a whole number of at least 0, not {self.seed}")
-
-
-class DemoOutput(Protocol):
-    """Receives the demo's progress."""
-
-    def step(self, text: str) -> None:
-        """A step begins, or has a result to show."""
-        ...
-
-    def progress(self, epoch: int, rows: int, of_rows: int) -> None:
-        """`rows` of the epoch's `of_rows` have been trained on."""
-        ...
-
-    def epoch(self, figures: EpochFigures) -> None:
-        """An epoch has ended."""
-        ...
-
-
-def run_demo(options: DemoOptions, demo_server: DemoServer, output: DemoOutput) -> DemoRun:
-    """Converts, trains and evaluates. Raises MissingColumnError or OptionError for an unsuitable label."""
-    source = options.file or example_h5ad(demo_server.directory / EXAMPLE)
-    require_label(source, options.label)
-    name = source.stem
-    url = demo_server.s3.url(f"{name}.zarr")
-    output.step(f"converting {source.name} to {url}")
-    access = demo_server.s3.storage_options
-    conversion = convert(source, url, storage_options=access, progress=True)
-    dataset = open_dataset(url, cache=demo_server.directory / "cache", storage_options=access)
-    label = choose_label(dataset, options.label)
-    task = _Task.of(dataset, label, options.seed)
-    output.step(
-        f"learning {label} ({task.n_categories} categories) from {len(task.train):,} cells, "
-        f"{len(task.held_out):,} held out"
+    file: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="FILE", help="Your own .h5ad, instead of the bundled pancreas cells."),
+    ] = None
+    label: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN", help="obs column to predict.", show_default="cell_type1, or the first suitable column"
+        ),
+    ] = None
+    epochs: Annotated[int, typer.Option(min=1, help="Training epochs.")] = 3
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the train/held-out split and the shuffling.")] = 0
+    report: Annotated[Path, typer.Option(metavar="PATH", help="Where to write the HTML report.")] = Path(
+        "zloader-demo.html"
     )
-    steps: list[Step] = []
-    epochs = []
-    with _one_torch_thread():
-        _warm_up(open_dataset(url, storage_options=access), task)
-        for figures in _epochs(dataset, task, options, output, steps):
-            epochs.append(figures)
-            output.epoch(figures)
-        # After Ctrl-C a thread may still write to this mirror. The server's directory is removed at the end anyway.
-        with tempfile.TemporaryDirectory(dir=demo_server.directory, ignore_cleanup_errors=True) as cache:
-            loading = _loading(open_dataset(url, cache=cache, storage_options=access), task, options.seed)
-    return DemoRun(
-        source=source.name,
-        bundled=options.file is None,
-        label=label,
-        categories=task.n_categories,
-        seed=options.seed,
-        conversion=dataclasses.replace(conversion, sources=[source.name]),
-        train_rows=len(task.train),
-        held_out_rows=len(task.held_out),
-        unlabelled=dataset.n_obs - len(task.train) - len(task.held_out),
-        guess_accuracy=task.guess_accuracy,
-        block_size=task.block_size,
-        batch_size=BATCH_SIZE,
-        fetch_rows=BATCH_SIZE * task.fetch_factor,
-        opening_bytes=_opening_bytes(dataset, label),
-        epochs=epochs,
-        loading=loading,
-        machine=machine(),
-        steps=steps,
-    )
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the server running until Ctrl-C, and keep its files after that.")
+    ] = False
+    as_json: Json = False
+
+
+@app.command()
+@takes_flags
+def demo(flags: DemoFlags) -> None:
+    """Train on real cells from an S3 server on this machine, and compare cold and warm epochs.
+
+    The server is SeaweedFS in a temporary directory. Both are removed at the end, unless --keep is given.
+    """
+    from zloader.commands.report import require_drawable
+
+    path = flags.report
+    require_drawable(path)
+    output = TerminalOutput(terminal.console(stderr=flags.as_json))
+    output.step("loading torch and starting SeaweedFS")
+    from zloader.commands.demo_report import report
+    from zloader.commands.demo_run import run_demo
+
+    with running_demo_server(keep=flags.keep) as demo_server:
+        with output:
+            given: Any = {"file": flags.file, "label": flags.label, "epochs": flags.epochs, "seed": flags.seed}
+            run = run_demo(demo_server.directory, demo_server.s3, output, **given)
+        report(run).write(path)
+        output.step(run.summary)
+        output.step(run.verdict)
+        output.step(f"report: {path.absolute()}")
+        if flags.as_json:
+            terminal.print_json(_document(run, path))
+        if flags.keep:
+            _serve(output, demo_server, run)
+
+
+def _document(run: DemoRun, report: Path) -> dict[str, Any]:
+    document = dataclasses.asdict(run)
+    del document["steps"]
+    for name, passes in (("epochs", run.epochs), ("loading", run.loading)):
+        for figures, each in zip(document[name], passes, strict=True):
+            figures["cold"] = each.cold
+    return document | {"seen": run.summary, "verdict": run.verdict, "report": str(report.absolute())}
+
+
+def _serve(output: TerminalOutput, demo_server: DemoServer, run: DemoRun) -> None:
+    """Prints how to reach the server and its files, then waits for a signal."""
+    access = write_access(demo_server)
+    with contextlib.suppress(KeyboardInterrupt, EndedError):
+        output.step(f"store: {run.conversion.destination}, server: {demo_server.s3.endpoint_url}")
+        output.step(f"files: {demo_server.directory} (server in seaweedfs/, mirror in cache/)")
+        output.step(f"try, in another terminal: . {access} && zloader info {run.conversion.destination}")
+        output.step(f"Ctrl-C, or kill {os.getpid()}, stops the server; the files stay until you remove them")
+        signal.pause()
+    output.step("stopping the server once it has flushed its files")
+
+
+# ---- the server
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
-    """The rows to train on and to hold out (row numbers), and the loader settings."""
+class DemoServer:
+    """The directory with all files of the demo, and the S3 server that runs in it."""
 
-    label: str
-    n_categories: int
-    n_codes: int
-    n_genes: int
-    train: Rows
-    held_out: Rows
-    guess_accuracy: float
-    block_size: int
-    fetch_factor: int
-
-    @classmethod
-    def of(cls, dataset: Dataset, label: str, seed: int) -> _Task:
-        codes = dataset.obs_column(label).values
-        rows = np.flatnonzero(codes >= 0)
-        rows = rows[shuffled(len(rows), key_of(seed))]
-        n_held_out = round(len(rows) * _HELD_OUT_SHARE)
-        held_out, train = np.sort(rows[:n_held_out]), np.sort(rows[n_held_out:])
-        if not (len(held_out) and len(train)):
-            raise OptionError(
-                f"{len(rows)} cells with a {label} are too few to train on and to hold some out: use more cells"
-            )
-        # A small file is split into at least three fetches of many blocks, so that cells mix well. A large file gets
-        # the Loader's defaults.
-        fetch_factor = min(_power_of_two(len(train) // (3 * BATCH_SIZE)), Loader.fetch_factor)
-        majority = np.bincount(codes[train]).argmax()
-        return cls(
-            label=label,
-            n_categories=len(np.unique(codes[rows])),
-            n_codes=len(dataset.categories(label)),
-            n_genes=dataset.n_vars,
-            train=train,
-            held_out=held_out,
-            guess_accuracy=float((codes[held_out] == majority).mean()),
-            block_size=min(DEFAULT_BLOCK_SIZE, BATCH_SIZE * fetch_factor // 32),
-            fetch_factor=fetch_factor,
-        )
-
-    def loader(self, dataset: Dataset, sampling: Streaming | BlockShuffling, seed: int = 0) -> Loader:
-        """Sparse minibatches with labels."""
-        return Loader(
-            dataset,
-            batch_size=BATCH_SIZE,
-            fetch_factor=self.fetch_factor,
-            sampling=sampling,
-            obs=[self.label],
-            seed=seed,
-            rank=0,
-            world_size=1,
-        )
-
-
-def _power_of_two(most: int) -> int:
-    """The largest power of two up to `most`, but at least 1."""
-    return 1 << max(0, most.bit_length() - 1)
-
-
-def _warm_up(dataset: Dataset, task: _Task) -> None:
-    """Trains one discarded step on one cell, read without a mirror, because numba and torch compile on first use."""
-    for minibatch in task.loader(dataset, Streaming(indices=task.train[:1])):
-        model, optimizer = _model(task)
-        _train_step(model, optimizer, minibatch, task.label)
+    directory: Path
+    s3: SeaweedFS
 
 
 @contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """A model this small gains nothing from more threads, and torch's idle threads spin on the cores that decode."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def running_demo_server(*, keep: bool) -> Iterator[DemoServer]:
+    """Starts an S3 server in a temporary directory; stops the server and removes the directory on leaving.
+
+    With `keep` the directory stays, unless the body failed or was interrupted.
+    """
+    from zloader.testing.seaweed import SeaweedFS
+
+    finished = False
+    with contextlib.ExitStack() as stack:
+        unblocked = signal.pthread_sigmask(
+            signal.SIG_BLOCK, ENDING_SIGNALS
+        )  # a signal here would leave the directory behind
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="zloader-demo-"))
+            s3 = SeaweedFS(directory / "seaweedfs", keep=keep)
+            stack.callback(lambda: _clean_up(directory, s3, keep=keep and finished))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        with _own_environment(directory):
+            s3.start()
+            yield DemoServer(directory=directory, s3=s3)
+        finished = True
+
+
+def write_access(demo_server: DemoServer) -> Path:
+    """Writes a shell script, mode 0600, that sets the AWS_* variables for a server that was kept."""
+    path = demo_server.directory / "access.sh"
+    path.touch(mode=0o600)
+    options = demo_server.s3.storage_options
+    path.write_text(
+        f"export AWS_ACCESS_KEY_ID={options['key']}\n"
+        f"export AWS_SECRET_ACCESS_KEY={options['secret']}\n"
+        f"export AWS_ENDPOINT_URL={demo_server.s3.endpoint_url}\n"
+    )
+    return path
+
+
+def _clean_up(directory: Path, s3: SeaweedFS, *, keep: bool) -> None:
+    """Stops the server and removes the directory. Further signals are ignored meanwhile."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING_SIGNALS}
+    try:
+        s3.stop()
+        if not keep:
+            shutil.rmtree(directory)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _own_environment(directory: Path) -> Iterator[None]:
+    """Unsets AWS_* and bypasses the proxy for loopback: the user's settings do not apply to the demo's own server.
+
+    torch makes a directory for compiled code as soon as an optimizer exists. It goes to `directory`, not /tmp.
+    """
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "torch")
     try:
         yield
     finally:
-        torch.set_num_threads(before)
-
-
-def _model(task: _Task) -> tuple[Classifier, torch.optim.Optimizer]:
-    model = Classifier(task.n_genes, task.n_codes)
-    return model, torch.optim.Adam(model.parameters(), lr=_LEARNING_RATE)
-
-
-class Classifier(torch.nn.Module):
-    """One linear layer over log1p(counts per 10 000) of a sparse CSR minibatch.
-
-    An embedding bag computes the product: for each cell, it sums the weights of its genes times their values.
-    """
-
-    def __init__(self, n_genes: int, n_categories: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(n_genes, n_categories))
-        self.bias = torch.nn.Parameter(torch.zeros(n_categories))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits (rows x categories) of a float32 CSR tensor of counts (rows x genes)."""
-        counts = x.values().clamp(min=0)  # the user's file may hold values below 0
-        x = torch.sparse_csr_tensor(x.crow_indices(), x.col_indices(), counts, x.shape, check_invariants=False)
-        scaled = log1p_normalize(x).values()
-        summed = functional.embedding_bag(
-            x.col_indices(), self.weight, x.crow_indices()[:-1], mode="sum", per_sample_weights=scaled
-        )
-        return summed + self.bias
-
-
-def _epochs(
-    dataset: Dataset, task: _Task, options: DemoOptions, output: DemoOutput, steps: list[Step]
-) -> Iterator[EpochFigures]:
-    """Trains and evaluates each epoch, and appends every training step to `steps`."""
-    train = task.loader(dataset, BlockShuffling(block_size=task.block_size, indices=task.train), options.seed)
-    held_out = task.loader(dataset, Streaming(indices=task.held_out))
-    model, optimizer = _model(task)
-    began = time.perf_counter()
-    for epoch in range(1, options.epochs + 1):
-        started_s, done = time.perf_counter() - began, 0
-        first = len(steps)
-        for minibatch in train:
-            loss = _train_step(model, optimizer, minibatch, task.label)
-            steps.append(Step(epoch=epoch, done_s=time.perf_counter() - began, rows=len(minibatch), loss=loss))
-            done += len(minibatch)
-            output.progress(epoch, done, len(task.train))
-        trained = train.statistics()
-        accuracy = _accuracy(model, held_out, task.label)
-        yield _figures(started_s, steps[first:], trained, held_out.statistics(), accuracy)
-
-
-def _train_step(model: Classifier, optimizer: torch.optim.Optimizer, minibatch: Minibatch, label: str) -> float:
-    optimizer.zero_grad()
-    loss = functional.cross_entropy(model(minibatch.x), minibatch.obs[label])
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    return float(loss.detach())
-
-
-def _accuracy(model: Classifier, loader: Loader, label: str) -> float:
-    right = rows = 0
-    with torch.no_grad():
-        for minibatch in loader:
-            right += int((model(minibatch.x).argmax(dim=1) == minibatch.obs[label]).sum())
-            rows += len(minibatch)
-    return right / rows
-
-
-def _loading(dataset: Dataset, task: _Task, seed: int) -> list[LoadingFigures]:
-    """Loads the training cells, or the first of them, twice without training: into an empty mirror, then from it."""
-    sampling = BlockShuffling(block_size=task.block_size, indices=task.train[:_LOADED_ROWS])
-    loader = task.loader(dataset, sampling, seed)
-    passes = []
-    for _ in range(2):
-        for _ in loader:
-            pass
-        loaded = loader.statistics()
-        passes.append(
-            LoadingFigures(
-                rows=loaded.rows,
-                seconds=loaded.elapsed_s,
-                rows_per_s=loaded.rows_per_s,
-                gets=loaded.gets,
-                bytes_read=loaded.bytes_read,
-            )
-        )
-    return passes
-
-
-def _figures(
-    started_s: float, steps: list[Step], trained: Statistics, held_out: Statistics, accuracy: float
-) -> EpochFigures:
-    seconds = steps[-1].done_s - started_s
-    return EpochFigures(
-        epoch=steps[0].epoch,
-        started_s=started_s,
-        seconds=seconds,
-        rows=trained.rows,
-        minibatches=trained.minibatches,
-        rows_per_s=trained.rows / seconds,
-        gets=trained.gets,
-        bytes_read=trained.bytes_read,
-        wait_share=trained.wait_s / seconds,
-        loss=float(np.average([step.loss for step in steps], weights=[step.rows for step in steps])),
-        held_out_rows=held_out.rows,
-        held_out_gets=held_out.gets,
-        held_out_bytes_read=held_out.bytes_read,
-        held_out_accuracy=accuracy,
-    )
-
-
-def _opening_bytes(dataset: Dataset, label: str) -> int:
-    opened = ("X/indptr/", f"obs/{label}/")
-    return sum(size for key, size in dataset.object_sizes().items() if key == "zarr.json" or key.startswith(opened))
+        os.environ.clear()
+        os.environ.update(before)

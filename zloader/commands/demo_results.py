@@ -1,16 +1,24 @@
-"""The results of a demo run, as figures and as sentences."""
+"""The results of a demo run, as figures, as sentences, and as a table in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from zloader.commands import terminal
+from zloader.commands.charts import COLD, WARM
 from zloader.common.messages import size
 
 if TYPE_CHECKING:
     from zloader.conversion.convert import ConversionReport
 
+_OTHER_LINES = 4  # table header, status, and the line of the cursor
 _WAITING = 0.5  # share of the time from which the loader, and not the model, sets the pace
 
 
@@ -34,6 +42,16 @@ class LoadingFigures:
         """`cold, S3` or `warm, mirror`."""
         return "cold, S3" if self.cold else "warm, mirror"
 
+    @property
+    def name(self) -> str:
+        """What a chart calls the pass."""
+        return self.source
+
+    @property
+    def colour(self) -> str:
+        """Its colour in the charts."""
+        return COLD if self.cold else WARM
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochFigures(LoadingFigures):
@@ -51,6 +69,16 @@ class EpochFigures(LoadingFigures):
     held_out_gets: int
     held_out_bytes_read: int
     held_out_accuracy: float
+
+    @property
+    def name(self) -> str:
+        """What a chart calls the pass."""
+        return f"epoch {self.epoch}, {self.source}"
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of the accuracy."""
+        return float((self.held_out_accuracy * (1 - self.held_out_accuracy) / self.held_out_rows) ** 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,3 +174,48 @@ def epoch_rows(epochs: Iterable[EpochFigures]) -> list[list[str]]:
 
 
 EPOCH_HEADER = ("epoch", "source", "cells/s", "GETs", "read from S3", "waiting", "loss", "held-out accuracy")
+
+
+class TerminalOutput:
+    """Shows the demo's progress on a console: lines of text, then a table with one line per epoch."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._epochs: list[EpochFigures] = []
+        self._status = ""
+        self._ended = False
+
+    def step(self, text: str) -> None:
+        """A step begins, or has a result to show."""
+        self._console.print(text)
+
+    def progress(self, epoch: int, rows: int, of_rows: int) -> None:
+        """`rows` of the epoch's `of_rows` have been trained on."""
+        self._status = f"epoch {epoch}: {rows:,} of {of_rows:,} cells" if rows < of_rows else ""
+        if self._live is None:
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=8)
+            self._live.start()
+
+    def epoch(self, figures: EpochFigures) -> None:
+        """An epoch has ended."""
+        self._epochs.append(figures)
+
+    def _render(self) -> Group:
+        table = terminal.new_table(*(name if name in ("epoch", "source") else f">{name}" for name in EPOCH_HEADER))
+        # Until the demo ends, only the epochs that fit on the screen.
+        shown = self._epochs if self._ended else self._epochs[-max(1, self._console.height - _OTHER_LINES) :]
+        for figures, cells in zip(shown, epoch_rows(shown), strict=True):
+            table.add_row(*cells, style="blue" if figures.cold else "yellow")
+        return Group(table, Text(self._status, style="dim"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = True
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

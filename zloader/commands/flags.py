@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,20 +12,12 @@ import typer
 
 from zloader.common.errors import OptionError
 
-_S3 = "Access to S3"
+_s3_option = functools.partial(typer.Option, rich_help_panel="Access to S3")
+_loader_option = functools.partial(typer.Option, rich_help_panel="Loader options")
+price_option = functools.partial(typer.Option, rich_help_panel="Prices in dollars")
+
 Url = Annotated[str, typer.Argument(metavar="URL", help="Store: a local path or s3://BUCKET/KEY.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
-Endpoint = Annotated[
-    str | None,
-    typer.Option("--endpoint-url", metavar="URL", help="S3 server, if it is not AWS.", rich_help_panel=_S3),
-]
-Region = Annotated[str | None, typer.Option("--region", help="Region of the bucket.", rich_help_panel=_S3)]
-Profile = Annotated[
-    str | None, typer.Option("--profile", help="Profile in the AWS configuration.", rich_help_panel=_S3)
-]
-Anonymous = Annotated[
-    bool, typer.Option("--anon", help="Send no credentials, for public buckets.", rich_help_panel=_S3)
-]
 Matrices = Annotated[
     list[str] | None,
     typer.Option(
@@ -41,56 +34,24 @@ GenesBy = Annotated[
         show_default="var_names",
     ),
 ]
-_LOADER = "Loader options"
-BatchSize = Annotated[
-    int | None,
-    typer.Option("--batch-size", help="Rows per minibatch.", show_default="64", rich_help_panel=_LOADER),
-]
-FetchFactor = Annotated[
-    int | None,
-    typer.Option("--fetch-factor", help="Minibatches per fetch.", show_default="256", rich_help_panel=_LOADER),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(
-        "--block-size",
-        help="Rows per shuffled block, at most one fetch.",
-        show_default="64",
-        rich_help_panel=_LOADER,
-    ),
-]
-ObsColumns = Annotated[
-    str, typer.Option("--obs", metavar="A,B", help="obs columns to read.", show_default="none", rich_help_panel=_LOADER)
-]
+ObsColumns = Annotated[str, _loader_option("--obs", metavar="A,B", help="obs columns to read.", show_default="none")]
 Memory = Annotated[
     str,
-    typer.Option(
+    _loader_option(
         "--memory",
         metavar="SIZE",
         help="Memory limit for reads, fetches and minibatches.",
         show_default="set by the machine's memory",
-        rich_help_panel=_LOADER,
     ),
 ]
-Layout = Annotated[str, typer.Option("--layout", help="csr, dense, packed, scipy or anndata.", rich_help_panel=_LOADER)]
+Layout = Annotated[str, _loader_option("--layout", help="csr, dense, packed, scipy or anndata.")]
 Dtype = Annotated[
     str | None,
-    typer.Option(
+    _loader_option(
         "--dtype",
         help="float16, bfloat16, float32, float64, int32 or int64. Layout packed takes none.",
         show_default="float32",
-        rich_help_panel=_LOADER,
     ),
-]
-PRICES = "Prices in dollars"
-GpuHour = Annotated[float, typer.Option("--gpu-hour", help="A GPU for an hour.", rich_help_panel=PRICES)]
-ThousandGets = Annotated[float, typer.Option("--thousand-gets", help="1000 GETs.", rich_help_panel=PRICES)]
-GigabyteEgress = Annotated[
-    float, typer.Option("--gigabyte-egress", help="A GB read; 0 within a region.", rich_help_panel=PRICES)
-]
-NvmeGigabyteMonth = Annotated[
-    float,
-    typer.Option("--nvme-gigabyte-month", help="A GB of local disk for a month.", rich_help_panel=PRICES),
 ]
 
 
@@ -98,10 +59,10 @@ NvmeGigabyteMonth = Annotated[
 class Access:
     """How the command reaches a bucket."""
 
-    endpoint_url: Endpoint = None
-    region: Region = None
-    profile: Profile = None
-    anon: Anonymous = False
+    endpoint_url: Annotated[str | None, _s3_option(metavar="URL", help="S3 server, if it is not AWS.")] = None
+    region: Annotated[str | None, _s3_option(help="Region of the bucket.")] = None
+    profile: Annotated[str | None, _s3_option(help="Profile in the AWS configuration.")] = None
+    anon: Annotated[bool, _s3_option("--anon", help="Send no credentials, for public buckets.")] = False
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -123,9 +84,11 @@ class Access:
 class LoaderSizes:
     """The sizes of a Loader. One that is None takes the Loader's default."""
 
-    batch_size: BatchSize = None
-    fetch_factor: FetchFactor = None
-    block_size: BlockSize = None
+    batch_size: Annotated[int | None, _loader_option(help="Rows per minibatch.", show_default="64")] = None
+    fetch_factor: Annotated[int | None, _loader_option(help="Minibatches per fetch.", show_default="256")] = None
+    block_size: Annotated[
+        int | None, _loader_option(help="Rows per shuffled block, at most one fetch.", show_default="64")
+    ] = None
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -137,6 +100,18 @@ class LoaderSizes:
         fetch_factor = Loader.fetch_factor if self.fetch_factor is None else self.fetch_factor
         block_size = default_block_size(batch_size * fetch_factor) if self.block_size is None else self.block_size
         return {"batch_size": batch_size, "fetch_factor": fetch_factor, "block_size": block_size}
+
+
+def speed_of(**given: str | None) -> int | None:
+    """Bytes per second from a flag such as 50MB/s; None if it is not given. Raises OptionError for what is no speed."""
+    from zloader.common.checks import parse_size, require_count
+
+    ((name, speed),) = given.items()
+    if speed is None:
+        return None
+    n_bytes = parse_size(speed.removesuffix("/s"))
+    require_count(**{name: n_bytes})
+    return n_bytes
 
 
 def genes_by_of(given: list[str] | None) -> Any:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from zloader.commands import terminal
-from zloader.commands.command import KEYS, app, print_json, takes_flags
-from zloader.commands.flags import Access, Json, Url
+from zloader.commands.command import KEYS, app, takes_flags
+from zloader.commands.flags import Access, Json, Url, speed_of
 from zloader.common.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,10 +31,9 @@ class QualityFlags:
     block_sizes: Annotated[str, typer.Option(metavar="A,B", help="Rows per shuffled block.")] = "4,16,64,256"
     fetch_factors: Annotated[str, typer.Option(metavar="A,B", help="Minibatches per fetch.")] = "1,16,64,256"
     x: Annotated[str, typer.Option("--x", metavar="NAME", help="Matrix: X, layers/NAME or raw/X.")] = "X"
-    link_speed: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Bytes per second of the link to the store."),
-    ] = "400MB"
+    link_speed: Annotated[str, typer.Option(metavar="SIZE", help="Bytes per second of the link to the store.")] = (
+        "400MB"
+    )
     measure: Annotated[
         bool, typer.Option("--measure", help="Read the store to measure rows/s, up to 10 s per pair of sizes.")
     ] = False
@@ -51,46 +49,33 @@ class QualityFlags:
         """Pairs of block_size and fetch_factor. Raises OptionError unless they are whole numbers."""
         return [(block, factor) for block in _counts(self.block_sizes) for factor in _counts(self.fetch_factors)]
 
-    @property
-    def link_bytes_per_s(self) -> int | None:
-        """The speed of the link; None to measure. Raises OptionError for one that cannot be."""
-        from zloader.common.checks import parse_size, require_at_least
-
-        if self.measure:
-            return None
-        n_bytes = parse_size(self.link_speed)
-        require_at_least(1, link_speed=n_bytes)
-        return n_bytes
-
 
 @app.command("quality", epilog=KEYS)
 @takes_flags
 def quality_command(flags: QualityFlags) -> None:
     """Show how well minibatches mix the labels of a column, and how fast they load, by block_size and fetch_factor."""
-    from zloader.commands import quality_page
-    from zloader.commands.page import require_drawable, save_png, write
+    from zloader.commands.charts import save_png
     from zloader.commands.quality_grid import measured
+    from zloader.commands.quality_report import charts, report
+    from zloader.commands.report import require_drawable
     from zloader.dataset.open_dataset import open_dataset
     from zloader.training.loader import Loader
 
     sizes = flags.sizes
     require_drawable(flags.html, flags.png)
     _require_two_files(flags.html, flags.png)
-    link_bytes_per_s, access = flags.link_bytes_per_s, flags.access.storage_options
+    link_bytes_per_s = None if flags.measure else speed_of(link_speed=flags.link_speed)
+    access = flags.access.storage_options
     dataset = open_dataset(flags.url, storage_options=access)
     batch_size = Loader.batch_size if flags.batch_size is None else flags.batch_size
     loader = Loader(dataset, batch_size=batch_size, x=flags.x, rank=0, world_size=1)
-    console = terminal.console(stderr=flags.as_json)
-    with console.status("measuring"):
+    with terminal.console(stderr=flags.as_json).status("measuring"):
         grid = measured(loader, flags.label, sizes, link_bytes_per_s)
     if flags.html is not None:
-        write(quality_page.render(grid, flags.url, access, flags.access.words), flags.html)
+        report(grid, flags.url, access, flags.access.words).write(flags.html)
     if flags.png is not None:
-        save_png(quality_page.charts(grid), flags.png)
-    if flags.as_json:
-        print_json(_document(grid))
-    else:
-        _show(console, grid, flags.url)
+        save_png(charts(grid), flags.png)
+    terminal.print_result(_document(grid), lambda console: _show(console, grid, flags.url), as_json=flags.as_json)
 
 
 def _document(grid: QualityGrid) -> dict[str, Any]:
@@ -111,36 +96,20 @@ def _require_two_files(html: Path | None, png: Path | None) -> None:
         raise OptionError(f"--html and --png both name {html}: give two paths")
 
 
-# ---- output
-
-
 def _show(console: Console, grid: QualityGrid, url: str) -> None:
-    console.print(f"{url}: {grid.rows:,} rows by {grid.label}; {grid.random}", soft_wrap=True)
+    console.print(f"{url}: {grid.rows:,} rows by {grid.label}; {grid.random}")
     console.print(
-        f"Each cell: bits for blocks in random order (for stratified blocks, the default), rows/s {grid.speed}",
-        soft_wrap=True,
+        f"Each cell: bits for blocks in random order (for stratified blocks, the default), rows/s {grid.speed}"
     )
-    console.print(_table(grid))
-    console.print(grid.verdict, soft_wrap=True)
-    console.print(f"loader = {grid.loader}", soft_wrap=True)
-
-
-def _axes_of(grid: QualityGrid) -> tuple[list[int], list[int], dict[tuple[int, int], Cell]]:
-    by_sizes = {(cell.block_size, cell.fetch_factor): cell for cell in grid.cells}
-    return sorted({block for block, _ in by_sizes}), sorted({factor for _, factor in by_sizes}), by_sizes
-
-
-def _table(grid: QualityGrid) -> Table:
-    """One line per block_size, one column per fetch_factor."""
-    blocks, factors, by_sizes = _axes_of(grid)
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("block_size", justify="right")
-    for factor in factors:
-        table.add_column(f"fetch_factor {factor}", justify="right")
+    by_sizes = {cell.sizes: cell for cell in grid.cells}
+    blocks, factors = (sorted({sizes[axis] for sizes in by_sizes}) for axis in (0, 1))
+    table = terminal.new_table(">block_size", *(f">fetch_factor {factor}" for factor in factors))
     for block in blocks:
         cells = [by_sizes.get((block, factor)) for factor in factors]
         table.add_row(str(block), *(f"{_bits(cell)}, {cell.rows_per_s:,.0f}" if cell else "" for cell in cells))
-    return table
+    console.print(table)
+    console.print(grid.verdict)
+    console.print(f"loader = {grid.loader}")
 
 
 def _bits(cell: Cell) -> str:

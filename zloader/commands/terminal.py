@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+import typer
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zloader.commands.demo_results import EPOCH_HEADER, EpochFigures, epoch_rows
 from zloader.common.messages import size
 
 if TYPE_CHECKING:
@@ -26,51 +26,61 @@ if TYPE_CHECKING:
     from zloader.insight.summary import MatrixSummary, StoreSummary
 
 _WIDTH = 120  # columns of output that does not go to a terminal
-_OTHER_LINES = 4  # table header, status, and the line of the cursor
 
 
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; 120 columns wide if that is not a terminal."""
-    console = Console(stderr=stderr, highlight=False, markup=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=_WIDTH)
+    plain: Any = {"stderr": stderr, "highlight": False, "markup": False, "soft_wrap": True}
+    console = Console(**plain)
+    return console if console.is_terminal else Console(**plain, width=_WIDTH)
+
+
+def print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, default=str))
+
+
+def print_result(document: Any, show: Callable[[Console], None], *, as_json: bool) -> None:
+    """Prints the result of a command on stdout: as one JSON document, or as the text that `show` prints."""
+    if as_json:
+        print_json(document)
+    else:
+        show(console())
 
 
 def show_conversion(console: Console, done: ConversionReport) -> None:
     converted = f"converted {size(done.bytes_in)} to {size(done.bytes_out)} of Zarr in {done.seconds:.1f} s"
     if done.already_complete:
         converted = "already complete, converted from the same sources with the same options"
-    console.print(f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: {converted}", soft_wrap=True)
+    console.print(f"{done.rows:,} rows x {done.genes:,} genes, {done.values:,} values: {converted}")
     for name, change in done.dtypes_changed.items():
-        console.print(f"  {name}: {change}, without loss", soft_wrap=True)
+        console.print(f"  {name}: {change}, without loss")
     for name, rows in done.rows_made_canonical.items():
-        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed", soft_wrap=True)
+        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed")
     if done.dropped:
-        console.print(f"  left out, because sources cannot be joined on it: {', '.join(done.dropped)}", soft_wrap=True)
-    console.print(f"written to {done.destination}", soft_wrap=True)
+        console.print(f"  left out, because sources cannot be joined on it: {', '.join(done.dropped)}")
+    console.print(f"written to {done.destination}")
 
 
 def show_append(console: Console, done: AppendReport) -> None:
     console.print(
         f"added {done.rows - done.rows_before:,} rows to {done.rows_before:,} in {done.seconds:.1f} s: "
         f"{done.destination} now has {done.rows:,} rows and {done.values:,} values",
-        soft_wrap=True,
     )
     for name, rows in done.rows_made_canonical.items():
-        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed", soft_wrap=True)
+        console.print(f"  {name}: {rows:,} rows sorted by gene or with repeated genes summed")
     if done.left_out:
-        console.print(f"  left out, because the store does not have it: {', '.join(done.left_out)}", soft_wrap=True)
+        console.print(f"  left out, because the store does not have it: {', '.join(done.left_out)}")
 
 
 def show_verification(console: Console, verified: Verification) -> None:
     for problem in verified.problems:
-        console.print(f"{problem.where}: {problem.what}", soft_wrap=True)
+        console.print(f"{problem.where}: {problem.what}")
     compared = f", and every value equals {', '.join(verified.against)}" if verified.against and verified.ok else ""
     console.print(
         f"{verified.url}: {verified.rows:,} rows x {verified.genes:,} genes; read {verified.values:,} values in "
         f"{verified.chunks:,} chunks of {verified.objects:,} objects ({size(verified.bytes_read)}) in "
         f"{verified.seconds:.1f} s: "
         + (f"no problems{compared}" if verified.ok else f"problems: {len(verified.problems)}"),
-        soft_wrap=True,
     )
 
 
@@ -86,7 +96,7 @@ def show_store(console: Console, summary: StoreSummary) -> None:
         if fact:
             facts.add_row(Text(name, style="bold"), Text(fact))
     console.print(facts)
-    obs = _table("obs column", "kind", ">categories")
+    obs = new_table("obs column", "kind", ">categories")
     for column in summary.obs:
         obs.add_row(column.name, column.kind, "" if column.categories is None else f"{column.categories:,}")
     if summary.obs:
@@ -103,9 +113,9 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
         style="bold",
     )
     if matrix.problem:
-        console.print(matrix.problem, soft_wrap=True)
+        console.print(matrix.problem)
         return
-    table = _table(
+    table = new_table(
         "array", "dtype", ">values per chunk", ">chunks per shard", ">shards", ">stored", ">decoded", "codecs"
     )
     for array in matrix.arrays:
@@ -129,7 +139,7 @@ def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int
         f"\nEpoch over {x}: minibatches of {sizes['batch_size']:,} rows, fetches of {fetch_rows:,}, {order}",
         style="bold",
     )
-    table = _table("", ">GETs", ">bytes")
+    table = new_table("", ">GETs", ">bytes")
     first, every = costs.first_mirrored, costs.unmirrored
     about, at_most = ("", "") if every.exact else ("about ", "at most ")
     table.add_row("without a mirror, every epoch", f"{about}{every.gets:,}", f"{about}{size(every.bytes_read)}")
@@ -139,7 +149,7 @@ def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int
     console.print("Excludes metadata, indptr, and the columns of obs and obsm.", style="dim")
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
     """A table with these columns. A name that begins with > marks a right-aligned column."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
@@ -149,7 +159,7 @@ def _table(*columns: str) -> Table:
 
 def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:
     """The mirrors of a cache with their sizes, and the totals."""
-    table = _table("mirror", ">cached", ">share", ">on disk", "last used", "")
+    table = new_table("mirror", ">cached", ">share", ">on disk", "last used", "")
     table.columns[0].overflow = "fold"
     for entry, inspection in found:
         mirror = Text.assemble(entry.url, "\n", (entry.directory.name, "dim"))
@@ -164,48 +174,6 @@ def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInsp
     share = _share(held_bytes / in_all) if in_all else ""
     table.add_row(f"mirrors: {len(found)}", size(held_bytes), share, on_disk, "", "", style="bold")
     console.print(table)
-
-
-class TerminalOutput:
-    """Shows the demo's progress on a console: lines of text, then a table with one line per epoch."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live: Live | None = None
-        self._epochs: list[EpochFigures] = []
-        self._status = ""
-        self._ended = False
-
-    def step(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def progress(self, epoch: int, rows: int, of_rows: int) -> None:
-        self._status = f"epoch {epoch}: {rows:,} of {of_rows:,} cells" if rows < of_rows else ""
-        if self._live is None:
-            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=8)
-            self._live.start()
-
-    def epoch(self, figures: EpochFigures) -> None:
-        self._epochs.append(figures)
-
-    def _render(self) -> Group:
-        table = _table(*(name if name in ("epoch", "source") else f">{name}" for name in EPOCH_HEADER))
-        # Until the demo ends, only the epochs that fit on the screen.
-        shown = self._epochs if self._ended else self._epochs[-max(1, self._console.height - _OTHER_LINES) :]
-        for figures, cells in zip(shown, epoch_rows(shown), strict=True):
-            table.add_row(*cells, style="blue" if figures.cold else "yellow")
-        return Group(table, Text(self._status, style="dim"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended = True
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
 
 # ---- bench
@@ -262,7 +230,7 @@ def one_line(figures: Mapping[str, float]) -> str:
 
 def _figures_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
     """One row per figure that any column has."""
-    table = _table("", *(f">{name}" for name in columns))
+    table = new_table("", *(f">{name}" for name in columns))
     for name, (label, _) in _FIGURES.items():
         if any(name in figures for figures in columns.values()):
             table.add_row(label, *(_shown(name, figures) for figures in columns.values()))

@@ -21,7 +21,7 @@ from benchmarks.compare.reporting.words import (
     scenario,
     value_text,
 )
-from zloader.commands.page import LIGHT, Chart
+from zloader.commands.charts import LIGHT, Chart
 
 _WIDE_INCHES = 10.4
 _LOG_RATIO = 8  # values that differ by more are drawn on a logarithmic axis

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.compare.reporting.records import Limit
 from benchmarks.compare.reporting.words import LIMITS, Figure, is_ours, number
-from zloader.commands.page import LIGHT
+from zloader.commands.charts import LIGHT
 
 _FAMILIES = (
     ("zloader", "blue"), ("annbatch", "vermilion"), ("scdataset", "forest"), ("slaf", "rose"), ("annloader", "sky"),

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from benchmarks.compare.reporting import figures
@@ -28,35 +27,12 @@ from benchmarks.compare.reporting.words import (
     scenario,
     value_text,
 )
-from zloader.commands.page import Chart
+from zloader.commands.report import Section, Table
 from zloader.common.messages import size
 
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failed|Rows)\b")
 _LONGEST_ERROR = 400
 _BOUNDED = "only that there are not too many cells"  # what is noticed in a checked epoch that was not compared
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of figures or, if `words` is set, of longer texts. The first cell of each row names it."""
-
-    caption: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    words: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A section of the report: paragraphs, a list of points, figures, tables, terms and facts, in this order."""
-
-    title: str
-    text: Sequence[str] = ()
-    points: Sequence[str] = ()
-    charts: Sequence[Chart] = ()
-    tables: Sequence[Table] = ()
-    terms: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 def sections(results: Results) -> list[Section]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.measuring import Figures
-from zloader.commands import page
-from zloader.commands.page import COLD, LIGHT, WARM, Chart
+from zloader.commands.charts import COLD, LIGHT, WARM, Chart
+from zloader.commands.report import Report, Section, Table, try_next
 
 _POINTS = 300  # of the loss curve
 _BASELINE = "mean of each gene"
@@ -45,18 +45,21 @@ def learned(document: Figures) -> str:
     return text
 
 
-def render(document: Figures, flags: Sequence[str]) -> str:
-    """The page as HTML. `flags` are the options of the command."""
-    settings = document["settings"]
-    return page.page(
-        f"Pre-training {document['costs']['parameters']:,} parameters on {document['store']}",
-        page.verdict(learned(document)),
-        page.tiles(_tiles(document)),
-        page.section("Loss and speed", page.charts(_losses(document), _speeds(document))),
-        page.section("Epochs", page.table(_caption(document), _HEADER, map(_row, document["epochs"]))),
-        page.section("Terms", page.terms({name: words for name, words in _TERMS.items() if _applies(name, document)})),
-        page.section("The run", page.facts(_facts(document)), page.facts({k: str(v) for k, v in settings.items()})),
-        page.try_next(_commands(document, flags)),
+def report(document: Figures, flags: Sequence[str]) -> Report:
+    """The report. `flags` are the options of the command."""
+    settings = {name: str(value) for name, value in document["settings"].items()}
+    epochs = Table(_caption(document), _HEADER, [_row(epoch) for epoch in document["epochs"]])
+    return Report(
+        title=f"Pre-training {document['costs']['parameters']:,} parameters on {document['store']}",
+        verdict=[learned(document)],
+        tiles=_tiles(document),
+        sections=[
+            Section(title="Loss and speed", charts=[_losses(document), _speeds(document)]),
+            Section(title="Epochs", tables=[epochs]),
+            Section(title="Terms", terms={name: words for name, words in _TERMS.items() if _applies(name, document)}),
+            Section(title="The run", facts=_facts(document) | settings),
+            try_next(_commands(document, flags)),
+        ],
     )
 
 

@@ -1,4 +1,4 @@
-"""The figure and the HTML page of `zloader quality`."""
+"""The report and the figure of `zloader quality`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from zloader.commands import page
-from zloader.commands.page import LIGHT, SERIES, WARM, Chart
+from zloader.commands.charts import LIGHT, SERIES, WARM, Chart, draw_heat_map
 from zloader.commands.quality_grid import FAIR_PERCENT, GOOD_PERCENT, Cell, QualityGrid
+from zloader.commands.report import Report, Section, Table, try_next
 from zloader.common.messages import size
 
-_FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of the heat map, light enough for text in both themes
 _MARKERS = "osD^vP"
 _COLUMNS = ("block_size × fetch_factor", "entropy, bits", "% of random", "without strata, bits",
             "row distance within", "row distance across", "longest run", "same-block share", "GETs", "read",
@@ -24,22 +23,27 @@ def charts(grid: QualityGrid) -> list[Chart]:
     return [_mixing(grid), _mixing_and_speed(grid)]
 
 
-def render(grid: QualityGrid, url: str, storage_options: Mapping[str, Any], flags: Sequence[str]) -> str:
-    """The page as HTML. `url` and `storage_options` open the store; `flags` are those of the commands that do."""
-    drawn = charts(grid)
+def report(grid: QualityGrid, url: str, storage_options: Mapping[str, Any], flags: Sequence[str]) -> Report:
+    """The report. `url` and `storage_options` open the store; `flags` are those of the commands that do."""
     default = grid.default
-    note = f"The defaults of zl.Loader are block_size={default.block_size} and fetch_factor={default.fetch_factor}."
-    return page.page(
-        f"{grid.url}: {grid.rows:,} rows by {grid.label}",
-        page.verdict(grid.verdict),
-        page.code(_python(grid, url, storage_options)),
-        page.note(note),
-        page.tiles(_tiles(grid)),
-        page.section("What entropy is, and what is good", page.terms(_terms(grid))),
-        page.section("Mixing and speed", page.charts(*drawn)),
-        page.section("All figures", page.table(_caption(grid), _COLUMNS, (_row(grid, cell) for cell in _cells(grid)))),
-        page.section("What the columns mean", page.terms(_COLUMN_TERMS)),
-        page.try_next(_commands(grid, url, flags)),
+    caption = f"For comparison, {grid.random}. Rows/s are {grid.speed}."
+    return Report(
+        title=f"{grid.url}: {grid.rows:,} rows by {grid.label}",
+        verdict=[grid.verdict],
+        text=[
+            f"The defaults of zl.Loader are block_size={default.block_size} and fetch_factor={default.fetch_factor}."
+        ],
+        code=_python(grid, url, storage_options),
+        tiles=_tiles(grid),
+        sections=[
+            Section(title="What entropy is, and what is good", terms=_terms(grid)),
+            Section(title="Mixing and speed", charts=charts(grid)),
+            Section(
+                title="All figures", tables=[Table(caption, _COLUMNS, [_row(grid, cell) for cell in _cells(grid)])]
+            ),
+            Section(title="What the columns mean", terms=_COLUMN_TERMS),
+            try_next(_commands(grid, url, flags)),
+        ],
     )
 
 
@@ -85,10 +89,6 @@ def _cells(grid: QualityGrid) -> list[Cell]:
     return sorted({cell.sizes: cell for cell in [*grid.cells, grid.default]}.values(), key=lambda cell: cell.sizes)
 
 
-def _caption(grid: QualityGrid) -> str:
-    return f"For comparison, {grid.random}. Rows/s are {grid.speed}."
-
-
 def _row(grid: QualityGrid, cell: Cell) -> list[str]:
     quality, of = cell.quality, cell.stratified
     distances = ["" if score is None else f"{score:.3f}" for score in (quality.l1_within, quality.l1_across)]
@@ -107,37 +107,18 @@ def _row(grid: QualityGrid, cell: Cell) -> list[str]:
 
 def _mixing(grid: QualityGrid) -> Chart:
     cells = _cells(grid)
-    by_sizes = {cell.sizes: cell for cell in cells}
-    blocks, factors = (sorted({cell.sizes[axis] for cell in cells}) for axis in (0, 1))
     palest = min(FAIR_PERCENT, *(cell.percent for cell in cells))
 
     def draw(figure: Any) -> None:
-        from matplotlib.patches import Rectangle
-
         axes = figure.subplots()
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-        for (block, factor), cell in by_sizes.items():
-            column, row = factors.index(factor), blocks.index(block)
+        drawn: dict[tuple[float, float], tuple[float, str]] = {}
+        for cell in cells:
             strength = min(1.0, (cell.percent - palest) / (100 - palest))
-            opacity = _FAINTEST + (_STRONGEST - _FAINTEST) * strength
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color=LIGHT["blue"], alpha=opacity, linewidth=0))
-            axes.text(
-                column, row, f"{cell.stratified.entropy_bits:.2f} bits\n{cell.percent}%", ha="center", va="center"
-            )
-        handles = []
-        for cell, name, colour in _marked(grid):
-            corner = (factors.index(cell.fetch_factor) - 0.48, blocks.index(cell.block_size) - 0.48)
-            outline = Rectangle(corner, 0.96, 0.96, fill=False, edgecolor=colour, linewidth=2.5, label=name)
-            handles.append(axes.add_patch(outline))
-        axes.set_xlim(-0.5, len(factors) - 0.5)
-        axes.set_ylim(len(blocks) - 0.5, -0.5)
-        axes.set_xticks(range(len(factors)), map(str, factors))
-        axes.set_yticks(range(len(blocks)), map(str, blocks))
-        axes.tick_params(length=0)
+            drawn[cell.sizes] = (strength, f"{cell.stratified.entropy_bits:.2f} bits\n{cell.percent}%")
+        draw_heat_map(axes, drawn, {name: (cell.sizes, colour) for cell, name, colour in _marked(grid)})
         axes.set_xlabel("fetch_factor (minibatches per fetch)")
         axes.set_ylabel("block_size (rows per block)")
-        figure.legend(handles=handles, loc="outside lower left", ncols=2)
+        figure.legend(handles=axes.get_legend_handles_labels()[0], loc="outside lower left", ncols=2)
 
     return Chart(
         name="mixing",

@@ -1,0 +1,297 @@
+"""The charts of all reports: colours, kinds of charts, and a chart as inline SVG or as a file. matplotlib draws them.
+
+Charts are drawn in the light colours. In a page they are inline SVG in which each colour is a CSS variable, so that a
+chart follows the reader's light or dark theme. matplotlib is an optional dependency and slow to import, so it is
+imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+LIGHT = {
+    "paper": "#fcfcfb", "card": "#ffffff", "ink": "#1c2024", "quiet": "#5b636d", "grid": "#e4e7ea",
+    "blue": "#1666c0", "orange": "#c2560c", "green": "#1a7f4b", "purple": "#7b4fc9", "pink": "#b8346f",
+    "teal": "#0b7a86",
+    # With blue, ink and quiet, these are far apart for readers with any kind of colour blindness too.
+    "vermilion": "#e37257", "olive": "#6a5805", "forest": "#225a30", "sky": "#629cb6", "rose": "#f22f97",
+}  # fmt: skip
+DARK = {
+    "paper": "#14171a", "card": "#1b1f23", "ink": "#eceef0", "quiet": "#a0a8b1", "grid": "#30363d",
+    "blue": "#6cb2ff", "orange": "#ffa561", "green": "#5fd08f", "purple": "#b79cff", "pink": "#ff8fb8",
+    "teal": "#4fd0dd",
+    "vermilion": "#e65705", "olive": "#f0c233", "forest": "#69ae82", "sky": "#65e2fe", "rose": "#905b78",
+}  # fmt: skip
+COLD, WARM = LIGHT["blue"], LIGHT["orange"]
+SERIES = [LIGHT[name] for name in ("blue", "orange", "green", "purple", "pink", "teal")]
+_STYLE: dict[Any, Any] = {
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": LIGHT["card"],
+    "axes.facecolor": LIGHT["card"],
+    "axes.edgecolor": LIGHT["quiet"],
+    "axes.labelcolor": LIGHT["quiet"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["grid"],
+    "grid.linewidth": 0.8,
+    "text.color": LIGHT["ink"],
+    "text.parse_math": False,  # a label may contain $
+    "xtick.color": LIGHT["quiet"],
+    "ytick.color": LIGHT["quiet"],
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",
+}
+OVER = {"facecolor": LIGHT["card"], "edgecolor": "none", "pad": 1}  # hides grid lines behind a label
+_LARGE_INCHES = 6.5  # a wider chart has a row of its own
+_LOG_RATIO = 8  # speeds that differ by more are drawn on a logarithmic axis
+_LABELLED = 0.12  # share of the axis that an epoch needs for its label
+_FAINTEST, _STRONGEST = 0.06, 0.5  # opacity of a heat map, light enough for text in both themes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart. `draw` draws it on a matplotlib figure or subfigure; `description` is for screen readers.
+
+    `inches` are the width and height at which the text has its usual size.
+    """
+
+    name: str
+    title: str
+    description: str
+    caption: str
+    draw: Callable[[Any], None]
+    inches: tuple[float, float] = (5.2, 4.0)
+
+    @property
+    def large(self) -> bool:
+        """Whether it has a row of its own in a page."""
+        return self.inches[0] > _LARGE_INCHES
+
+
+# ---- as SVG or PNG
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """The style of the charts. Characters that matplotlib's font lacks do not cause a warning."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
+        yield
+
+
+def figure_of(charts: Sequence[Chart]) -> Any:
+    """The charts side by side, with their titles. Call it, and draw the figure, within `drawing`."""
+    from matplotlib.figure import Figure
+
+    widths, heights = zip(*(chart.inches for chart in charts), strict=True)
+    figure = Figure(figsize=(sum(widths), max(heights) + 0.3))
+    parts = figure.subfigures(1, len(charts), squeeze=False, width_ratios=widths)[0]
+    for chart, part in zip(charts, parts, strict=True):
+        chart.draw(part)
+        part.suptitle(chart.title)
+    return figure
+
+
+def save_png(charts: Sequence[Chart], path: Path) -> None:
+    with drawing():
+        figure_of(charts).savefig(path, format="png", dpi=150)
+
+
+def save_svg(chart: Chart, path: Path) -> None:
+    """Writes a chart as a file of its own, in the light colours. Its title is not drawn."""
+    path.write_text(_drawn(chart), encoding="utf-8")
+
+
+def _drawn(chart: Chart) -> str:
+    """The chart as SVG in the light colours. The same chart gives the same text."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    drawn = StringIO()
+    with drawing(), mpl.rc_context({"svg.hashsalt": chart.name}):
+        figure = Figure(figsize=chart.inches)
+        chart.draw(figure)
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return drawn.getvalue()
+
+
+def inline_svg(chart: Chart) -> str:
+    """The chart as an element of a page, in the page's colours and font."""
+    svg = _drawn(chart)
+    body = svg[svg.index(">", svg.index("<svg")) + 1 :]
+    box = re.search(r'viewBox="([^"]+)"', svg)
+    assert box is not None
+    for colour, value in LIGHT.items():
+        body = body.replace(f": {value}", f": var(--{colour})")
+    body = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font: \1 system-ui, sans-serif", body)
+    body = re.sub(r'(id="|href="#|url\(#)', rf"\1{chart.name}-", body)  # ids must be unique within the page
+    body = body.replace("xlink:href", "href")
+    return (
+        f'<svg viewBox="{box[1]}" role="img" aria-labelledby="{chart.name}-title {chart.name}-desc">'
+        f'<title id="{chart.name}-title">{escape(chart.title)}</title>'
+        f'<desc id="{chart.name}-desc">{escape(chart.description)}</desc>{body}'
+    )
+
+
+# ---- speeds, one line of dots for each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dots:
+    """Speeds that are drawn in one line, with the median in figures."""
+
+    name: str
+    values: Sequence[float]
+    colour: str
+    marker: str = "o"
+
+
+def draw_speeds(axes: Any, lines: Sequence[Dots], what: str) -> None:
+    """Draws lines of dots one below the other, on an axis of `what` a second."""
+    upright(axes)
+    for place, line in enumerate(lines):
+        axes.plot(line.values, [place] * len(line.values), line.marker, color=line.colour, markersize=8, alpha=0.8)
+        middle = sorted(line.values)[len(line.values) // 2]
+        axes.annotate(f"{middle:,.0f}", (middle, place), (0, 8), textcoords="offset points", ha="center", bbox=OVER)
+    _scale_speeds(axes, [value for line in lines for value in line.values], f"{what} per second")
+    axes.set_yticks(range(len(lines)), [line.name for line in lines])
+    axes.set_ylim(len(lines) - 0.5, -0.75)
+
+
+def upright(axes: Any) -> None:
+    """Grid lines across the x axis only, and no ticks at the names on the y axis."""
+    axes.grid(visible=False)
+    axes.grid(visible=True, axis="x")
+    axes.tick_params(axis="y", length=0)
+
+
+def _scale_speeds(axes: Any, values: Sequence[float], what: str) -> None:
+    """Makes the x axis logarithmic if the speeds differ much, otherwise one from 0."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
+    logarithmic = max(values) > _LOG_RATIO * min(values) > 0
+    if logarithmic:
+        axes.set_xscale("log")
+        axes.set_xlim(min(values) / 1.8, max(values) * 1.8)
+        decades = max(values) / min(values) > 100
+        axes.xaxis.set_major_locator(LogLocator(subs=(1,) if decades else (1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(0, 1.15 * max(values))
+        axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k
+    axes.set_xlabel(what + (" (log scale)" if logarithmic else ""))
+
+
+# ---- epochs over time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """An epoch over time: `y` at each of `x`, or between them if there is one more of `x`."""
+
+    epoch: int
+    colour: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def draw_curves(axes: Any, curves: Sequence[Curve], *, filled: bool = True) -> None:
+    """Draws epochs one after the other, with their numbers above the axes where there is room for them."""
+    first, last = curves[0].x[0], curves[-1].x[-1]
+    for curve in curves:
+        start, stop = curve.x[0], curve.x[-1]
+        if len(curve.x) > len(curve.y):
+            axes.stairs(curve.y, curve.x, color=curve.colour, linewidth=1.8)
+            axes.stairs(curve.y, curve.x, fill=True, color=curve.colour, alpha=0.25, linewidth=0)
+        else:
+            axes.plot(curve.x, curve.y, color=curve.colour, clip_on=False)
+            if filled:
+                axes.fill_between(curve.x, curve.y, color=curve.colour, alpha=0.25, linewidth=0)
+        if stop - start >= _LABELLED * (last - first):
+            axes.text((start + stop) / 2, 1.02, f"epoch {curve.epoch}", transform=axes.get_xaxis_transform(),
+                      ha="center", va="bottom")  # fmt: skip
+    if last > first:
+        axes.set_xlim(first, last)
+    axes.locator_params(axis="x", nbins=5)
+
+
+def rates(
+    times: Sequence[float], totals: Sequence[float], most_bins: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The rate at which a total grew, in time bins of equal width: the edges in seconds, and the values per second."""
+    import numpy as np
+
+    edges = np.linspace(times[0], times[-1], 1 + max(1, most_bins))
+    return edges, np.diff(np.interp(edges, times, totals)) / np.diff(edges)
+
+
+# ---- bars and heat maps
+
+
+def draw_bars(axes: Any, bars: Mapping[str, Sequence[float]], colours: Sequence[str]) -> None:
+    """Draws a bar of coloured parts for each name, one below the other."""
+    upright(axes)
+    for place, parts in enumerate(bars.values()):
+        for number, (part, colour) in enumerate(zip(parts, colours, strict=True)):
+            axes.barh(place, part, left=sum(parts[:number]), height=0.5, color=colour, alpha=0.75)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0)
+    axes.locator_params(axis="x", nbins=5)
+
+
+def draw_heat_map(
+    axes: Any,
+    cells: Mapping[tuple[float, float], tuple[float, str]],
+    outlined: Mapping[str, tuple[tuple[float, float], str]],
+) -> None:
+    """Draws the strength, from 0 to 1, and the words of each cell, by row and column.
+
+    `outlined` are cells with the colour of their outline, by a name for the legend.
+    """
+    from matplotlib.patches import Rectangle
+
+    rows, columns = (sorted({place[axis] for place in cells}) for axis in (0, 1))
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    for (row, column), (strength, words) in cells.items():
+        x, y = columns.index(column), rows.index(row)
+        opacity = _FAINTEST + (_STRONGEST - _FAINTEST) * strength
+        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=LIGHT["blue"], alpha=opacity, linewidth=0))
+        axes.text(x, y, words, ha="center", va="center")
+    for name, ((row, column), colour) in outlined.items():
+        corner = (columns.index(column) - 0.48, rows.index(row) - 0.48)
+        axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, edgecolor=colour, linewidth=2.5, label=name))
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
+    axes.set_yticks(range(len(rows)), [f"{row:g}" for row in rows])
+    axes.tick_params(length=0)
+
+
+def name_colours(figure: Any, names: Mapping[str, str]) -> None:
+    """A legend of the names of colours, below the axes."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in names.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=2)
