@@ -469,7 +469,6 @@ def test_chunks_that_other_writers_leave_out_are_fill_values(tmp_path, form):
     )
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("code", [-2, 4])
 def test_a_code_without_a_label_is_an_error(tmp_path, code):
     path = by_anndata(ADATA, tmp_path / "a.zarr", "v3")
