@@ -120,7 +120,7 @@ def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
             break
     (entry,) = mirrors(tmp_path)
     seen = inspect_mirror(entry)
-    mirror = loader.dataset.store.mirror(loader.dataset.matrix("X"))
+    mirror = loader.dataset.store.mirror(loader.dataset.store.matrix("X"))
     assert seen.arrays.keys() == mirror.arrays.keys() == {"X/data", "X/indices"}
     for name, array in mirror.arrays.items():
         assert seen.arrays[name].chunks == array.layout.n_chunks
@@ -228,7 +228,7 @@ def test_a_flipped_bit_is_found_and_only_its_chunk_is_read_again(whole, store, t
 
 
 def layout(store: Path, array: str):
-    (found,) = (one for one in zl.open_dataset(store).matrix("X").arrays if one.path == array)
+    (found,) = (one for one in zl.open_dataset(store).store.matrix("X").arrays if one.path == array)
     return found
 
 

@@ -309,4 +309,6 @@ def _figures(
 
 def _opening_bytes(dataset: Dataset, label: str) -> int:
     opened = ("X/indptr/", f"obs/{label}/")
-    return sum(size for key, size in dataset.object_sizes().items() if key == "zarr.json" or key.startswith(opened))
+    return sum(
+        size for key, size in dataset.store.object_sizes().items() if key == "zarr.json" or key.startswith(opened)
+    )
