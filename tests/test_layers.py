@@ -76,7 +76,7 @@ MAY_IMPORT = {
     },
     "anndata": {
         "zloader.dataset.elements",
-        "zloader.dataset.dataset",
+        "zloader.dataset.table",
         "zloader.conversion.convert",
         "zloader.conversion.sources.inputs",
         "zloader.conversion.sources.anndata_input",

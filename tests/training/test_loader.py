@@ -136,7 +136,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
     assert doctest.testmod(minibatch_module) == (0, 4)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)  # each layout, and each kind in two dtypes
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("kind", ["csr", "dense"])
