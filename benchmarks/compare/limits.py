@@ -28,7 +28,7 @@ _CSR_BYTES = 8  # of a value in a minibatch: an int32 index and a float32
 def limits(store: Path, speed: LinkSpeed, *, work: Path, link_bytes: int = _LINK_BYTES) -> list[Figures]:
     """The records of all limits, in rows of `store`, a store of zloader."""
     dataset = zl.open_dataset(store)
-    values = sum(int(array.n_elements) for array in dataset.matrix().arrays) / 2
+    values = sum(int(array.n_elements) for array in dataset.store.matrix("X").arrays) / 2
     on_disk = stored_bytes(store)
     rows = dataset.n_obs
     found = [_limit("memcpy", memory_bytes_per_s(), rows, _CSR_BYTES * values)]
@@ -66,7 +66,7 @@ def memory_bytes_per_s() -> float:
 def decoding_s(dataset: zl.Dataset, store: Path) -> float:
     """Seconds for decoding every chunk of the store once, from memory, with the threads of a loader."""
     loader = zl.Loader(dataset, shuffle=False)
-    stored = {layout.path: chunk_bytes(store, layout) for layout in dataset.matrix().arrays}
+    stored = {layout.path: chunk_bytes(store, layout) for layout in dataset.store.matrix("X").arrays}
     return decode_seconds(loader, stored)
 
 

@@ -34,8 +34,8 @@ def chunk_bytes(store: Path, layout: ArrayLayout) -> list[np.ndarray]:
 def decode_seconds(loader: zl.Loader, stored: dict[str, list[np.ndarray]]) -> float:
     """Seconds for decoding alone, of the chunks that one epoch of `loader` decodes without a mirror."""
     dataset, plan = loader.dataset, loader.plan(0)
-    matrix = dataset.matrix()
-    indptr = dataset.indptr(matrix)
+    matrix = dataset.store.matrix("X")
+    indptr = dataset.store.indptr(matrix)
     jobs = []
     for number in range(plan.n_fetches):
         starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)

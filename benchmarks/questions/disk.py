@@ -192,7 +192,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     rows, column = rows_and_column(options.store)
-    matrix = zl.open_dataset(options.store).matrix()
+    matrix = zl.open_dataset(options.store).store.matrix("X")
     useful_bytes = sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays)
     runs: dict[str, dict[str, list[Figures]]] = {}
     with tempfile.TemporaryDirectory(dir=options.work) as directory:

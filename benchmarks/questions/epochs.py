@@ -84,7 +84,9 @@ def measure(location: StoreLocation, options: argparse.Namespace, work: Path, la
         sides: dict[str, Callable[[], Figures]] = {"cold": cold.epoch, "filling": filled, "warm": warm.epoch}
         if not location.cloud:
             loader = loader_of(location.store, settings)
-            stored = {layout.path: chunk_bytes(location.store, layout) for layout in loader.dataset.matrix().arrays}
+            stored = {
+                layout.path: chunk_bytes(location.store, layout) for layout in loader.dataset.store.matrix("X").arrays
+            }
             sides = {"decode": lambda: {"seconds": decode_seconds(loader, stored), "rows": rows}} | sides
         runs = in_turns(sides, options.epochs, rows=rows, label=label)
     assert not any(run["gets"] for run in runs["warm"]), "a warm epoch read from the store"

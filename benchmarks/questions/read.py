@@ -145,7 +145,7 @@ def own(options: argparse.Namespace, work: Path) -> Figures:
     rows, column = rows_and_column(options.store)
     asked = {"chunk_size": chunk_size, "preload_nchunks": preload_nchunks, "obs": column}
     loader = zl.Loader(zl.open_dataset(options.store), sampling=zl.BlockShuffling(chunk_size), obs=[column])
-    stored = {layout.path: chunk_bytes(options.store, layout) for layout in loader.dataset.matrix().arrays}
+    stored = {layout.path: chunk_bytes(options.store, layout) for layout in loader.dataset.store.matrix("X").arrays}
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(store_location(options.store, options.speed))
         start = [sys.executable, source, asked, work]
@@ -217,8 +217,8 @@ def reads(name: str, run: Figures, planned: EpochCost) -> None:
 def allowed_bytes(loader: zl.Loader) -> tuple[int, int]:
     """The memory limit from FetchOptions, counting decoded fetches as their rows' values, and as whole chunks."""
     dataset, options = loader.dataset, loader.options
-    matrix, plan = dataset.matrix(), loader.plan(0)
-    indptr = dataset.indptr(matrix)
+    matrix, plan = dataset.store.matrix("X"), loader.plan(0)
+    indptr = dataset.store.indptr(matrix)
     values, chunks = 0, 0
     for number in range(plan.n_fetches):
         starts, stops = matrix.elements_of(plan.fetch(number).rows, indptr)

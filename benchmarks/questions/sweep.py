@@ -120,8 +120,8 @@ def reads(dataset: zl.Dataset, *, block_size: int, batch_size: int, fetch_factor
     """The reads of a cold epoch without a mirror: GETs, bytes, decoded chunks, and decoded over stored values."""
     sampling = zl.BlockShuffling(block_size)
     plan = zl.Loader(dataset, sampling=sampling, batch_size=batch_size, fetch_factor=fetch_factor).plan(0)
-    matrix = dataset.matrix()
-    indptr = dataset.indptr(matrix)
+    matrix = dataset.store.matrix("X")
+    indptr = dataset.store.indptr(matrix)
     cost = epoch_costs(dataset, plan, most_fetches=plan.n_fetches).unmirrored
     chunks = values = 0
     for number in range(plan.n_fetches):
@@ -142,7 +142,7 @@ def convert(source: Path, store: Path, chunk_rows: int, codec: str, options: arg
     converting = zl.ConvertOptions(chunk_rows=chunk_rows, codec=codec)
     zl.convert(source, store, options=converting, progress=False)
     dataset = zl.open_dataset(str(store))
-    matrix = dataset.matrix()
+    matrix = dataset.store.matrix("X")
     stored = sum(stored_bytes(dataset.store, array) for array in matrix.arrays)
     near = {"block_size": options.block_size, "batch_size": _BATCH_SIZE, "fetch_factor": options.fetch_factor}
     far = {"block_size": options.block_size, "batch_size": options.block_size, "fetch_factor": 1}
@@ -160,7 +160,7 @@ def convert(source: Path, store: Path, chunk_rows: int, codec: str, options: arg
 
 def timed(store: Path, threads: int) -> Mapping[str, float]:
     """Values/s of decoding and encoding, from one run of each."""
-    matrix = zl.open_dataset(str(store)).matrix()
+    matrix = zl.open_dataset(str(store)).store.matrix("X")
     codings = Codings(store, matrix.arrays)
     n = matrix.values.n_elements
     return {"decode": n / codings.decode_seconds(threads), "encode": n / codings.encode_seconds(threads)}

@@ -31,9 +31,8 @@ from zloader.common.options import FetchOptions
 from zloader.insight.cost import chunks_to_read
 from zloader.order.plan import Plan, Remaining
 from zloader.order.shuffling import stratified
-from zloader.producing.makers import LostError
 from zloader.producing.production import Production
-from zloader.producing.window import MeanBytes, Window
+from zloader.producing.window import LostError, MeanBytes, Window
 from zloader.reading.read_plan import ReadPlanner, planner_of
 from zloader.reading.resources import Counters
 from zloader.storage.layout import ArrayLayout, total_bytes

@@ -396,7 +396,14 @@ def test_secrets_are_in_no_repr_and_only_in_pickles_that_need_them(server, monke
     options = hide(source, monkeypatch, tmp_path) | endpoint(server)
     loader = open_loader("s3://atlas/counts.zarr", options)
     digest(loader)
-    shown = [loader, loader.dataset, loader.dataset.location, loader.options, loader.statistics(), s3_access(options)]
+    shown = [
+        loader,
+        loader.dataset,
+        loader.dataset.store.location,
+        loader.options,
+        loader.statistics(),
+        s3_access(options),
+    ]
     for thing in shown:
         assert not leaks(repr(thing) + str(thing))
     assert not leaks(pickle.dumps(loader.statistics()).decode("latin-1"))
@@ -410,7 +417,7 @@ def test_secrets_are_in_no_error(server, monkeypatch, tmp_path, source):
     options = hide(source, monkeypatch, tmp_path) | endpoint(server)
     refusal = {"kind": "status", "status": 403, "code": "AccessDenied", "method": "*"}
     loader = open_loader("s3://atlas/counts.zarr", options)
-    loader.dataset.indptr(loader.dataset.matrix())
+    loader.dataset.store.indptr(loader.dataset.store.matrix("X"))
     server.faults = [{**refusal, "match": "X/"}]
     with pytest.raises(AccessDeniedError) as while_reading:
         digest(loader)

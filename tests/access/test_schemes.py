@@ -104,8 +104,8 @@ def test_a_process_that_read_from_a_web_server_exits_without_warnings(root, sim)
 
 def test_the_objects_found_on_a_web_server_match_a_local_listing(root, sim):
     server = sim(root=root)
-    there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr").location.listing()
-    web = open_web(server).location
+    there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr").store.location.listing()
+    web = open_web(server).store.location
     found = web.listing()
     assert {key: entry.size for key, entry in found.items()} == {key: entry.size for key, entry in there.items()}
     assert web.find_object("zarr.json") == found["zarr.json"]
@@ -114,7 +114,7 @@ def test_the_objects_found_on_a_web_server_match_a_local_listing(root, sim):
 
 def test_concurrent_requests_are_bounded(root, sim):
     server = sim(root=root, ttfb_ms=20)
-    location = open_web(server).location
+    location = open_web(server).store.location
     server.tally.clear()
     n_objects = len(location.listing())
     assert server.tally.wait_idle(30)
@@ -150,7 +150,7 @@ def test_a_zarr_v2_store_with_chunks_left_out(tmp_path, sim):
     for chunk in ("1.0", "2.0"):
         (tmp_path / "bucket" / "v2.zarr" / "X" / chunk).unlink(missing_ok=True)
     dataset = open_web(sim(), "bucket/v2.zarr")
-    assert not {"X/1.0", "X/2.0"} & dataset.location.listing().keys()
+    assert not {"X/1.0", "X/2.0"} & dataset.store.location.listing().keys()
     np.testing.assert_array_equal(dataset.take(range(60)).X, adata.X)
 
 
@@ -261,7 +261,7 @@ def test_a_server_that_requires_credentials(static):
         zl.open_dataset(url)
     dataset = zl.open_dataset(url, storage_options={"headers": {"Authorization": "Bearer open sesame"}})
     assert sum(len(minibatch.index) for minibatch in loader(dataset)) == 160
-    assert "sesame" not in repr(dataset) + repr(dataset.location) + repr(loader(dataset))
+    assert "sesame" not in repr(dataset) + repr(dataset.store.location) + repr(loader(dataset))
 
 
 LATER = {
@@ -450,7 +450,7 @@ def test_a_public_bucket_of_google(root, static):
     options = {"token": "anon", "endpoint_url": static(_Google, "")}
     dataset = zl.open_dataset(GOOGLE, storage_options=options)
     there = zl.open_dataset(root / "bucket" / "two words" / "counts.zarr")
-    assert dataset.object_sizes() == there.object_sizes()
+    assert dataset.store.object_sizes() == there.store.object_sizes()
     assert digest(loader(dataset)) == digest(loader(there))
     with pytest.raises(StoreNotFoundError, match="gs://bucket/nothing"):
         zl.open_dataset("gs://bucket/nothing", storage_options=options)

@@ -62,7 +62,7 @@ def pair(tmp_path_factory) -> Path:
     """A directory with the stores one.zarr and other.zarr, which differ only in their values."""
     folder = tmp_path_factory.mktemp("alike") / "bucket"
     one, other = write(ONE, folder / "one.zarr"), write(OTHER, folder / "other.zarr")
-    assert zl.open_dataset(one).object_sizes() == zl.open_dataset(other).object_sizes()
+    assert zl.open_dataset(one).store.object_sizes() == zl.open_dataset(other).store.object_sizes()
     set_equal_times(one, other)
     return folder
 

@@ -293,7 +293,9 @@ def test_a_mirror_fills_up_to_its_limit_and_the_rest_is_read_from_the_store(stor
     cache = Cache(directory=tmp_path / "limited", max_bytes=limit)
     unmirrored = _epoch(_loader(store, None))
     with _Watch(cache.directory) as watch:
-        zl.open_dataset(store, cache=cache).keep_columns()  # `warm` keeps them too, and they count in the limit
+        zl.open_dataset(
+            store, cache=cache
+        ).observations.cache_all()  # `warm` keeps them too, and they count in the limit
         cold = _epoch(_loader(store, cache))
         warm_epochs = [_epoch(_loader(store, cache)) for _ in range(2)]
     assert limit - 530 * 1024 < watch.most <= limit

@@ -119,7 +119,7 @@ def test_the_inspection_agrees_with_the_mirror(store, tmp_path, fetches):
             break
     (entry,) = mirrors(tmp_path)
     seen = inspect_mirror(entry)
-    mirror = loader.dataset.store.mirror(loader.dataset.matrix("X"))
+    mirror = loader.dataset.store.mirror(loader.dataset.store.matrix("X"))
     assert mirror.arrays.keys() == {"X/data", "X/indices"}
     assert seen.arrays.keys() == {*mirror.arrays, "X/indptr", "obs/cell_type/codes"}
     for name, array in mirror.arrays.items():
@@ -228,7 +228,7 @@ def test_a_flipped_bit_is_found_and_only_its_chunk_is_read_again(whole, store, t
 
 
 def layout(store: Path, array: str):
-    (found,) = (one for one in zl.open_dataset(store).matrix("X").arrays if one.path == array)
+    (found,) = (one for one in zl.open_dataset(store).store.matrix("X").arrays if one.path == array)
     return found
 
 

@@ -109,7 +109,7 @@ def test_convert_round_trip(h5ad, tmp_path):
     adata = ad.read_h5ad(h5ad)
     dataset = zl.open_dataset(dest)
     np.testing.assert_array_equal(dataset.take(np.arange(700)).X.toarray(), adata.X.toarray())
-    values = dataset.matrix().values
+    values = dataset.store.matrix("X").values
     assert values.dtype == np.float32
     assert values.n_shards > 10
     assert "zstd" in str(values.codecs)

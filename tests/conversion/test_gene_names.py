@@ -81,7 +81,7 @@ def test_new_names_of_raw_and_of_one_store(tmp_path: Path, mouse: ad.AnnData) ->
     zl.convert(mouse, tmp_path / "a.zarr", progress=False)
     dataset = pickle.loads(pickle.dumps(zl.open_dataset(tmp_path / "a.zarr", genes_by=lambda name: name.upper())))
     for x in ("X", "raw/X"):
-        assert dataset.var_of(x).index.tolist() == [name.upper() for name in MOUSE]
+        assert dataset.matrices.var_of(x).index.tolist() == [name.upper() for name in MOUSE]
     assert dataset.var["var_names"].tolist() == MOUSE
     zl.convert(mouse, tmp_path / "b.zarr", genes_by=str.upper, progress=False)
     again = ad.read_zarr(tmp_path / "b.zarr")

@@ -214,8 +214,8 @@ def test_wrong_credentials(s3, tmp_path, wrong):
 def test_credentials_that_stop_working_before_the_first_read(s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)
-    dataset.indptr(dataset.matrix())
-    dataset.location.storage_options["secret"] = "changed meanwhile"
+    dataset.store.indptr(dataset.store.matrix("X"))
+    dataset.store.location.storage_options["secret"] = "changed meanwhile"
     with pytest.raises(AccessDeniedError, match=r"reading X/\w+/c/\d+ bytes \d+-\d+ was denied") as caught:
         epoch(dataset)
     assert "changed meanwhile" not in str(caught.value)
@@ -258,7 +258,9 @@ def test_credentials_may_be_mended_in_a_running_process(s3, tmp_path, monkeypatc
 def test_secrets_are_not_shown(s3, tmp_path):
     write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
     dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)
-    shown = repr(dataset) + repr(dataset.location) + repr(zl.Loader(dataset)) + repr(zl.Loader(dataset).statistics())
+    shown = (
+        repr(dataset) + repr(dataset.store.location) + repr(zl.Loader(dataset)) + repr(zl.Loader(dataset).statistics())
+    )
     assert s3.storage_options["secret"] not in shown
     assert s3.storage_options["key"] not in shown
 
@@ -388,6 +390,6 @@ def test_an_interrupted_conversion_says_so(store):
 
 
 def test_small_options_are_what_the_tests_mean(pristine):
-    matrix = zl.open_dataset(pristine).matrix()
+    matrix = zl.open_dataset(pristine).store.matrix("X")
     assert SMALL.chunk_rows == 1
     assert all(array.n_shards >= 2 for array in matrix.arrays)

@@ -127,7 +127,7 @@ def dataset(request: pytest.FixtureRequest, store: Path, tmp_path: Path) -> zl.D
     elif request.param == "two stores":
         urls = request.getfixturevalue("halves")
     if cache is not None:
-        zl.open_dataset(urls, cache=cache, storage_options=options).keep_columns()
+        zl.open_dataset(urls, cache=cache, storage_options=options).observations.cache_all()
     opened = zl.open_dataset(urls, cache=cache, storage_options=options)
     return opened[5:50] if request.param == "view" else opened
 
@@ -348,7 +348,7 @@ def test_columns_that_are_no_tensors_are_refused_when_the_loader_is_made(tmp_pat
     says = r"'lane' holds complex numbers in \S+: only numbers, categories, strings and dates"
     with pytest.raises(OptionError, match=says):
         zl.Loader(dataset, obs=["lane"])
-    dataset.keep_columns()
+    dataset.observations.cache_all()
     assert dataset.obs(["lane"])["lane"].tolist() == (ROWS * 1j).tolist()
 
 

@@ -192,7 +192,7 @@ def test_a_lookup_does_not_pass_over_all_rows_for_every_segment(tmp_path: Path, 
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_frame_of_a_view_leaves_no_names_in_memory(tmp_path: Path, cached: bool) -> None:
     dataset = zl.open_dataset(store_with(tmp_path / "a.zarr", plain), cache=tmp_path / "cache" if cached else None)
-    segments = dataset._observations._names[0]._segments
+    segments = dataset.observations._names[0]._segments
     for _ in range(2):
         assert dataset[::2].obs().index.tolist() == NAMES[::2]
         assert list(segments) == ([0, 1, 2, 3] if cached else [])

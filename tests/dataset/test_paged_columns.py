@@ -221,7 +221,7 @@ def test_minibatches_as_anndata(tmp_path, store):
     assert minibatch.x.obs["cell_type"].fillna("a").tolist() == wanted.obs["cell_type"].fillna("a").tolist()
     np.testing.assert_array_equal(minibatch.x.obs["lane"], wanted.obs["lane"])
     np.testing.assert_array_equal(minibatch.x.obsm["pca"], wanted.obsm["pca"])
-    assert not dataset._observations._columns
+    assert not dataset.observations._columns
 
 
 @pytest.mark.parametrize("unlike", [False, True])
@@ -250,7 +250,7 @@ def test_several_stores(tmp_path, unlike):
     pd.testing.assert_index_equal(dataset.categories("cell_type"), wanted["cell_type"].categories)
     np.testing.assert_array_equal(dataset.obs_column("cell_type").values, wanted["cell_type"].values)
     again = zl.open_dataset(urls, cache=tmp_path / "cache")
-    assert again._observations.paged_column("cell_type", zl.FetchOptions()) is None, "it is in the cache, joined"
+    assert again.observations.paged_column("cell_type", zl.FetchOptions()) is None, "it is in the cache, joined"
 
 
 @pytest.mark.every(2)
@@ -627,7 +627,7 @@ def test_a_loader_in_another_process(tmp_path, store):
 def test_no_rows_have_dtypes_too(tmp_path, store):
     dataset, none = zl.open_dataset(store, cache=tmp_path), np.empty(0, np.int64)
     recipe = loader_of(dataset).recipe(0)
-    columns, arrays = recipe.columns(), recipe.obsm()
+    columns, arrays = recipe.columns.obs(), recipe.columns.obsm()
     assert isinstance(columns["cell_type"], PagedColumn)
     assert {name: rows_of(column, none, {}).dtype.name for name, column in columns.items()} == {
         "cell_type": "int64",

@@ -176,11 +176,11 @@ def test_epochs_of_a_store_with_pages(tmp_path, monkeypatch, cached):
     for epoch in range(2):
         dataset = zl.open_dataset(tmp_path / "counts.zarr", cache=cache)
         loader = zl.Loader(dataset, batch_size=8, fetch_factor=4, sampling=zl.BlockShuffling(8), obs=["cell_type"])
-        assert isinstance(dataset.store.offsets(dataset.matrix()), PagedOffsets)
+        assert isinstance(dataset.store.offsets(dataset.store.matrix("X")), PagedOffsets)
         seen = np.concatenate([check_minibatch(minibatch, ADATA) for minibatch in loader])
         assert sorted(seen) == list(range(300))
         assert bool(loader.statistics().gets) != (cached and epoch > 0)
-    np.testing.assert_array_equal(dataset.indptr(dataset.matrix()), ADATA.X.indptr)
+    np.testing.assert_array_equal(dataset.store.indptr(dataset.store.matrix("X")), ADATA.X.indptr)
     if cached:
         zl.warm(dataset)
         offline = zl.open_dataset(tmp_path / "counts.zarr", cache=cache, offline=True)
@@ -228,7 +228,7 @@ def test_a_missing_object_is_never_read_as_empty_rows(tmp_path, form, cached):
     path = by_anndata(FEW, tmp_path / "a.zarr", form, FEW.X.indptr)
     cache = tmp_path / "cache" if cached else None
     read_all(path, FEW, cache)
-    assert isinstance(zl.open_dataset(path).store.offsets(zl.open_dataset(path).matrix()), PagedOffsets)
+    assert isinstance(zl.open_dataset(path).store.offsets(zl.open_dataset(path).store.matrix("X")), PagedOffsets)
     objects = [file for file in path.glob("X/indptr/**/*") if file.is_file() and file.name.isdigit()]
     last = max(int(file.name) for file in objects)
     for file in objects:
@@ -259,7 +259,7 @@ def test_chunks_of_leading_empty_rows_may_be_left_out(tmp_path, form):
     for cache in (None, tmp_path / "cache"):
         read_all(path, LATE, cache)
         np.testing.assert_array_equal(
-            zl.open_dataset(path, cache=cache).indptr(zl.open_dataset(path).matrix()), LATE.X.indptr
+            zl.open_dataset(path, cache=cache).store.indptr(zl.open_dataset(path).store.matrix("X")), LATE.X.indptr
         )
 
 

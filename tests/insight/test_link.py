@@ -76,7 +76,7 @@ def test_a_local_store_and_one_without_values(bucket, tmp_path):
 def test_a_server_that_stalls_is_given_up(bucket, sim):
     server = sim(root=bucket)
     dataset = opened(server)
-    dataset.matrices("X")
+    dataset.matrices.layouts("X")
     server.faults = [{"match": "X/(indices|data)/c/", "kind": "stall"}]
     assert link_bytes_per_s(dataset, options=zl.FetchOptions(), enough_s=0, most_s=0.2) is None
 
@@ -84,7 +84,7 @@ def test_a_server_that_stalls_is_given_up(bucket, sim):
 def test_a_read_that_fails_is_raised(bucket, sim):
     server = sim(root=bucket)
     dataset = opened(server)
-    dataset.matrices("X")
+    dataset.matrices.layouts("X")
     server.faults = [{"match": "X/(indices|data)/c/", "kind": "status", "status": 403}]
     with pytest.raises(zl.ZloaderError, match=r"403|denied|not allowed"):
         link_bytes_per_s(dataset, options=zl.FetchOptions(retries=0), enough_s=0)

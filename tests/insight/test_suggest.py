@@ -90,7 +90,7 @@ def test_a_store_is_looked_at_and_the_reasons_are_said(tmp_path):
     zl.convert(adata[:200].copy(), tmp_path / "b.zarr", options=zl.ConvertOptions(chunk_rows=4), progress=False)
     dataset = zl.open_dataset([tmp_path / "a.zarr", tmp_path / "b.zarr"])
     suggested = zl.suggest(dataset, batch_size=8, memory="64MiB")
-    matrices = dataset.matrices("X")
+    matrices = dataset.matrices.layouts("X")
     per_chunk = [m.values.chunk_elements / m.values.n_elements * m.n_rows for m in matrices]
     assert suggested.rows_per_chunk == pytest.approx(max(per_chunk))
     assert suggested.fetch_rows == 800
@@ -110,7 +110,7 @@ def test_a_view_takes_the_chunks_that_its_rows_are_in(tmp_path):
     assert (suggested.fetch_rows, suggested.spread) == (400, 10)
     plan = zl.Loader(val, batch_size=8, fetch_factor=suggested.fetch_factor, sampling=suggested.sampling).plan(0)
     decoded = 0
-    (matrix,) = dataset.matrices("X")
+    (matrix,) = dataset.matrices.layouts("X")
     indptr = np.append(0, np.cumsum(np.diff(adata.X.indptr)))
     starts, stops = indptr[plan.fetch(0).rows], indptr[plan.fetch(0).rows + 1]
     for array in matrix.arrays:
@@ -136,7 +136,7 @@ def test_sets_and_controls_are_counted(tmp_path):
     assert f"{suggested.fetch_rows:,} rows and {2 * suggested.fetch_rows:,} controls" in str(suggested)
     loader = zl.Loader(dataset, fetch_factor=suggested.fetch_factor, **given)
     assert len(loader.plan(0).fetch(0).rows) <= 3 * suggested.fetch_rows
-    (matrix,) = dataset.matrices("X")
+    (matrix,) = dataset.matrices.layouts("X")
     assert suggested.fetch_bytes <= sum(a.n_elements * a.dtype.itemsize for a in matrix.arrays)
     assert sum(map(len, loader)) == 4000 - 4 * (1000 % 16)
 

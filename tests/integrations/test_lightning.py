@@ -119,6 +119,18 @@ def test_epochs_come_in_turn_and_validation_in_order(options, epochs):
     assert torch.cat([minibatch.row for minibatch in in_order]).tolist() == list(range(N_ROWS))
 
 
+def test_plain_loaders_see_epochs_in_turn(options, epochs):
+    """Lightning calls iter() to try a loader, runs a sanity check, and validates between epochs."""
+    validation = zl.Loader(**options | {"sampling": None}, shuffle=False)
+    next(iter(validation))
+    model, trainer = Model(), trainer_of()
+    trainer.fit(model, zl.Loader(**options), validation)
+    assert_same_minibatches(model.seen["train"], joined(epochs[:3]))
+    in_order = list(validation)
+    assert_same_minibatches(model.seen["val"], in_order[:2] + in_order * 3)
+    assert torch.cat(trainer.predict(model, validation)).tolist() == list(range(N_ROWS))
+
+
 TRAINERS = {
     "one minibatch": ({"limit_train_batches": 1}, 1),
     "some minibatches": ({"limit_train_batches": 5}, 5),
@@ -524,7 +536,7 @@ def test_two_processes_share_out_the_rows_once(interpreter, dataset, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    arguments = (str(dataset.location.url), str(tmp_path), port)
+    arguments = (str(dataset.store.location.url), str(tmp_path), port)
     done = interpreter.run(_RANKS, *map(json.dumps, arguments), GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     told = [json.loads((tmp_path / f"{number}").read_text()) for number in range(2)]

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from benchmarks.harness.virtual_time import run_in_virtual_time
 from zloader.common.errors import ProducerError
 from zloader.order.plan import Remaining
-from zloader.producing import makers, production
+from zloader.producing import production
 from zloader.producing import window as window_module
+from zloader.producing.window import LANES, FailedError, LostError
 from zloader.reading.resources import Counters
 
 pytestmark = pytest.mark.any_version
@@ -67,7 +68,7 @@ class Making:
         if self.made == size:
             return None
         if number in self.maker.crew.fails:
-            raise makers.FailedError from OSError(f"fetch {number}")
+            raise FailedError from OSError(f"fetch {number}")
         try:
             await asyncio.wait_for(self.maker.dead.wait(), self.maker.group_s)
         except TimeoutError:
@@ -75,7 +76,7 @@ class Making:
             items = [Item(number, begin + self.made + k) for k in range(n_items)]
             self.made += n_items
             return items, Counters(gets=self.made)
-        raise makers.LostError("dead")
+        raise LostError("dead")
 
     def cancel(self):
         pass
@@ -166,7 +167,7 @@ class Epoch:
         assert self.window.done
         wanted = [(k, number + (0 if k else self.begin)) for k, size in enumerate(self.sizes) for number in range(size)]
         assert [(item.fetch, item.number) for item in self.got] == wanted
-        assert self.most_bytes <= self.ahead_bytes + 10 * self.crew.group * makers.LANES * self.crew.size
+        assert self.most_bytes <= self.ahead_bytes + 10 * self.crew.group * LANES * self.crew.size
 
 
 @given(
@@ -289,7 +290,7 @@ def test_a_producer_that_overtakes_goes_on_when_the_slow_one_was_first(other_s):
     epoch.run(look)
     epoch.check()
     assert (0, "m0") in crew.began
-    assert len(then) == makers.LANES
+    assert len(then) == LANES
     assert crew.dropped == []
 
 

@@ -536,7 +536,7 @@ def test_a_producer_opens_an_epoch_once(cluster, store, monkeypatch):
     list(loader)
     assert sum(counted.bytes_read for counted in made[8:]) < sum(counted.bytes_read for counted in made[:8])
     assert spans - loader.statistics().gets == sum(counted.gets for counted in made[8:])
-    assert known == sum(array.n_shards for array in loader.dataset.matrix().arrays)
+    assert known == sum(array.n_shards for array in loader.dataset.store.matrix("X").arrays)
     assert producer._opened(1, plan)[1] is not recipe
 
 
@@ -564,13 +564,14 @@ def test_fetches_share_no_source_of_a_large_column(cluster, on_a_simulated_serve
     producer = producers.Producer()
     producer.open(producers.pickled(loader))
     recipe = producer._opened(0, producers.pickled(loader.plan(0)))[1]
-    fetches = [producer._with_own_sources(recipe) for _ in range(2)]
-    assert len(recipe.paged) == 5
-    sources = [part.source for each in (recipe, *fetches) for column in each.paged for part in column.parts]
+    fetches = [recipe.with_parts(producer._own) for _ in range(2)]
+    assert len(recipe.columns.paged) == 5
+    columns = [each.columns for each in (recipe, *fetches)]
+    sources = [part.source for each in columns for column in each.paged for part in column.parts]
     assert len(set(map(id, sources))) == 15
-    for fetch in fetches:
-        found = [*fetch.columns().values(), *fetch.obsm().values()]
-        assert [each for each in found if isinstance(each, PagedColumn)] == list(fetch.paged)
+    for of_fetch in columns[1:]:
+        found = [*of_fetch.obs().values(), *of_fetch.obsm().values()]
+        assert [each for each in found if isinstance(each, PagedColumn)] == list(of_fetch.paged)
 
 
 @pytest.mark.any_version

@@ -57,7 +57,7 @@ def loader_over(server, *, cache=None, **options) -> zl.Loader:
     """A loader that has not yet read any elements of X."""
     storage_options = {"key": "any", "secret": SECRET, "endpoint_url": server.url}
     dataset = zl.open_dataset("s3://atlas/counts.zarr", cache=cache, storage_options=storage_options)
-    dataset.indptr(dataset.matrix())
+    dataset.store.indptr(dataset.store.matrix("X"))
     return zl.Loader(
         dataset,
         batch_size=8,
@@ -309,7 +309,7 @@ def running(request, bucket, tmp_path):
         s3 = request.getfixturevalue("s3")
         write_store(ADATA, s3.url("counts.zarr"), tmp_path, storage_options=s3.storage_options)
         dataset = zl.open_dataset(s3.url("counts.zarr"), storage_options=s3.storage_options)
-        filesystem, root = dataset.location.filesystem(), dataset.location.path
+        filesystem, root = dataset.store.location.filesystem(), dataset.store.location.path
 
         def change(key, edit):
             filesystem.pipe_file(f"{root}/{key}", edit(filesystem.cat_file(f"{root}/{key}")))
@@ -352,7 +352,7 @@ def test_an_object_overwritten_in_mid_epoch(running):
 def test_an_object_whose_tag_changes_with_every_answer(bucket, sim):
     server = sim(root=bucket)
     loader = loader_over(server)
-    loader.dataset.indptr(loader.dataset.matrix())
+    loader.dataset.store.indptr(loader.dataset.store.matrix("X"))
     server.faults = [{"kind": "etag", "match": f"{ELEMENTS}1$", "value": '"another"', "count": 1, "skip": 1}]
     with pytest.raises(StoreChangedError, match="X/"):
         epoch(loader)

@@ -23,8 +23,10 @@ from zloader.common.errors import CorruptChunkError, MissingObjectError, ReadErr
 from zloader.order.plan import Fetch, Plan
 from zloader.reading import gather
 from zloader.reading.bridge import Bridge
-from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.fetch import FetchScheduler
+from zloader.reading.forms import Form
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
+from zloader.reading.recipe import Cutting, Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.storage.decode import CHUNK
 from zloader.storage.layout import MatrixLayout
@@ -62,7 +64,7 @@ def part_of(store: Path) -> MatrixPart:
 def scheduler_of(part, source, *, mirror=None, options=None) -> FetchScheduler:
     """Reads one part from `source`."""
     part = replace(part, source=source, mirror=mirror)
-    recipe = Recipe(x={"X": [part]}, columns=dict, dense=False, dtype="int64")
+    recipe = Recipe(x={"X": [part]}, form=Form(dense=False, dtype="int64"))
     return FetchScheduler(recipe, options or zl.FetchOptions(), BufferPool())
 
 
@@ -105,9 +107,8 @@ def test_minibatches_that_take_more_than_was_gathered_are_made_one_by_one(store,
     def cut(together, cuts):
         return [Large(each.index) for each in gather.cut_apart(together, cuts)]
 
-    recipe = Recipe(
-        x={"X": [part_of(store)]}, columns=dict, dense=False, dtype="int64", cut=cut, grows=grows, regroups=regroups
-    )
+    cutting = Cutting(cut=cut, grows=grows, regroups=regroups)
+    recipe = Recipe(x={"X": [part_of(store)]}, form=Form(dense=False, dtype="int64"), cutting=cutting)
     put = []
 
     async def keep(items, n_bytes):
@@ -295,7 +296,7 @@ def test_an_absent_shard_is_an_error_in_our_stores_and_fill_values_in_others(sto
     with pytest.raises(MissingObjectError, match="X/data/c/1 is not there"):
         run(lacking, FakeSource(store), plan())
 
-    values = zl.open_dataset(store).root["X/data"].metadata.to_dict()
+    values = zl.open_dataset(store).store.root["X/data"].metadata.to_dict()
     matrix = replace(part.matrix, values=array_layout("X/data", values, absent_is_fill=True))
     foreign = replace(lacking, matrix=matrix)
     mirror = mirror_of(foreign, tmp_path, form) if form else None

@@ -14,9 +14,10 @@ from zloader.order.plan import Plan
 from zloader.reading import gather
 from zloader.reading.back_pressure import ByteBudget
 from zloader.reading.bridge import Bridge
-from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
 from zloader.reading.matrix_rows import PlannedRows
+from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool
 from zloader.selecting.genes import ChosenGenes
 
@@ -64,8 +65,8 @@ def store(tmp_path_factory):
 def epoch_of(dataset, names, *, batch_size, fetch_factor, dense=False, memory="2GiB"):
     """The bytes held per fetch, the sizes of its buffers, and the bytes of each group gathered together."""
     options, pool, groups = zl.FetchOptions(memory=memory), CountedPool(), []
-    matrices = {name: dataset.parts(name, options) for name in names}
-    scheduler = FetchScheduler(Recipe(x=matrices, columns=dict, dense=dense, dtype="float64"), options, pool)
+    matrices = {name: dataset.matrices.parts(name, options) for name in names}
+    scheduler = FetchScheduler(Recipe(x=matrices, form=Form(dense=dense, dtype="float64")), options, pool)
     budget = scheduler._gates.room = CountedBudget(options.buffer_bytes)
     plan = Plan(dataset_rows=N_ROWS, sampling=zl.Streaming(), batch_size=batch_size, fetch_factor=fetch_factor)
 
@@ -114,7 +115,7 @@ def test_groups_are_small_beside_the_memory_for_minibatches(store):
 def test_copies_of_the_values_of_chosen_genes_are_counted(store, dense):
     """They are far larger than x if most genes are left out."""
     chosen = ChosenGenes(positions=np.arange(5), n_stored=N_GENES)
-    parts = zl.open_dataset(store).parts("X", zl.FetchOptions(), chosen)
+    parts = zl.open_dataset(store).matrices.parts("X", zl.FetchOptions(), chosen)
     lengths, starts = np.full(N_ROWS, 3000), np.zeros(N_ROWS, np.int64)
     planned = PlannedRows(parts=parts, at={0: slice(None)}, needed={0: []}, lengths=lengths)
     genes, values = np.arange(3000, dtype=np.uint16), np.ones(3000, parts[0].matrix.values.dtype)

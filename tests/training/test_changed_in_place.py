@@ -15,9 +15,9 @@ import zloader as zl
 from zloader.training.packed import PackedRows
 from zloader.training.tokens import Tokens
 
-ADATA = counts(150, 40)
+ADATA = counts(90, 40)
 ADATA.var["score"] = np.arange(40.0)
-ADATA.obsm["X_pca"] = np.random.default_rng(0).random((150, 3), np.float32)
+ADATA.obsm["X_pca"] = np.random.default_rng(0).random((90, 3), np.float32)
 TOKENS = {name: number for number, name in enumerate(["<pad>", "<mask>", "<cls>", "<eoc>", *ADATA.var_names])}
 PARTS = {
     "obs": ["cell_type", "n_counts"],
@@ -75,6 +75,7 @@ def spoil(minibatch: zl.Minibatch) -> int:
     return written
 
 
+@pytest.mark.every(3)  # each layout once, and each cache
 @pytest.mark.parametrize("layout", ["csr", "dense", "packed", "scipy", "anndata"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_changes_are_not_seen_later(store, tmp_path, layout, cache):

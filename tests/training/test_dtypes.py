@@ -123,7 +123,7 @@ def test_float16_is_widened(tmp_path, layout, x, mirrored):
 def test_float16_is_kept_or_narrowed_verified_and_appended(tmp_path, whole):
     x = values("float16", whole=whole)
     store = store_of(both(x), tmp_path, "convert")
-    assert zl.open_dataset(store).matrix("X").values.dtype == ("uint8" if whole else "float16")
+    assert zl.open_dataset(store).store.matrix("X").values.dtype == ("uint8" if whole else "float16")
     assert zl.verify(store, against=both(x), progress=False).ok
     zl.append(store, both(x), progress=False)
     np.testing.assert_array_equal(dense(zl.open_dataset(store).take(range(2 * N_ROWS))), np.concatenate([x, x]))

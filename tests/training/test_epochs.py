@@ -1,16 +1,14 @@
-"""Which epoch an iteration yields: after looks at the first minibatch, broken loops, threads, workers and trainers."""
+"""Which epoch an iteration yields: after looks at the first minibatch, broken loops, threads and workers."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import pickle
 import threading
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import counts, write_store
 from torch.utils.data import DataLoader
 
@@ -174,41 +172,3 @@ def test_a_state_while_an_iterator_waits_is_that_of_its_epoch(loader, store, epo
     restored = zl.Loader(zl.open_dataset(store), **SIZES)
     restored.load_state_dict(loader.state_dict())
     assert rows(waiting) == rows(restored) == epochs[1]
-
-
-def test_a_trainer_sees_epochs_in_turn(store, epochs):
-    """Lightning calls iter() to try the loader, runs a sanity check, and validates between epochs."""
-    import lightning
-
-    dataset = zl.open_dataset(store)
-
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(11))
-            self.seen: dict[str, list[list[int]]] = {"train": [], "val": []}
-
-        def training_step(self, minibatch, batch_idx):
-            self.seen["train"].append(minibatch.index.tolist())
-            return (minibatch.x @ self.weight).sum()
-
-        def validation_step(self, minibatch, batch_idx):
-            self.seen["val"].append(minibatch.row.tolist())
-
-        def predict_step(self, minibatch, batch_idx):
-            return minibatch.row
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", **dict.fromkeys(shown, False))
-    model = Model()
-    validation = zl.Loader(dataset, batch_size=50, shuffle=False)
-    look(validation)
-    trainer.fit(model, zl.Loader(dataset, **SIZES), validation)
-    assert model.seen["train"] == [minibatch for epoch in epochs[:3] for minibatch in epoch]
-    in_order = rows(validation)
-    assert list(itertools.chain(*in_order)) == list(range(N_ROWS))
-    assert model.seen["val"] == in_order[:2] + in_order * 3
-    assert torch.cat(trainer.predict(model, validation)).tolist() == list(range(N_ROWS))

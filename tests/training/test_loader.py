@@ -136,7 +136,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path, monkeypatch):
     assert doctest.testmod(minibatch_module) == (0, 4)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)  # each layout, and each kind in two dtypes
 @pytest.mark.parametrize("layout", ["csr", "dense", "scipy", "anndata"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("kind", ["csr", "dense"])
@@ -190,7 +190,7 @@ def test_a_mirror_that_holds_a_part_and_takes_no_more(store, tmp_path):
     """As on a full disk: chunks in the mirror come from there, the rest from the store."""
     dataset = zl.open_dataset(store, cache=tmp_path / "cache")
     dataset.take([3, 100, 250, 251, 400])
-    for mirror in dataset.stores[0].mirror(dataset.matrix("X")).arrays.values():
+    for mirror in dataset.stores[0].mirror(dataset.store.matrix("X")).arrays.values():
         mirror.writable = False
     sizes = {"batch_size": 16, "fetch_factor": 2, "sampling": zl.BlockShuffling(4), "obs": OBS}
     loader = zl.Loader(dataset, **sizes)
@@ -222,7 +222,7 @@ def test_statistics_count_spans_retries_and_what_the_mirror_gave(store, tmp_path
         pass
     warm = loader.statistics()
     assert (warm.spans, warm.gets, warm.bytes_read) == (0, 0, 0)
-    layouts = loader.dataset.matrix("X").arrays
+    layouts = loader.dataset.store.matrix("X").arrays
     assert warm.bytes_from_mirror >= sum(layout.n_elements * layout.dtype.itemsize for layout in layouts)
 
 

@@ -290,7 +290,8 @@ def _figures(
 
 def _opening_bytes(dataset: Dataset, label: str) -> int:
     opened = ("X/indptr/", f"obs/{label}/")
-    return sum(size for key, size in dataset.object_sizes().items() if key == "zarr.json" or key.startswith(opened))
+    sizes = dataset.store.object_sizes().items()
+    return sum(size for key, size in sizes if key == "zarr.json" or key.startswith(opened))
 
 
 # ---- the obs column to predict
@@ -310,7 +311,7 @@ def require_label(source: Path, label: str | None) -> None:
 def choose_label(dataset: Dataset, wanted: str | None) -> str:
     """The obs column to predict: `wanted`, else cell_type1, else the first column with 2 to 200 categories."""
     if wanted is not None:
-        dataset.require_obs([wanted])
+        dataset.observations.require_usable([wanted])
     candidates = [wanted] if wanted else sorted(dataset.obs_columns, key=lambda name: name != BUNDLED_LABEL)
     n_categories = {}
     for name in candidates:

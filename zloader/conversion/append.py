@@ -191,7 +191,7 @@ class _Addition:
                 threads=pool,
                 bars=self._bars,
                 create_object=destination.create_object,
-                existing=self._plan.dataset.object_sizes(),
+                existing=self._plan.dataset.store.object_sizes(),
             )
             for matrix, scan in zip(self._matrices, self._scans, strict=True):
                 append_matrix(matrix, scan, target)

@@ -112,7 +112,7 @@ def verify(
             inputs = [opened.enter_context(source) for source in open_inputs(against, storage_options=options)]
         seen = _Seen(objects=len(location.listing()))
         dataset = _opened(location, findings)
-        if dataset is not None and dataset.root.metadata.zarr_format != 3:
+        if dataset is not None and dataset.store.root.metadata.zarr_format != 3:
             findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
             seen = dataclasses.replace(seen, rows=dataset.n_obs, genes=dataset.n_vars)
         elif dataset is not None:

@@ -19,10 +19,12 @@ from zloader.caching.mirror import load_column, save_column
 from zloader.common.options import FetchOptions
 from zloader.common.progress import progress_bars
 from zloader.common.records import CsrArrays, MinibatchArrays
-from zloader.dataset.base import BaseDataset
+from zloader.dataset.matrices import Matrices
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
-from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.fetch import FetchScheduler
+from zloader.reading.forms import Form
+from zloader.reading.recipe import Cutting, Recipe
 from zloader.reading.resources import BufferPool
 from zloader.transforms.statistics import GeneStatistics, Moments
 from zloader.transforms.transform import Transform, transforms_of
@@ -45,42 +47,45 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsPass:
-    """A pass over the rows of a dataset or view in a sampling that yields them in order.
+    """A pass over the rows of a dataset or view in a sampling of all `dataset_rows` rows that yields them in order.
 
-    `directory` is where the cache keeps the result, or None. It keeps none with transforms of the user's own, because
-    nothing tells when their code changes. Raises OptionError for transforms that do not fit.
+    `fingerprint` is that of the dataset or view. `directory` is where the cache keeps the result, or None. It keeps
+    none with transforms of the user's own, because nothing tells when their code changes. Raises OptionError for
+    transforms that do not fit.
     """
 
-    dataset: BaseDataset
+    matrices: Matrices
+    fingerprint: str
     dataset_rows: int
     sampling: Sampling
     directory: MirrorDirectory | None
     options: FetchOptions
     progress: bool
 
+    @property
+    def _n_obs(self) -> int:
+        return self.sampling.n_rows(self.dataset_rows)
+
     def statistics(self, x: str, transforms: Sequence[Transform]) -> GeneStatistics:
         """The statistics of all genes of a matrix, from the cache if they are there."""
-        self.dataset.matrices(x)
-        parts = self.dataset.parts(x, self.options)
+        parts = self.matrices.parts(x, self.options)
         exact = all(np.can_cast(part.matrix.values.dtype, np.float32, "safe") for part in parts)
         dtype = "float32" if exact else "float64"
         listed = transforms_of(transforms, [x]).get(x, ())
-        transforming = self.dataset.transforming(x, listed, dense=False, dtype=dtype)
-        genes = self.dataset.columns_of(x).names
+        transforming = self.matrices.transforming(x, listed, dense=False, dtype=dtype)
+        genes = self.matrices.gene_names(x)
         name = None
         if all(type(each).__module__.startswith("zloader.transforms.") for each in listed):
-            name = f"gene_statistics/{_key(self.dataset.fingerprint, x, transforming.transforms, genes)}"
+            name = f"gene_statistics/{_key(self.fingerprint, x, transforming.transforms, genes)}"
         cached = self._load(name, genes)
         if cached is not None:
             return cached
         recipe = Recipe(
             x={x: parts},
-            columns=dict,
-            dense=False,
-            dtype=dtype,
-            sweeping=self.dataset.n_obs == self.dataset_rows,
+            form=Form(dense=False, dtype=dtype),
             transforms={x: transforming} if listed else {},
-            cut=_summed,
+            cutting=Cutting(cut=_summed),
+            sweeping=self._n_obs == self.dataset_rows,
         )
         found = self._pass(recipe, parts[0].n_columns).statistics(genes)
         self._save(name, found)
@@ -90,7 +95,7 @@ class StatisticsPass:
         plan = Plan(dataset_rows=self.dataset_rows, sampling=self.sampling, batch_size=_PART_ROWS, fetch_factor=_PARTS)
         scheduler, moments = FetchScheduler(recipe, self.options, BufferPool()), Moments(n_genes)
         with progress_bars(shown=self.progress, unit="rows") as bars:
-            advance = bars.add("statistics of genes", self.dataset.n_obs)
+            advance = bars.add("statistics of genes", self._n_obs)
             for part in scheduler.start(plan.fetches(), name="zloader-statistics"):
                 moments.merge(part.moments)  # type: ignore[attr-defined]
                 advance(part.moments.n_obs)  # type: ignore[attr-defined]
@@ -103,7 +108,7 @@ class StatisticsPass:
         if stored is None:
             return None
         mean, variance, nonzero = np.array(stored)
-        n_obs = self.dataset.n_obs
+        n_obs = self._n_obs
         return GeneStatistics(genes=genes, mean=mean, variance=variance, nonzero=nonzero.astype(np.int64), n_obs=n_obs)
 
     def _save(self, name: str | None, found: GeneStatistics) -> None:

@@ -22,11 +22,14 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.opening import OpenedStores
-from zloader.reading.fetch import Recipe, read_at_once
+from zloader.reading.fetch import read_at_once
+from zloader.reading.forms import Form, Transforming, computing_dtype
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.reading.recipe import Recipe
 from zloader.selecting.gene_names import GeneJoin
 from zloader.selecting.genes import ChosenGenes, Genes, choose_genes
 from zloader.storage.layout import MatrixLayout
+from zloader.transforms.transform import Columns, Transform, bound_transforms
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -80,6 +83,33 @@ class Matrices:
         """The names of the columns of a matrix, or of the chosen genes."""
         names = self.axis(frame_of(x)).names
         return names if genes is None else names[genes.positions]
+
+    def columns_of(self, x: str, genes: ChosenGenes | None = None) -> Columns:
+        """The genes that are the columns of a matrix, or those chosen, as transforms take them."""
+        return Columns(
+            n_genes=self.n_genes(x) if genes is None else len(genes),
+            find_names=lambda: self.gene_names(x, genes),
+            where=f"{x} of {self._opened.url}",
+        )
+
+    def transforming(
+        self,
+        x: str,
+        transforms: Sequence[Transform],
+        genes: ChosenGenes | None = None,
+        *,
+        dense: bool,
+        dtype: str,
+    ) -> Transforming:
+        """How a Recipe makes x with transforms, with seed 0 and in epoch 0.
+
+        If it has `genes`, the Recipe takes the parts of x with all genes. Raises OptionError for transforms that cannot
+        be combined with each other, or with the other options.
+        """
+        columns, computing = self.columns_of(x, genes), computing_dtype(dtype)
+        bound = bound_transforms(transforms, columns, dense=dense, dtype=computing, chosen=genes is not None)
+        later = genes if any(transform.whole_rows for transform in bound) else None
+        return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
 
     def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
         """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.
@@ -164,12 +194,7 @@ class Matrices:
         parts = self.parts(x, options)
         dtypes = [store.original_dtype(part.matrix) for store, part in zip(self._stores, parts, strict=True)]
         dtype = "float32" if np.result_type(*dtypes) == np.float16 else np.result_type(*dtypes).name
-        recipe = Recipe(
-            x={x: parts},
-            columns=dict,
-            dense=all(part.matrix.genes is None for part in parts),
-            dtype=dtype,
-        )
+        recipe = Recipe(x={x: parts}, form=Form(dense=all(part.matrix.genes is None for part in parts), dtype=dtype))
         return read_at_once(recipe, rows, options).x[x]
 
 

@@ -34,7 +34,9 @@ from zloader.dataset.obs_columns import StoreColumns
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.paged_columns import PagedColumns
 from zloader.reading.column_rows import PagedColumn
-from zloader.reading.fetch import Recipe, read_at_once
+from zloader.reading.fetch import read_at_once
+from zloader.reading.forms import Form
+from zloader.reading.recipe import Recipe, RowColumns
 from zloader.selecting.columns import ObsColumn, concatenated, joined, require_exact, unalike, unfit_obs, unfit_obsm
 from zloader.selecting.groups import shares
 
@@ -222,6 +224,14 @@ class Observations:
         self.require_usable([name])
         return self.paged.obs(name, options)
 
+    def paged_columns(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
+        """Those of some obs columns whose rows are loaded with each fetch."""
+        return {name: paged for name in names if (paged := self.paged_column(name, options)) is not None}
+
+    def paged_arrays(self, names: Sequence[str], options: FetchOptions) -> dict[str, PagedColumn]:
+        """Those of some obsm arrays whose rows are loaded with each fetch."""
+        return {name: paged for name in names if (paged := self.paged_array(name, options)) is not None}
+
     def require_columns(self, names: Sequence[str]) -> None:
         """Raises MissingColumnError for the first name that some store lacks."""
         for name in names:
@@ -269,9 +279,8 @@ class Observations:
         paged = self.paged_array(name, FetchOptions())
         if paged is None:
             return self.array(name)[rows]
-        recipe = Recipe(
-            x={}, columns=dict, obsm=lambda: {name: paged.prepared()}, paged=[paged], dense=True, dtype=None
-        )
+        columns = RowColumns(obsm=lambda: {name: paged.prepared()}, paged=[paged])
+        recipe = Recipe(x={}, form=Form(dense=True, dtype=None), columns=columns)
         return read_at_once(recipe, rows, FetchOptions()).obsm[name]
 
     def paged_array(self, name: str, options: FetchOptions) -> PagedColumn | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from zloader.common.records import Rows
 from zloader.dataset.group_parts import parts_of_groups
 from zloader.dataset.views import PART_WINDOW, RowSet
 from zloader.order.permutation import key_of, permute
-from zloader.selecting.columns import Column, ObsColumn
+from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask
 from zloader.selecting.groups import count_codes, groups_of
 
@@ -102,12 +102,8 @@ class Among:
         """Looks up obs columns of these rows only."""
         if self.chosen is None or len(self.chosen) == self.n_all:
             return column
-        return functools.partial(_restricted, column, self.chosen)
-
-
-def _restricted(column: Column, chosen: RowSet, name: str) -> ObsColumn:
-    of_all = column(name)
-    return replace(of_all, values=chosen.taken(of_all.values))
+        chosen = self.chosen
+        return lambda name: chosen.column(column(name))
 
 
 def listed(shares: Shares) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,9 +23,9 @@ from zloader.common.messages import suggestion
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
 from zloader.dataset.store import OpenedStore
-from zloader.order.sampling import WrappedSampling
+from zloader.order.sampling import Sampling, WrappedSampling
 from zloader.order.shuffling import as_array, checked_once
-from zloader.selecting.columns import Column
+from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.expressions import Mask, matching, row_test
 
 Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series
@@ -120,6 +120,18 @@ class RowSet(SharesArrays):
         mask = np.unpackbits(self.bits[first:last], bitorder="little").view(bool)
         return mask[window.start - 8 * first : window.stop - 8 * first]
 
+    def as_set(self) -> RowSet:
+        """The set itself."""
+        return self
+
+    def column(self, of_all: ObsColumn) -> ObsColumn:
+        """These rows of an obs column of all rows. Its categories stay those of all rows."""
+        return replace(of_all, values=self.taken(of_all.values))
+
+    def sampled(self, sampling: Sampling) -> Sampling:
+        """A sampling of these rows as a sampling of all rows."""
+        return Within(sampling, self)
+
     def taken(self, values: NDArray[Any]) -> NDArray[Any]:
         """`values[self.mask()]` of an array with one entry per row, without a mask over all rows."""
         found, filled = np.empty((len(self), *values.shape[1:]), values.dtype), 0
@@ -169,6 +181,44 @@ class RowSet(SharesArrays):
         hashed = hashlib.sha256(f"{fingerprint} {self.n_all} ".encode())
         hashed.update(np.ascontiguousarray(self.bits).data)
         return hashed.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """All `n_all` rows of a dataset. It answers what a RowSet answers, without bits and without copies."""
+
+    n_all: int
+
+    def __len__(self) -> int:
+        return self.n_all
+
+    def as_set(self) -> RowSet:
+        """The rows as a RowSet."""
+        return RowSet.of_range(self.n_all, range(self.n_all))
+
+    def column(self, of_all: ObsColumn) -> ObsColumn:
+        """The column itself."""
+        return of_all
+
+    def sampled(self, sampling: Sampling) -> Sampling:
+        """The sampling itself."""
+        return sampling
+
+    def taken(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The values themselves."""
+        return values
+
+    def numbers(self, positions: Rows) -> Rows:
+        """The positions themselves."""
+        return positions
+
+    def positions(self, numbers: Rows) -> Rows:
+        """The numbers themselves."""
+        return numbers
+
+    def narrowed(self, rows: RowSet) -> RowSet:
+        """`rows` itself."""
+        return rows
 
 
 class _Filling:

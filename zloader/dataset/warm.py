@@ -100,16 +100,16 @@ def warm(
     if bytes_per_s is not None:
         require_count(bytes_per_s=bytes_per_s)
     options = options or FetchOptions()
-    parts = [part for name in x for part in dataset.parts(name, options)]
+    parts = [part for name in x for part in dataset.matrices.parts(name, options)]
     unmirrored = next((part for part in parts if part.mirror is None), None)
     if unmirrored is not None:
         raise OptionError(f"cannot fill the mirror of {unmirrored.url}: it cannot be used (see the warning)")
     for part in parts:
         if isinstance(part.indptr, PagedOffsets):
             part.indptr.load_all()
-    dataset.keep_columns()
+    dataset.observations.cache_all()
     for name in ("X", *x):
-        dataset.var_of(name)  # reading the frame writes it to the cache
+        dataset.matrices.var_of(name)  # reading the frame writes it to the cache
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:

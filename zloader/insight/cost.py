@@ -70,7 +70,7 @@ def epoch_costs(
     Raises FormatError if a matrix cannot be read, and any ReadError.
     """
     names = one_or_more(x=x)
-    stores = [pair for name in names for pair in zip(dataset.stores, dataset.matrices(name), strict=True)]
+    stores = [pair for name in names for pair in zip(dataset.stores, dataset.matrices.layouts(name), strict=True)]
     ends = np.cumsum([store.n_obs for store in dataset.stores], dtype=np.int64)
     numbers = _sampled(plan, most_fetches)
     exact = len(numbers) == plan.n_fetches

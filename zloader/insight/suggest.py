@@ -118,7 +118,7 @@ def suggest(
         raise OptionError(f"sampling must be a zl.CellSets, not {sampling!r:.100}: suggest finds blocks by itself")
     if not isinstance(controls, MatchedControls | None):
         raise OptionError(f"controls must be a zl.MatchedControls, not {controls!r:.100}")
-    matrices = [matrix for name in one_or_more(x=x) for matrix in dataset.matrices(name) if matrix.n_rows]
+    matrices = [matrix for name in one_or_more(x=x) for matrix in dataset.matrices.layouts(name) if matrix.n_rows]
     n_rows = dataset.whole.n_obs
     if not n_rows or not dataset.n_obs:
         raise FormatError(f"{dataset.url} has no rows to load")

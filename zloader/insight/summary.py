@@ -133,7 +133,7 @@ def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
         nodes = [store.node(name) for store in stores]
         values = sum(_values(store, name).size for store in stores)
         shapes = [store.shape(name) for store in stores]
-        genes = dataset.n_genes(name)
+        genes = dataset.matrices.n_genes(name)
     except (FormatError, MissingColumnError) as error:
         return MatrixSummary(
             name=name,

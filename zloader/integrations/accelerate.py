@@ -14,10 +14,10 @@ from typing import Any
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.dataset.dataset import Dataset
-from zloader.integrations.trainer import copied
 from zloader.order.plan import Plan
 from zloader.order.ranks import placement_of
 from zloader.order.resume import resumed
+from zloader.training.devices import copied
 from zloader.training.loader import Loader, Minibatch
 
 try:

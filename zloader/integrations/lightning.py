@@ -15,7 +15,7 @@ import torch
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.records import Statistics
-from zloader.integrations.trainer import copied, rank_of
+from zloader.training.devices import copied
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
@@ -253,3 +253,14 @@ class LogStatistics(pl.Callback):
         loader: Any = trainer.train_dataloader
         for logger in trainer.loggers:
             logger.log_metrics(loader.statistics().flat(self.prefix), step=trainer.global_step)
+
+
+def rank_of(trainer: Any) -> dict[str, int]:
+    """The rank of this process as options of a Loader, or none without a Trainer.
+
+    The Trainer is asked, because a process that it launches has WORLD_SIZE in its environment, but no RANK.
+    """
+    if trainer is None:
+        return {}
+    place = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+    return {"rank": place["rank"], "world_size": place["num_replicas"], "local_world_size": trainer.num_devices}

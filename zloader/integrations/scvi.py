@@ -25,6 +25,7 @@ from zloader.common.keywords import answers
 from zloader.common.messages import warn_user
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.views import Condition
+from zloader.integrations.lightning import rank_of
 from zloader.integrations.scvi_encoding import (
     UNLABELED,
     MinibatchEncoder,
@@ -42,8 +43,8 @@ from zloader.integrations.scvi_registry import (
     paired,
     warn_unless_counts,
 )
-from zloader.integrations.trainer import copied, rank_of
 from zloader.selecting.genes import Genes
+from zloader.training.devices import copied
 from zloader.training.loader import Loader
 from zloader.training.minibatch import Minibatch
 
@@ -170,7 +171,7 @@ class DataModule(Described, LightningDataModule):
 
     def _read_fields(self) -> Fields:
         known = self._known
-        known.matrices(self.x)
+        known.matrices.layouts(self.x)
         categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
         continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
         if len(categorical) > 1:
@@ -180,10 +181,10 @@ class DataModule(Described, LightningDataModule):
                 f"instead of {', '.join(categorical)}, or load no such model",
             )
         require_finite(self.dataset, continuous)
-        genes = None if self.genes is None else known.choose_genes(self.genes, [self.x])[self.x]
+        genes = None if self.genes is None else known.matrices.choose_genes(self.genes, [self.x])[self.x]
         return Fields(
             n_obs=self.dataset.n_obs,
-            var_names=known.var_of(self.x, genes).index,
+            var_names=known.matrices.var_of(self.x, genes).index,
             x=self.x,
             batch=encoding_of(known, self.batch_key),
             labels=labels_of(self.dataset, self.label_key, self.unlabeled_category, known),
@@ -407,7 +408,7 @@ class DataModule(Described, LightningDataModule):
         if dataset.whole is self._known.whole:
             return self.genes
         names = self._fields.var_names
-        return None if dataset.var_of(self.x).index.equals(names) else names.tolist()
+        return None if dataset.matrices.var_of(self.x).index.equals(names) else names.tolist()
 
     def set_batch_size(self, batch_size: int | None = None) -> None:
         """Takes the `batch_size` of `model.train`; scvi-tools 1.5 calls it, with None for its default."""

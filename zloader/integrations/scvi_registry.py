@@ -188,7 +188,7 @@ class Described:
 
 def warn_unless_counts(dataset: Dataset, x: str) -> None:
     """Warns if values at the beginning of a store are no counts, as scvi does of an AnnData."""
-    for store, matrix in zip(dataset.stores, dataset.matrices(x), strict=True):
+    for store, matrix in zip(dataset.stores, dataset.matrices.layouts(x), strict=True):
         if matrix.values.dtype.kind in "bu":
             continue
         rows = _SAMPLED if matrix.genes is not None else 1 + _SAMPLED // max(1, matrix.n_genes)

@@ -13,8 +13,19 @@ from typing import Any
 
 from zloader.common.errors import ProducerError
 from zloader.order.plan import Remaining
-from zloader.producing.makers import LANES, FailedError, LostError, Maker, Makers, Making
-from zloader.producing.window import LOOK_AHEAD, Job, MeanBytes, OpenFetch, Window
+from zloader.producing.window import (
+    LANES,
+    LOOK_AHEAD,
+    FailedError,
+    Job,
+    LostError,
+    Maker,
+    Makers,
+    Making,
+    MeanBytes,
+    OpenFetch,
+    Window,
+)
 from zloader.reading.bridge import Put
 from zloader.reading.resources import Counters
 

@@ -1,5 +1,8 @@
 """Decides who makes which fetch of an epoch, and which minibatches may come to the consumer's machine. Pure.
 
+Makers are the producers as an epoch sees them. `zloader.ray.crew` has those of a cluster; tests and benchmarks have
+others.
+
 Each producer makes some fetches at a time. All of them read and decode at once. Their minibatches come in the order in
 which the consumer takes them, as far as they fit into `ahead_bytes`. The others wait on the machines of the producers.
 """
@@ -10,14 +13,77 @@ import asyncio
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from zloader.order.plan import Remaining
+from zloader.reading.resources import Counters
 
+LANES = 2  # fetches that a producer makes at a time: it reads one while it gathers another
 _LEAST_LEAD = 0.1  # by which one machine's share exceeds the others'
 LOOK_AHEAD = 64  # fetches of which a producer may begin one that its machine's mirror holds
+
+
+class LostError(Exception):
+    """A producer, its machine, or its results are gone. Reading the data has not failed."""
+
+
+class FailedError(Exception):
+    """A fetch cannot be made. The cause is the error for the consumer."""
+
+
+class Making(Protocol):
+    """A fetch that a producer makes, group by group. It waits when a few groups have not been asked for."""
+
+    async def next(self) -> tuple[Sequence[Any], Counters] | None:
+        """The next group, with all that was counted so far; None at the end. Raises LostError or FailedError."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the making, if it has not ended."""
+        ...
+
+
+class Maker(Protocol):
+    """A producer that is ready to work."""
+
+    machine: str
+    lost: bool
+
+    def make(self, plan: Any, remaining: Remaining, ready_bytes: int) -> Making:
+        """Begins what remains of a fetch. `ready_bytes` bounds the minibatches that are made ahead."""
+        ...
+
+    async def held(self, plan: Any, coming: Sequence[Remaining]) -> list[float]:
+        """The share of each of these fetches that the mirrors of its machine hold. Raises LostError or FailedError."""
+        ...
+
+    async def ended(self) -> None:
+        """Returns when the producer is dead."""
+        ...
+
+
+class Makers(Protocol):
+    """Starts producers, and keeps up to `size` of them. Ends those that are dropped."""
+
+    size: int
+
+    async def join(self, others_work: Callable[[], bool]) -> Maker:
+        """A producer that is ready to work. Raises ProducerError if there is none, and no other works."""
+        ...
+
+    def leave(self, maker: Any) -> None:
+        """Keeps a producer for the next epoch."""
+        ...
+
+    def drop(self, maker: Any) -> None:
+        """Ends a producer."""
+        ...
+
+    async def watch(self) -> None:
+        """Raises ProducerError when no producer can be reached any more."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -41,7 +107,7 @@ class MeanBytes:
 class Job:
     """A producer's work on a fetch."""
 
-    maker: Any
+    maker: Maker
     rival: bool = False  # of a producer that began earlier and made no progress
     waits: bool = False  # for room, so that it can make no progress
     woken: asyncio.Event = field(default_factory=asyncio.Event)  # to look whether there is room
@@ -66,7 +132,7 @@ class OpenFetch:
     n_made: int = 0
     made_bytes: int = 0
     taken_bytes: int = 0
-    jobs: dict[Any, Job] = field(default_factory=dict)  # by producer, in the order in which they began
+    jobs: dict[Maker, Job] = field(default_factory=dict)  # by producer, in the order in which they began
     since_s: float = 0.0  # of the last progress
     losses: int = 0  # of producers, since the last progress
     error: BaseException | None = None  # instead of the minibatches that have not been made
@@ -164,7 +230,7 @@ class Window:
         """The fetches that will be begun next."""
         return list(itertools.islice(self._later, n_fetches))
 
-    def next(self, maker: Any, now_s: float, machine: str = "") -> OpenFetch | None:
+    def next(self, maker: Maker, now_s: float, machine: str = "") -> OpenFetch | None:
         """The fetch that `maker`, on a machine, should make now, if there is one."""
         unfinished = (fetch for fetch in self.open if not fetch.complete)
         fetch = next((fetch for fetch in unfinished if self._needs(maker, fetch, now_s)), None) or self._new(machine)
@@ -206,17 +272,17 @@ class Window:
         jobs = (job for fetch in reversed(self.open) for job in fetch.jobs.values())
         return next((job for job in jobs if job.waits and job.maker not in head.jobs), None)
 
-    def _needs(self, maker: Any, fetch: OpenFetch, now_s: float) -> bool:
+    def _needs(self, maker: Maker, fetch: OpenFetch, now_s: float) -> bool:
         return not fetch.jobs or (now_s >= self.overdue_s(fetch) and self._is_rival(maker, fetch))
 
     def overdue_s(self, fetch: OpenFetch) -> float:
         """When another producer may make a fetch, too, if it makes no progress."""
         return fetch.since_s + self.overtake_s
 
-    def _is_rival(self, maker: Any, fetch: OpenFetch) -> bool:
+    def _is_rival(self, maker: Maker, fetch: OpenFetch) -> bool:
         return not fetch.complete and not fetch.waits and len(fetch.jobs) == 1 and maker not in fetch.jobs
 
-    def next_change_s(self, maker: Any) -> float | None:
+    def next_change_s(self, maker: Maker) -> float | None:
         """When `maker` may overtake a fetch, if none makes progress; None if there is none to overtake."""
         return min((self.overdue_s(fetch) for fetch in self.open if self._is_rival(maker, fetch)), default=None)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import OptionError, ProducerError
 from zloader.order.plan import Plan, Remaining
-from zloader.producing.makers import LANES, FailedError, LostError
+from zloader.producing.window import LANES, FailedError, LostError
 from zloader.ray.alive import cluster_of_ray
 from zloader.ray.producers import CarriedError, Producer, pickled
 from zloader.reading.resources import Counters

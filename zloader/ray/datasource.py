@@ -182,7 +182,7 @@ class RowBytes:
 
     def _n_values(self, matrix: str, rows: Rows) -> int:
         total = 0
-        layouts = self._dataset.matrices(matrix)
+        layouts = self._dataset.matrices.layouts(matrix)
         for number, at in shares(self._ends, rows):
             layout, store = layouts[number], self._dataset.stores[number]
             starts, stops = layout.elements_of(rows[at] - (self._ends[number] - store.n_obs), store.offsets(layout))
@@ -202,9 +202,9 @@ def _no_rows(loader: Loader) -> MinibatchArrays:
     recipe, none = loader.recipe(0), np.empty(0, np.int64)
     x: dict[str, Any] = {}
     for name, parts in recipe.x.items():
-        dtype = np.dtype(str(recipe.dtype))
+        dtype = np.dtype(str(recipe.form.dtype))
         x[name] = np.empty((0, parts[0].n_columns), dtype)
-        if not recipe.dense:
+        if not recipe.form.dense:
             x[name] = CsrArrays(
                 indptr=np.zeros(1, np.int32),
                 indices=np.empty(0, np.int32),
@@ -213,10 +213,10 @@ def _no_rows(loader: Loader) -> MinibatchArrays:
             )
     return MinibatchArrays(
         x=x,
-        obs={name: rows_of(column, none, {}) for name, column in recipe.columns().items()},
-        obsm={name: rows_of(array, none, {}) for name, array in recipe.obsm().items()},
+        obs={name: rows_of(column, none, {}) for name, column in recipe.columns.obs().items()},
+        obsm={name: rows_of(array, none, {}) for name, array in recipe.columns.obsm().items()},
         index=none,
-        names=None if recipe.names is None else np.empty(0, object),
+        names=None if recipe.columns.names is None else np.empty(0, object),
     )
 
 

@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from zloader.common.errors import ProducerError
 from zloader.common.machine import keep_freed_memory
 from zloader.order.plan import Fetch, Plan, Remaining
-from zloader.producing.makers import LANES
+from zloader.producing.window import LANES
 from zloader.reading.bridge import Bridge, Put
-from zloader.reading.column_rows import PagedColumn
-from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.fetch import FetchScheduler
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.matrix_rows import held_share
+from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.training.loader import Loader
 from zloader.training.minibatch import silence_sparse_warnings
@@ -125,9 +125,9 @@ class Producer:
         options = self._loader.options
         # All that a producer makes at a time shares the memory of one loader.
         options = replace(options, in_flight_bytes=options.in_flight_bytes // LANES)
-        if recipe.regroups:  # otherwise groups must be those of the loader, and so must the budget
+        if recipe.cutting.regroups:  # otherwise groups must be those of the loader, and so must the budget
             options = replace(options, ready_bytes=max(1, min(options.ready_bytes // LANES, ready_bytes)))
-        scheduler = FetchScheduler(self._with_own_sources(recipe), options, self._buffers)
+        scheduler = FetchScheduler(recipe.with_parts(self._own), options, self._buffers)
         most_bytes = options.ready_bytes // 4
         with contextlib.closing(_groups(scheduler, epoch_plan.rest_of(remaining), most_bytes)) as groups:
             while True:
@@ -145,24 +145,8 @@ class Producer:
                 held_share(recipe.x.values(), recipe.ends, epoch_plan.rest_of(remaining).rows) for remaining in coming
             ]
 
-    def _with_own_sources(self, recipe: Recipe) -> Recipe:
-        """The recipe for one fetch: a source belongs to one event loop, and each fetch has its own."""
-        own = {column: replace(column, parts=self._own(column.parts)) for column in recipe.paged}
-
-        def swapped(columns: Mapping[str, Any]) -> dict[str, Any]:
-            """The columns of this fetch, whose rows are looked up by the column itself."""
-            return {name: own[each] if isinstance(each, PagedColumn) else each for name, each in columns.items()}
-
-        return replace(
-            recipe,
-            x={name: self._own(parts) for name, parts in recipe.x.items()},
-            columns=lambda: swapped(recipe.columns()),
-            obsm=lambda: swapped(recipe.obsm()),
-            paged=list(own.values()),
-        )
-
     def _own(self, parts: Sequence[MatrixPart]) -> list[MatrixPart]:
-        """The parts of an array in all stores, with sources of their own."""
+        """The parts of an array in all stores, with sources of their own: a source belongs to one event loop."""
         pairs = zip(parts, self._loader.dataset.whole.stores, strict=True)
         return [replace(part, source=store.source(self._loader.options)) for part, store in pairs]
 

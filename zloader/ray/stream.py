@@ -184,7 +184,7 @@ def _expected_bytes(loader: Loader) -> float:
     """About the bytes of x in a minibatch, from the sizes of the stored arrays."""
     per_row = 0.0
     for name in [] if loader.x is None else one_or_more(x=loader.x):
-        for matrix in loader.dataset.matrices(name):
+        for matrix in loader.dataset.matrices.layouts(name):
             values = matrix.n_genes if loader.layout == "dense" else matrix.values.n_elements / max(1, matrix.n_rows)
             per_row = max(per_row, values * (4 if loader.layout == "dense" else 8))
     return per_row * loader.batch_size

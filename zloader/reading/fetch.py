@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,63 +21,19 @@ from numpy.typing import NDArray
 from zloader.common.compiled import load_compiler
 from zloader.common.concurrent_calls import aside
 from zloader.common.options import FetchOptions
-from zloader.common.records import CsrArrays, MinibatchArrays, Rows, RowTokenizer, TokenRows, X
+from zloader.common.records import CsrArrays, MinibatchArrays, Rows, TokenRows, X
 from zloader.order.plan import Fetch
-from zloader.reading import gather
 from zloader.reading.back_pressure import Claim, Gates
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.column_rows import LoadedColumn, PagedColumn, load_column, release, rows_of
-from zloader.reading.forms import Form, Transforming
-from zloader.reading.matrix_parts import MatrixPart, opened_readers
+from zloader.reading.forms import Form
+from zloader.reading.matrix_parts import opened_readers
 from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan_rows
 from zloader.reading.reader import ArrayReader
+from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters, timed
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How to make minibatches from rows.
-
-    `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `columns` and `obsm`
-    return the obs columns and obsm arrays of all rows of the dataset; they are called while the first rows are read.
-    `paged` has those of them whose rows are loaded with each fetch.
-    `dense`, `dtype`, `narrow` and `empty` are the form of x. `names` looks up the obs names of rows, for minibatches
-    that carry them. `tokens` makes tokens of a matrix, which may be left out of `wanted`, the matrices that minibatches
-    carry. `sweeping` says that the fetches make up a whole epoch. `transforms` are those of each matrix that has any.
-    `cut` makes the items that are put of minibatches gathered as one, and of the rows at which it is cut, from 0 to its
-    last. `grows` says that these items may take more memory than what was gathered, and `regroups` that the number of
-    minibatches gathered as one may then change, which `cut` must not notice.
-    """
-
-    x: Mapping[str, Sequence[MatrixPart]]
-    columns: Callable[[], Mapping[str, ObsColumn | PagedColumn]]
-    dense: bool
-    dtype: str | None
-    narrow: bool = False
-    empty: gather.Empty = np.empty
-    obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
-    paged: Sequence[PagedColumn] = ()
-    names: Callable[[Rows], NDArray[np.object_]] | None = None
-    tokens: RowTokenizer | None = None
-    wanted: Collection[str] | None = None
-    sweeping: bool = False
-    transforms: Mapping[str, Transforming] = field(default_factory=dict)
-    cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
-    grows: bool = False
-    regroups: bool = True
-
-    @property
-    def form(self) -> Form:
-        """The form in which x is gathered."""
-        return Form(dense=self.dense, dtype=self.dtype, narrow=self.narrow, empty=self.empty)
-
-    @property
-    def ends(self) -> Rows:
-        """The row before which each store ends."""
-        parts = next(iter([*self.x.values(), *(column.parts for column in self.paged)]), [])
-        return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +77,12 @@ class FetchScheduler:
         self._buffers = buffers
         self._recipe = recipe
         self._options = options
-        self._gates = Gates(options, grows=recipe.grows, regroups=recipe.regroups)
+        self._gates = Gates(options, grows=recipe.cutting.grows, regroups=recipe.cutting.regroups)
         self._columns: Mapping[str, ObsColumn | PagedColumn] = {}
         self._obsm: Mapping[str, NDArray[Any] | PagedColumn] = {}
         self._totals: NDArray[Any] | None = None  # counts per row of the dataset, for tokens
         self._ends = recipe.ends
-        parts = (part for of_matrix in recipe.x.values() for part in of_matrix)
-        self._looks_up = any(part.indptr is not None and not isinstance(part.indptr, np.ndarray) for part in parts)
+        self._looks_up = any(not isinstance(part.indptr, np.ndarray | None) for part in recipe.parts)
 
     def start(self, fetches: Iterable[Fetch], *, name: str) -> Bridge[MinibatchArrays]:
         """Iterates over the minibatches of `fetches`, which a thread called `name` prepares ahead."""
@@ -142,12 +97,10 @@ class FetchScheduler:
         """Puts every minibatch of `fetches`. Raises the first error of any read."""
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None] = asyncio.Queue()
         jobs: _Jobs = asyncio.Queue()
-        counters, sweeping = self.counters, self._recipe.sweeping
-        parts = [part for of_matrix in self._recipe.x.values() for part in of_matrix]
-        parts += [part for column in self._recipe.paged for part in column.parts]
+        recipe, counters = self._recipe, self.counters
         # Gathering has its own threads, so that minibatches do not queue behind the decoding of later fetches.
         with (
-            opened_readers(parts, self._options, counters, sweeping=sweeping) as readers,
+            opened_readers(recipe.parts, self._options, counters, sweeping=recipe.sweeping) as readers,
             ThreadPoolExecutor(self._options.threads, thread_name_prefix="zloader-gather") as gathering,
         ):
             try:
@@ -180,7 +133,7 @@ class FetchScheduler:
         of_arrays = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
         n_matrices = len(self._recipe.x)
         matrices = zip(self._recipe.x.values(), of_arrays[:n_matrices], strict=True)
-        columns = zip(self._recipe.paged, of_arrays[n_matrices:], strict=True)
+        columns = zip(self._recipe.columns.paged, of_arrays[n_matrices:], strict=True)
         return _Planned(
             fetch=fetch,
             x=[plan_rows(parts, each, rows, at, self._ends) for parts, each in matrices],
@@ -226,15 +179,16 @@ class FetchScheduler:
         group: asyncio.TaskGroup,
     ) -> None:
         """Begins to gather the minibatches of each load in threads, as fast as they fit into memory."""
-        self._columns = await aside(self._recipe.columns)
-        self._obsm = await aside(self._recipe.obsm)
+        columns = self._recipe.columns
+        self._columns = await aside(columns.obs)
+        self._obsm = await aside(columns.obsm)
         if self._recipe.tokens is not None and self._recipe.tokens.totals is not None:
             self._totals = await aside(self._recipe.tokens.totals)
         while (load := await loads.get()) is not None:
             loaded = await self._loaded(load)
             names = None
-            if self._recipe.names is not None:  # aside, because it may read from the store
-                names = await aside(self._recipe.names, loaded.planned.fetch.rows)
+            if columns.names is not None:  # aside, because it may read from the store
+                names = await aside(columns.names, loaded.planned.fetch.rows)
             without_x, _ = await timed(threads, self._without_x, loaded, names)
             for cuts in self._gates.groups(loaded.planned.fetch.cuts, partial(self._x_bytes, loaded)):
                 claim = await self._gates.group_begins(max(1, self._x_bytes(loaded, cuts)))
@@ -302,7 +256,7 @@ class FetchScheduler:
             tokens=self._tokens(loaded, taken, rows),
             sets=None if without_x.sets is None else without_x.sets[taken],
         )
-        return self._recipe.cut(together, (cuts - cuts[0]).tolist())
+        return self._recipe.cutting.cut(together, (cuts - cuts[0]).tolist())
 
     def _tokens(self, loaded: _Loaded, taken: Rows, rows: Rows) -> TokenRows | None:
         """The tokens of some rows. They are made of the counts as stored, in whatever form minibatches have x."""

@@ -1,11 +1,16 @@
-"""What minibatches hold: the options of a Loader that say so, checked together, and the recipe that they make."""
+"""What minibatches hold: the options of a Loader that say so, checked, and the recipe that they make.
+
+The options come in three parts, each of which checks itself: the form of x, the matrices, and the columns of rows.
+`Contents` checks them against a dataset and against each other. `WithSets` adds sets and controls.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +19,20 @@ from zloader.common.checks import names_of, one_or_more, require_flag, require_o
 from zloader.common.compiled import load_compiler
 from zloader.common.errors import OptionError
 from zloader.common.options import FetchOptions
+from zloader.common.records import MinibatchArrays
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.elements import load_anndata
-from zloader.reading.fetch import Recipe
-from zloader.reading.gather import cut_apart
+from zloader.order.cell_sets import BoundCellSets
+from zloader.order.controls import BoundControls, MatchedControls
+from zloader.order.sampling import Sampling
+from zloader.reading import gather
+from zloader.reading.forms import Form
+from zloader.reading.recipe import Cutting, Recipe, RowColumns
+from zloader.selecting.columns import ObsColumn
 from zloader.selecting.genes import ChosenGenes, Genes
 from zloader.training.delivery import LentMemory
 from zloader.training.devices import Device, usable_device
-from zloader.training.minibatch import as_minibatch, silence_sparse_warnings, usable_dtype
+from zloader.training.minibatch import Minibatch, as_minibatch, silence_sparse_warnings, usable_dtype
 from zloader.training.own_transforms import Convert, OwnTransforms
 from zloader.training.tokens import Tokenizer, bound_tokenizer, require_tokenizer
 from zloader.transforms.transform import Transforms, transforms_of
@@ -29,58 +40,123 @@ from zloader.transforms.transform import Transforms, transforms_of
 LAYOUTS = ("csr", "dense", "packed", "scipy", "anndata")
 
 
+@dataclass(frozen=True, kw_only=True)
+class XForm:
+    """The form in which minibatches have x, and where they arrive. `dtype` is None for the stored ones."""
+
+    layout: str
+    dtype: str | None
+    device: str | Device | None
+
+    @classmethod
+    def of(cls, layout: str, dtype: Any, device: Any) -> XForm:
+        """The form of these options of a Loader. Raises OptionError."""
+        require_one_of(LAYOUTS, layout=layout)
+        return cls(layout=layout, dtype=usable_dtype(dtype, layout), device=usable_device(device, layout))
+
+    def gathered(self, lent: LentMemory | None) -> Form:
+        """How x is gathered, for a device in its `lent` memory."""
+        return Form(
+            dense=self.layout == "dense",
+            dtype=self.dtype,
+            narrow=self.layout == "packed" or self.device is not None,
+            empty=np.empty if lent is None else lent.empty,
+        )
+
+    @property
+    def gathered_layout(self) -> str:
+        """The layout in which minibatches leave the host. A device gives x its layout later."""
+        return self.layout if self.device is None else "packed"
+
+
 @dataclass(kw_only=True, eq=False)
-class Contents:
-    """The parts of a dataset that minibatches hold, and in which form. All options are those of a Loader.
+class RowParts:
+    """The parts of a minibatch beside x, as a Loader takes them. Raises OptionError."""
 
-    Raises OptionError, MissingColumnError or FormatError if the dataset lacks a part, or the options do not fit
-    together. Afterwards `x`, `obs`, `obsm`, `dtype` and `device` are in the form in which a Loader has them.
-    """
-
-    dataset: Dataset
-    x: str | Sequence[str] | None
     obs: Sequence[str]
     obsm: Sequence[str]
     obs_names: bool
-    genes: Genes | None
-    tokens: Tokenizer | None
-    layout: Literal["csr", "dense", "packed", "scipy", "anndata"]
-    dtype: str | torch.dtype | np.dtype[Any] | type | None
-    transforms: Transforms
-    own_transforms: OwnTransforms
-    device: str | torch.device | Device | None
 
     def __post_init__(self) -> None:
-        require_one_of(LAYOUTS, layout=self.layout)
         require_flag(obs_names=self.obs_names)
-        self.dtype = self.x_dtype = usable_dtype(self.dtype, self.layout)
-        self.device = usable_device(self.device, self.layout)
         self.obs, self.obsm = names_of(obs=self.obs), names_of(obsm=self.obsm)
-        self._matrices = [] if self.x is None else one_or_more(x=self.x)
-        self.x = self.x if self.x is None or isinstance(self.x, str) else self._matrices  # an iterator is used up
-        self._loaded = list(self._matrices)  # and that of the tokens
+
+    def require_in(self, dataset: Dataset) -> None:
+        """Raises the error for the first column or array that the dataset lacks or that is no tensor."""
+        dataset.observations.require_usable(self.obs)
+        dataset.observations.require_arrays(self.obsm)
+
+    def columns(self, whole: Dataset, options: FetchOptions, *, named: bool) -> RowColumns:
+        """These parts of a recipe, for all rows of a dataset. With `named`, minibatches carry the obs names."""
+        obs = whole.observations.paged_columns(self.obs, options)
+        obsm = whole.observations.paged_arrays(self.obsm, options)
+        return RowColumns(
+            obs=lambda: {name: obs[name].prepared() if name in obs else whole.obs_column(name) for name in self.obs},
+            obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
+            paged=[*obs.values(), *obsm.values()],
+            names=whole.names_of if self.obs_names or named else None,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class XParts:
+    """The matrices of a minibatch and what is made of them, as a Loader takes them. Raises OptionError.
+
+    `names` has the matrices that minibatches have, and `loaded` also that of the tokens.
+    """
+
+    x: str | Sequence[str] | None
+    genes: Genes | None
+    tokens: Tokenizer | None
+    transforms: Transforms
+
+    def __post_init__(self) -> None:
+        self.names = [] if self.x is None else one_or_more(x=self.x)
+        self.x = self.x if self.x is None or isinstance(self.x, str) else self.names  # an iterator is used up
+        self.loaded = list(self.names)
         if self.tokens is not None:
             require_tokenizer(self.tokens)
-            self._loaded += [self.tokens.x] if self.tokens.x not in self._loaded else []
-        if (self.x is None and self.layout == "anndata") or (self.genes is not None and not self._loaded):
+            self.loaded += [self.tokens.x] if self.tokens.x not in self.loaded else []
+
+    def require_x(self, layout: str) -> None:
+        """Raises OptionError if there is no matrix that other options need."""
+        if (self.x is None and layout == "anndata") or (self.genes is not None and not self.loaded):
             option = "genes" if self.genes is not None else "layout='anndata'"
             raise OptionError(f"{option} needs an x, but x is None: name a matrix, such as x='X'")
-        _import_before_fork(self.layout)
+
+    def chosen(self, dataset: Dataset) -> dict[str, ChosenGenes]:
+        """The genes of each matrix; none with all genes. Raises an error for matrices that cannot be read."""
+        for name in self.loaded:
+            dataset.matrices.layouts(name)
+        return {} if self.genes is None else dataset.matrices.choose_genes(self.genes, self.loaded)
+
+
+@dataclass(kw_only=True, eq=False)
+class Contents:
+    """The parts of a dataset that minibatches hold, and in which form.
+
+    Raises OptionError, MissingColumnError or FormatError if the dataset lacks a part, or the parts do not fit together.
+    """
+
+    dataset: Dataset
+    form: XForm
+    rows: RowParts
+    x: XParts
+    own: OwnTransforms
+
+    def __post_init__(self) -> None:
+        self.x.require_x(self.form.layout)
+        _import_before_fork(self.form.layout)
         silence_sparse_warnings()
-        self.dataset.require_obs(self.obs)
-        self.dataset.require_obsm(self.obsm)
-        for name in self._loaded:
-            self.dataset.matrices(name)
-        self._genes: dict[str, ChosenGenes] = {}
-        if self.genes is not None:
-            self._genes = self.dataset.choose_genes(self.genes, self._loaded)
-        self.tokenizer = bound_tokenizer(self.tokens, self.dataset, self._genes, self.layout)
-        dense, dtype = self.layout == "dense", self.x_dtype or "float32"
+        self.rows.require_in(self.dataset)
+        self._genes = self.x.chosen(self.dataset)
+        self.tokenizer = bound_tokenizer(self.x.tokens, self.dataset, self._genes, self.form.layout)
+        dense, dtype = self.form.layout == "dense", self.form.dtype or "float32"
         self._transforming = {
-            name: self.dataset.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
-            for name, each in transforms_of(self.transforms, self._matrices).items()
+            name: self.dataset.matrices.transforming(name, each, self._genes.get(name), dense=dense, dtype=dtype)
+            for name, each in transforms_of(self.x.transforms, self.x.names).items()
         }
-        if self.device is not None and self.own_transforms:
+        if self.form.device is not None and self.own:
             raise OptionError(
                 "fetch_transform and batch_transform run on the host: leave device out, or change minibatches on the "
                 "device in the training loop"
@@ -89,23 +165,23 @@ class Contents:
 
     def _require_tokens_apart(self) -> None:
         """Raises OptionError if tokens would be lost, or made of genes that were not chosen."""
-        if self.tokens is None:
+        tokens = self.x.tokens
+        if tokens is None:
             return
-        if self.own_transforms.fetch is not None:
+        if self.own.fetch is not None:
             raise OptionError("fetch_transform gets no tokens: use batch_transform with tokens=")
-        transforming = self._transforming.get(self.tokens.x)
+        transforming = self._transforming.get(tokens.x)
         if transforming is not None and transforming.genes is not None:
             raise OptionError(
-                f"transforms of {self.tokens.x!r} need all genes, and tokens of it only those of genes=: leave out "
+                f"transforms of {tokens.x!r} need all genes, and tokens of it only those of genes=: leave out "
                 "genes, or make the tokens in a loader with x=None"
             )
 
     def converter(self) -> Convert:
-        """Makes tensors of the arrays of a minibatch, without sets and controls. A device gives x its layout later."""
-        framed = self._matrices if self.layout == "anndata" else []
-        var = {name: self.dataset.var_of(name, self._genes.get(name)) for name in framed}
-        layout = self.layout if self.device is None else "packed"
-        return functools.partial(as_minibatch, self.dataset, self.x, layout, var)
+        """Makes tensors of the arrays of a minibatch, without sets and controls."""
+        framed = self.x.names if self.form.layout == "anndata" else []
+        var = {name: self.dataset.matrices.var_of(name, self._genes.get(name)) for name in framed}
+        return functools.partial(as_minibatch, self.dataset, self.x.x, self.form.gathered_layout, var)
 
     def recipe(
         self,
@@ -118,32 +194,75 @@ class Contents:
         sweeping: bool = False,
     ) -> Recipe:
         """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get."""
-        whole, own = self.dataset.whole, self.own_transforms
         transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}
         # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
         later = {name for name, each in transforms.items() if each.genes is not None}
         genes = {name: genes for name, genes in self._genes.items() if name not in later}
-        obs, obsm = whole.paged_obs(self.obs, options), whole.paged_obsm(self.obsm, options)
         return Recipe(
-            x={name: self.dataset.parts(name, options, genes.get(name)) for name in self._loaded},
-            columns=lambda: {
-                name: obs[name].prepared() if name in obs else whole.obs_column(name) for name in self.obs
-            },
-            obsm=lambda: {name: obsm[name] if name in obsm else whole.obsm_array(name) for name in self.obsm},
-            paged=[*obs.values(), *obsm.values()],
-            dense=self.layout == "dense",
-            dtype=self.x_dtype,
-            narrow=self.layout == "packed" or self.device is not None,
-            empty=np.empty if lent is None else lent.empty,
-            names=whole.names_of if self.obs_names or self.layout == "anndata" else None,
-            tokens=None if self.tokenizer is None else self.tokenizer.at(seed, epoch),
-            wanted=self._matrices,
-            sweeping=sweeping,
+            x={name: self.dataset.matrices.parts(name, options, genes.get(name)) for name in self.x.loaded},
+            form=self.form.gathered(lent),
             transforms=transforms,
-            cut=functools.partial(own.cut, converter()) if own else cut_apart,
-            grows=bool(own),
-            regroups=own.fetch is None,  # a fetch_transform gets the same minibatches at once in every run
+            wanted=self.x.names,
+            tokens=None if self.tokenizer is None else self.tokenizer.at(seed, epoch),
+            columns=self.rows.columns(self.dataset.whole, options, named=self.form.layout == "anndata"),
+            cutting=self.own.cutting(converter) if self.own else Cutting(),
+            sweeping=sweeping,
         )
+
+
+def bound_controls(
+    controls: MatchedControls | None, dataset: Dataset, sampling: Sampling, own: OwnTransforms
+) -> BoundControls | None:
+    """The controls of a Loader. Raises OptionError if it cannot have them."""
+    if own.fetch is not None and (controls is not None or isinstance(sampling, BoundCellSets)):
+        raise OptionError(
+            "fetch_transform gets the rows of several minibatches without their sets and controls: use batch_transform"
+        )
+    if controls is None:
+        return None
+    if not isinstance(controls, MatchedControls):
+        raise OptionError(f"controls must be a zl.MatchedControls, not {controls!r:.100}")
+    return controls.bound(dataset, sampling)
+
+
+def with_sets(convert: Convert, dataset: Dataset, sampling: Sampling, controls: BoundControls | None) -> Convert:
+    """Makes what `convert` makes, with the controls, and with the sets of the sampling, if there are any."""
+    group = list(sampling.options.group) if isinstance(sampling, BoundCellSets) else []
+    n_controls = 0 if controls is None else controls.n
+    if not group and not n_controls:
+        return convert
+    return WithSets(convert=convert, dataset=dataset, n_controls=n_controls, group=group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithSets:
+    """Makes minibatches of arrays, whose rows are followed by `n_controls` controls each.
+
+    `convert` makes a minibatch without controls and sets. Sets agree in the obs columns `group` of `dataset`.
+    """
+
+    convert: Callable[[MinibatchArrays], Minibatch]
+    dataset: Dataset
+    n_controls: int
+    group: Sequence[str]
+
+    @cached_property
+    def _columns(self) -> dict[str, ObsColumn]:
+        return {name: self.dataset.whole.obs_column(name) for name in self.group}
+
+    def __call__(self, arrays: MinibatchArrays) -> Minibatch:
+        n_rows, control = len(arrays.index) // (1 + self.n_controls), None
+        if self.n_controls:
+            control = self.convert(gather.cut(arrays, n_rows, len(arrays.index)))
+            arrays = gather.cut(arrays, 0, n_rows)
+        minibatch = replace(self.convert(arrays), control=control)
+        if not self.group:
+            return minibatch
+        assert arrays.sets is not None
+        sets = arrays.sets - arrays.sets[0]
+        first = arrays.index[np.flatnonzero(np.diff(sets, prepend=-1))]
+        group = {name: column.labels_of(first) for name, column in self._columns.items()}
+        return replace(minibatch, set_of_row=torch.from_numpy(sets), group=group)
 
 
 def _import_before_fork(layout: str) -> None:

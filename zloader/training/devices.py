@@ -131,6 +131,13 @@ def parts_of(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
+def copied(minibatch: Minibatch, device: torch.device) -> Minibatch:
+    """The minibatch on a device. The copy runs beside the computation, on CUDA through page-locked memory."""
+    if device.type == "cuda" and minibatch.index.device.type == "cpu":
+        minibatch = minibatch.pin_memory()  # without it the copy would block
+    return minibatch.to(device, non_blocking=device.type != "mps")  # on mps, such copies race
+
+
 # ---- options
 
 

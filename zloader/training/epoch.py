@@ -1,7 +1,8 @@
-"""One epoch of a Loader as an iterator, and the record of what it has yielded so far."""
+"""One epoch of a Loader as an iterator, the record of what it has yielded so far, and the count of epochs."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -15,10 +16,11 @@ import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError, OptionError
 from zloader.common.records import Rows, Statistics
+from zloader.order.epochs import EpochCount
 from zloader.order.plan import Plan, Remaining
 from zloader.order.resume import Position
 from zloader.reading.bridge import Bridge
-from zloader.reading.fetch import Recipe
+from zloader.reading.recipe import Recipe
 from zloader.reading.resources import Counters
 from zloader.training.minibatch import Minibatch
 
@@ -84,6 +86,61 @@ class EpochRecord:
             elapsed_s=self.elapsed_s,
             **vars(self.counters),
         )
+
+
+class Progress:
+    """How far a loader has come: which epoch comes next and where it begins, and the record of the one that began last.
+
+    Copies and pickles of a loader count their epochs for themselves, except in DataLoader workers (order/epochs.py).
+    """
+
+    def __init__(self) -> None:
+        self.record = EpochRecord(epoch=0)  # of the epoch that statistics describes
+        self._epochs = EpochCount()
+        self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
+        self._current: EpochRecord | None = None  # of the epoch that a state describes; None before it begins
+        self._beginning: Position | None = None  # of an epoch that has been counted, while it has no record yet
+
+    def restart(self, position: Position) -> None:
+        """Makes the next iteration start at `position`."""
+        self._epochs.restart(position)
+        self._worker_position = position if position.of_workers > 1 else None
+        self._current = self._beginning = None
+
+    def _next(self) -> Position:
+        """The position at which the next iteration starts."""
+        return self._worker_position or self._epochs.next()
+
+    def position(self, unused: int) -> Position:
+        """The consumer's position, before the last `unused` minibatches that it has received. Raises OptionError."""
+        worker = torch.utils.data.get_worker_info()
+        if worker is None and self._epochs.left_to_workers:
+            raise OptionError(
+                "DataLoader workers iterate, and this process does not know how many minibatches they have yielded: "
+                "use num_workers=0, or torchdata's StatefulDataLoader"
+            )
+        current = self._current  # read once, because another thread may begin an epoch
+        if current is None:
+            return self._beginning or self._next()
+        if current.finished and worker is None and not unused:
+            return Position(epoch=current.epoch + 1)
+        return current.position(unused)
+
+    def begin(self, worker: Any) -> tuple[Position, Callable[[], None]]:
+        """Counts an epoch. Returns where it starts, and what takes it off the count."""
+        self._beginning = self._next()  # before it is counted, because another thread may ask for the state
+        restored, self._worker_position = self._worker_position, None
+        begun, ticket = self._epochs.begin(worker)
+        uncount = functools.partial(self._epochs.give_back, ticket) if worker is None else _nothing
+        return restored or begun, uncount
+
+    def follow(self, record: EpochRecord) -> None:
+        """States and statistics describe the epoch of this record from now on."""
+        self.record = self._current = record
+
+
+def _nothing() -> None:
+    """A DataLoader worker that runs ahead cannot take back that it has begun."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,23 +21,22 @@ from zloader.common.records import Statistics
 from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.order.cell_sets import BoundCellSets, SetCounts
 from zloader.order.controls import MatchedControls
-from zloader.order.epochs import EpochCount
 from zloader.order.plan import Plan
 from zloader.order.ranks import Locality, RankPlacement, placement_of
 from zloader.order.resume import Position, as_state, described, position_of, resumed
 from zloader.order.sampling import Sampling, fitted
 from zloader.order.shuffling import sampling_of
 from zloader.reading.bridge import Bridge
-from zloader.reading.fetch import FetchScheduler, Recipe
+from zloader.reading.fetch import FetchScheduler
+from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters
 from zloader.selecting.genes import Genes
-from zloader.training.contents import Contents
+from zloader.training.contents import Contents, RowParts, XForm, XParts, bound_controls, with_sets
 from zloader.training.delivery import Delivered, Delivery, LentMemory, deliver
 from zloader.training.devices import Device, opened
-from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, RunningEpoch, StartWork
+from zloader.training.epoch import EpochIterator, EpochRecord, EpochWork, Progress, RunningEpoch, StartWork
 from zloader.training.minibatch import Minibatch, silence_sparse_warnings
 from zloader.training.own_transforms import Convert, OwnTransforms, Transformed
-from zloader.training.sets import WithSets, bound_controls, group_columns
 from zloader.training.tokens import Tokenizer
 from zloader.transforms.transform import Transforms
 
@@ -164,41 +163,27 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         if not isinstance(self.options, FetchOptions):
             raise OptionError(f"options must be a zl.FetchOptions, not {self.options!r:.100}")
         require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
-        self._contents = Contents(
-            dataset=self.dataset,
-            x=self.x,
-            obs=self.obs,
-            obsm=self.obsm,
-            obs_names=self.obs_names,
-            genes=self.genes,
-            tokens=self.tokens,
-            layout=self.layout,
-            dtype=self.dtype,
-            transforms=self.transforms,
-            own_transforms=OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform),
-            device=self.device,
-        )
-        self.x, self.obs, self.obsm = self._contents.x, self._contents.obs, self._contents.obsm
-        self.dtype, self.device = self._contents.dtype, self._contents.device
+        own = OwnTransforms(fetch=self.fetch_transform, batch=self.batch_transform)
+        form = XForm.of(self.layout, self.dtype, self.device)
+        rows = RowParts(obs=self.obs, obsm=self.obsm, obs_names=self.obs_names)
+        x = XParts(x=self.x, genes=self.genes, tokens=self.tokens, transforms=self.transforms)
+        self._contents = Contents(dataset=self.dataset, form=form, rows=rows, x=x, own=own)
+        self.x, self.obs, self.obsm, self.dtype, self.device = x.x, rows.obs, rows.obsm, form.dtype, form.device
         fetch_rows = int(self.batch_size) * int(self.fetch_factor)
         self._wanted_sampling = sampling_of(self.sampling, self.shuffle, fetch_rows)
         self._sampling = fitted(
             self._wanted_sampling, dataset=self.dataset, fetch_rows=fetch_rows, batch_size=self.batch_size
         )
-        self._controls = bound_controls(self.controls, self.dataset, self._sampling, self._contents.own_transforms)
-        self._epochs = EpochCount()
+        self._controls = bound_controls(self.controls, self.dataset, self._sampling, own)
+        self._progress = Progress()
         self._pickled_placement: RankPlacement | None = None  # of the process that pickled this loader
-        self._worker_position: Position | None = None  # where this DataLoader worker, one of several, begins next
-        self._current: EpochRecord | None = None  # of the epoch that state_dict describes; None before it begins
-        self._beginning: Position | None = None  # of an epoch that has been counted, while it has no record yet
-        self._record = EpochRecord(epoch=0)  # of the epoch that statistics describes
         self._buffers = BufferPool()  # kept from epoch to epoch
         self.plan(0)
 
     def __repr__(self) -> str:
         """One line: the dataset, the size of minibatches, and the options that differ from their defaults."""
         usual = {each.name: each.default for each in fields(self) if each.repr} | {"options": FetchOptions()}
-        usual |= {"dataset": self.dataset, "batch_size": None, "dtype": self._contents.dtype and "float32"}
+        usual |= {"dataset": self.dataset, "batch_size": None, "dtype": self.dtype and "float32"}
         shown = [
             f"{name}={reprlib.repr(getattr(self, name))}"
             for name, default in usual.items()
@@ -224,7 +209,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch `epoch`; later iterations count up from there."""
         self.plan(epoch)
-        self._restart(Position(epoch=int(epoch)))
+        self._progress.restart(Position(epoch=int(epoch)))
 
     def plan(self, epoch: int) -> Plan:
         """The plan of a whole epoch for this rank. Raises OptionError for sizes that cannot work together."""
@@ -262,20 +247,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
         Raises OptionError in a process whose DataLoader workers iterate, because they run ahead of it.
         """
-        worker = torch.utils.data.get_worker_info()
-        if worker is None and self._epochs.left_to_workers:
-            raise OptionError(
-                "DataLoader workers iterate, and this process does not know how many minibatches they have yielded: "
-                "use num_workers=0, or torchdata's StatefulDataLoader"
-            )
-        current = self._current  # read once, because another thread may begin an epoch
-        if current is None:
-            position = self._beginning or self._position()
-        elif current.finished and worker is None and not unused:
-            position = Position(epoch=current.epoch + 1)
-        else:
-            position = current.position(unused)
-        return as_state(position, self._identity)
+        return as_state(self._progress.position(unused), self._identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration the rest of the epoch that `state` was saved in.
@@ -292,16 +264,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         worker_id, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         position.require_worker(worker_id, n_workers, plan.world_size)
         resumed(plan, position.stretches)
-        self._restart(position)
-
-    def _restart(self, position: Position) -> None:
-        self._epochs.restart(position)
-        self._worker_position = position if position.of_workers > 1 else None
-        self._current = self._beginning = None
-
-    def _position(self) -> Position:
-        """The position at which the next iteration starts."""
-        return self._worker_position or self._epochs.next()
+        self._progress.restart(position)
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
@@ -330,7 +293,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
         They cover this process only, not DataLoader workers.
         """
-        return self._record.statistics()
+        return self._progress.record.statistics()
 
     def __iter__(self) -> Iterator[Minibatch]:
         """The next epoch, or the rest of the one that `load_state_dict` restored.
@@ -349,12 +312,9 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def _begin(self, start: StartWork) -> RunningEpoch:
         worker = torch.utils.data.get_worker_info()
-        self._beginning = self._position()  # before it is counted, because another thread may ask for the state
-        restored, self._worker_position = self._worker_position, None
-        begun, ticket = self._epochs.begin(worker)
-        uncount = functools.partial(self._epochs.give_back, ticket) if worker is None else _nothing
+        position, uncount = self._progress.begin(worker)
         try:
-            return self._run(restored or begun, worker, uncount, start)
+            return self._run(position, worker, uncount, start)
         except BaseException:
             uncount()
             raise
@@ -368,12 +328,11 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         skip = position.worker_minibatches
         if n_workers > 1:
             position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
-        # Set before the slow steps below, because another thread may ask for the state during them.
         record = EpochRecord(epoch=plan.epoch, begun_at=position, world_size=plan.world_size, controlled=self._controls)
-        self._record = self._current = record
+        self._progress.follow(record)  # before the slow steps below: another thread may ask for the state during them
 
         # A function of the user's own gets minibatches from the recipe, which converts them.
-        convert: Callable[[Any], Any] = Transformed.yielded if self._contents.own_transforms else self._converter()
+        convert: Callable[[Any], Any] = Transformed.yielded if self._contents.own else self._converter()
         lent = None if device is None else LentMemory(device)
         sweeping = whole.sweeps and n_workers == 1 and not position.stretches
         work = EpochWork(
@@ -390,7 +349,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         bridge, record.counters = start(work)
         if device is None or lent is None:
             return RunningEpoch(bridge=bridge, record=record, convert=convert, uncount=uncount)
-        delivery = Delivery(layout=self.layout, dtype=self._contents.x_dtype)
+        delivery = Delivery(layout=self.layout, dtype=self._contents.form.dtype)
         delivered = deliver(bridge, lent, delivery, convert, self.options.ready_bytes)
         return RunningEpoch(bridge=delivered, record=record, convert=Delivered.taken, uncount=uncount)
 
@@ -401,16 +360,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
 
     def _converter(self) -> Convert:
         """Makes tensors of arrays, with sets and controls."""
-        convert = self._contents.converter()
-        group, n_controls = group_columns(self._sampling), 0 if self._controls is None else self._controls.n
-        if group or n_controls:
-            return WithSets(convert=convert, dataset=self.dataset, n_controls=n_controls, group=group)
-        return convert
+        return with_sets(self._contents.converter(), self.dataset, self._sampling, self._controls)
 
     def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: bool = False) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
         return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
-
-
-def _nothing() -> None:
-    """A DataLoader worker that runs ahead cannot take back that it has begun."""

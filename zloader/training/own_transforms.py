@@ -16,6 +16,7 @@ from zloader.common.messages import listed
 from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading import gather
 from zloader.reading.forms import called
+from zloader.reading.recipe import Cutting
 from zloader.training.minibatch import Minibatch
 
 Convert = Callable[[MinibatchArrays], Minibatch]
@@ -63,6 +64,10 @@ class OwnTransforms:
 
     def __bool__(self) -> bool:
         return self.fetch is not None or self.batch is not None
+
+    def cutting(self, converter: Callable[[], Convert]) -> Cutting:
+        """How a recipe cuts minibatches. A fetch_transform gets the same minibatches at once in every run."""
+        return Cutting(cut=functools.partial(self.cut, converter()), grows=True, regroups=self.fetch is None)
 
     def cut(self, convert: Convert, together: MinibatchArrays, cuts: Sequence[int]) -> list[Transformed]:
         """The transformed minibatches between cuts. The last one has the error, if there is one."""

@@ -80,7 +80,7 @@ def bound_tokenizer(
         return None
     if layout == "anndata":
         raise OptionError("layout='anndata' has no place for tokens: take tokens= with another layout, or x=None")
-    var, by = dataset.var_of(tokens.x, chosen.get(tokens.x)), tokens.genes_by
+    var, by = dataset.matrices.var_of(tokens.x, chosen.get(tokens.x)), tokens.genes_by
     if by is not None and by not in var.columns:
         raise MissingColumnError(
             f"var of {dataset.url} has no column {by!r} to name genes by; it has: "
@@ -96,7 +96,7 @@ def bound_tokenizer(
         )
     )
     if isinstance(tokens, Geneformer) and tokens.n_counts is not None:
-        dataset.require_obs([tokens.n_counts])
+        dataset.observations.require_usable([tokens.n_counts])
         _totals(dataset, tokens.n_counts)
         bound = replace(bound, totals=functools.partial(_totals, dataset, tokens.n_counts))
     message = "tokens: %d of the %d genes of %s are in the vocabulary"

@@ -49,7 +49,7 @@ class Comparison:
     def __init__(self, dataset: Dataset, hierarchy: Hierarchy, findings: Findings, bars: Bars) -> None:
         self._hierarchy, self._findings, self._bars = hierarchy, findings, bars
         self._dataset = dataset
-        self._provenance: Mapping[str, Any] = dataset.root.attrs.get("zloader", {})
+        self._provenance: Mapping[str, Any] = dataset.store.root.attrs.get("zloader", {})
 
     def run(self, inputs: Sequence[Input], memory: int | str, genes_by: GenesBy = None) -> None:
         """Reports the first difference of every element. Genes are named by `genes_by`, or as the store records."""
@@ -59,7 +59,7 @@ class Comparison:
             self._content = arranged(
                 Content(inputs, self._selection(genes_by)), options.shuffle_seed, bucket_bytes=options.window
             )
-            self._store = StoredInput(self._dataset.root, self._dataset.location.url, "", objects=[])
+            self._store = StoredInput(self._dataset.store.root, self._dataset.store.location.url, "", objects=[])
             self._compare_obs()
             self._compare_var(options)
             in_sources = [*self._compare_matrices(options), *self._compare_elements(options)]

@@ -42,9 +42,9 @@ class Hierarchy:
     def __init__(self, dataset: Dataset, pool: Executor, findings: Findings) -> None:
         """`pool` reads the objects, many at once."""
         self._dataset, self._findings = dataset, findings
-        self.location = dataset.location
-        self.sizes = dataset.object_sizes()
-        self.written_by_us = "zloader" in dataset.root.attrs
+        self.location = dataset.store.location
+        self.sizes = dataset.store.object_sizes()
+        self.written_by_us = "zloader" in dataset.store.root.attrs
         self._nodes = self._read_nodes(pool)
         self.arrays = dict(self._open_arrays())
 
@@ -186,7 +186,7 @@ class Hierarchy:
                 self._check_shape(path, wanted)
         for path in self.matrices:
             try:
-                self._dataset.matrix(path)
+                self._dataset.store.matrix(path)
             except (FormatError, *_UNREADABLE) as error:
                 self._findings.add(path, error)
         for path in sorted(self._nodes):

@@ -39,7 +39,7 @@ class AppendPlan:
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
-        self._root, self._url, self._node = dataset.root, dataset.location.url, dataset.stores[0].node
+        self._root, self._url, self._node = dataset.store.root, dataset.store.location.url, dataset.stores[0].node
         if "zloader" not in self._root.attrs:
             raise FormatError(f"{self._url} was not written by zloader: convert it first")
         nodes, recorded = members_of(self._root, self._url), self._root.attrs["zloader"]
@@ -52,7 +52,7 @@ class AppendPlan:
         self._names = [*dataset.matrix_names, *(f"obsm/{name}" for name in self._parts.get("obsm", []))]
         self._columns = dataset.obs_columns
         # zarr would silently replace a missing or empty object by zeros.
-        require_objects(implied_keys(nodes), dataset.object_sizes(), self._url)
+        require_objects(implied_keys(nodes), dataset.store.object_sizes(), self._url)
         self._refuse_fixed()
         self._require_writable()
 

@@ -1,0 +1,329 @@
+"""Rows x genes that are read: what a dataset or a view says about its stores, obs, obsm, genes and matrices.
+
+A Table consists of the opened stores, their Observations (obs and obsm) and their Matrices (X, layers, genes), and of
+the rows of them that it has. `dataset.py` adds which rows these are: selecting and splitting them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from zloader.common.checks import names_of, require_whole
+from zloader.common.errors import OptionError
+from zloader.common.machine import require_memory
+from zloader.common.options import FetchOptions
+from zloader.common.records import CacheStatistics, CsrArrays, MinibatchArrays, Rows, X
+from zloader.dataset.elements import load_anndata
+from zloader.dataset.gene_statistics import StatisticsPass
+from zloader.dataset.matrices import Matrices, as_scipy
+from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
+from zloader.dataset.opening import OpenedStores
+from zloader.dataset.store import OpenedStore
+from zloader.dataset.views import AllRows, RowSet
+from zloader.order.shuffling import Streaming, as_rows
+from zloader.selecting.columns import ObsColumn
+from zloader.selecting.genes import Genes
+from zloader.selecting.rows import RowChoice, positions_of
+from zloader.transforms.statistics import GeneStatistics
+from zloader.transforms.transform import Transform
+
+if TYPE_CHECKING:
+    import anndata as ad
+
+_DEFAULTS = FetchOptions()
+
+
+class Table:
+    """Opened stores with their obs, obsm and matrices, and all rows of them or those `chosen`.
+
+    `fingerprint` identifies the stored bytes and the rows: it changes when an object of a store changes. The parts
+    `observations` and `matrices` answer for all rows of the stores.
+    """
+
+    def __init__(
+        self, opened: OpenedStores, observations: Observations, matrices: Matrices, chosen: RowSet | None = None
+    ) -> None:
+        self._opened, self.observations, self.matrices, self._chosen = opened, observations, matrices, chosen
+        self.stores = opened.stores
+        self.cache = opened.cache
+        self.fingerprint = opened.fingerprint if chosen is None else chosen.digest(opened.fingerprint)
+
+    @cached_property
+    def _rows(self) -> AllRows | RowSet:
+        """Which rows of the stores these are."""
+        return AllRows(self.observations.n_rows) if self._chosen is None else self._chosen
+
+    @property
+    def store(self) -> OpenedStore:
+        """The store, with its location, listing and arrays. Raises OptionError for a dataset of several stores."""
+        return self._opened.only_store
+
+    @property
+    def url(self) -> str:
+        """The URL that was opened, for messages. Of several, the first, and how many more there are."""
+        return self._opened.url
+
+    @property
+    def n_obs(self) -> int:
+        """The number of rows."""
+        return len(self._rows)
+
+    @property
+    def n_vars(self) -> int:
+        """The number of genes."""
+        return self.matrices.n_genes("X")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and genes."""
+        return self.n_obs, self.n_vars
+
+    @property
+    def var_names(self) -> pd.Index:
+        """Gene names, in the order of the columns of X."""
+        return self.matrices.axis("var").names
+
+    @property
+    def var(self) -> pd.DataFrame:
+        """The var frame, as a copy. Of several stores opened without `join`, that of the first.
+
+        With `join`, the columns that are the same in all stores, as in `anndata.concat(..., merge="same")`; a gene that
+        a store lacks has a missing value there, which differs from any other.
+        """
+        return self.matrices.var_of("X").copy()
+
+    @property
+    def obs_columns(self) -> list[str]:
+        """Names of the obs columns that every store has."""
+        return self.observations.column_names
+
+    @property
+    def obs(self) -> ObsFrame:
+        """The obs frame, which `obs()` reads, with the obs names as the index.
+
+        `obs(["cell_type"])` is a frame of some columns, and `obs["cell_type"]` one column, a Series. Each call and
+        index reads again. Raises MissingColumnError for a column that some store lacks.
+        """
+        return ObsFrame(self._read_obs, lambda: self.obs_columns)
+
+    def _read_obs(self, columns: Sequence[str] | None) -> pd.DataFrame:
+        if self._chosen is None:
+            return self.observations.frame(columns)
+        require_frame(self.n_obs)
+        return self.observations.frame_of(self._chosen.all_numbers(), columns, keep=False)
+
+    def obs_column(self, column: str) -> ObsColumn:
+        """One obs column as numbers: the codes of a categorical or string column, the values of any other.
+
+        Raises MissingColumnError, OptionError for a column that no tensor can hold, such as complex numbers, and
+        FormatError if one store has numbers and another has labels.
+        """
+        return self._rows.column(self.observations.column(column))
+
+    def categories(self, column: str) -> pd.Index:
+        """The labels of an obs column: code c in a minibatch stands for `categories(column)[c]`, and -1 for no label.
+
+        `categories(column)[codes]` are the labels of an array of codes without -1.
+
+        With several stores, the labels of all stores: sorted if the column holds strings in every store, otherwise in
+        order of first appearance. A view has the labels of the whole dataset.
+        Raises OptionError for a column of numbers or dates, and the errors of `obs_column`.
+        """
+        labels = self.labels(column)
+        if not isinstance(labels, pd.Index):
+            raise OptionError(f"obs column {column!r} holds numbers or dates, not categories")
+        return labels
+
+    def labels(self, column: str) -> pd.Index | np.dtype[Any]:
+        """The meaning of the numbers of an obs column in minibatches: the labels of its codes, or the stored dtype."""
+        return self.observations.labels(column)
+
+    @property
+    def obsm_names(self) -> list[str]:
+        """Sorted names of the obsm entries that every store has."""
+        return self.observations.array_names
+
+    def obsm_array(self, name: str) -> NDArray[Any]:
+        """One obsm array of all rows, rows x dims, in the stored dtype; over several stores, in their common dtype.
+
+        Raises MissingColumnError, OptionError for an entry that is not an array of numbers, and FormatError if the
+        arrays of the stores do not fit together.
+        """
+        return self._rows.taken(self.observations.array(name))
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """The values that `x` may take: X, raw/X and the layers that every store has."""
+        return self.matrices.names
+
+    def cache_statistics(self, x: str = "X") -> CacheStatistics:
+        """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""
+        return self.matrices.cache_statistics(x)
+
+    @property
+    def obs_names(self) -> pd.Index:
+        """The names of the rows, in their order. They are strings, as in an AnnData, and are read on each call.
+
+        Raises OptionError if they would take more than half of the machine's memory, at 100 bytes per row.
+        """
+        require_memory(NAME_BYTES * self.n_obs, f"the obs names of {self.n_obs} rows", "read some with names_of(rows)")
+        return pd.Index(self.names_of(np.arange(self.n_obs)))
+
+    def names_of(self, rows: Rows) -> NDArray[np.object_]:
+        """The obs names of some rows, as Python strings. Only the names near these rows are read."""
+        return self.observations.names(self._rows_of_whole(rows))
+
+    def take(self, rows: RowChoice, *, layers: Sequence[str] = ()) -> ad.AnnData:
+        """Some rows as an AnnData with X, obs, var, the arrays of obsm and the layers that are named.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> dataset.take([-1, 3, 3]).obs_names.tolist()
+        ['cell999', 'cell3', 'cell3']
+        >>> dataset.take(slice(10, 20), layers=["spliced"]).layers["spliced"].shape
+        (10, 50)
+
+        - `rows`: a row number, a list of them in any order and with repeats, a slice, a mask over all rows, or obs
+          names. Negative row numbers count from the end.
+        - `layers`: names of layers, as in `["spliced"]`.
+
+        Categories of obs that none of these rows has are left out, as in a subset of an AnnData. All are kept if all
+        rows of the whole dataset are taken.
+
+        Raises OptionError for a row that does not exist, and for rows that would take more than half of the machine's
+        memory; FormatError if X or a layer cannot be read, and any ReadError.
+        """
+        chosen = self._rows_of_whole(positions_of(rows, self.n_obs, lambda: self.obs_names))
+        paths = [f"layers/{name.removeprefix('layers/')}" for name in names_of(layers=layers)]
+        paths += ["X"] if "X" in self.matrix_names else []
+        per_row = NAME_BYTES + self.observations.array_bytes() + sum(map(self.matrices.row_bytes, paths))
+        require_memory(
+            int(len(chosen) * per_row), f"{len(chosen)} rows as an AnnData ({self.url})", "take fewer, or use a Loader"
+        )
+        matrices = {path: self.matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
+        obs = self.observations.frame_of(chosen)
+        if len(np.unique(chosen)) < self.observations.n_rows:
+            for name, column in obs.select_dtypes("category").items():
+                obs[name] = column.cat.remove_unused_categories()
+        return _as_anndata(
+            matrices.pop("X", None),
+            obs=obs,
+            obsm={name: self.observations.array_rows(name, chosen) for name in self.observations.usable_arrays},
+            var=self.var,
+            layers={path.removeprefix("layers/"): values for path, values in matrices.items()},
+        )
+
+    def head(self, n: int = 5) -> pd.DataFrame:
+        """The obs columns of the first `n` rows. `take(range(n))` has their values too.
+
+        >>> import zloader as zl
+        >>> zl.open_dataset("atlas.zarr").head(2)
+              cell_type donor  n_counts
+        cell0         B    d0         1
+        cell1         T    d0         2
+        """
+        require_whole(0, n=n)
+        return self.observations.frame_of(self._rows_of_whole(np.arange(min(n, self.n_obs))))
+
+    def to_adata(self, *, layers: Sequence[str] | None = None) -> ad.AnnData:
+        """All rows as an AnnData in memory, as `take` returns them. For datasets and views that are small enough.
+
+        >>> import zloader as zl
+        >>> zl.open_dataset("atlas.zarr").where("donor == 'd1'").to_adata().shape
+        (100, 50)
+
+        `layers` are names of layers; by default all that every store has. raw, varm, obsp, varp and uns are left out.
+        Raises OptionError, before anything is read, if they would take more than half of the machine's memory, and the
+        errors of `take`.
+        """
+        all_layers = [name for name in self.matrix_names if name.startswith("layers/")]
+        return self.take(slice(None), layers=all_layers if layers is None else layers)
+
+    def gene_statistics(
+        self,
+        x: str = "X",
+        *,
+        genes: Genes | None = None,
+        transforms: Sequence[Transform] = (),
+        options: FetchOptions | None = None,
+        progress: bool = True,
+    ) -> GeneStatistics:
+        """Mean, variance and non-zeros of each gene over all rows, in one pass. For zl.transforms.Scale.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> statistics = dataset.gene_statistics(transforms=[zl.transforms.LogNormalize(1e4)])
+        >>> statistics.n_obs, statistics.mean.shape
+        (1000, (50,))
+
+        - `x`: the matrix, `"X"`, `"layers/NAME"` or `"raw/X"`.
+        - `genes`: the genes to return, as a Loader takes them.
+        - `transforms`: applied before, as by a Loader with seed 0 in epoch 0; those that keep zeros zero. They see all
+          genes.
+        - `options`: the options of a Loader for reading.
+        - `progress`: whether to draw a progress bar if stderr is a terminal.
+
+        Sums are in float64. The cache keeps the result for these rows, this matrix and these transforms. Raises the
+        errors of a Loader with the same arguments.
+        """
+        chosen = None if genes is None else self.matrices.choose_genes(genes, [x])[x]
+        found = StatisticsPass(
+            matrices=self.matrices,
+            fingerprint=self.fingerprint,
+            dataset_rows=self.observations.n_rows,
+            sampling=self._rows.sampled(Streaming()),
+            directory=self._opened.mirror_directory,
+            options=options or _DEFAULTS,
+            progress=progress,
+        ).statistics(x, transforms)
+        return found if chosen is None else found.at(chosen.positions)
+
+    def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
+        """The values of some rows, in the order given: dense if the matrix is dense in every store, else CSR.
+
+        The dtype is the one from before conversion, except that float16 becomes float32.
+        """
+        return self.matrices.read_rows(self._rows_of_whole(rows), x=x, options=options or _DEFAULTS)
+
+    def _rows_of_whole(self, indices: Sequence[int] | NDArray[np.integer]) -> Rows:
+        """Row numbers of `whole` for rows of this dataset. Raises OptionError for a row that does not exist."""
+        rows = as_rows(indices)
+        wrong = rows[(rows < 0) | (rows >= self.n_obs)]
+        if len(wrong):
+            raise OptionError(f"row {wrong[0]} does not exist: the dataset has rows 0 to {self.n_obs - 1}")
+        return self._rows.numbers(rows)
+
+    def to_anndata(self, minibatch: MinibatchArrays, x: str, var: pd.DataFrame) -> ad.AnnData:
+        """A minibatch as an AnnData with the matrix `x`, its obs columns (labels, not codes), its obsm, and `var`."""
+        obs = pd.DataFrame(index=pd.Index(minibatch.names))
+        for name, values in minibatch.obs.items():
+            labels = self.observations.labels(name)
+            if isinstance(labels, pd.Index):
+                obs[name] = pd.Categorical.from_codes(values, labels)
+            else:
+                obs[name] = values.view(labels)  # the dtype of dates, or their own
+        # A copy of var, because later minibatches get the same frame.
+        return _as_anndata(minibatch.x[x], obs=obs, obsm=minibatch.obsm, var=var.copy())
+
+
+def _as_anndata(x: X | None, *, obs: pd.DataFrame, layers: Mapping[str, X] | None = None, **parts: Any) -> ad.AnnData:
+    """An AnnData of rows, which may have the same name if rows are repeated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Observation names are not unique")
+        return load_anndata().AnnData(
+            X=_in_anndata(x),
+            obs=obs,
+            layers={name: _in_anndata(values) for name, values in (layers or {}).items()},
+            **parts,
+        )
+
+
+def _in_anndata(x: X | None) -> Any:
+    return as_scipy(x) if isinstance(x, CsrArrays) else x

@@ -1,0 +1,95 @@
+"""What a FetchScheduler is asked to make of rows: the arrays that it reads, and the form of their minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.records import MinibatchArrays, Rows, RowTokenizer
+from zloader.reading import gather
+from zloader.reading.column_rows import PagedColumn
+from zloader.reading.forms import Form, Transforming
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.selecting.columns import ObsColumn
+
+OwnParts = Callable[[Sequence[MatrixPart]], Sequence[MatrixPart]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowColumns:
+    """What minibatches have of their rows beside x.
+
+    `obs` and `obsm` return the obs columns and obsm arrays of all rows of the dataset; they are called while the first
+    rows are read. `paged` has those of them whose rows are loaded with each fetch. `names` looks up the obs names of
+    rows, for minibatches that carry them.
+    """
+
+    obs: Callable[[], Mapping[str, ObsColumn | PagedColumn]] = dict
+    obsm: Callable[[], Mapping[str, NDArray[Any] | PagedColumn]] = dict
+    paged: Sequence[PagedColumn] = ()
+    names: Callable[[Rows], NDArray[np.object_]] | None = None
+
+    def with_parts(self, own: OwnParts) -> RowColumns:
+        """The same with what `own` returns in place of the parts of each paged column."""
+        of_own = {column: replace(column, parts=own(column.parts)) for column in self.paged}
+
+        def swapped(columns: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: of_own[each] if isinstance(each, PagedColumn) else each for name, each in columns.items()}
+
+        return replace(
+            self, obs=lambda: swapped(self.obs()), obsm=lambda: swapped(self.obsm()), paged=list(of_own.values())
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """How the items that are put are made of minibatches that were gathered as one.
+
+    `cut` makes them, given the rows at which it is cut, from 0 to its last. `grows` says that they may take more memory
+    than what was gathered, and `regroups` that the number of minibatches gathered as one may then change, which `cut`
+    must not notice.
+    """
+
+    cut: Callable[[MinibatchArrays, Sequence[int]], Sequence[Any]] = gather.cut_apart
+    grows: bool = False
+    regroups: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to make minibatches from rows.
+
+    `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `form` is that of all
+    of them, but for those that have `transforms`. `tokens` makes tokens of a matrix, which may be left out of `wanted`,
+    the matrices that minibatches carry. `sweeping` says that the fetches make up a whole epoch.
+    """
+
+    x: Mapping[str, Sequence[MatrixPart]]
+    form: Form
+    transforms: Mapping[str, Transforming] = field(default_factory=dict)
+    wanted: Collection[str] | None = None
+    tokens: RowTokenizer | None = None
+    columns: RowColumns = field(default_factory=RowColumns)
+    cutting: Cutting = field(default_factory=Cutting)
+    sweeping: bool = False
+
+    @property
+    def parts(self) -> list[MatrixPart]:
+        """The parts of all arrays that are read: of each matrix, then of each paged column."""
+        of_arrays = [*self.x.values(), *(column.parts for column in self.columns.paged)]
+        return [part for parts in of_arrays for part in parts]
+
+    @property
+    def ends(self) -> Rows:
+        """The row before which each store ends."""
+        parts = next(iter([*self.x.values(), *(column.parts for column in self.columns.paged)]), [])
+        return np.cumsum([part.matrix.n_rows for part in parts], dtype=np.int64)
+
+    def with_parts(self, own: OwnParts) -> Recipe:
+        """The same with what `own` returns in place of the parts of each array, such as parts with other sources."""
+        x = {name: own(parts) for name, parts in self.x.items()}
+        return replace(self, x=x, columns=self.columns.with_parts(own))
