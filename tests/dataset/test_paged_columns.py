@@ -110,7 +110,7 @@ def check_rows(minibatches: Iterable[zl.Minibatch], adata: ad.AnnData) -> None:
 
 def arrays_of(dataset: zl.Dataset) -> dict[str, MirrorArray]:
     """The arrays of the first store that are read chunk by chunk."""
-    return {path: arrays[0] for path, arrays in sorted(dataset._observations.paged.arrays.items()) if arrays}
+    return {path: arrays[0] for path, arrays in sorted(dataset.observations.paged.arrays.items()) if arrays}
 
 
 @pytest.mark.every(3)
