@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 from hypothesis import strategies as st
 
-from zloader.conversion.sources.matrices import open_matrix
+from zloader.conversion.sources.anndata_input import open_matrix
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.windows import SourceMatrix, Window
 

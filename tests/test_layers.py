@@ -87,7 +87,7 @@ MAY_IMPORT = {
         "zloader.conversion.joining.parts",
         "zloader.conversion.writing.elements",
         "zloader.conversion.writing.appending",
-        "zloader.conversion.writing.appended_matrix",
+        "zloader.conversion.writing.fitting",
         "zloader.conversion.checking.compare",
     },
 }

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zloader.access.local_listing import listing
-from zloader.access.stored_objects import Listing, StoredObject, fingerprint, mirror_fingerprint
+from zloader.access.stored_objects import Listing, StoredObject, fingerprint, list_files, mirror_fingerprint
 
 pytestmark = pytest.mark.any_version
 
 ENTRIES = st.builds(StoredObject, st.integers(0, 2**53), st.text(max_size=40), st.text(max_size=40))
-OBJECTS = st.dictionaries(st.text(st.characters(codec=None), max_size=12), ENTRIES, max_size=40)
+OBJECTS = st.dictionaries(st.text(st.characters(codec=None), max_size=12), ENTRIES, max_size=12)
 
 
 @given(objects=OBJECTS, others=st.lists(st.text(max_size=12)))
@@ -52,6 +51,6 @@ def test_a_file_whose_name_is_no_text_is_listed(tmp_path):
     bytes_path = bytes(tmp_path) + b"/\xff"
     with open(bytes_path, "wb") as file:  # noqa: PTH123 - a Path cannot be made of bytes
         file.write(b"12")
-    listed = listing(str(tmp_path))
+    listed = list_files(str(tmp_path))
     assert dict(listed.sizes) == {"a": 4, "\udcff": 2}
     assert len(fingerprint(listed)) == 32

@@ -125,7 +125,7 @@ def test_concurrent_requests_are_bounded(root, sim):
 
 @given(shape=st.lists(st.integers(0, 7), max_size=3), zarr_format=st.sampled_from([2, 3]), sharded=st.booleans())
 def test_the_keys_of_an_array_match_those_that_zarr_writes(shape, zarr_format, sharded):
-    from zloader.access.implied_objects import stored_keys
+    from zloader.access.zarr_groups import stored_keys
 
     store = zarr.storage.MemoryStore()
     group = zarr.open_group(store, mode="w", zarr_format=zarr_format)

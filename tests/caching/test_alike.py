@@ -19,9 +19,8 @@ import pytest
 from helpers import check_minibatch, counts, web_server
 
 import zloader as zl
-from zloader.access.local_listing import stored_file
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject
+from zloader.access.stored_objects import StoredObject, stored_file
 from zloader.caching.directory import MirrorEntry, mirrors
 from zloader.caching.inspection import inspect_mirror, verify
 from zloader.common.errors import CacheError, OptionError

@@ -11,12 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import LAYOUTS, assert_same, counts, dense, full_anndata, layers_of
 
 from zloader.common.errors import OptionError, SourceError
-from zloader.conversion.joining.content import Content, Selection
+from zloader.conversion.joining.content import Content
+from zloader.conversion.joining.selection import Selection
 from zloader.conversion.sources.inputs import open_inputs
 
 GENES = [f"g{i}" for i in (3, 1, 4, 15, 9, 2, 6, 5, 35, 8)]
@@ -141,6 +142,7 @@ def assert_as(out, wanted):
         assert_same(dict(out.raw.varm), dict(wanted.raw.varm))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layouts", [("csr", "csr"), ("csc", "dense"), ("dense", "dense"), ("csr", "csc", "dense")])
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_a_join_is_what_anndata_concat_makes(join, layouts):
@@ -187,6 +189,7 @@ def test_genes_named_come_in_that_order_and_are_zero_where_they_are_not():
     assert_as(built(contents(adatas[:1], genes=pd.Index(GENES[3:0:-1]))), adatas[0][:, GENES[3:0:-1]].copy())
 
 
+@settings(max_examples=12)
 @given(
     st.lists(st.permutations(GENES).flatmap(lambda p: st.integers(1, 10).map(lambda n: p[:n])), min_size=2, max_size=4)
 )

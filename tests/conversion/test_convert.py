@@ -51,7 +51,7 @@ def test_the_examples_in_the_docstrings_run(tmp_path: Path, monkeypatch: pytest.
     assert results.attempted >= 3
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bool", "int8", "uint16", "int64"])
 def test_values_come_out_as_they_went_in(tmp_path: Path, layout: str, dtype: str) -> None:
@@ -90,7 +90,7 @@ def test_everything_an_anndata_holds_is_kept(tmp_path: Path) -> None:
     assert json.loads(json.dumps(dataclasses.asdict(report)))["rows"] == 60
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1), (0, 5), (5, 0), (3, 4)], ids=str)
 @pytest.mark.parametrize("filled", [True, False], ids=["ones", "no-values"])
@@ -184,6 +184,7 @@ def test_duplicates_whose_sum_needs_a_wider_dtype_than_any_value(tmp_path: Path)
     assert report.dtypes_changed["X/data"] == "float32 -> uint16"
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("csc", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "value"),
@@ -270,6 +271,7 @@ def test_no_dtype_loses_a_bit(values: list[float]) -> None:
         assert array.astype(scan.dtype).astype(np.float32).tobytes() == array.tobytes()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("n_genes", "stored"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "int32")]
 )

@@ -61,6 +61,7 @@ def add(root: Path, *keys: str) -> None:
 # ---- inside a store
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("within", ["obs", "obs/", "new.zarr", "layers/new", "X/data/c", "uns/deep/below"])
 def test_never_inside_a_store(source: Path, store: Path, within: str, overwrite: bool) -> None:
@@ -70,6 +71,7 @@ def test_never_inside_a_store(source: Path, store: Path, within: str, overwrite:
     assert files(store) == before
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["v2", "array", "unfinished", "plain group"])
 def test_never_inside_another_zarr_either(tmp_path: Path, source: Path, kind: str) -> None:
     outer = tmp_path / "outer.zarr"
@@ -129,6 +131,7 @@ def attributes_alone(path: Path) -> None:
     add(path, ".zattrs")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("make", [plain_group, version_2_group, array, damaged, collection, attributes_alone])
 def test_other_zarr_is_never_overwritten(tmp_path: Path, source: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "b.zarr")
@@ -170,6 +173,7 @@ STRANGERS = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
 @pytest.mark.parametrize("state", ["whole", "whole with a marker"])
 def test_others_keep_their_files(source: Path, store: Path, stranger: str, state: str) -> None:

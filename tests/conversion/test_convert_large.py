@@ -8,9 +8,9 @@ import h5py
 import numpy as np
 import pytest
 
-from zloader.conversion.sources.matrices import open_matrix
+from zloader.conversion.sources.anndata_input import open_matrix
 from zloader.conversion.sources.nodes import Node
-from zloader.conversion.writing.matrices import _row_at
+from zloader.conversion.writing.passes import _row_at
 
 BIG = 2**31 + 11
 

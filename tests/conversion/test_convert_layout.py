@@ -30,10 +30,9 @@ from sources import (
 import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
-from zloader.conversion.writing import shards
 from zloader.conversion.writing.encode import CODECS, ChunkEncoder, chunk_elements, grid, shard_index, zarr_codecs
 from zloader.conversion.writing.ownership import MARKER
-from zloader.conversion.writing.shards import stored_layout
+from zloader.conversion.writing.stored import StoredArray, stored_layout
 
 
 def codec_names(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -89,6 +88,7 @@ PLAIN = ["bytes", "crc32c"]
 PCODEC = ["numcodecs.pcodec", "crc32c"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("codec", "indices", "data", "obsm"),
     [
@@ -109,6 +109,7 @@ def test_codecs(tmp_path: Path, codec: str, indices: list[str], data: list[str],
     np.testing.assert_array_equal(root["obsm/X_pca"][:], np.ones((60, 3)))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("array", ["X/indices", "X/data", "obs/kind/codes", "obs/_index", "obsm/X_pca"])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, array: str) -> None:
     parts = {
@@ -233,6 +234,7 @@ def test_window_size_does_not_show_in_the_store(tmp_path: Path) -> None:
         assert stores[0] == stores[1] == stores[2]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_does_not_grow_with_the_matrix(tmp_path: Path, layout: str) -> None:
     x = sp.random(4000, 1000, 0.5, "csr", np.float32, random_state=0)  # 16 MB as CSR
@@ -246,19 +248,10 @@ def test_memory_does_not_grow_with_the_matrix(tmp_path: Path, layout: str) -> No
     assert peak < 7e6
 
 
-def test_shards_longer_than_a_read_are_read_back(tmp_path, monkeypatch):
-    """Shards are read back in pieces of 8 MiB, as `verify` reads them too. Here a piece holds a few of many chunks."""
-    monkeypatch.setattr(shards, "_READ_BYTES", 3000)
-    x = counts(400, 90)
-    write_h5ad(tmp_path / "s.h5ad", x)
-    convert(tmp_path / "s.h5ad", tmp_path / "s.zarr", zl.ConvertOptions(shard_size="1MiB"))
-    assert zl.verify(tmp_path / "s.zarr", against=tmp_path / "s.h5ad", progress=False).problems == ()
-    np.testing.assert_array_equal(zl.open_dataset(tmp_path / "s.zarr").to_adata().X.toarray(), x.toarray())
-
-
-def test_a_range_that_ends_early_is_truncated(tmp_path):
-    (tmp_path / "c").write_bytes(b"0123456789")
-    location = Location(url=str(tmp_path))
-    assert shards._read(location, "c", 5, 10) == b"56789"
-    with pytest.raises(errors.TruncatedObjectError, match="returned 5 bytes for the range 5-19"):
-        shards._read(location, "c", 5, 20)
+def test_a_range_that_ends_early_is_truncated(tmp_path: Path) -> None:
+    convert(write_h5ad(tmp_path / "a.h5ad", counts()), tmp_path / "a.zarr")
+    array: Any = zarr.open_group(tmp_path / "a.zarr", mode="r")["X/data"]
+    listed = {"X/data/c/0": (tmp_path / "a.zarr/X/data/c/0").stat().st_size + 9}
+    stored = StoredArray(Location(url=str(tmp_path / "a.zarr")), array, listed)
+    with pytest.raises(errors.TruncatedObjectError, match=r"returned \d+ bytes for the range \d+-"):
+        next(stored.chunks_of(0))

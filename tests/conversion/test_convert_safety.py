@@ -340,6 +340,7 @@ BAD = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, case: str) -> None:
     make, kind, message = BAD[case]

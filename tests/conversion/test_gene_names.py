@@ -58,6 +58,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("genes_by", WAYS.values(), ids=WAYS)
 def test_datasets_and_stores_name_genes_alike(
     tmp_path: Path, human: ad.AnnData, mouse: ad.AnnData, genes_by: Any

@@ -40,9 +40,9 @@ from sources import (
 import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
+from zloader.conversion.sources.anndata_input import open_matrix
 from zloader.conversion.sources.inputs import Input, open_inputs
 from zloader.conversion.sources.locations import BlockCache, RemoteFile, source_locations
-from zloader.conversion.sources.matrices import open_matrix
 
 MATRICES = ("X", "layers/csr", "layers/csc", "layers/dense", "raw/X")
 
@@ -138,6 +138,7 @@ def only(inputs: list[Input]) -> Input:
 H5AD = {"plain": {}, "gzip": {"compression": "gzip"}, "lzf": {"compression": "lzf"}}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", H5AD)
 def test_h5ad(tmp_path: Path, how: str) -> None:
     path = write_full(tmp_path / "plate1.h5ad", **H5AD[how])
@@ -236,6 +237,7 @@ def test_a_view() -> None:
     assert_is(only(open_inputs(adata[rows, genes])), adata[rows, genes].copy())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", ["csr", "csc", "dense"])
 def test_backed(tmp_path: Path, layout: str) -> None:
     parts = full_anndata()
@@ -644,6 +646,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_sources_are_named(tmp_path: Path, case: str) -> None:
     write, message = BAD[case]
@@ -684,6 +687,7 @@ def test_missing_and_forbidden_files(tmp_path: Path) -> None:
 # ---- 10x
 
 
+@pytest.mark.slow  # importing scanpy takes seconds
 @pytest.mark.parametrize("name", TENX)
 def test_10x(tmp_path: Path, name: str) -> None:
     pytest.importorskip("scanpy")
@@ -699,6 +703,7 @@ def test_10x(tmp_path: Path, name: str) -> None:
         assert one.identity()["name"] == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENX)
 def test_10x_that_is_damaged(tmp_path: Path, name: str) -> None:
     pytest.importorskip("scanpy")

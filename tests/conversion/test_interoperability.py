@@ -15,6 +15,7 @@ from sources import LAYOUTS, SMALL, assert_same, convert, counts, dense, full_an
 import zloader as zl
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("codec", ["lz4", "zstd", "pcodec", "none"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_zarr_reads_the_arrays(tmp_path: Path, layout: str, codec: str) -> None:
@@ -29,6 +30,7 @@ def test_zarr_reads_the_arrays(tmp_path: Path, layout: str, codec: str) -> None:
         np.testing.assert_array_equal(x[name][3:50], getattr(counts(), name)[3:50])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("codec", ["lz4", "zstd", "pcodec"])
 def test_zarr_warns_of_no_codec(tmp_path: Path, codec: str) -> None:
     """zarr 3.1 warns of the codecs of numcodecs. Users of zloader can do nothing about that."""
@@ -44,6 +46,7 @@ def test_zarr_warns_of_no_codec(tmp_path: Path, codec: str) -> None:
         assert dataset.take([3, 100]).n_obs == 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("codec", ["lz4", "zstd", "pcodec"])
 def test_anndata_reads_every_codec(tmp_path: Path, codec: str) -> None:
     source = write_h5ad(tmp_path / "a.h5ad", counts(), layers={"dense": counts().toarray()})
@@ -53,6 +56,7 @@ def test_anndata_reads_every_codec(tmp_path: Path, codec: str) -> None:
     np.testing.assert_array_equal(dense(out.layers["dense"]), counts().toarray())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("consolidated", [True, False])
 def test_anndata_reads_it_with_and_without_consolidated_metadata(tmp_path: Path, consolidated: bool) -> None:
     with ad.settings.override(allow_write_nullable_strings=True):
@@ -65,6 +69,7 @@ def test_anndata_reads_it_with_and_without_consolidated_metadata(tmp_path: Path,
     np.testing.assert_array_equal(dense(out.X), dense(wanted.X))
 
 
+@pytest.mark.every(5)
 # xarray and dask raise warnings of their own.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", LAYOUTS)

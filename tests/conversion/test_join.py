@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sources import LAYOUTS, counts, dense
 
 from zloader.common.errors import SourceError
+from zloader.conversion.sources.anndata_input import open_matrix
 from zloader.conversion.sources.join import JoinedMatrix
-from zloader.conversion.sources.matrices import open_matrix
 from zloader.conversion.sources.nodes import Node
 
 pytestmark = pytest.mark.any_version
@@ -120,6 +120,14 @@ def test_rows_come_one_part_after_the_other_with_their_genes_renumbered(case):
     assert_joined(*case)
 
 
+@pytest.mark.parametrize("genes", [[-1, 0, 1, 2], [0, 1, -1, 2], [-1, 2, -1, 0], [0, 1, 2, -1]], ids=str)
+def test_dropped_genes_beside_ascending_ones(genes):
+    """Genes that keep their order take a shorter way, on which none may be dropped."""
+    x = sp.csr_matrix(np.arange(1, 21, dtype=np.float32).reshape(5, 4))
+    for layout in LAYOUTS.values():
+        assert_joined([(layout(x), np.array(genes))], 3)
+
+
 def test_more_rows_and_genes_than_a_window_holds():
     rng = np.random.default_rng(0)
     drops = rng.permutation(np.concatenate([np.full(100, -1), np.arange(200)]))
@@ -145,6 +153,7 @@ class Compressed(dict[str, np.ndarray]):
         self.shape, self.attrs = x.shape, {"encoding-type": f"{x.format}_matrix"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float16_moves_too(layout):
     # anndata and scipy cannot create a float16 CSR or CSC matrix, but a file can contain one.
@@ -156,6 +165,7 @@ def test_float16_moves_too(layout):
         np.testing.assert_array_equal(rows_of(matrix, matrix.windows()), mapped(x, genes, 9))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("other", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "int64"])

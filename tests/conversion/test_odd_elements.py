@@ -277,7 +277,7 @@ def test_columns(place, name, existing, tmp_path):
     assert stored == (name not in REFUSED_COLUMNS)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", COLUMNS)
 def test_frames(name, existing, tmp_path):
     stored = check("obsm", lambda: pd.DataFrame({"a": COLUMNS[name](N_ROWS)}), existing, tmp_path / "a.zarr")
@@ -336,6 +336,7 @@ def test_an_anndata_that_is_read_lazily_is_refused(tmp_path):
     assert not (tmp_path / "a.zarr").exists()
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", ["a/b", "a\\b", "", ".", "zarr.json", 0, None])
 @pytest.mark.parametrize("place", ["layers", "obsm", "varm", "obsp", "uns", "obs", "var"])
 def test_names_that_zarr_cannot_have(place, name, existing, tmp_path):
@@ -353,6 +354,7 @@ def test_names_that_zarr_cannot_have(place, name, existing, tmp_path):
     assert files(existing) == before
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("part", ["layers", "obsm", "varm", "obsp", "varp", "raw/varm", "uns", "obs", "var", "nested"])
 def test_backslashes_in_the_names_of_a_file(part, existing, tmp_path):
     """zarr takes them for slashes, so `a\\b` would overwrite an element of the group `a`."""

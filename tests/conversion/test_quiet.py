@@ -33,7 +33,6 @@ from zloader.conversion.append import append_to
 from zloader.conversion.convert import convert_to
 from zloader.conversion.writing.destination import MARKER, Destination
 from zloader.conversion.writing.encode import ChunkEncoder, zarr_codecs
-from zloader.conversion.writing.matrices import Target
 from zloader.conversion.writing.object_writer import (
     ObjectWriter,
     PendingWrites,
@@ -41,7 +40,9 @@ from zloader.conversion.writing.object_writer import (
     run_to_completion,
     translated,
 )
-from zloader.conversion.writing.shards import ShardWriter, stored_layout, threads
+from zloader.conversion.writing.passes import Target
+from zloader.conversion.writing.shards import ShardWriter, threads
+from zloader.conversion.writing.stored import stored_layout
 
 DEADLINE_S = 60
 
@@ -99,10 +100,9 @@ class _BusyStore(LocalStore):
 
 class _BusyObject(ObjectWriter):
     def __init__(self, inner: ObjectWriter, key: str, destination: BusyDestination) -> None:
-        super().__init__()
         self._inner, self._key, self._destination = inner, key, destination
 
-    def _write(self, piece: bytes) -> None:
+    def write(self, piece: bytes) -> None:
         with translated(f"write {self._key} to", "here"), self._destination.writing(self._key):
             self._inner.write(piece)
 
@@ -384,6 +384,7 @@ def test_ctrl_c_ends_what_reads_shards_back(tmp_path: Path, monkeypatch: pytest.
     def check() -> None:
         with threads(location.url) as pool, progress_bars(shown=False) as bars:
             Target(
+                command="convert",
                 root=zarr.create_group(MemoryStore()),
                 location=location,
                 options=SMALL,

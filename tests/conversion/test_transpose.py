@@ -49,7 +49,7 @@ def canonical(x: Any) -> sp.csr_matrix:
     return x
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     x=any_csr(),
     window_bytes=st.integers(1, 500) | st.integers(500, 20_000),
@@ -72,6 +72,7 @@ def test_any_matrix_in_any_windows(x: sp.csr_matrix, window_bytes: int, first_ro
     assert open_spills() == 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["float16", "float64", "bool", "int8", "uint16", "int64"])
 def test_every_dtype(dtype: str) -> None:
     x = counts()
@@ -79,6 +80,7 @@ def test_every_dtype(dtype: str) -> None:
         assert_equal(matrix_of(matrix.windows(), x.shape, dtype), with_values(x, dtype))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int64", "uint64"])
 def test_every_dtype_of_row_numbers(dtype: str) -> None:
     x = counts().tocsc()

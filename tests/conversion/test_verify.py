@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anndata as ad
+import google_crc32c
 import numpy as np
 import pandas as pd
 import pytest
@@ -38,11 +39,12 @@ import zloader as zl
 from zloader.access.location import Location
 from zloader.common import errors
 from zloader.conversion.checking.differences import Sparse, bits_differ, column_difference, element_differences
-from zloader.conversion.checking.findings import Findings
+from zloader.conversion.checking.hierarchy import Findings
 from zloader.conversion.checking.scan import GeneOrder, IndptrScan
 from zloader.conversion.convert import convert_to
 from zloader.conversion.verify import Verification, verify
 from zloader.conversion.writing.ownership import MARKER
+from zloader.conversion.writing.stored import StoredArray
 
 SHUFFLED = dataclasses.replace(SMALL, shuffle_seed=7)
 
@@ -110,7 +112,7 @@ def test_a_sound_store(sound: Path) -> None:
     assert json.loads(json.dumps(dataclasses.asdict(seen)))["problems"] == []
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("options", [SMALL, SHUFFLED], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(tmp_path: Path, layout: str, options: zl.ConvertOptions) -> None:
@@ -161,6 +163,7 @@ def test_chosen_genes(tmp_path: Path) -> None:
     assert found(tmp_path / "a.zarr", against=source) == []
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_next_to_nothing(tmp_path: Path, layout: str, shape: tuple[int, int]) -> None:
@@ -368,7 +371,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("arrays", "wanted"), FORMS.values(), ids=FORMS.keys())
 def test_a_matrix_that_is_not_canonical(tmp_path: Path, arrays: dict[str, Any], wanted: dict[str, str]) -> None:
     problems = found(by_hand(tmp_path / "a.zarr", **{"x": X} | arrays))
@@ -447,6 +450,43 @@ def test_indptr_against_the_slow_oracle(entries: list[int], data: st.DataObject)
     if indptr[-1] != 9:
         wanted.append(f"ends with {indptr[-1]}, but 9 values are stored")
     assert [problem.what for problem in findings.problems()] == wanted
+
+
+@pytest.mark.parametrize("name", ["X/indices", "layers/dense", "uns/large"])
+def test_a_shard_is_read_in_pieces_of_any_size(sound: Path, name: str) -> None:
+    """Shards of real stores are larger than one read."""
+    location, root = Location(url=str(sound)), zarr.open_group(sound, mode="r")
+    array: Any = root[name] if name in root else root["varp/pairs"]
+    for read_bytes in (1, 700, 3000, 9000, 1 << 20):
+        stored = StoredArray(location, array, location.listing().sizes, read_bytes=read_bytes)
+        assert stored.n_pieces > 1
+        np.testing.assert_array_equal(np.concatenate([*stored.chunks()]), array[:].reshape(-1))
+
+
+@given(order=st.permutations(range(5)), absent=st.sets(st.integers(0, 4)), read_bytes=st.integers(1, 100))
+def test_chunks_may_lie_anywhere_in_a_shard_of_another_program(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], absent: set[int], read_bytes: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "anywhere.zarr"
+    array = zarr.create_array(
+        path, shape=(18,), chunks=(4,), shards=(20,), dtype="u2", compressors=None, overwrite=True
+    )
+    values = np.arange(1, 21, dtype="<u2")
+    content, table = b"", np.full((5, 2), np.iinfo(np.uint64).max, "<u8")
+    for chunk in order:
+        if chunk not in absent:
+            table[chunk] = len(content), 8
+            content += values[4 * chunk : 4 * chunk + 4].tobytes() + b"gap" * (chunk == 2)
+    index = table.tobytes()
+    content += index + int(google_crc32c.value(index)).to_bytes(4, "little")
+    (path / "c").mkdir(exist_ok=True)
+    (path / "c/0").write_bytes(content)
+    stored = StoredArray(
+        Location(url=str(path)), array, {"/c/0": len(content)}, absent_is_fill=True, read_bytes=read_bytes
+    )
+    wanted = np.where(np.isin(np.arange(20) // 4, [*absent]), 0, values)[:18]
+    np.testing.assert_array_equal(np.concatenate([*stored.chunks()]), wanted)
+    assert array[:].tolist() == wanted.tolist()
 
 
 # ---- comparison with the sources

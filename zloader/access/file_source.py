@@ -18,9 +18,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.access.local_listing import has_stable_inodes, stored_file
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject
+from zloader.access.stored_objects import StoredObject, has_stable_inodes, stored_file
 from zloader.common import page_cache
 from zloader.common.errors import (
     AccessDeniedError,

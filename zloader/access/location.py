@@ -22,9 +22,8 @@ import fsspec
 import zarr.abc.store
 import zarr.storage
 
-from zloader.access import local_listing
 from zloader.access.access_errors import access_errors, denials
-from zloader.access.stored_objects import Listing, StoredObject
+from zloader.access.stored_objects import Listing, StoredObject, find_file, list_files
 from zloader.common.errors import AccessDeniedError, OptionError, StoreError, StoreNotFoundError, ZloaderError
 from zloader.common.messages import suggestion
 
@@ -215,7 +214,7 @@ class Location:
 
     def _found(self) -> Listing:
         if self.scheme == "file":
-            return local_listing.listing(self.path)
+            return list_files(self.path)
         found = self.filesystem().find(self.path, detail=True)
         # S3 consoles create an empty object whose key ends in a slash to represent a folder.
         return Listing(
@@ -271,7 +270,7 @@ class Location:
         with self._translated(f"look up {key} of"):
             try:
                 if self.scheme == "file":
-                    return local_listing.find(self.path, key)
+                    return find_file(self.path, key)
                 return _stored_object(self.filesystem().info(f"{self.path}/{key}"))
             except (FileNotFoundError, NotADirectoryError):
                 return None

@@ -21,10 +21,9 @@ import yarl
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
 
-from zloader.access.implied_objects import UNDECODABLE, implied_keys, members_of
 from zloader.access.listed_store import ListedStore
 from zloader.access.stored_objects import TRUSTED_SINCE, StoredObject
-from zloader.access.zarr_groups import open_zarr_group
+from zloader.access.zarr_groups import UNDECODABLE, implied_keys, members_of, open_zarr_group
 from zloader.common.errors import (
     AccessDeniedError,
     FormatError,

@@ -1,13 +1,40 @@
-"""Opens zarr groups without zarr's warning about the codecs that `convert` uses."""
+"""Zarr groups, and the objects that their metadata imply: their keys, whether they exist, which one is damaged.
+
+Nodes are zarr groups and arrays. Keys are relative to the store.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import lzma
+import math
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import zarr
+import zarr.errors
+
+from zloader.common.errors import FormatError, MissingObjectError, ZloaderError
+from zloader.storage.layout import require_bytes
+
+_MAX_OBJECTS = 10**9  # per array
+# The exceptions that zarr and its codecs raise for invalid metadata and for bytes that cannot be decoded.
+UNDECODABLE = (
+    AttributeError,
+    OverflowError,
+    ValueError,
+    RuntimeError,
+    TypeError,
+    KeyError,
+    IndexError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    zarr.errors.BaseZarrError,
+)
 
 
 @contextlib.contextmanager
@@ -26,3 +53,98 @@ def open_zarr_group(store: Any, **options: Any) -> Any:
     """`zarr.open_group`, read-only, with these further options."""
     with no_codec_warnings():
         return zarr.open_group(store, mode="r", **options)
+
+
+def members_of(group: zarr.Group, url: str) -> list[tuple[str, Any]]:
+    """All groups and arrays below a group, with their paths. Raises FormatError if zarr cannot read one of them."""
+    try:
+        nodes: list[tuple[str, Any]] = list(group.members(max_depth=None))
+        for _, node in nodes:
+            if isinstance(node, zarr.Array):
+                stored_keys(node)  # raises if the shape is invalid
+    except ZloaderError:
+        raise
+    except UNDECODABLE as error:
+        raise FormatError(
+            f"cannot read the metadata of {url} ({error}): restore the store or convert it again"
+        ) from error
+    return nodes
+
+
+def arrays_below(node: Any) -> list[zarr.Array[Any]]:
+    """The array itself, or all arrays below a group; an empty list if the node is neither."""
+    nodes = node.members(max_depth=None) if isinstance(node, zarr.Group) else [("", node)]
+    return [array for _, array in nodes if isinstance(array, zarr.Array)]
+
+
+def stored_keys(array: Any) -> Iterator[str]:
+    """The keys of the chunks (or shards) of an array."""
+    return (_key(array, cell) for cell in _cells(array))
+
+
+def implied_keys(nodes: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """The keys of the objects of `(path, node)` pairs: the metadata of Zarr v3 nodes, and the chunks of arrays."""
+    for path, node in nodes:
+        if node.metadata.zarr_format == 3:
+            yield f"{path}/zarr.json"
+        if isinstance(node, zarr.Array):
+            yield from stored_keys(node)
+
+
+def require_objects(keys: Iterable[str], sizes: Mapping[str, int], url: str, *, absent_is_fill: bool = False) -> None:
+    """Raises MissingObjectError for a key that is not in `sizes`, and TruncatedObjectError for an object of 0 bytes.
+
+    With `absent_is_fill`, a key that is not in `sizes` stands for fill values and is accepted.
+    """
+    for key in keys:
+        if key in sizes:
+            require_bytes(url, key, sizes[key])
+        elif not absent_is_fill:
+            raise MissingObjectError(f"{url}: {key} is missing: the store is incomplete. Convert it again")
+
+
+def undecodable_key(node: Any, start: int = 0, stop: int | None = None) -> str | None:
+    """The key of the first object of a node that cannot be decoded, or None. zarr's own errors do not name the key.
+
+    Reads the node's arrays object by object, from `start` to `stop` along the first axis.
+    """
+    try:
+        grids = [(array, _cells(array)) for array in arrays_below(node)]
+    except UNDECODABLE:  # the metadata is damaged, not an object
+        return None
+    for array, cell in ((array, cell) for array, cells in grids for cell in cells):
+        region = _region(array, cell, start, stop)
+        if all(part.start < part.stop for part in region):
+            try:
+                array[region]
+            except ZloaderError:
+                raise
+            except (*UNDECODABLE, OSError):  # a broken gzip header is an OSError
+                return _key(array, cell)
+    return None
+
+
+def _cells(array: Any) -> Iterator[tuple[int, ...]]:
+    """The grid position of each object of an array. Raises OverflowError for an implausible number of objects."""
+    grid = [-(-whole // size) for whole, size in zip(array.shape, _object_shape(array), strict=True)]
+    if math.prod(grid) > _MAX_OBJECTS:
+        raise OverflowError(f"an array of shape {array.shape} would need {math.prod(grid)} objects")
+    return np.ndindex(*grid)
+
+
+def _object_shape(array: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = array.shards or array.chunks
+    return shape
+
+
+def _key(array: Any, cell: tuple[int, ...]) -> str:
+    return f"{array.path}/{array.metadata.encode_chunk_key(cell)}"
+
+
+def _region(array: Any, cell: tuple[int, ...], start: int, stop: int | None) -> tuple[slice, ...]:
+    """The part of an array stored in one object, limited to `start` to `stop` along the first axis."""
+    begins = [at * size for at, size in zip(cell, _object_shape(array), strict=True)]
+    ends = [begin + size for begin, size in zip(begins, _object_shape(array), strict=True)]
+    if cell:
+        begins[0], ends[0] = max(begins[0], start), ends[0] if stop is None else min(ends[0], stop)
+    return tuple(map(slice, begins, ends))

@@ -23,14 +23,14 @@ from zloader.common.errors import StoreError
 from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
 from zloader.common.progress import Bars, progress_bars
-from zloader.conversion.convert import library_settings, refuse_overlap
 from zloader.conversion.joining.content import Content
-from zloader.conversion.sources.inputs import Sources, open_inputs
-from zloader.conversion.writing.appended_matrix import FittedMatrix, append_matrix, check_capacity, check_object_count
+from zloader.conversion.sources.inputs import Sources, open_inputs, refuse_overlap
 from zloader.conversion.writing.appending import AppendPlan
 from zloader.conversion.writing.destination import Destination
+from zloader.conversion.writing.elements import library_settings
 from zloader.conversion.writing.encode import ConvertOptions
-from zloader.conversion.writing.matrices import MatrixScan, Target, scan_matrix
+from zloader.conversion.writing.fitting import FittedMatrix, check_capacity, check_object_count
+from zloader.conversion.writing.passes import MatrixScan, Target, append_matrix, scan_matrix
 from zloader.conversion.writing.shards import threads
 from zloader.dataset.dataset import open_locations
 from zloader.selecting.gene_names import GenesBy
@@ -185,6 +185,7 @@ class _Addition:
             _extend_array(self._root[path], new)
         with threads(destination.location.url) as pool:
             target = Target(
+                command="append",
                 root=self._root,
                 location=destination.location,
                 options=_DEFAULTS,

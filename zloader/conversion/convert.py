@@ -18,31 +18,28 @@ import importlib.metadata
 import json
 import os
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import zarr
 import zarr.errors
 
-from zloader.access.location import Location, location_of
+from zloader.access.location import location_of
 from zloader.common.errors import OptionError, SourceError, StoreError, StoreExistsError
 from zloader.common.keywords import answers
 from zloader.common.machine import keep_freed_memory
 from zloader.common.messages import listed, warn_user
 from zloader.common.progress import Bars, progress_bars
-from zloader.conversion.joining.content import Content, Selection
-from zloader.conversion.joining.shuffled import ShuffledContent, arranged
-from zloader.conversion.sources.inputs import Input, Sources, open_inputs
+from zloader.conversion.joining.content import Content, ShuffledContent, arranged
+from zloader.conversion.joining.selection import Selection
+from zloader.conversion.sources.inputs import Input, Sources, open_inputs, refuse_overlap
 from zloader.conversion.sources.windows import SourceMatrix
 from zloader.conversion.writing.destination import Destination, PendingStore
-from zloader.conversion.writing.elements import DryRunWriter, ElementWriter
+from zloader.conversion.writing.elements import DryRunWriter, ElementWriter, library_settings
 from zloader.conversion.writing.encode import CHUNK_FORM, ConvertOptions
-from zloader.conversion.writing.matrices import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
+from zloader.conversion.writing.passes import MatrixScan, Target, keeps_dtype, scan_matrix, store_matrix
 from zloader.conversion.writing.shards import threads
 from zloader.selecting.gene_names import GenesBy
 
@@ -198,23 +195,6 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         )
 
 
-def refuse_overlap(inputs: Sequence[Input], location: Location) -> None:
-    """Raises OptionError if a source and the destination are the same, or if one contains the other."""
-    for source in inputs:
-        if source.identity() and not _is_apart(source.name, location):  # an AnnData in memory has no location
-            raise OptionError(
-                f"cannot convert {source.name} to {location.url}: one lies within the other. Choose another destination"
-            )
-
-
-def _is_apart(source: str, location: Location) -> bool:
-    if "://" in source or location.scheme != "file":
-        one, other = (f"{url.rstrip('/')}/" for url in (source, location.url))
-        return one not in other and other not in one  # `in` also covers chained URLs, such as zip://...::s3://...
-    path, destination = Path(source).resolve(), Path(location.path).resolve()
-    return path != destination and path not in destination.parents and destination not in path.parents
-
-
 def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype[Any], np.dtype[Any]]]:
     """The name, source dtype and stored dtype of each array of a matrix."""
     if matrix.encoding == "dense":
@@ -223,29 +203,6 @@ def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype
         (f"{matrix.name}/data", matrix.dtype, scan.data),
         (f"{matrix.name}/indices", matrix.genes_dtype, scan.indices),
     ]
-
-
-@contextlib.contextmanager
-def library_settings() -> Iterator[None]:
-    """Sets zarr and anndata up for writing; the caller's settings are restored at the end.
-
-    zarr also stores chunks that are all zeros, so a missing chunk is always an error. Its own codec pipeline is used
-    even if the caller has configured another, because others write in threads that PendingStore cannot wait for.
-    """
-    settings = {
-        "array.write_empty_chunks": True,
-        "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
-    }
-    with (
-        warnings.catch_warnings(),
-        zarr.config.set(settings),
-        ad.settings.override(allow_write_nullable_strings=True, auto_shard_zarr_v3=False),
-    ):
-        # These warn that consolidated metadata, fixed-length strings, dates and records are not in the Zarr v3
-        # specification yet. AnnData needs all of them.
-        warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
-        warnings.simplefilter("ignore", zarr.errors.UnstableSpecificationWarning)
-        yield
 
 
 def _digest(text: str) -> str:
@@ -265,18 +222,18 @@ class _Conversion:
     ) -> None:
         self._inputs, self._content, self._select = inputs, content, select
         self._options, self._bars = options, bars
+        self._of = listed((source.name for source in inputs), 3)
 
     def identity(self) -> dict[str, Any]:
         """Everything that determines the bytes of the store, as plain JSON types."""
         options = dataclasses.asdict(self._options)
         del options["memory"], options["window_bytes"]
         renamed = [json.dumps(source.genes_by, sort_keys=True) for source in self._inputs]
-        select = dataclasses.asdict(dataclasses.replace(self._select, genes_by=None))
         whole = {
             "version": importlib.metadata.version("zloader"),
             "chunk_form": CHUNK_FORM,
             "sources": [source.identity() | {"label": source.label} for source in self._inputs],
-            "select": select | {"genes_by": [_digest(by) for by in renamed] if set(renamed) != {"null"} else None},
+            "select": self._select.plain([_digest(by) for by in renamed] if set(renamed) != {"null"} else None),
             "options": options,
         }
         plain: dict[str, Any] = json.loads(json.dumps(whole, default=list))
@@ -316,7 +273,7 @@ class _Conversion:
                 "matrix as X with select=zl.Selection(x=...) (--x)"
             )
         if journal is None:
-            self.check_elements()
+            DryRunWriter(self._options, of=self._of).write_content(self._content)
             with destination.claimed():
                 scans = [self.scan(matrix) for matrix in matrices]
         else:
@@ -363,9 +320,10 @@ class _Conversion:
         existing = destination.objects()
         encoding = {"encoding-type": "anndata", "encoding-version": "0.1.0"}
         root = zarr.create_group(store, zarr_format=3, attributes=encoding)
-        self._write_elements(ElementWriter(root, self._options, of=self._names()))
+        ElementWriter(root, self._options, of=self._of).write_content(self._content)
         with threads(destination.location.url) as pool:
             target = Target(
+                command="convert",
                 root=root,
                 location=destination.location,
                 options=self._options,
@@ -379,36 +337,12 @@ class _Conversion:
         return root
 
     def _provenance(self) -> dict[str, Any]:
-        select = dataclasses.asdict(dataclasses.replace(self._select, genes_by=None))
-        select["genes"] = None if self._select.genes is None else "var_names"
-        select["genes_by"] = self._select.recorded_genes_by
         return {
             "version": importlib.metadata.version("zloader"),
             "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
-            "select": {name: value for name, value in select.items() if value != getattr(_EVERYTHING, name)},
+            "select": self._select.recorded(),
             "shuffle_seed": self._options.shuffle_seed,
         }
-
-    def check_elements(self) -> None:
-        """Raises SourceError if an element cannot be stored. Matrices are checked by `scan`."""
-        self._write_elements(DryRunWriter(self._options, of=self._names()))
-
-    def _names(self) -> str:
-        return listed((source.name for source in self._inputs), 3)
-
-    def _write_elements(self, writer: ElementWriter) -> None:
-        content = self._content
-        columns = ((name, content.obs_column(name)) for name in content.obs_columns)  # lazy: one column in memory
-        writer.write_frame("obs", content.obs_names(), columns, content.obs_columns)
-        writer.write("var", content.var)
-        if content.raw_var is not None:
-            writer.write_group("raw", "raw")
-            writer.write("raw/var", content.raw_var)
-            writer.write_group("raw/varm")
-        for name in ("layers", "obsm", "varm", "obsp", "varp"):
-            writer.write_group(name)
-        for path, element in content.elements():
-            writer.write(path, element)
 
 
 def _difference(before: Any, now: Any) -> str:

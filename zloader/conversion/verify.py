@@ -20,11 +20,10 @@ from zloader.common.keywords import answers
 from zloader.common.options import MiB
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.checking.compare import Comparison
-from zloader.conversion.checking.findings import Findings, Problem
-from zloader.conversion.checking.hierarchy import Hierarchy
+from zloader.conversion.checking.hierarchy import Findings, Hierarchy, Problem
 from zloader.conversion.checking.scan import ChunkScan
-from zloader.conversion.convert import library_settings
 from zloader.conversion.sources.inputs import Input, Sources, open_inputs
+from zloader.conversion.writing.elements import library_settings
 from zloader.conversion.writing.encode import working_bytes
 from zloader.conversion.writing.ownership import MARKER
 from zloader.dataset.dataset import Dataset

@@ -17,9 +17,9 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.implied_objects import UNDECODABLE, undecodable_key
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
+from zloader.access.zarr_groups import UNDECODABLE, undecodable_key
 from zloader.common.errors import FormatError, ZloaderError
 from zloader.selecting.columns import as_names
 from zloader.storage.layout import ArrayLayout

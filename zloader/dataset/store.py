@@ -10,11 +10,10 @@ import os
 from typing import Any, Literal
 
 from zloader.access.file_source import FileSource
-from zloader.access.implied_objects import UNDECODABLE
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
-from zloader.access.zarr_groups import open_zarr_group
+from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
 from zloader.caching.mirror import open_mirror_directory
 from zloader.common.errors import CacheError, FormatError, ZloaderError

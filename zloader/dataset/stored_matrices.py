@@ -11,9 +11,9 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.implied_objects import stored_keys
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
+from zloader.access.zarr_groups import stored_keys
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import Mirror, open_array, open_mirror
 from zloader.common.errors import FormatError

@@ -11,12 +11,10 @@ from typing import Any
 import anndata as ad
 import numpy as np
 import zarr
-from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.progress import Bars
-from zloader.common.records import Rows
 from zloader.conversion.checking.differences import (
     Sparse,
     bits_differ,
@@ -26,17 +24,15 @@ from zloader.conversion.checking.differences import (
     in_both,
     name_differences,
 )
-from zloader.conversion.checking.findings import Findings
-from zloader.conversion.checking.hierarchy import Hierarchy
-from zloader.conversion.checking.stored import ElementStream, StoredArray
-from zloader.conversion.joining.content import Content, Selection
-from zloader.conversion.joining.selection import RENAMED, genes_by_of
-from zloader.conversion.joining.shuffled import ShuffledContent, arranged
+from zloader.conversion.checking.hierarchy import Findings, Hierarchy
+from zloader.conversion.joining.content import Content, ShuffledContent, arranged
+from zloader.conversion.joining.selection import RENAMED, Selection, genes_by_of
 from zloader.conversion.sources.anndata_input import StoredInput
 from zloader.conversion.sources.inputs import Input
 from zloader.conversion.sources.windows import Advance, SourceMatrix
 from zloader.conversion.writing.elements import ElementWriter
 from zloader.conversion.writing.encode import ConvertOptions
+from zloader.conversion.writing.stored import ElementStream
 from zloader.dataset.dataset import Dataset
 from zloader.selecting.gene_names import GenesBy
 
@@ -239,7 +235,7 @@ class _Difference:
 
 def _compare_dense(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor, advance: Advance) -> _Difference:
     difference, row = _Difference(), 0
-    stored = StoredArray(hierarchy, matrix.name)
+    stored = hierarchy.stored(matrix.name)
     common = np.result_type(stored.dtype, matrix.dtype)
     stream = ElementStream(stored, thread)
     for window in matrix.windows():
@@ -257,7 +253,7 @@ def _compare_dense(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor,
 
 def _compare_sparse(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor, advance: Advance) -> _Difference:
     difference, row, end = _Difference(), 0, 0
-    parts = [StoredArray(hierarchy, f"{matrix.name}/{part}") for part in ("indptr", "indices", "data")]
+    parts = [hierarchy.stored(f"{matrix.name}/{part}") for part in ("indptr", "indices", "data")]
     common = np.result_type(parts[2].dtype, matrix.dtype)
     indptr, indices, data = (ElementStream(part, thread) for part in parts)
     indptr.take(1)
@@ -273,17 +269,12 @@ def _compare_sparse(matrix: SourceMatrix, hierarchy: Hierarchy, thread: Executor
                 difference,
                 row,
                 matrix.n_genes,
-                wanted=_by_key(window.lengths, window.genes, wanted, matrix.n_genes),
-                found=_by_key(lengths, genes, found, matrix.n_genes),
+                wanted=Sparse.of(window.lengths, window.genes, wanted, matrix.n_genes),
+                found=Sparse.of(lengths, genes, found, matrix.n_genes),
             )
         row, end = row + len(ends), end + n
         advance(len(wanted))
     return difference
-
-
-def _by_key(lengths: Rows, genes: NDArray[Any], values: NDArray[Any], n_genes: int) -> Sparse:
-    rows = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-    return Sparse(keys=rows * n_genes + genes, values=values)
 
 
 def _add_sparse(difference: _Difference, row: int, n_genes: int, *, wanted: Sparse, found: Sparse) -> None:

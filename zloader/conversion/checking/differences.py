@@ -56,6 +56,12 @@ class Sparse:
     keys: Rows
     values: NDArray[Any]
 
+    @classmethod
+    def of(cls, lengths: Rows, columns: NDArray[Any], values: NDArray[Any], n_columns: int) -> Sparse:
+        """Rows with `lengths` values, of which `columns` are the columns."""
+        rows = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+        return cls(keys=rows * n_columns + columns, values=values)
+
     def differing(self, other: Sparse) -> Rows:
         """The ascending keys of values that differ or that only one matrix has."""
         both, here, there = np.intersect1d(self.keys, other.keys, assume_unique=True, return_indices=True)
@@ -156,8 +162,7 @@ def _sparse_difference(wanted: Any, found: Any) -> str | None:
 def _by_key(matrix: Any) -> Sparse:
     rows = matrix.tocsr(copy=True)
     rows.sum_duplicates()
-    numbers = np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(rows.indptr))
-    return Sparse(keys=numbers * matrix.shape[1] + rows.indices, values=rows.data)
+    return Sparse.of(np.diff(rows.indptr), rows.indices, rows.data, matrix.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,15 @@
-"""Checks the metadata of a store: are all objects present, none left over, and all shapes consistent?"""
+"""Checks the metadata of a store: are all objects present, none left over, and all shapes consistent?
+
+`Findings` collects the problems of a store.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,16 +17,17 @@ import zarr
 import zarr.errors
 from zarr.storage import StorePath
 
-from zloader.access.implied_objects import stored_keys
 from zloader.access.listed_store import ListedStore
+from zloader.access.zarr_groups import stored_keys
 from zloader.common.errors import FormatError
-from zloader.conversion.checking.findings import Findings
 from zloader.conversion.writing.object_writer import translated
 from zloader.conversion.writing.ownership import MARKER
+from zloader.conversion.writing.stored import StoredArray
 from zloader.dataset.dataset import Dataset
 from zloader.storage.metadata import matrix_shape
 
 _METADATA = "zarr.json"
+_MAX_NAMED = 100  # problems
 _COMPRESSED = ("csr_matrix", "csc_matrix")
 # The parts of group elements that must have equal lengths. The first part gives the length of the element.
 _PARTS = {
@@ -34,6 +40,46 @@ _UNREADABLE = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, ZeroDivisionError),
     zarr.errors.BaseZarrError,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One problem. `where` is a key or path in the store; `what` describes the problem and its remedy."""
+
+    where: str
+    what: str
+
+
+class Findings:
+    """The problems that several threads have found so far. Keeps the first 100, and the paths of the others."""
+
+    def __init__(self, url: str) -> None:
+        self._prefix = f"{url}: "
+        self._lock = threading.Lock()
+        self._named: list[Problem] = []
+        self._n = 0
+        self._paths: set[str] = set()
+
+    def add(self, where: str, what: object) -> None:
+        """Adds a problem, given as text or as an error."""
+        problem = Problem(where=where, what=str(what).removeprefix(self._prefix))
+        with self._lock:
+            self._n += 1
+            self._paths.add(where)
+            if len(self._named) < _MAX_NAMED:
+                self._named.append(problem)
+
+    def any_in(self, path: str) -> bool:
+        """Whether there is a problem at a path or below it."""
+        with self._lock:
+            return any(known == path or known.startswith(f"{path}/") for known in self._paths)
+
+    def problems(self) -> tuple[Problem, ...]:
+        """The first 100 problems. If there are more, a last entry gives their number."""
+        with self._lock:
+            more = self._n - len(self._named)
+            rest = [Problem(where=self._prefix[:-2], what=f"{more} more problems")] if more else []
+            return (*self._named, *rest)
 
 
 class Hierarchy:
@@ -97,6 +143,10 @@ class Hierarchy:
                 self._findings.add(f"{path}/{_METADATA}", f"does not describe an array: {error}")
             else:
                 yield path, array
+
+    def stored(self, path: str) -> StoredArray:
+        """An array, to read it."""
+        return StoredArray(self.location, self.arrays[path], self.sizes, absent_is_fill=not self.written_by_us)
 
     def children(self, path: str) -> list[str]:
         """The paths directly below a group."""

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import CorruptChunkError, MissingObjectError, TruncatedObjectError
 from zloader.common.records import Rows
-from zloader.conversion.checking.findings import Findings
-from zloader.conversion.checking.hierarchy import Hierarchy
-from zloader.conversion.checking.stored import StoredArray
+from zloader.conversion.checking.hierarchy import Findings, Hierarchy
 from zloader.conversion.sources.windows import Advance
+from zloader.conversion.writing.stored import StoredArray
 
 
 @dataclass(slots=True)
@@ -203,7 +202,7 @@ class ChunkScan:
     def run(self) -> None:
         """Reports all problems. Raises StoreError if the store cannot be read, for example without a network."""
         hierarchy = self._hierarchy
-        arrays = {path: StoredArray(hierarchy, path) for path in hierarchy.arrays}
+        arrays = {path: hierarchy.stored(path) for path in hierarchy.arrays}
         orders = []
         for path in hierarchy.compressed:
             if hierarchy.fits(path):

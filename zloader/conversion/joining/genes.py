@@ -17,8 +17,7 @@ import pandas as pd
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
-from zloader.conversion.joining.problems import Problems
-from zloader.conversion.sources.inputs import Input
+from zloader.conversion.sources.inputs import Input, Problems
 from zloader.selecting.gene_names import (
     for_each,
     lost_genes,

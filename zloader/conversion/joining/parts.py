@@ -9,13 +9,10 @@ from zloader.common.errors import OptionError, SourceError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
 from zloader.conversion.joining.genes import GeneAxis
-from zloader.conversion.joining.problems import Problems, by_source, refuse_unknown
 from zloader.conversion.joining.selection import Selection
-from zloader.conversion.sources.inputs import Input
+from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse_unknown
 from zloader.conversion.sources.join import JoinedMatrix
-from zloader.conversion.sources.matrices import open_matrix
-from zloader.conversion.sources.names import require_names
-from zloader.conversion.sources.nodes import Node
+from zloader.conversion.sources.nodes import Node, require_names
 from zloader.conversion.sources.windows import SourceMatrix
 
 _CHOOSE = "choose parts that all sources have with select=zl.Selection({0}=[...]) (--{0} a,b), or [] (--{0} none)"
@@ -53,7 +50,7 @@ class Stack:
     def open_part(self, source: Input, number: int, window_bytes: int) -> SourceMatrix:
         """The part in source `number`. Raises SourceError."""
         shape = (source.n_rows, self.widths[number])
-        return open_matrix(source.node(self.path), self.name, shape=shape, window_bytes=window_bytes)
+        return source.matrix(self.path, self.name, shape=shape, window_bytes=window_bytes)
 
 
 def keys_of(sources: Sequence[Input], part: str) -> list[str]:

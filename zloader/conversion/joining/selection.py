@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,13 +76,21 @@ class Selection:
         if len(repeated):
             raise OptionError(f"{option} has repeated names: {listed(repeated)}. List each name once")
 
-    @property
-    def recorded_genes_by(self) -> Any:
-        """`genes_by` as a store records it: var columns; RENAMED for new names, which may be as many as the genes."""
+    def plain(self, genes_by: Any) -> dict[str, Any]:
+        """All options as plain types, with this `genes_by`, because their own may be functions."""
+        return dataclasses.asdict(dataclasses.replace(self, genes_by=None)) | {"genes_by": genes_by}
+
+    def recorded(self) -> dict[str, Any]:
+        """The options as a store records them: without defaults, and without genes and their new names.
+
+        New names, which may be as many as the genes, are recorded as RENAMED, and var columns by name.
+        """
         each = self.genes_by if isinstance(self.genes_by, tuple) else [self.genes_by]
-        return self.genes_by if all(by is None or isinstance(by, str) for by in each) else RENAMED
+        select = self.plain(self.genes_by if all(by is None or isinstance(by, str) for by in each) else RENAMED)
+        select["genes"] = None if self.genes is None else "var_names"
+        return {name: value for name, value in select.items() if value != getattr(Selection(), name)}
 
 
 def genes_by_of(recorded: Mapping[str, Any]) -> Any:
-    """`genes_by` of a recorded selection, as `Selection.recorded_genes_by` gives it."""
+    """`genes_by` of a recorded selection, as `Selection.recorded` gives it."""
     return recorded.get("genes_by", recorded.get("gene_column"))  # its name in stores of earlier versions

@@ -7,7 +7,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
 
 import anndata as ad
@@ -17,10 +16,12 @@ import pandas as pd
 
 from zloader.common.errors import SourceError
 from zloader.conversion.sources.locations import Objects
-from zloader.conversion.sources.names import require_names, require_text
-from zloader.conversion.sources.nodes import Node, reading
+from zloader.conversion.sources.nodes import Node, reading, require_names, require_text
+from zloader.conversion.sources.transpose import CscMatrix
+from zloader.conversion.sources.windows import CsrMatrix, DenseMatrix, SourceMatrix
 from zloader.storage.metadata import stored_length
 
+_MATRICES: dict[str, Callable[..., SourceMatrix]] = {"csr": CsrMatrix, "csc": CscMatrix, "dense": DenseMatrix}
 _PARTS = ("layers", "obsm", "varm", "obsp", "varp", "uns")
 
 
@@ -79,6 +80,13 @@ class Input(ABC):
     def node(self, path: str) -> Node:
         """An element that has not been read yet."""
 
+    def matrix(self, path: str, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
+        """The matrix at a path as windows of rows, see `open_matrix`.
+
+        X, layers and raw/X are read in no other way, so a source that has windows of its own overrides only this.
+        """
+        return open_matrix(self.node(path), name, shape=shape, window_bytes=window_bytes)
+
     @abstractmethod
     def element(self, path: str) -> Any:
         """A whole element, read into memory."""
@@ -89,9 +97,7 @@ class Input(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _missing(self, path: str, available: list[str]) -> SourceError:
@@ -290,3 +296,18 @@ class MemoryInput(Input):
             if hasattr(found, "compute"):  # a dask array
                 return found.compute()
             return found.to_memory() if hasattr(found, "to_memory") else found  # to_memory: a lazy data frame of xarray
+
+
+def open_matrix(node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> SourceMatrix:
+    """Opens the matrix `node`, which will be stored as `name`.
+
+    `shape` is the shape expected from obs and var. `window_bytes` bounds the decoded values and indices in memory.
+    Raises SourceError.
+    """
+    if node.encoding not in _MATRICES:
+        raise SourceError(
+            f"{node.at} is a {node.encoding}, which cannot be stored: convert it to csr_matrix, csc_matrix or array"
+        )
+    if node.shape != shape:
+        raise SourceError(f"{node.at} has shape {node.shape}, but obs and var require {shape}: the source is damaged")
+    return _MATRICES[node.encoding](node, name, shape=shape, window_bytes=window_bytes)

@@ -1,4 +1,7 @@
-"""Open sources: .h5ad, AnnData Zarr, annbatch collections, 10x matrices (read by scanpy), and AnnData in memory."""
+"""Open sources: .h5ad, AnnData Zarr, annbatch collections, 10x matrices (read by scanpy), and AnnData in memory.
+
+`Problems` collects what is wrong with them, so that one error reports it all.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import anndata as ad
 import h5py
 import pandas as pd
 import scipy.sparse
 
-from zloader.access.implied_objects import arrays_below, require_objects, stored_keys
 from zloader.access.listed_store import ListedStore
-from zloader.access.zarr_groups import open_zarr_group
+from zloader.access.location import Location
+from zloader.access.zarr_groups import arrays_below, open_zarr_group, require_objects, stored_keys
 from zloader.common.errors import OptionError, SourceError, ZloaderError
 from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
@@ -69,12 +74,29 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
             for one in inputs[first:] if label is not None else []:
                 one.label = label if len(inputs) == first + 1 else f"{label}/{one.label}"
         opened.pop_all()
-    _make_labels_unique(inputs)
+    make_labels_unique(inputs, set())
     return inputs
 
 
-def _make_labels_unique(inputs: list[Input]) -> None:
-    taken: set[str] = set()
+def refuse_overlap(inputs: Sequence[Input], location: Location) -> None:
+    """Raises OptionError if a source and the destination are the same, or if one contains the other."""
+    for source in inputs:
+        if source.identity() and not _is_apart(source.name, location):  # an AnnData in memory has no location
+            raise OptionError(
+                f"cannot convert {source.name} to {location.url}: one lies within the other. Choose another destination"
+            )
+
+
+def _is_apart(source: str, location: Location) -> bool:
+    if "://" in source or location.scheme != "file":
+        one, other = (f"{url.rstrip('/')}/" for url in (source, location.url))
+        return one not in other and other not in one  # `in` also covers chained URLs, such as zip://...::s3://...
+    path, destination = Path(source).resolve(), Path(location.path).resolve()
+    return path != destination and path not in destination.parents and destination not in path.parents
+
+
+def make_labels_unique(inputs: Iterable[Input], taken: set[str]) -> None:
+    """Appends -1, -2, ... to labels that another source has, or that are in `taken`, to which it adds them."""
     for source in inputs:
         label, repeats = source.label, 0
         while source.label in taken:
@@ -187,3 +209,47 @@ def _scanpy(location: SourceLocation) -> Any:
             raise SourceError(
                 f'{location.name} holds a 10x matrix, which is read by scanpy: pip install "zloader[scanpy]"'
             ) from error
+
+
+class Problems:
+    """Collects problems. A context manager: on exit it raises one SourceError with one line per problem."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, problem: str) -> None:
+        """Adds a problem."""
+        self._found.append(problem)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Adds the SourceError that the block raises, if any, instead of passing it on."""
+        try:
+            yield
+        except SourceError as error:
+            self.add(str(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._found:
+            raise SourceError("\n".join(self._found))
+
+
+def by_source(found: Mapping[str, str]) -> str:
+    """Groups findings by source, for a message: `numbers in a.h5ad, b.h5ad, text in c.h5ad`."""
+    sources: dict[str, list[str]] = {}
+    for source, what in found.items():
+        sources.setdefault(what, []).append(source)
+    return ", ".join(f"{what} in {listed(names)}" for what, names in sources.items())
+
+
+def refuse_unknown(option: str, names: Iterable[str], available: Iterable[str]) -> None:
+    """Raises OptionError, which lists the `available` names, if any of `names` is not among them."""
+    available = list(available)
+    unknown = [name for name in names if name not in available]
+    if unknown:
+        raise OptionError(f"{option}: no source has {listed(unknown)}. Available: {listed(available, 100)}")

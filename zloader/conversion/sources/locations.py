@@ -21,9 +21,9 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, Store
 from zarr.storage import WrapperStore
 
-from zloader.access import local_listing
 from zloader.access.access_errors import denials
 from zloader.access.location import Location
+from zloader.access.stored_objects import list_files
 from zloader.common.errors import (
     AccessDeniedError,
     OptionError,
@@ -90,8 +90,8 @@ class SourceLocation:
         """All files of the source; for a Zarr that cannot be listed, only the metadata files of its root."""
         with _translated(self):
             if self.is_local:  # with the time of the last change, because programs set mtimes
-                listing = local_listing.listing(self.path)
-                return [(key, each.size, f"{each.tag} {each.stamp}") for key, each in listing.entries()]
+                files = list_files(self.path).entries()
+                return [(key, each.size, f"{each.tag} {each.stamp}") for key, each in files]
             if not self.can_be_listed:
                 names = [self.path, *(f"{self.path}/{name}" for name in ("zarr.json", ".zmetadata"))]
                 found = {name: self.filesystem.info(name) for name in names if self.filesystem.exists(name)}

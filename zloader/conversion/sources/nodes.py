@@ -1,5 +1,7 @@
 """Read groups and arrays of a source in HDF5, Zarr or memory. All calls to their libraries are in this module.
 
+Some names of columns, arrays and groups cannot be stored in Zarr; they are refused.
+
 A damaged file makes h5py, zarr, anndata, pandas and the codecs raise exceptions of many types, some even when an
 attribute is read. Each of them becomes a SourceError here that names the file and the element.
 
@@ -13,7 +15,7 @@ import contextlib
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -26,11 +28,13 @@ import pandas as pd
 import scipy.sparse
 from numpy.typing import NDArray
 
-from zloader.access.implied_objects import undecodable_key
+from zloader.access.zarr_groups import undecodable_key
 from zloader.common.errors import FormatError, SourceError, ZloaderError
 
 _DEFLATE, _SHUFFLE = 1, 2  # https://docs.hdfgroup.org: identifiers of filters
 _MAX_THREADS = 16
+_RESERVED = ("", ".", "..", "zarr.json")  # by Zarr or by file systems
+_UNSTORABLE = frozenset("/\\\0")  # zarr-python turns a backslash into a slash
 
 
 def in_threads(array: Any) -> Any:
@@ -225,3 +229,22 @@ class Node:
         with reading(self.at, "cannot be read by anndata", damaged), warnings.catch_warnings():
             warnings.simplefilter("ignore", ad.OldFormatWarning)  # convert writes the new format
             return ad.io.read_elem(self.native)
+
+
+def require_text(path: str, names: Iterable[Any]) -> None:
+    """Raises SourceError for a name that is not text. `path` locates the names in the message."""
+    for name in names:
+        if not isinstance(name, str):
+            raise SourceError(f"{path} has the name {name!r}, which is not text: rename it")
+
+
+def require_names(path: str, names: Iterable[Any]) -> None:
+    """Raises SourceError for a name that Zarr cannot store, or that is repeated."""
+    names = list(names)
+    require_text(path, names)
+    for name in names:
+        if name in _RESERVED or not _UNSTORABLE.isdisjoint(name):
+            raise SourceError(f"{path} has the name {name!r}, which Zarr cannot store: rename it")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError(f"{path} has the name {twice!r} more than once: rename one")

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from zloader.common.compiled import compiled
 from zloader.common.options import MiB
 from zloader.common.records import Rows
-from zloader.conversion.sources.compressed import split_rows
 from zloader.conversion.sources.spill import Spill, applied_in_background, rows_per_bucket, smallest_index
-from zloader.conversion.sources.windows import Advance, SourceMatrix, Window, skip_rows
+from zloader.conversion.sources.windows import Advance, SourceMatrix, Window, skip_rows, split_rows
 from zloader.reading.gather import indptr_of
 from zloader.reading.loops import copy_rows
 

@@ -15,10 +15,17 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled
 from zloader.common.records import Rows
-from zloader.conversion.sources.compressed import CompressedArrays, split_rows
 from zloader.conversion.sources.nodes import Node
 from zloader.conversion.sources.spill import Spill, applied_in_background, rows_per_bucket, smallest_index
-from zloader.conversion.sources.windows import Advance, SourceMatrix, Window, canonical, skip_rows
+from zloader.conversion.sources.windows import (
+    Advance,
+    CompressedArrays,
+    SourceMatrix,
+    Window,
+    canonical,
+    skip_rows,
+    split_rows,
+)
 from zloader.reading.gather import indptr_of
 
 _BLOCK_ELEMENTS = 1 << 18  # read back at a time: fits in the cache of a core

@@ -1,24 +1,32 @@
 """Windows: read a matrix as runs of rows, so that memory does not grow with the size of the matrix.
 
 A SourceMatrix is read twice: the first pass validates every value and finds the dtypes, the second pass (`windows`)
-stores them. Matrices that reorder rows (transpose, shuffle) do so out of core; a joined matrix wraps its parts.
+stores them. CSR and dense matrices are read directly. Matrices that reorder rows (transpose, shuffle) do so out of
+core; a joined matrix wraps its parts.
+
+All values of indptr and indices of a sparse matrix are checked. Every error names the source, the array and the row.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common.errors import SourceError
+from zloader.common.options import MiB
 from zloader.common.records import Rows
+from zloader.conversion.sources.nodes import Node
 
 Advance = Callable[[int], None]  # progress callback: the number of values read since the last call
+_INDPTR_ROWS = 1 << 20  # entries of indptr in memory at a time
+# Bytes per window. Arrays of this size reuse freed memory; with 64 MiB every window would fault in new pages.
+_MOST_READ = 16 * MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +88,7 @@ class SourceMatrix(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -134,3 +140,130 @@ def _not_exact(sums: NDArray[Any], exact: NDArray[np.float64]) -> Rows:
         return np.empty(0, np.int64)
     # A sum that wrapped around is off by 2**bits or more. Rounding to float64 costs far less.
     return np.flatnonzero(np.abs(sums - exact) >= 2.0 ** (8 * sums.itemsize - 1))
+
+
+class CompressedArrays:
+    """The three arrays of a CSR or CSC matrix, read in windows along the compressed (`major`) axis.
+
+    `axes` names the major and minor axis in messages. `element_bytes` is the memory per element.
+    """
+
+    def __init__(self, matrix: Node, *, axes: tuple[str, str], major: int, minor: int) -> None:
+        self.at, self._axes, self._major, self._minor = matrix.at, axes, major, minor
+        self.indptr, self.indices, self.data = (matrix[name].in_threads() for name in ("indptr", "indices", "data"))
+        self.dtype, self.genes_dtype, self.indptr_dtype = (
+            part.number_dtype for part in (self.data, self.indices, self.indptr)
+        )
+        if self.genes_dtype.kind not in "iu" or self.indptr_dtype.kind not in "iu":
+            raise SourceError(f"{self.at}/indices and indptr must hold integers: the file is damaged")
+        self.n_values = math.prod(self.data.shape)
+        self.element_bytes = self.dtype.itemsize + self.genes_dtype.itemsize
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        entries, *of_values = (part.shape for part in (self.indptr, self.indices, self.data))
+        if entries != (self._major + 1,) or of_values != [(self.n_values,)] * 2:
+            found = [" x ".join(map(str, shape)) or "no" for shape in (entries, *of_values)]
+            raise SourceError(
+                f"{self.at} has {self._major} {self._axes[0]}s, but {found[0]} entries in indptr, {found[1]} in "
+                f"indices and {found[2]} in data: the file is damaged"
+            )
+        first, last = (int(self.indptr.numbers(at, at + 1)[0]) for at in (0, self._major))
+        if first != 0:
+            raise SourceError(f"{self.at}/indptr starts at {first}, not 0, at {self._axes[0]} 0: the file is damaged")
+        if last != self.n_values:
+            raise SourceError(
+                f"{self.at}/indptr ends at {last} after {self._axes[0]} {self._major - 1}, but {self.n_values} values "
+                "are stored: the file is damaged"
+            )
+
+    def windows(
+        self, max_elements: int, first: int = 0, *, whole: bool = True, indptr_rows: int = _INDPTR_ROWS
+    ) -> Iterator[tuple[int, Rows, NDArray[np.integer], NDArray[Any]]]:
+        """Yields windows from major number `first` on: first major number, relative indptr, minor numbers and values.
+
+        A row of the major axis with more than `max_elements` values becomes one window, or several unless `whole`.
+        """
+        for start in range(first, self._major, indptr_rows):
+            indptr = self._checked_indptr(start, min(start + indptr_rows, self._major))
+            for first_line, last_line in split_rows(indptr, max_elements):
+                ends = indptr[first_line : last_line + 1]
+                begin, end = int(ends[0]), int(ends[-1])
+                step = max(1, end - begin if whole else max_elements)
+                for piece in range(begin, end, step) or [begin]:
+                    piece_end = min(piece + step, end)
+                    relative = np.clip(ends, piece, piece_end) - piece
+                    minor = self.indices.numbers(piece, piece_end)
+                    self._check_minor(minor, relative, start + first_line)
+                    yield start + first_line, relative, minor, self.data.numbers(piece, piece_end)
+
+    def _checked_indptr(self, start: int, stop: int) -> Rows:
+        indptr = self.indptr.numbers(start, stop + 1).astype(np.int64)
+        wrong = np.flatnonzero((indptr[1:] < indptr[:-1]) | (indptr[1:] > self.n_values))
+        if len(wrong):
+            row = int(wrong[0])
+            raise SourceError(
+                f"{self.at}/indptr goes from {indptr[row]} to {indptr[row + 1]} at {self._axes[0]} {start + row} "
+                f"({self.n_values} values are stored): the file is damaged"
+            )
+        return indptr
+
+    def _check_minor(self, minor: NDArray[np.integer], indptr: Rows, first: int) -> None:
+        if len(minor) == 0 or (minor.min() >= 0 and minor.max() < self._minor):
+            return
+        at = int(np.flatnonzero((minor < 0) | (minor >= self._minor))[0])
+        major = first + int(np.searchsorted(indptr, at, side="right")) - 1
+        raise SourceError(
+            f"{self.at}: {self._axes[0]} {major} has a value for {self._axes[1]} {minor[at]}, but {self._axes[1]}s "
+            f"range from 0 to {self._minor - 1}: the file is damaged"
+        )
+
+
+def split_rows(indptr: Rows, max_elements: int) -> Iterator[tuple[int, int]]:
+    """Splits rows into runs `[first, last)` of at most `max_elements` values; a longer row is a run by itself."""
+    first, n_rows = 0, len(indptr) - 1
+    while first < n_rows:
+        last = int(np.searchsorted(indptr, indptr[first] + max_elements, side="right")) - 1
+        last = min(max(last, first + 1), n_rows)
+        yield first, last
+        first = last
+
+
+class DenseMatrix(SourceMatrix):
+    """A dense array, read in runs of rows."""
+
+    encoding = "dense"
+    genes_dtype = indptr_dtype = np.dtype(np.int64)
+
+    def __init__(self, node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> None:
+        super().__init__(name, n_rows=shape[0], n_genes=shape[1])
+        self._array = node
+        self.dtype = node.number_dtype
+        self.n_stored = self.n_rows * self.n_genes
+        rows = max(1, min(window_bytes, _MOST_READ) // max(1, self.n_genes * self.dtype.itemsize))
+        stored_together = node.rows_stored_together
+        # Whole stored chunks if they fit, so that none is decompressed twice.
+        self._window_rows = rows - rows % stored_together if rows > stored_together else rows
+
+    def windows(self, first_row: int = 0) -> Iterator[Window]:
+        for first in range(first_row, self.n_rows, self._window_rows):
+            values = self._array.numbers(first, min(first + self._window_rows, self.n_rows))
+            lengths = np.full(len(values), self.n_genes, np.int64)
+            yield Window(lengths=lengths, genes=np.empty(0, np.int64), values=values.reshape(-1))
+
+
+class CsrMatrix(SourceMatrix):
+    """A CSR matrix, read sequentially."""
+
+    encoding = "csr"
+
+    def __init__(self, node: Node, name: str, *, shape: tuple[int, int], window_bytes: int) -> None:
+        super().__init__(name, n_rows=shape[0], n_genes=shape[1])
+        self._stored = CompressedArrays(node, axes=("row", "gene"), major=shape[0], minor=shape[1])
+        self._window_elements = min(window_bytes, _MOST_READ) // self._stored.element_bytes
+        self.n_stored, self.dtype = self._stored.n_values, self._stored.dtype
+        self.genes_dtype, self.indptr_dtype = self._stored.genes_dtype, self._stored.indptr_dtype
+
+    def windows(self, first_row: int = 0) -> Iterator[Window]:
+        for row, indptr, genes, values in self._stored.windows(self._window_elements, first_row):
+            yield canonical(indptr, genes, values, at=self._stored.at, first_row=row)

@@ -12,19 +12,18 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.implied_objects import implied_keys, members_of, require_objects
+from zloader.access.zarr_groups import implied_keys, members_of, require_objects
 from zloader.common.errors import FormatError, SourceError, StoreError
 from zloader.common.messages import listed
 from zloader.common.records import Rows
-from zloader.conversion.joining.content import Content, Selection
+from zloader.conversion.joining.content import Content
 from zloader.conversion.joining.genes import GeneRule, name_genes
-from zloader.conversion.joining.problems import Problems
-from zloader.conversion.joining.selection import genes_by_of
-from zloader.conversion.sources.inputs import Input
+from zloader.conversion.joining.selection import Selection, genes_by_of
+from zloader.conversion.sources.inputs import Input, Problems, make_labels_unique
 from zloader.conversion.sources.join import JoinedMatrix
 from zloader.conversion.sources.windows import SourceMatrix
-from zloader.conversion.writing.appended_matrix import new_elements
-from zloader.conversion.writing.shards import stored_layout
+from zloader.conversion.writing.fitting import new_elements
+from zloader.conversion.writing.stored import stored_layout
 from zloader.dataset.dataset import Dataset
 from zloader.selecting.gene_names import GenesBy, checked_genes_by, mismatch
 from zloader.storage.coders import chain_of
@@ -86,7 +85,7 @@ class AppendPlan:
 
     def content(self, inputs: Sequence[Input], genes_by: GenesBy = None) -> Content:
         """The content to append. Raises SourceError listing all problems if sources lack anything the store has."""
-        self._make_labels_unique(inputs)
+        make_labels_unique(inputs, {source["label"] for source in self._recorded.get("sources", [])})
         if genes_by is None and isinstance(recorded := genes_by_of(self._select), str):
             genes_by = recorded  # lists and new names were for the sources of the store
         genes_by = checked_genes_by(genes_by)
@@ -121,16 +120,6 @@ class AppendPlan:
 
     def _names_of(self, frame: str) -> pd.Index:
         return self.dataset.store.names(frame)
-
-    def _make_labels_unique(self, inputs: Sequence[Input]) -> None:
-        """Appends -1, -2, ... to labels that the store or another source already has."""
-        taken = {source["label"] for source in self._recorded.get("sources", [])}
-        for source in inputs:
-            label, repeats = source.label, 0
-            while source.label in taken:
-                repeats += 1
-                source.label = f"{label}-{repeats}"
-            taken.add(source.label)
 
     def _check_parts(self, source: Input, problems: Problems) -> None:
         x, source_column = self._select.get("x", "X"), self._select.get("source_column")

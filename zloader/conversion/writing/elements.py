@@ -6,27 +6,55 @@ converted to a form that reads back equal, such as columns of objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import anndata as ad
 import anndata.experimental
 import numpy as np
 import pandas as pd
 import scipy.sparse
 import zarr
+import zarr.errors
 from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore
 
 from zloader.common.errors import SourceError, StoreError, ZloaderError
 from zloader.common.options import MiB
+from zloader.conversion.joining.content import Content, ShuffledContent
 from zloader.conversion.joining.union import is_storable, kind_of, storable
-from zloader.conversion.sources.names import require_names
+from zloader.conversion.sources.nodes import require_names
 from zloader.conversion.writing.encode import ConvertOptions, grid, small_codecs
 
 _LOSSLESS = {"O": ("string", "empty"), "S": ("bytes",), "U": ("string",)}  # by array kind, objects that read back equal
 _CHUNK_BYTES = MiB  # these arrays are read whole: few chunks, but enough to decode in several threads
 # Of a larger array of numbers, a fetch reads only the chunks that hold its rows, a few hundred of them.
 _LARGE_BYTES, _CHUNK_BYTES_OF_LARGE = 32 * MiB, MiB // 16
+
+
+@contextlib.contextmanager
+def library_settings() -> Iterator[None]:
+    """Sets zarr and anndata up for writing; the caller's settings are restored at the end.
+
+    zarr also stores chunks that are all zeros, so a missing chunk is always an error. Its own codec pipeline is used
+    even if the caller has configured another, because others write in threads that PendingStore cannot wait for.
+    """
+    settings = {
+        "array.write_empty_chunks": True,
+        "codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline",
+    }
+    with (
+        warnings.catch_warnings(),
+        zarr.config.set(settings),
+        ad.settings.override(allow_write_nullable_strings=True, auto_shard_zarr_v3=False),
+    ):
+        # These warn that consolidated metadata, fixed-length strings, dates and records are not in the Zarr v3
+        # specification yet. AnnData needs all of them.
+        warnings.simplefilter("ignore", zarr.errors.ZarrUserWarning)
+        warnings.simplefilter("ignore", zarr.errors.UnstableSpecificationWarning)
+        yield
 
 
 class ElementWriter:
@@ -36,6 +64,20 @@ class ElementWriter:
         """`of` names the sources in messages."""
         self._options, self._of = options, of
         self._groups = {"": root}  # by path
+
+    def write_content(self, content: Content | ShuffledContent) -> None:
+        """Stores everything but the matrices, one obs column or element in memory at a time."""
+        columns = ((name, content.obs_column(name)) for name in content.obs_columns)
+        self.write_frame("obs", content.obs_names(), columns, content.obs_columns)
+        self.write("var", content.var)
+        if content.raw_var is not None:
+            self.write_group("raw", "raw")
+            self.write("raw/var", content.raw_var)
+            self.write_group("raw/varm")
+        for name in ("layers", "obsm", "varm", "obsp", "varp"):
+            self.write_group(name)
+        for path, element in content.elements():
+            self.write(path, element)
 
     def write(self, path: str, element: Any) -> None:
         """Stores an element at a path whose parent groups exist."""

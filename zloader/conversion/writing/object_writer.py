@@ -53,18 +53,11 @@ def translated(doing: str, url: str) -> Iterator[None]:
 
 
 class ObjectWriter(ABC):
-    """One object being written. `size` is the bytes written so far. Raises StoreError and its subclasses."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def write(self, piece: bytes) -> None:
-        """Appends bytes."""
-        self._write(piece)
-        self.size += len(piece)
+    """One object being written. Raises StoreError and its subclasses."""
 
     @abstractmethod
-    def _write(self, piece: bytes) -> None: ...
+    def write(self, piece: bytes) -> None:
+        """Appends bytes."""
 
     @abstractmethod
     def commit(self) -> None:
@@ -77,12 +70,11 @@ class ObjectWriter(ABC):
 
 class _LocalFile(ObjectWriter):
     def __init__(self, path: Path) -> None:
-        super().__init__()
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._partial.open("wb")
 
-    def _write(self, piece: bytes) -> None:
+    def write(self, piece: bytes) -> None:
         self._file.write(piece)
 
     def commit(self) -> None:
@@ -107,7 +99,6 @@ def _sync(file: int) -> None:
 
 class _Upload(ObjectWriter):
     def __init__(self, filesystem: Any, path: str) -> None:
-        super().__init__()
         self._filesystem, self._path = filesystem, path
         bucket, key, _ = filesystem.split_path(path)
         self._object = {"Bucket": bucket, "Key": key}
@@ -118,7 +109,7 @@ class _Upload(ObjectWriter):
         self._uploading: deque[Future[dict[str, Any]]] = deque()
         self._parts: list[dict[str, Any]] = []
 
-    def _write(self, piece: bytes) -> None:
+    def write(self, piece: bytes) -> None:
         self._pending.append(piece)
         self._pending_bytes += len(piece)
         if self._pending_bytes >= _PART_BYTES:
@@ -159,14 +150,13 @@ class _Translated(ObjectWriter):
     """Wraps a writer and translates its errors."""
 
     def __init__(self, location: Location, key: str) -> None:
-        super().__init__()
         self._at = (f"write {key} to", location.url)
         with translated(*self._at):
             path = f"{location.path}/{key}"
             is_file = location.scheme == "file"
             self._inner: ObjectWriter = _LocalFile(Path(path)) if is_file else _Upload(location.filesystem(), path)
 
-    def _write(self, piece: bytes) -> None:
+    def write(self, piece: bytes) -> None:
         with translated(*self._at):
             self._inner.write(piece)
 

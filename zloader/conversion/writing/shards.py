@@ -1,4 +1,4 @@
-"""Writes the shards of an array sequentially, and reads shards back with every checksum verified.
+"""Writes the shards of an array sequentially.
 
 Several threads encode chunks, and one thread per array stores them in order. So neither a decoded nor an encoded shard
 is ever complete in memory.
@@ -21,19 +21,12 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from zloader.access.location import Location
-from zloader.common.errors import CorruptChunkError, StoreError, TruncatedObjectError
-from zloader.common.options import MiB
+from zloader.common.errors import StoreError
 from zloader.conversion.writing.encode import ChunkEncoder, shard_index
-from zloader.conversion.writing.object_writer import ObjectWriter, run_to_completion, translated
-from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout
-from zloader.storage.metadata import layout_of
-from zloader.storage.placement import ABSENT
+from zloader.conversion.writing.object_writer import ObjectWriter, run_to_completion
 
 _MAX_ENCODING = 16
 _JOB_ELEMENTS = 1 << 19  # encoded per job: a few chunks, so that the overhead per job is negligible
-_READ_BYTES = 8 * MiB  # per read, when a shard is read back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,98 +170,3 @@ class ShardWriter:
         shard.commit()
         self._object, self._sizes = None, []
         self._shard += 1
-
-
-def stored_layout(array: zarr.Array[Any]) -> ArrayLayout:
-    """The layout of an array whose objects must all exist."""
-    return layout_of(array, absent_is_fill=False)
-
-
-def read_shard(location: Location, layout: ArrayLayout, shard: int, size: int) -> Iterator[NDArray[Any]]:
-    """The elements of every chunk of a stored shard of `size` bytes, in order, with checksums verified.
-
-    Raises CorruptChunkError or TruncatedObjectError with the object and the chunk, or translated file system errors.
-    """
-    for elements in scan_shard(location, layout, shard, size):
-        if isinstance(elements, CorruptChunkError):
-            raise elements
-        yield elements
-
-
-def scan_shard(
-    location: Location, layout: ArrayLayout, shard: int, size: int | None
-) -> Iterator[NDArray[Any] | CorruptChunkError]:
-    """Like `read_shard`, but yields the error of a damaged chunk instead of its elements, and continues.
-
-    `size` is None if the object does not exist. If the layout allows it, absent chunks are fill values.
-    """
-    decoder = Decoder(layout)
-    first, key = shard * layout.chunks_per_shard, layout.shard_key(shard)
-    n_chunks = min(layout.n_chunks - first, layout.chunks_per_shard)
-    table = _read_index(location, layout, shard, size)[:n_chunks]
-    for begin, end in _reads(table):
-        stored = np.empty(0, np.uint8)
-        if table[begin, 0] != ABSENT:
-            start, stop = int(table[begin, 0]), int(table[end - 1].sum())
-            stored = np.frombuffer(_read(location, key, start, stop), np.uint8)
-        for chunk in range(begin, end):
-            at = first + chunk
-            out = np.empty(min(layout.chunk_elements, layout.n_elements - at * layout.chunk_elements), layout.dtype)
-            if table[begin, 0] == ABSENT:
-                out[:] = layout.fill_value
-            else:
-                offset = int(table[chunk, 0] - table[begin, 0])
-                try:
-                    decoder.decode(stored[offset : offset + int(table[chunk, 1])], out)
-                    layout.check_bounds(out)
-                except CorruptChunkError as error:
-                    yield CorruptChunkError(f"{location.url}: chunk {chunk} of {key}: {error}")
-                    continue
-            yield out
-
-
-def _reads(table: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
-    """Groups chunks `[begin, end)` into reads: consecutive stored chunks of up to 8 MiB, or absent chunks."""
-    begin, previous, start = 0, (ABSENT, 0), 0
-    for chunk, (offset, size) in enumerate(table.tolist()):
-        if previous[0] == ABSENT or offset == ABSENT:
-            continues = previous[0] == offset
-        else:
-            continues = offset >= sum(previous) and offset + size <= start + _READ_BYTES
-        if chunk and not continues:
-            yield begin, chunk
-        if not chunk or not continues:
-            begin, start = chunk, offset
-        previous = (offset, size)
-    if len(table):
-        yield begin, len(table)
-
-
-def _read_index(location: Location, layout: ArrayLayout, shard: int, size: int | None) -> NDArray[np.uint64]:
-    """The offset and size of each chunk of a shard. All chunks must exist, in order, unless they may be absent."""
-    key = layout.shard_key(shard)
-    try:
-        found = layout.find_index(shard, size, location.url)
-        if isinstance(found, np.ndarray):
-            return found
-        assert size is not None
-        table = layout.placement.parse(_read(location, key, found.start, found.stop), shard, size)
-    except CorruptChunkError as error:
-        raise CorruptChunkError(f"{location.url}: {error}") from error
-    here = table[: layout.n_chunks - shard * layout.chunks_per_shard]
-    disordered = (here == ABSENT).any() or (np.diff(here[:, 0].astype(np.int64)) <= 0).any()
-    if disordered and not layout.absent_is_fill:
-        raise CorruptChunkError(
-            f"{location.url}: {key} lacks chunks, or has them out of order: the object was not written completely"
-        )
-    return table
-
-
-def _read(location: Location, key: str, start: int, stop: int) -> bytes:
-    with translated(f"read {key} from", location.url):
-        stored: bytes = location.filesystem().cat_file(f"{location.path}/{key}", start=start, end=stop)
-    if len(stored) != stop - start:
-        raise TruncatedObjectError(
-            f"{location.url}: {key} returned {len(stored)} bytes for the range {start}-{stop - 1}"
-        )
-    return stored

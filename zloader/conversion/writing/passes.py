@@ -1,4 +1,7 @@
-"""Converts a matrix in two passes: `scan_matrix` reads all of it, `store_matrix` reads it again and stores the shards.
+"""Stores a matrix in two passes: `scan_matrix` reads all of it, `store_matrix` reads it again and stores the shards.
+
+`append_matrix` is the second pass for rows that follow those of a stored matrix, on its grid. The last shard of an
+array is read back and rewritten with new elements after its own. All further shards are new objects.
 
 The result of the first pass (a MatrixScan) fixes every grid and dtype. So the second pass always writes the same bytes,
 and an interrupted conversion can continue after the last intact shard.
@@ -6,8 +9,10 @@ and an interrupted conversion can continue after the last intact shard.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +36,8 @@ from zloader.conversion.writing.encode import (
     zarr_codecs,
 )
 from zloader.conversion.writing.object_writer import ObjectWriter
-from zloader.conversion.writing.shards import ShardWriter, Threads, read_shard, stored_layout
+from zloader.conversion.writing.shards import ShardWriter, Threads
+from zloader.conversion.writing.stored import StoredArray, stored_layout
 
 _INDPTR_CHUNK = 1 << 16  # entries per chunk: a page of the offsets of a large matrix
 _INDPTR_WINDOW = 1 << 20  # entries written at once
@@ -101,8 +107,11 @@ def _positions(window: Window, row: int) -> Any:
 class Target:
     """The store that matrices are written to, below `root`, with the options and threads.
 
-    `existing` gives the sizes in bytes of the objects that an interrupted conversion left. Intact shards are reused.
+    `existing` gives the sizes in bytes of the objects that are there. `convert` reuses the intact shards that an
+    interrupted conversion left, and `append` continues the last ones. `command` is the name of one of the two.
     """
+
+    command: str
 
     root: zarr.Group
     location: Location
@@ -138,22 +147,25 @@ class Target:
             **zarr_codecs(self.options.codec, dtype, ascending=name.endswith("/indices")),
         )
 
+    def stored(self, array: zarr.Array[Any]) -> StoredArray:
+        """What an interrupted conversion left of an array, or what an append finds."""
+        return StoredArray(self.location, array, self.existing)
+
     def finished_shards(self, *arrays: zarr.Array[Any]) -> int:
         """The number of leading shards that are intact in all of the arrays. Reads them back to verify checksums."""
-        layouts = [stored_layout(array) for array in arrays]
+        stored = [self.stored(array) for array in arrays]
         present = itertools.takewhile(
-            lambda shard: all(layout.shard_key(shard) in self.existing for layout in layouts),
-            range(layouts[0].n_shards),
+            lambda shard: all(array.key(shard) in self.existing for array in stored), range(stored[0].n_pieces)
         )
-        jobs = [(shard, layout) for shard in present for layout in layouts]
+        jobs = [(shard, array) for shard in present for array in stored]
         if not jobs:
             return 0
-        advance = self.bars.add(f"checking {layouts[0].path.rpartition('/')[0]}", sum(array.size for array in arrays))
+        advance = self.bars.add(f"checking {stored[0].path.rpartition('/')[0]}", sum(array.size for array in arrays))
 
-        def is_intact(job: tuple[int, Any]) -> bool:
-            shard, layout = job
+        def is_intact(job: tuple[int, StoredArray]) -> bool:
+            shard, array = job
             try:
-                for elements in read_shard(self.location, layout, shard, self.existing[layout.shard_key(shard)]):
+                for elements in array.chunks_of(shard):
                     if self.threads.ended.is_set():
                         return False
                     advance(len(elements))
@@ -162,17 +174,25 @@ class Target:
             return True
 
         intact = list(itertools.takewhile(bool, self.threads.encoding.map(is_intact, jobs)))
-        return len(intact) // len(layouts)
+        return len(intact) // len(stored)
 
 
 def store_matrix(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> None:
     """Stores a matrix as CSR or dense, like the source. Raises SourceError if it has changed since the scan."""
-    write = _store_dense if matrix.encoding == "dense" else _store_sparse
-    if write(matrix, scan, target) != scan.n_values:
-        raise SourceError(f"{matrix.name} changed while it was being converted: run convert again")
+    skipped = 0
+    if matrix.encoding == "dense":
+        arrays, cut = _dense_array(matrix, scan, target)
+        done = target.finished_shards(*arrays)
+        row = done * cut.shard
+    else:
+        arrays, cut, lengths = _sparse_arrays(matrix, scan, target)
+        scan = dataclasses.replace(scan, lengths=lengths)
+        done = target.finished_shards(*arrays)
+        row, skipped = _row_at(lengths, done * cut.shard)
+    _write_rows(matrix, scan, target, [target.writer(array, done) for array in arrays], row=row, skipped=skipped)
 
 
-def _store_dense(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> int:
+def _dense_array(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> tuple[list[zarr.Array[Any]], ChunkGrid]:
     row_bytes = max(1, matrix.n_genes * scan.data.itemsize)
     rows = target.options.chunk_rows
     if matrix.name.startswith("obsm/"):
@@ -183,20 +203,15 @@ def _store_dense(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> int:
         "encoding-version": "0.2.0",
         "zloader": {"dtype": {"data": str(matrix.dtype)}},
     }
-    array = target.create(matrix.name, (matrix.n_rows, matrix.n_genes), scan.data, cut, attributes)
-    done = target.finished_shards(array)
-    advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
-    with target.writer(array, done) as writer:
-        advance(writer.n_elements)
-        for window in matrix.windows(done * cut.shard):
-            writer.append(window.values)
-            advance(len(window.values))
-    return writer.n_elements
+    return [target.create(matrix.name, (matrix.n_rows, matrix.n_genes), scan.data, cut, attributes)], cut
 
 
-def _store_sparse(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> int:
+def _sparse_arrays(
+    matrix: SourceMatrix, scan: MatrixScan, target: Target
+) -> tuple[list[zarr.Array[Any]], ChunkGrid, NDArray[np.uint32]]:
+    """The arrays of values and genes, their grid, and the number of values per row. Stores indptr."""
     options, n = target.options, scan.n_values
-    group = target.root.create_group(
+    target.root.create_group(
         matrix.name,
         attributes={
             "encoding-type": "csr_matrix",
@@ -210,35 +225,87 @@ def _store_sparse(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> int
     if matrix.name.startswith("obsp/"):
         chunk = max(chunk, _SIDE_CHUNK_BYTES // item_bytes)
     cut = grid(n, chunk=chunk, item_bytes=item_bytes, shard_bytes=options.shard_bytes)
-    lengths = _store_indptr(matrix, scan, target, group)
-    data = target.create(f"{matrix.name}/data", (n,), scan.data, cut)
-    indices = target.create(f"{matrix.name}/indices", (n,), scan.indices, cut)
-    done = target.finished_shards(data, indices)
-    row, skipped = _row_at(lengths, done * cut.shard)
-    advance = target.bars.add(f"writing {matrix.name}", n)
-    with target.writer(data, done) as data_writer, target.writer(indices, done) as indices_writer:
-        advance(data_writer.n_elements)
+    lengths = _store_indptr(matrix, scan, target)
+    dtypes = {"data": scan.data, "indices": scan.indices}
+    return [target.create(f"{matrix.name}/{name}", (n,), dtypes[name], cut) for name in dtypes], cut, lengths
+
+
+def append_matrix(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> None:
+    """Appends the rows of a matrix to the stored matrix of the same name. Raises SourceError if the source changed."""
+    stored: Any = target.root[matrix.name]
+    if matrix.encoding == "dense":
+        _write_rows(matrix, scan, target, [_continued(stored, target)], n_before=int(stored.size))
+        stored.resize((stored.shape[0] + matrix.n_rows, matrix.n_genes))
+        return
+    assert scan.lengths is not None
+    data, indices, indptr = (stored[name] for name in ("data", "indices", "indptr"))
+    writers = [_continued(array, target) for array in (data, indices)]
+    _write_rows(matrix, scan, target, writers, n_before=int(data.size))
+    with _continued(indptr, target) as writer:
+        for _, ends in row_ends(scan.lengths, int(data.size)):
+            writer.append(ends)
+    for array, n_new in ((data, scan.n_values), (indices, scan.n_values), (indptr, matrix.n_rows)):
+        array.resize((array.shape[0] + n_new,))
+    stored.attrs["shape"] = [stored.attrs["shape"][0] + matrix.n_rows, matrix.n_genes]
+
+
+@contextlib.contextmanager
+def _continued(array: zarr.Array[Any], target: Target) -> Iterator[ShardWriter]:
+    """A writer that continues after the last element of an array. Raises ReadError if the last shard is damaged."""
+    layout = stored_layout(array)
+    shard, n_in_last_shard = divmod(layout.n_elements, layout.chunk_elements * layout.chunks_per_shard)
+    with target.writer(array, shard) as writer:
+        if n_in_last_shard:
+            for elements in target.stored(array).chunks_of(shard):
+                writer.append(elements)
+        yield writer
+
+
+def _write_rows(
+    matrix: SourceMatrix,
+    scan: MatrixScan,
+    target: Target,
+    writers: Sequence[contextlib.AbstractContextManager[ShardWriter]],
+    *,
+    n_before: int = 0,
+    row: int = 0,
+    skipped: int = 0,
+) -> None:
+    """The second pass: writes the values of the rows from `row` on and, for CSR, their genes.
+
+    The arrays have `n_before` values of other rows. The first `skipped` values of `row` are stored already. Raises
+    SourceError if the matrix has changed since the scan.
+    """
+    lengths = np.zeros(0, np.uint32) if scan.lengths is None else scan.lengths
+    changed = SourceError(f"{matrix.name} changed while it was being {target.command}ed: run {target.command} again")
+    advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
+    with contextlib.ExitStack() as opened:
+        values, *genes = [opened.enter_context(writer) for writer in writers]
+        advance(values.n_elements - n_before)
         for window in matrix.windows(row):
-            if not np.array_equal(window.lengths, lengths[row : row + len(window.lengths)]):
-                raise SourceError(f"{matrix.name} changed while it was being converted: run convert again")
-            row += len(window.lengths)
-            data_writer.append(window.values[skipped:])
-            indices_writer.append(window.genes[skipped:])
+            n_rows = len(window.lengths)
+            if genes and not np.array_equal(window.lengths, lengths[row : row + n_rows]):
+                raise changed
+            row += n_rows
+            values.append(window.values[skipped:])
+            for writer in genes:
+                writer.append(window.genes[skipped:])
             advance(len(window.values) - min(skipped, len(window.values)))
             skipped -= min(skipped, len(window.values))
-    return data_writer.n_elements
+    if values.n_elements - n_before != scan.n_values:
+        raise changed
 
 
-def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target, group: zarr.Group) -> NDArray[np.uint32]:
+def _store_indptr(matrix: SourceMatrix, scan: MatrixScan, target: Target) -> NDArray[np.uint32]:
     """Stores indptr unless it is already complete. Returns the number of values per row."""
     dtype = matrix.indptr_dtype if keeps_dtype(matrix, target.options) else np.dtype(np.int64)
     cut = grid(matrix.n_rows + 1, chunk=_INDPTR_CHUNK, item_bytes=8, shard_bytes=target.options.shard_bytes)
     array = target.create(f"{matrix.name}/indptr", (matrix.n_rows + 1,), dtype, cut)
     lengths = scan.lengths
     if lengths is None:
-        layout = stored_layout(array)
-        if target.finished_shards(array) == layout.n_shards:
-            return _stored_lengths(array, target)
+        stored = target.stored(array)
+        if target.finished_shards(array) == stored.n_pieces:
+            return _stored_lengths(stored)
         advance = target.bars.add(f"reading {matrix.name}", matrix.n_reads)
         second_scan = scan_matrix(matrix, keep_dtype=True, advance=advance)
         assert second_scan.lengths is not None
@@ -258,15 +325,13 @@ def row_ends(lengths: NDArray[np.uint32], begin: int = 0) -> Iterator[tuple[int,
         begin = int(ends[-1])
 
 
-def _stored_lengths(indptr: zarr.Array[Any], target: Target) -> NDArray[np.uint32]:
-    layout = stored_layout(indptr)
-    lengths = np.empty(layout.n_elements - 1, np.uint32)
+def _stored_lengths(indptr: StoredArray) -> NDArray[np.uint32]:
+    lengths = np.empty(indptr.n_elements - 1, np.uint32)
     at, last = 0, np.zeros(0, np.int64)
-    for shard in range(layout.n_shards):
-        for elements in read_shard(target.location, layout, shard, target.existing[layout.shard_key(shard)]):
-            steps = np.diff(np.concatenate([last, elements.astype(np.int64)]))
-            lengths[at : at + len(steps)] = steps
-            at, last = at + len(steps), elements[-1:].astype(np.int64)
+    for elements in indptr.chunks():
+        steps = np.diff(np.concatenate([last, elements.astype(np.int64)]))
+        lengths[at : at + len(steps)] = steps
+        at, last = at + len(steps), elements[-1:].astype(np.int64)
     return lengths
 
 

@@ -1,13 +1,11 @@
-"""Appends rows to stored matrices, keeping their chunk grid and dtypes.
+"""New rows in the form in which a store has its rows.
 
-The last shard of an array is read back and rewritten with new elements after its own. All further shards are new
-objects. Until the new metadata is committed, every object still reads correctly under the old metadata. So stored
+Until the metadata of an append are committed, every object still reads correctly under the old metadata. So stored
 arrays keep their dtypes, and columns their kinds and categories: new values are converted to them, or refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -23,8 +21,7 @@ from zloader.common.messages import listed
 from zloader.conversion.joining.union import NOTHING, kind_of, stored_kind
 from zloader.conversion.sources.join import without_zeros
 from zloader.conversion.sources.windows import Advance, SourceMatrix, Window
-from zloader.conversion.writing.matrices import MatrixScan, Target, row_ends
-from zloader.conversion.writing.shards import ShardWriter, read_shard, stored_layout
+from zloader.conversion.writing.passes import MatrixScan
 
 _CHECKED = 1 << 17  # values checked at once; fits in a core's cache
 _NULLABLE = ("nullable-integer", "nullable-boolean", "nullable-string-array")
@@ -208,68 +205,3 @@ def check_object_count(array: zarr.Array[Any], n_new: int) -> None:
             f"{array.path} would be split into {n_objects} objects, because the store was laid out for "
             f"{array.shape[0]} items, not {length}: convert all sources together"
         )
-
-
-def append_matrix(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> None:
-    """Appends the rows of a matrix to the stored matrix of the same name. Raises SourceError if the source changed."""
-    append = _append_dense if matrix.encoding == "dense" else _append_sparse
-    if append(matrix, scan, target) != scan.n_values:
-        raise _changed(matrix)
-
-
-def _changed(matrix: SourceMatrix) -> SourceError:
-    return SourceError(f"{matrix.name} changed while it was being appended: run append again")
-
-
-def _append_dense(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> int:
-    array: Any = target.root[matrix.name]
-    advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
-    with _appending_writer(array, target) as writer:
-        for window in matrix.windows():
-            writer.append(window.values)
-            advance(len(window.values))
-    n_new = writer.n_elements - int(array.size)
-    array.resize((array.shape[0] + matrix.n_rows, matrix.n_genes))
-    return n_new
-
-
-def _append_sparse(matrix: FittedMatrix, scan: MatrixScan, target: Target) -> int:
-    group: Any = target.root[matrix.name]
-    data, indices, indptr = (group[name] for name in ("data", "indices", "indptr"))
-    assert scan.lengths is not None
-    advance = target.bars.add(f"writing {matrix.name}", scan.n_values)
-    row = 0
-    with _appending_writer(data, target) as data_writer, _appending_writer(indices, target) as indices_writer:
-        for window in matrix.windows():
-            if not np.array_equal(window.lengths, scan.lengths[row : row + len(window.lengths)]):
-                raise _changed(matrix)
-            row += len(window.lengths)
-            data_writer.append(window.values)
-            indices_writer.append(window.genes)
-            advance(len(window.values))
-    _append_indptr(indptr, scan.lengths, int(data.shape[0]), target)
-    n_new = data_writer.n_elements - int(data.shape[0])
-    for array in (data, indices):
-        array.resize((array.shape[0] + n_new,))
-    indptr.resize((indptr.shape[0] + matrix.n_rows,))
-    group.attrs["shape"] = [group.attrs["shape"][0] + matrix.n_rows, matrix.n_genes]
-    return n_new
-
-
-def _append_indptr(indptr: zarr.Array[Any], lengths: NDArray[np.uint32], end: int, target: Target) -> None:
-    with _appending_writer(indptr, target) as writer:
-        for _, ends in row_ends(lengths, end):
-            writer.append(ends)
-
-
-@contextlib.contextmanager
-def _appending_writer(array: zarr.Array[Any], target: Target) -> Iterator[ShardWriter]:
-    """A writer that continues after the last element of an array. Raises ReadError if the last shard is damaged."""
-    layout = stored_layout(array)
-    shard, n_in_last_shard = divmod(layout.n_elements, layout.chunk_elements * layout.chunks_per_shard)
-    with target.writer(array, shard) as writer:
-        if n_in_last_shard:
-            size = target.existing[layout.shard_key(shard)]
-            for elements in read_shard(target.location, layout, shard, size):
-                writer.append(elements)
-        yield writer
