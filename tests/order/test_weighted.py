@@ -205,6 +205,7 @@ def test_without_replacement_no_row_comes_twice(weights, block_size, seed, epoch
     np.testing.assert_array_equal(order, _order(other, len(weights), seed=seed, epoch=epoch))
 
 
+@pytest.mark.slow  # the golden orders notice any change
 def test_without_replacement_rows_are_drawn_one_after_the_other_by_weight():
     """The probability of a pair of rows is that of drawing either row first and then the other."""
     weights = np.array([1.0, 2.0, 0.0, 3.0, 6.0])

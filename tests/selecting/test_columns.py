@@ -1,12 +1,15 @@
-"""Obs columns as classes."""
+"""Obs columns as classes, and strings that come in windows as codes."""
 
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zloader.common.errors import OptionError
-from zloader.selecting.columns import ObsColumn
+from zloader.selecting.columns import ObsColumn, StringCoder
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,52 @@ def test_numbers_and_dates_as_classes(values, classes, n):
 def test_fractions_are_no_classes(values):
     with pytest.raises(OptionError, match="passage holds float64: choose a column of labels, whole numbers"):
         ObsColumn(values=np.array(values), categories=None).classes("passage")
+
+
+WORDS = st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=40)
+
+
+@given(words=WORDS, cuts=st.lists(st.integers(0, 40), max_size=5), masked=st.sets(st.integers(0, 39)))
+def test_codes_do_not_depend_on_the_windows(words, cuts, masked):
+    values, missing = np.array(words, object), np.isin(np.arange(len(words)), list(masked))
+    coder = StringCoder(len(words))
+    for window in np.split(np.arange(len(words)), sorted(cuts)):
+        coder.add(values[window], missing[window])
+    codes, labels = coder.sorted_codes()
+    shown = [None if hidden else word for word, hidden in zip(words, missing, strict=True)]
+    assert labels.tolist() == sorted({word for word in shown if word is not None})
+    assert [None if code < 0 else labels[code] for code in codes.tolist()] == shown
+    assert codes.dtype == np.int8
+    assert labels.dtype == object
+
+
+@pytest.mark.parametrize(
+    ("n_labels", "dtype"), [(0, np.int8), (128, np.int8), (129, np.int16), (32768, np.int16), (32769, np.int32)]
+)
+def test_codes_have_the_narrowest_dtype(n_labels, dtype):
+    words = [f"{number:05}" for number in range(n_labels)]
+    coder = StringCoder(2 * n_labels + 1)
+    coder.add(np.array([None], object))
+    for window in (words[: n_labels // 2], words[n_labels // 2 :], words[::-1]):
+        coder.add(np.array(window, object))
+    codes, labels = coder.sorted_codes()
+    assert codes.dtype == dtype
+    assert labels.tolist() == words
+    assert codes.tolist() == [-1, *range(n_labels), *reversed(range(n_labels))]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array(["b", "a", "ä"], object),
+        np.array(["b", "a", "ä"]),
+        np.array(["b", "a", "ä"], np.dtypes.StringDType()),
+        pd.array(["b", "a", "ä"], dtype="string"),
+    ],
+    ids=["objects", "fixed width", "NumPy's", "pandas'"],
+)
+def test_strings_of_every_dtype(values):
+    coder = StringCoder(3)
+    coder.add(values)
+    codes, labels = coder.sorted_codes()
+    assert (codes.tolist(), labels.tolist()) == ([1, 0, 2], ["a", "b", "ä"])

@@ -375,12 +375,13 @@ def test_of_many_chunks_each_corrupt_one_is_told_and_the_others_are_right(codec,
 
 @given(draw=st.data(), compressed_as=st.sampled_from(["uint8", "uint16", "uint32", "float64"]), delta=st.booleans())
 def test_what_is_needed_of_a_chunk_is_right_and_nothing_beside_it_is_touched(draw, compressed_as, delta):
-    """Includes chunks that were compressed with another item size than that of their elements."""
-    n = 4096
+    """Includes chunks of several Blosc blocks, and another item size than that of their elements."""
+    n = 1 << 17
     values = np.random.default_rng(0).integers(0, 1 << draw.draw(st.integers(1, 16)), n).astype("uint16")
-    block = draw.draw(st.sampled_from([0, 256, 1000, 4096]))
+    block = draw.draw(st.sampled_from([1 << 12, 2 * n]))  # Blosc makes none of less than 64 KiB
     plain = numcodecs.Delta("<u2").encode(values) if delta else values
     content = numcodecs.blosc.compress(plain.view(compressed_as), b"lz4", 5, numcodecs.blosc.SHUFFLE, block)
+    assert (int.from_bytes(content[8:12], "little") < 2 * n) == (block < 2 * n)
     layout, _, _ = _chunk("delta blosc lz4 bitshuffle" if delta else "blosc lz4 shuffle")
     layout = dataclasses.replace(layout, chunk_elements=n, n_elements=n)
     first = draw.draw(st.integers(0, n - 1))
