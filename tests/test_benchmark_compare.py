@@ -121,7 +121,7 @@ def test_the_bootstrap_agrees_with_all_possible_draws():
     assert found != turns.interval(np.exp(logs), seed=1)
 
 
-@pytest.mark.parametrize("n", [3, 5, 8])
+@pytest.mark.parametrize("n", [3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 def test_intervals_contain_the_true_ratio_in_about_95_of_100_runs(n, monkeypatch):
     monkeypatch.setattr(turns, "RESAMPLES", 1000)
     rng = np.random.default_rng(n)

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-import s3fs
 from helpers import PATIENCE_S, fill_bucket
 
 import zloader as zl
@@ -35,9 +34,14 @@ OBJECT = bytes(range(256)) * 20_000  # 5 MB, so that bodies are sent in several 
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    root = tmp_path_factory.mktemp("root")
-    fill_bucket(root, OBJECT)
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("root")
+    fill_bucket(made, OBJECT)
+    return made
+
+
+@pytest.fixture(scope="module")
+def endpoint(root: Path) -> Iterator[str]:
     with cloud(root, LinkSpeed(ttfb_ms=5, conn_mbps=50, total_mbps=150)) as running:
         yield running.endpoint
 
@@ -68,35 +72,15 @@ def test_ranges_on_one_connection(connected):
     assert ask(connection, "/bucket/object") == (200, OBJECT)
 
 
-@pytest.mark.parametrize(
-    ("path", "method", "fields", "status"),
-    [
-        pytest.param("/bucket/object", "HEAD", {}, 200, id="head"),
-        pytest.param("/bucket/empty", "GET", {}, 200, id="empty"),
-        pytest.param("/bucket/object", "GET", {"If_None_Match": "*"}, 304, id="not modified"),
-        pytest.param("/bucket/object", "GET", {"If_Match": '"other"'}, 412, id="another ETag"),
-        pytest.param("/bucket/object", "GET", {"Range": "bytes=9999999-"}, 416, id="range beyond the end"),
-        pytest.param("/bucket/absent", "GET", {}, 404, id="no such key"),
-        pytest.param("/absent/object", "GET", {}, 404, id="no such bucket"),
-        pytest.param("/bucket/leak", "GET", {}, 404, id="link out of the bucket"),
-        pytest.param("/bucket/../secret", "GET", {}, 404, id="path out of the bucket"),
-        pytest.param("/bucket/object", "DELETE", {}, 405, id="read-only"),
-    ],
-)
-def test_statuses(connected, path, method, fields, status):
-    connection = connected()
-    answered, body = ask(connection, path, method, **fields)
-    assert answered == status
-    assert b"outside" not in body
-    assert ask(connection, "/bucket/object", Range="bytes=3-4") == (206, OBJECT[3:5])  # the connection is still good
-
-
-def test_s3fs_lists_and_reads(endpoint):
-    files = s3fs.S3FileSystem(
-        key="any", secret="any", client_kwargs={"endpoint_url": endpoint}, skip_instance_cache=True
-    )
-    assert sorted(files.find("bucket")) == ["bucket/deep/two words & more", "bucket/empty", "bucket/object"]
-    assert files.cat("bucket/deep/two words & more") == b"deep"
+def test_a_mapped_file_that_is_replaced_is_read_anew(connected, root):
+    connection, path = connected(), root / "bucket" / "replaced"
+    for content in (b"first", b"second one"):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        for _ in range(2):
+            assert ask(connection, "/bucket/replaced") == (200, content)
+    path.unlink()
+    assert ask(connection, "/bucket/replaced")[0] == 404
 
 
 def test_a_client_that_leaves_does_not_disturb_others(connected):

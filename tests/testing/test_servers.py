@@ -120,13 +120,19 @@ def test_ranges_without_bytes(sim, root, asked):
     assert b"<Code>InvalidRange</Code>" in answer.body
 
 
+@pytest.fixture(scope="module")
+def objects_of_any_size(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sim]:
+    root = tmp_path_factory.mktemp("root")
+    (root / "b").mkdir()
+    for size in range(257):
+        (root / "b" / str(size)).write_bytes(OBJECT[:size])
+    with Sim(root=root) as sim:
+        yield sim
+
+
 @given(first=st.integers(0, 300), last=st.integers(0, 300), size=st.integers(0, 256))
-def test_any_range_is_a_slice(tmp_path_factory, first, last, size):
-    directory = tmp_path_factory.mktemp("root")
-    (directory / "b").mkdir()
-    (directory / "b/k").write_bytes(OBJECT[:size])
-    with Sim(root=directory) as sim:
-        answer = ask(sim, "/b/k", Range=f"bytes={first}-{last}")
+def test_any_range_is_a_slice(objects_of_any_size, first, last, size):
+    answer = ask(objects_of_any_size, f"/b/{size}", Range=f"bytes={first}-{last}")
     expected = OBJECT[:size][first : last + 1]
     assert (answer.status, answer.body) == (206, expected) if expected else answer.status == 416
 
