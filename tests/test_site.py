@@ -16,6 +16,7 @@ import typer.main
 from helpers import counts
 
 import zloader as zl
+from benchmarks.scale import figure
 from zloader.commands.cli import app
 from zloader.commands.report import unbroken
 from zloader.common import errors
@@ -51,7 +52,6 @@ def test_a_picture_is_the_one_that_its_script_draws(name, monkeypatch, tmp_path)
 @pytest.mark.any_version
 def test_the_table_of_rays_page_has_the_simulated_figures_of_its_picture(monkeypatch):
     style = imported(PICTURES / "style.py", monkeypatch)
-    figure = imported(ROOT / "benchmarks" / "scale_figure.py", monkeypatch)
     found = json.loads((PICTURES / "scaling.json").read_text())
     networks = list(dict.fromkeys(run["network"] for run in found["scale"]))
     rows = style.table("ray", "| machines with producers |")

@@ -11,16 +11,16 @@ import style
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parents[1] / "benchmarks"))  # its scripts import one another as neighbours
+sys.path.append(str(HERE.parents[1]))  # where the package benchmarks is
 
-import scale_figure  # noqa: E402
+from benchmarks.scale import figure  # noqa: E402
 
 
 def draw() -> Figure:
     """Rows/s by machines without mirrors, and reads with mirrors."""
     found = json.loads((HERE / "scaling.json").read_text())
-    figure: Figure = scale_figure.draw(found)
-    return figure
+    drawn: Figure = figure.draw(found)
+    return drawn
 
 
 if __name__ == "__main__":

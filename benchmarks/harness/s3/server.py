@@ -116,7 +116,7 @@ class Server(ABC):
         """Has the request of the connection answered: calls `_reply`, now or later."""
 
     def _serve(self, listener: socket.socket) -> None:
-        """Runs the loop until `_ending` is set."""
+        """Runs the loop until `_ending` is set. `_woken` stays open, because other threads may still write to it."""
         listener.setblocking(False)
         self._epoll.register(listener, select.EPOLLIN)
         self._epoll.register(self._woken, select.EPOLLIN)
@@ -132,7 +132,6 @@ class Server(ABC):
         for connection in list(self._connections.values()):
             self._close(connection)
         self._epoll.close()
-        os.close(self._woken)
 
     # ---- other threads
 

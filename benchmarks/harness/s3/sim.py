@@ -128,6 +128,7 @@ class Sim(Server):
         self._wake_up()
         self._thread.join()
         self._forwarding.shutdown()
+        os.close(self._woken)
 
     def __enter__(self) -> Self:
         return self.start()
