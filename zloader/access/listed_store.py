@@ -313,3 +313,14 @@ def _length(byte_range: ByteRequest | None, size: int | None) -> int | None:
     if isinstance(byte_range, SuffixByteRequest):
         return byte_range.suffix
     return size - byte_range.offset if size is not None and isinstance(byte_range, OffsetByteRequest) else size
+
+
+def slice_of(byte_range: ByteRequest | None, size: int) -> slice:
+    """A range as a slice of an object of `size` bytes."""
+    if isinstance(byte_range, RangeByteRequest):
+        return slice(byte_range.start, byte_range.end)
+    if isinstance(byte_range, OffsetByteRequest):
+        return slice(byte_range.offset, size)
+    if isinstance(byte_range, SuffixByteRequest):
+        return slice(max(0, size - byte_range.suffix), size)
+    return slice(0, size)

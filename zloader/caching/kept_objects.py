@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.storage import MemoryStore
 
-from zloader.access.listed_store import ListedStore, is_metadata
+from zloader.access.listed_store import ListedStore, is_metadata, slice_of
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, StoredObject
 from zloader.caching.atomic_files import cached_path, checksum_of, draft_path, read_checked
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zloader")
 
 _LISTING = "/listing"  # keys of a store do not begin with a slash
-_MAX_BYTES = 64 << 20  # larger objects are not cached
+MAX_BYTES = 64 << 20  # larger objects are not cached
 _MAY_BE_DECODED = re.compile(r"(^|/)indptr/|^obsm?/")
 
 
@@ -90,7 +89,7 @@ class CachedMetadataStore(ListedStore):
         if key not in self.sizes:
             return await super().read(key, prototype, byte_range)
         size = self.sizes[key]
-        cacheable = is_metadata(key) or (size <= _MAX_BYTES and not self._is_decoded(key))
+        cacheable = is_metadata(key) or (size <= MAX_BYTES and not may_be_decoded(self._directory, key))
         if not (cacheable or self._offline):
             return await super().read(key, prototype, byte_range)
         content = load_object(self._directory, key, size)
@@ -106,23 +105,14 @@ class CachedMetadataStore(ListedStore):
             content = whole.to_bytes()
             if len(content) == size:
                 save_object(self._directory, key, content)
-        return prototype.buffer.from_bytes(content[_slice(byte_range, len(content))])
-
-    def _is_decoded(self, key: str) -> bool:
-        """Whether an object belongs to an array that the mirror keeps decoded, so that it would be there twice."""
-        if not _MAY_BE_DECODED.search(key):
-            return False
-        return any(has_array(self._directory, str(path)) for path in PurePosixPath(key).parents)
+        return prototype.buffer.from_bytes(content[slice_of(byte_range, len(content))])
 
 
-def _slice(byte_range: ByteRequest | None, size: int) -> slice:
-    if isinstance(byte_range, RangeByteRequest):
-        return slice(byte_range.start, byte_range.end)
-    if isinstance(byte_range, OffsetByteRequest):
-        return slice(byte_range.offset, size)
-    if isinstance(byte_range, SuffixByteRequest):
-        return slice(max(0, size - byte_range.suffix), size)
-    return slice(0, size)
+def may_be_decoded(directory: MirrorDirectory, key: str) -> bool:
+    """Whether an object belongs to an array that the mirror keeps decoded, so that it would be there twice."""
+    if not _MAY_BE_DECODED.search(key):
+        return False
+    return any(has_array(directory, str(path)) for path in PurePosixPath(key).parents)
 
 
 def save_listing(directory: MirrorDirectory, origin: str, objects: Listing) -> None:

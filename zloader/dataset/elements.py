@@ -63,7 +63,8 @@ class StoredElements(ABC):
     """The elements of the AnnData store at `location`, whose `objects` are listed."""
 
     def __init__(self, location: Location, objects: Listing) -> None:
-        self.location, self.objects, self._sizes = location, objects, objects.sizes
+        self.location, self.objects = location, objects
+        self._sizes: Mapping[str, int] = objects.sizes
 
     @property
     @abstractmethod

@@ -25,8 +25,12 @@ from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
+from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.store import OpenedStore
 
+# Whether .h5ad files open where they lie (h5ad.py). They are refused until verify, append, info and the other commands
+# have been tried on them; tests set this.
+IN_PLACE = False
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MATRIX_FILES = {"matrix.mtx", "matrix.mtx.gz"}  # of a 10x directory
 _STORE_OBJECTS = {"zarr.json", ".zgroup", "zloader.partial"}
@@ -38,6 +42,8 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
     `keys` are the keys of the location's listing. The message includes the command that converts the source, if any.
     """
     url, present = location.url.rstrip("/"), set(keys)
+    if IN_PLACE and present == {""} and _is_hdf5(location):
+        return
     if present == {""}:
         if not _is_hdf5(location):
             raise FormatError(
@@ -150,7 +156,8 @@ def open_stores(location: Location, cache: Cache | None, *, offline: bool = Fals
     else:
         origin, objects = location.origin, location.listing()
         refuse_unconverted(location, objects)
-    opened = OpenedStore(location, objects, origin=origin, cache=cache, offline=offline)
+    opens = OpenedFile if objects.keys() == {""} else OpenedStore
+    opened = opens(location, objects, origin=origin, cache=cache, offline=offline)
     if opened.root.attrs.get("encoding-type") != _COLLECTION:
         opened.require_anndata()
         return [opened]

@@ -208,5 +208,4 @@ def _codec(codec: Mapping[str, Any]) -> str:
 
 def stored_bytes(store: OpenedStore, array: ArrayLayout) -> int:
     """The size in bytes of the objects that hold an array."""
-    sizes = store.object_sizes()
-    return sum(sizes.get(array.shard_key(shard), 0) for shard in range(array.n_shards))
+    return array.placement.stored_bytes(range(array.n_shards), store.object_sizes())[0]

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from zloader.common.compiled import External, compiled
 from zloader.common.errors import CorruptChunkError
 from zloader.common.records import Rows
-from zloader.storage.coders import PCODEC, chain_of, decode_within, is_whole_blosc, sizes_before
+from zloader.storage import hdf5_filters
+from zloader.storage.coders import PCODEC, Chain, chain_of, decode_within, is_whole_blosc, sizes_before
 from zloader.storage.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
@@ -40,7 +41,8 @@ class Decoder:
     """Decodes the chunks of one array with the codecs in `layout`. Raises FormatError for unsupported codecs."""
 
     def __init__(self, layout: ArrayLayout) -> None:
-        chain = chain_of(layout.codecs, layout.path)
+        hdf5 = [codec["configuration"] for codec in layout.codecs if codec["name"] == hdf5_filters.NAME]
+        chain = Chain(coders=[], checked=False) if hdf5 else chain_of(layout.codecs, layout.path)
         coders = list(chain.coders)
         self._checked = chain.checked
         self._layout = layout
@@ -52,6 +54,8 @@ class Decoder:
         self._decompress = _decompressor(
             coders[1:] if self._differences else coders, layout.dtype, layout.chunk_elements
         )
+        if hdf5:
+            self._decompress = hdf5_filters.Hdf5Filters(**hdf5[0]).decompress
         self._many_at_once = self._decompress is _blosc and decompresses_many()
 
     def decode_all(

@@ -79,9 +79,8 @@ class ArrayLayout:
 
     def chunk_bytes(self, object_sizes: Mapping[str, int]) -> float:
         """Average stored bytes per chunk, estimated from the first 16 objects; 0 if there are no objects."""
-        keys = map(self.shard_key, range(min(self.n_shards, 16)))
-        sizes = [object_sizes[key] for key in keys if key in object_sizes]
-        return sum(sizes) / max(1, min(len(sizes) * self.chunks_per_shard, self.n_chunks))
+        stored, n_chunks = self.placement.stored_bytes(range(min(self.n_shards, 16)), object_sizes)
+        return stored / max(1, min(n_chunks, self.n_chunks))
 
     def chunks_in(self, n_bytes: int, object_sizes: Mapping[str, int]) -> int:
         """About how many chunks of one object fit into `n_bytes`; at least 1."""

@@ -61,7 +61,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     codecs = tuple(metadata["codecs"])
     sharding = codecs[0]["configuration"] if codecs and codecs[0]["name"] == SHARDING else None
     inner = tuple(sharding["chunk_shape"]) if sharding else outer
-    _check_whole_rows(path, shape, inner, outer)
+    require_whole_rows(path, shape, inner, outer)
     index_codecs = _index_codecs(sharding) if sharding else []
     known_index = index_codecs in ([], ["bytes"], ["bytes", "crc32c"])
     encoding = metadata.get("chunk_key_encoding", {"name": "default"})
@@ -71,7 +71,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
         raise FormatError(f"{path} has an unsupported key encoding or shard format: run 'zloader convert' on it")
     return ArrayLayout(
         path=path,
-        dtype=_dtype(path, metadata["data_type"]),
+        dtype=number_dtype(path, metadata["data_type"]),
         n_elements=math.prod(shape),
         chunk_elements=max(1, inner[0] * math.prod(shape[1:])),  # would be 0 without genes
         codecs=tuple(sharding["codecs"]) if sharding else codecs,
@@ -90,7 +90,7 @@ def array_layout(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool
     )
 
 
-def _check_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
+def require_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]) -> None:
     """Raises FormatError unless chunks hold whole rows. Chunks wider than a row, which pad rows, are refused too."""
     if shape[0] and not all(grid[0] for grid in grids):
         raise FormatError(f"{path} has chunks of {' in shards of '.join(map(str, grids))}: its metadata is damaged")
@@ -104,10 +104,10 @@ def _check_whole_rows(path: str, shape: tuple[int, ...], *grids: tuple[int, ...]
 def _layout_v2(path: str, metadata: Mapping[str, Any], *, absent_is_fill: bool) -> ArrayLayout:
     """The layout of a Zarr v2 array, in which each chunk is an object, filtered and compressed by numcodecs."""
     shape, chunks = tuple(metadata["shape"]), tuple(metadata["chunks"])
-    _check_whole_rows(path, shape, chunks)
+    require_whole_rows(path, shape, chunks)
     if metadata.get("order", "C") != "C" and len(shape) > 1:
         raise FormatError(f"{path} is stored column by column: run 'zloader convert' on it")
-    dtype = _dtype(path, metadata["dtype"])
+    dtype = number_dtype(path, metadata["dtype"])
     if np.dtype(metadata["dtype"]).byteorder == ">":
         raise FormatError(f"{path} is stored in foreign byte order: run 'zloader convert' on it")
     compressors = [] if metadata.get("compressor") is None else [metadata["compressor"]]
@@ -142,7 +142,8 @@ def _index_codecs(sharding: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _dtype(path: str, data_type: Any) -> np.dtype[Any]:
+def number_dtype(path: str, data_type: Any) -> np.dtype[Any]:
+    """The little-endian dtype of an array of numbers. Raises FormatError for any other array."""
     try:
         dtype: np.dtype[Any] = np.dtype(data_type).newbyteorder("<")
     except TypeError:

@@ -7,6 +7,7 @@ read from the object itself, or is known without reading. `ZarrPlacement` is tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import google_crc32c
@@ -26,6 +27,12 @@ class Placement(ABC):
 
     chunks_per_object: int
     index_bytes: int
+
+    def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
+        """The bytes of the array in some of its objects, and how many chunks these have room for."""
+        keys = map(self.key, objects)
+        sizes = [object_sizes[key] for key in keys if key in object_sizes]
+        return sum(sizes), len(sizes) * self.chunks_per_object
 
     @abstractmethod
     def key(self, number: int) -> str:
@@ -81,12 +88,47 @@ class ZarrPlacement(Placement):
         body = stored[:-4] if self.index_checksum else stored
         if self.index_checksum and google_crc32c.value(body) != int.from_bytes(stored[-4:], "little"):
             raise CorruptChunkError(f"{where} does not match its checksum")
-        table = np.frombuffer(body, "<u8").reshape(-1, 2)
-        stored_chunks = table[table[:, 0] != ABSENT]
-        ends = stored_chunks.sum(axis=1)
-        if len(ends) and (ends.max() > object_size or (stored_chunks > object_size).any()):
-            raise CorruptChunkError(f"{where} points to byte {int(ends.max())}, but the object has {object_size} bytes")
-        return table
+        return require_inside(np.frombuffer(body, "<u8").reshape(-1, 2), object_size, where)
+
+
+def require_inside(table: Index, object_size: int, where: str) -> Index:
+    """The table. Raises CorruptChunkError if it names bytes beyond the end of its object."""
+    stored_chunks = table[table[:, 0] != ABSENT]
+    ends = stored_chunks.sum(axis=1)
+    if len(ends) and (ends.max() > object_size or (stored_chunks > object_size).any()):
+        raise CorruptChunkError(f"{where} points to byte {int(ends.max())}, but the object has {object_size} bytes")
+    return table
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TablePlacement(Placement):
+    """All chunks of an array in one object, at the offsets of a table, as in an HDF5 file."""
+
+    name: str
+    table: Index
+    index_bytes = 0
+
+    @property
+    def chunks_per_object(self) -> int:  # type: ignore[override]
+        """All chunks of the array."""
+        return max(1, len(self.table))
+
+    def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
+        """The bytes of the stored chunks, and their number. The object has other contents, too."""
+        sizes = self.table[self.table[:, 0] != ABSENT, 1]
+        return int(sizes.sum()), len(sizes)
+
+    def key(self, number: int) -> str:
+        """The key of the object."""
+        return self.name
+
+    def index(self, number: int, object_size: int) -> Index:
+        """The table. Raises CorruptChunkError if it names bytes that the object lacks."""
+        return require_inside(self.table, object_size, f"the chunk table of an array in {self.name}")
+
+    def parse(self, stored: bytes, number: int, object_size: int) -> Index:
+        """Never called: the table is known without reading."""
+        raise NotImplementedError
 
 
 class ObjectIndex:

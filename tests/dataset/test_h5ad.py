@@ -1,0 +1,391 @@
+"""Datasets of .h5ad files where they lie: every filter and layout, odd files, damage, and the same order as stores."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+from helpers import assert_same_minibatches, check_minibatch, counts, dense, write_store
+
+import zloader as zl
+from zloader.access import hdf5_store
+from zloader.access.hdf5_scan import ABSENT, scan
+from zloader.common.errors import CorruptChunkError, FormatError, StoreChangedError, ZloaderError
+from zloader.storage.hdf5_filters import Hdf5Filters, filters_codec
+
+hdf5plugin = pytest.importorskip("hdf5plugin")
+ADATA = counts(300, 120, seed=3)
+LOADER: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(7), "obs": ["cell_type"]}
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gzip": {"compression": "gzip"},
+    "shuffled gzip": {"compression": "gzip", "shuffle": True},
+    "lzf": {"compression": "lzf"},
+    "shuffled lzf": {"compression": "lzf", "shuffle": True},
+    "fletcher32": {"fletcher32": True},
+    "gzip and fletcher32": {"compression": "gzip", "shuffle": True, "fletcher32": True},
+    "zstd": dict(hdf5plugin.Zstd()),
+    "blosc": dict(hdf5plugin.Blosc()),
+    "lz4": dict(hdf5plugin.LZ4(nbytes=1000)),
+}
+
+
+def write(path: Path, x: Any = ADATA.X, *, adata: ad.AnnData = ADATA, **options: Any) -> Path:
+    """An .h5ad file of `adata` whose X is `x`, with its arrays created with `options`."""
+    with h5py.File(path, "w", userblock_size=options.pop("userblock_size", None)) as file:
+        file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
+        for name in ("obs", "var", "obsm", "layers", "uns"):
+            part = getattr(adata, name)
+            ad.io.write_elem(file, name, part if name in ("obs", "var") else dict(part))
+        write_x(file, x, **options)
+    return path
+
+
+def write_x(file: h5py.File, x: Any, **options: Any) -> None:
+    if not scipy.sparse.issparse(x):
+        file.create_dataset("X", data=x, **options).attrs.update(
+            {"encoding-type": "array", "encoding-version": "0.2.0"}
+        )
+        return
+    group = file.create_group("X")
+    encoding = {"encoding-type": f"{x.format}_matrix", "encoding-version": "0.1.0", "shape": np.array(x.shape)}
+    group.attrs.update(encoding)
+    for name in ("data", "indices", "indptr"):
+        values, chunks = getattr(x, name), options.get("chunks")
+        if isinstance(chunks, tuple):
+            chunks = (min(chunks[0], len(values)),)
+        group.create_dataset(name, data=values, **options | {"chunks": chunks})
+
+
+def rows_are_right(path: Path, cache: Path | zl.Cache | None = None, adata: ad.AnnData = ADATA) -> zl.Dataset:
+    """Two epochs hold every row once, with its values and its class."""
+    dataset = zl.open_dataset(path, cache=cache)
+    for layout in ("csr", "dense"):
+        loader = zl.Loader(dataset, **LOADER, layout=layout)
+        for _ in range(2):
+            seen = [check_minibatch(minibatch, adata) for minibatch in loader]
+            np.testing.assert_array_equal(np.sort(np.concatenate([*seen, np.empty(0, int)])), np.arange(adata.n_obs))
+    return dataset
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("cached", [None, "decoded", "stored"])
+@pytest.mark.parametrize("chunks", [(999,), True])
+@pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS.keys())
+def test_every_filter(tmp_path: Path, options: dict[str, Any], chunks: Any, cached: str | None) -> None:
+    path = write(tmp_path / "a.h5ad", chunks=chunks, **options)
+    rows_are_right(path, None if cached is None else zl.Cache(tmp_path / "cache", form=cached))
+
+
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zloader.dataset.opening.IN_PLACE", True)
+
+
+X = ADATA.X
+ODD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "in one piece": (X, {}),
+    "in one piece after a user block": (X, {"userblock_size": 512}),
+    "chunks after a user block": (X, {"userblock_size": 4096, "chunks": (500,), "compression": "gzip"}),
+    "int64 indices": (scipy.sparse.csr_matrix((X.data, X.indices.astype(np.int64), X.indptr.astype(np.int64))), {}),
+    "float64": (X.astype(np.float64), {"chunks": (700,)}),
+    "integers": (X.astype(np.int16), {"chunks": (700,), "shuffle": True, "compression": "gzip"}),
+    "dense in one piece": (X.toarray(), {}),
+    "dense in rows": (X.toarray(), {"chunks": (7, 120), "compression": "gzip"}),
+    "dense and of half precision": (X.toarray().astype(np.float16), {"chunks": (7, 120)}),
+    "dense and big-endian": (X.toarray().astype(">f4"), {"chunks": (11, 120), "shuffle": True, "compression": "gzip"}),
+    "dense, big-endian, in one piece": (X.toarray().astype(">i8"), {}),
+    "one chunk": (X, {"chunks": (X.nnz,), "compression": "lzf"}),
+    "chunks of one value": (X[:20], {"chunks": (1,)}),
+}
+
+
+@pytest.mark.parametrize(("x", "options"), ODD.values(), ids=ODD.keys())
+def test_odd_files(tmp_path: Path, x: Any, options: dict[str, Any]) -> None:
+    if scipy.sparse.issparse(x) and x.indices.dtype == np.int64:
+        x = scipy.sparse.csr_matrix(X)
+        x.indices, x.indptr = x.indices.astype(np.int64), x.indptr.astype(np.int64)
+    adata = ADATA[: x.shape[0]].copy()
+    path = write(tmp_path / "a.h5ad", x, adata=adata, **options)
+    rows_are_right(path, tmp_path / "cache", adata)
+    rows_are_right(path, adata=adata)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 5), (3, 0), (4, 1)])
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_small_files(tmp_path: Path, shape: tuple[int, int], sparse: bool, compression: str | None) -> None:
+    adata = counts(*shape, density=0.6)
+    if not sparse:
+        adata.X = adata.X.toarray()
+    adata.write_h5ad(tmp_path / "a.h5ad", compression=compression)
+    dataset = zl.open_dataset(tmp_path / "a.h5ad")
+    assert dataset.shape == shape
+    np.testing.assert_array_equal(dense(dataset.take(slice(None)).X), dense(adata.X))
+
+
+def test_a_file_without_values(tmp_path: Path) -> None:
+    rows_are_right(
+        write(tmp_path / "a.h5ad", X * 0, adata=ad.AnnData(X * 0, obs=ADATA.obs, var=ADATA.var)),
+        adata=ad.AnnData(X * 0, obs=ADATA.obs, var=ADATA.var),
+    )
+
+
+def test_rows_over_many_chunks(tmp_path: Path) -> None:
+    adata = counts(20, 5_000, density=0.9)
+    rows_are_right(write(tmp_path / "a.h5ad", adata.X, adata=adata, chunks=(64,), compression="gzip"), adata=adata)
+
+
+def test_chunks_that_were_never_written_are_fill_values(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", X.toarray() * 0, chunks=(10, 120))
+    x = np.zeros(ADATA.shape, np.float32)
+    x[20:30] = X.toarray()[20:30]
+    with h5py.File(path, "r+") as file:
+        del file["X"]
+        array = file.create_dataset("X", shape=x.shape, dtype="f4", chunks=(10, 120), fillvalue=0)
+        array[20:30] = x[20:30]
+        array.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    rows_are_right(path, adata=ad.AnnData(scipy.sparse.csr_matrix(x), obs=ADATA.obs, var=ADATA.var))
+
+
+def test_a_chunk_that_does_not_compress_is_stored_as_it_is(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 1 << 62, (300, 120))
+    x[:100] = 7
+    for compression in ("gzip", "lzf"):
+        path = write(tmp_path / "a.h5ad", x, chunks=(50, 120), compression=compression)
+        with h5py.File(path) as file:
+            masks = [file["X"].id.get_chunk_info(number).filter_mask for number in range(6)]
+        assert compression == "gzip" or set(masks) == {0, 1}
+        np.testing.assert_array_equal(zl.open_dataset(path).take(slice(None)).X, x)
+
+
+def test_all_parts_are_as_anndata_reads_them(tmp_path: Path) -> None:
+    adata = ADATA.copy()
+    rng = np.random.default_rng(0)
+    adata.layers["dense"] = adata.X.toarray()
+    adata.layers["sparse"] = adata.X * 2
+    adata.obsm["X_pca"] = rng.random((300, 40))
+    adata.raw = adata
+    adata.obs["nullable"] = pd.array([1, None, 3] * 100, dtype="Int64")
+    adata.obs["maybe"] = pd.array([True, None, False] * 100, dtype="boolean")
+    adata.obs["wide"] = rng.random(300)
+    adata.var["symbol"] = [f"s{gene}" for gene in range(120)]
+    for compression in (None, "gzip", "lzf"):
+        if compression == "gzip":  # h5py then cuts dense matrices into chunks of some columns
+            adata.layers["dense"] = scipy.sparse.csr_matrix(adata.layers["dense"])
+        adata.write_h5ad(tmp_path / "a.h5ad", compression=compression)
+        wanted = ad.read_h5ad(tmp_path / "a.h5ad")
+        dataset = zl.open_dataset(tmp_path / "a.h5ad", cache=tmp_path / "cache")
+        for _ in range(2):
+            found = dataset.to_adata(layers=["dense", "sparse"])
+            pd.testing.assert_frame_equal(found.obs, wanted.obs)
+            pd.testing.assert_frame_equal(found.var, wanted.var)
+            np.testing.assert_array_equal(found.obsm["X_pca"], wanted.obsm["X_pca"])
+            for name in ("dense", "sparse"):
+                np.testing.assert_array_equal(dense(found.layers[name]), dense(wanted.layers[name]))
+        (minibatch, *_) = zl.Loader(dataset, batch_size=300, shuffle=False, x=["X", "raw/X"], obsm=["X_pca"])
+        np.testing.assert_array_equal(dense(minibatch.x["raw/X"]), wanted.raw.X.toarray())
+
+
+def test_large_arrays_of_strings_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ADATA.write_h5ad(tmp_path / "a.h5ad")
+    monkeypatch.setattr(hdf5_store, "_STRINGS", 128)
+    monkeypatch.setattr(hdf5_store, "_MOST_INLINE", 200)
+    assert zl.open_dataset(tmp_path / "a.h5ad").obs_names.tolist() == ADATA.obs_names.tolist()
+
+
+def test_a_file_and_a_store_have_the_same_order_and_states(tmp_path: Path) -> None:
+    write_store(ADATA, tmp_path / "a.zarr", tmp_path)
+    path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
+    options = {**LOADER, "obs": ["cell_type", "donor", "passed"], "seed": 5}
+    of_store, of_file = (zl.Loader(zl.open_dataset(url), **options) for url in (tmp_path / "a.zarr", path))
+    assert_same_minibatches(of_file, of_store)
+    iterating = iter(of_store)
+    for _ in range(3):
+        next(iterating)
+    state = of_store.state_dict() | {"fingerprint": of_file.state_dict()["fingerprint"]}  # of the stored bytes
+    of_file.load_state_dict(state)
+    assert_same_minibatches(of_file, iterating)
+
+
+def test_files_and_stores_as_one_dataset(tmp_path: Path) -> None:
+    write_store(ADATA[:100].copy(), tmp_path / "a.zarr", tmp_path)
+    write(tmp_path / "b.h5ad", X[100:200], adata=ADATA[100:200].copy(), compression="gzip", chunks=(300,))
+    write(tmp_path / "c.h5ad", X[200:].toarray(), adata=ADATA[200:].copy())
+    dataset = zl.open_dataset([tmp_path / name for name in ("a.zarr", "b.h5ad", "c.h5ad")], cache=tmp_path / "cache")
+    for _ in range(2):
+        seen = [check_minibatch(minibatch, ADATA) for minibatch in zl.Loader(dataset, **{**LOADER, "obs": []})]
+        assert sorted(np.concatenate(seen)) == list(range(300))
+
+
+REFUSED = {
+    "CSC": "csc_matrix",
+    "column chunks": "do not hold whole rows",
+    "external link": "a link to another file",
+    "soft link": "it is a link to '/Y'",
+    "virtual": "a virtual dataset",
+    "external storage": "its values lie in other files",
+    "no root encoding": "is not an .h5ad file of AnnData 0.8",
+    "text": "X",
+    "filter": "scaleoffset",
+}
+
+
+@pytest.mark.parametrize(("kind", "words"), REFUSED.items())
+def test_what_is_refused_and_why(tmp_path: Path, kind: str, words: str) -> None:
+    path = write(tmp_path / "a.h5ad", X.tocsc() if kind == "CSC" else X)
+    with h5py.File(path, "r+") as file:
+        if kind not in ("CSC", "no root encoding"):
+            del file["X"]
+        if kind == "column chunks":
+            file.create_dataset("X", data=X.toarray(), chunks=(300, 10))
+        if kind == "external link":
+            file["X"] = h5py.ExternalLink("other.h5ad", "/X")
+        if kind == "soft link":
+            file["Y"] = X.toarray()
+            file["X"] = h5py.SoftLink("/Y")
+        if kind == "virtual":
+            layout = h5py.VirtualLayout((300, 120), "f4")
+            layout[:] = h5py.VirtualSource(tmp_path / "b.h5", "x", (300, 120))
+            file.create_virtual_dataset("X", layout)
+        if kind == "external storage":
+            file.create_dataset("X", (300, 120), "f4", external=[(tmp_path / "values", 0, h5py.h5f.UNLIMITED)])
+        if kind == "no root encoding":
+            del file.attrs["encoding-type"]
+        if kind == "text":
+            file["X"] = np.full((300, 120), "a", object)
+        if kind == "filter":
+            file.create_dataset("X", data=X.toarray().astype("i4"), chunks=(10, 120), scaleoffset=0)
+        if "X" in file and isinstance(file.get("X", getlink=True), h5py.HardLink) and kind != "CSC":
+            file["X"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    with pytest.raises(FormatError, match=words) as error:
+        list(zl.Loader(zl.open_dataset(path)))
+    assert "convert" in str(error.value)
+
+
+def test_a_group_that_contains_itself_ends(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["uns/again"] = file["/"]
+        file["uns/loop"] = file["uns"]
+    rows_are_right(path)
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
+    dataset = zl.open_dataset(path)
+    shutil.copy(write(tmp_path / "b.h5ad", X * 2, chunks=(400,)), path)
+    with pytest.raises(StoreChangedError, match=r"a\.h5ad"):
+        list(zl.Loader(dataset))
+    with pytest.raises(StoreChangedError, match=r"a\.h5ad"):
+        dataset.obs()
+
+
+def test_a_file_is_opened_again_from_the_cache_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
+    zl.warm(zl.open_dataset(path, cache=tmp_path / "cache"))
+    path.rename(tmp_path / "gone.h5ad")
+    dataset = zl.open_dataset(path, cache=tmp_path / "cache", offline=True)
+    seen = [check_minibatch(minibatch, ADATA) for minibatch in zl.Loader(dataset, **LOADER)]
+    assert sorted(np.concatenate(seen)) == list(range(300))
+
+
+def test_twenty_flipped_bytes_of_a_file_with_checksums_are_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", chunks=(999,), fletcher32=True)
+    original = path.read_bytes()
+    with h5py.File(path) as file:
+        nodes, tables = scan(file)
+        table = np.concatenate([tables[nodes[f"X/{name}"]["table"]] for name in ("data", "indices")])
+    chance = random.Random(0)
+    for _ in range(20):
+        offset, size = table[chance.randrange(len(table))].tolist()
+        damaged = bytearray(original)
+        damaged[offset + chance.randrange(size)] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptChunkError, match="fletcher32"):
+            list(zl.Loader(zl.open_dataset(path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_damaged_files_end_in_our_errors_or_right_values(tmp_path: Path, seed: int) -> None:
+    """Bytes of the headers, and of everything but the chunks of X, are changed; or the file is cut."""
+    chance = random.Random(seed)
+    path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip", fletcher32=True)
+    content = bytearray(path.read_bytes())
+    if seed % 4 == 0:
+        content = content[: chance.randrange(len(content))]
+    else:
+        for _ in range(chance.choice([1, 3, 20])):
+            content[chance.randrange(len(content) if seed % 2 else 4096)] = chance.randrange(256)
+    path.write_bytes(content)
+    try:
+        dataset = zl.open_dataset(path)
+        minibatches = list(zl.Loader(dataset, batch_size=50, shuffle=False))
+    except ZloaderError:
+        return
+    for minibatch in minibatches:
+        np.testing.assert_array_equal(dense(minibatch.x), X[minibatch.index.numpy()].toarray())
+
+
+def table_of(path: Path, name: str) -> tuple[dict[str, Any], np.ndarray]:
+    with h5py.File(path) as file:
+        nodes, tables = scan(file)
+    return nodes[name], tables[nodes[name]["table"]]
+
+
+def test_chunk_tables_that_lie_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
+    _, table = table_of(path, "X/data")
+    content = path.read_bytes()
+    for wrong in (len(content), (1 << 60) + 1):
+        place = content.index(int(table[3, 0]).to_bytes(8, "little"))  # in a node of the index
+        path.write_bytes(content[:place] + wrong.to_bytes(8, "little") + content[place + 8 :])
+        with pytest.raises(ZloaderError, match=r"a\.h5ad"):
+            list(zl.Loader(zl.open_dataset(path)))
+
+
+def test_a_library_that_crashes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.h5ad")
+    monkeypatch.setattr("zloader.access.hdf5_store._CHILD", "import os; os.abort()")
+    with pytest.raises(FormatError, match="the library stopped"):
+        zl.open_dataset(path)
+
+
+def test_filters_undo_those_of_libhdf5(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for dtype in ("<i4", ">f4", "<f2", ">i8", "|u1"):
+        for values in (rng.poisson(1, 5001), rng.integers(0, 100, 5001), np.zeros(5001)):
+            for options in FILTERS.values():
+                with h5py.File(tmp_path / "a.h5", "w") as file:
+                    file.create_dataset("a", data=values.astype(dtype), chunks=(700,), **options)
+                node, table = table_of(tmp_path / "a.h5", "a")
+                stored = np.fromfile(tmp_path / "a.h5", np.uint8)
+                codec = filters_codec(node["filters"], np.dtype(dtype), "a", cut=False)
+                found = np.empty((len(table), 700), np.dtype(dtype).newbyteorder("="))
+                for (offset, size), out in zip(table.tolist(), found, strict=True):
+                    assert offset != ABSENT
+                    Hdf5Filters(**codec["configuration"]).decompress(stored[offset : offset + size], out)
+                np.testing.assert_array_equal(found.reshape(-1)[:5001], values.astype(dtype))
+
+
+def test_files_in_a_bucket(tmp_path: Path, sim: Any) -> None:
+    bucket = tmp_path / "bucket"
+    (bucket / "plates").mkdir(parents=True)
+    write(bucket / "plates/a.h5ad", X[:100], adata=ADATA[:100].copy(), chunks=(500,), compression="gzip")
+    write(bucket / "plates/b.h5ad", X[100:], adata=ADATA[100:].copy(), chunks=(500,))
+    server = sim(root=tmp_path)
+    options = {"key": "any", "secret": "any", "endpoint_url": server.url}
+    urls = ["s3://bucket/plates/a.h5ad", "s3://bucket/plates/b.h5ad"]
+    dataset = zl.open_dataset(urls, storage_options=options, cache=tmp_path / "cache")
+    for _ in range(2):
+        loader = zl.Loader(dataset, **{**LOADER, "obs": []})
+        assert sorted(np.concatenate([check_minibatch(each, ADATA) for each in loader])) == list(range(300))

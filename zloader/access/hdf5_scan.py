@@ -1,0 +1,361 @@
+"""Reads what an HDF5 file says about its groups, arrays and chunks, in a process of its own.
+
+    python -m zloader.access.hdf5_scan < request > answer
+
+A damaged or hostile file can crash libhdf5 or keep it busy for ever. So it runs in a child process with a deadline, and
+reads no values but strings, which lie in heaps that only libhdf5 can read. The request is a pickle of its parent. The
+answer is a file of NumPy arrays (npz) without pickles: `document` is JSON, `table_N` are chunk tables.
+
+The cost is one pass over all objects of the file, and one over the index of each chunked array. In a remote file, the
+nodes of an index (B-trees, version 1) lie far apart, each a request of its own. `_PrefetchedFile` reads all children of
+a node at once as soon as libhdf5 reads the node: of 170 000 chunks that is one wait per 4 000 chunks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+ABSENT = np.iinfo(np.uint64).max
+_MOST_NODES = 1 << 18  # groups and arrays; a file with more is no AnnData
+_MOST_DEPTH = 32
+_MOST_CHUNKS = 1 << 26
+_BLOCK_BYTES = 256 << 10  # of arrays without chunks, which are cut into chunks of about so many bytes
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
+_PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}
+
+
+class _Refused(Exception):
+    """Why an object of the file cannot be read in place."""
+
+
+def scan(file: h5py.File, most_inline: int = 1 << 17) -> tuple[dict[str, Any], list[NDArray[np.uint64]]]:
+    """The nodes of a file by path, and the chunk tables of its arrays. Arrays of few strings come with their values."""
+    nodes: dict[str, Any] = {}
+    tables: list[NDArray[np.uint64]] = []
+    base = _base_address(file)
+    for path, node, why in _walk(file):
+        if len(nodes) >= _MOST_NODES:
+            raise _Refused(f"it has more than {_MOST_NODES} groups and arrays")
+        try:
+            if node is None:
+                raise _Refused(why)
+            attrs = _attributes(node)
+            nodes[path] = {"attrs": attrs}
+            if isinstance(node, h5py.Dataset):
+                nodes[path] |= _array(node, tables, base, most_inline)
+        except _Refused as error:
+            nodes[path] = {"refused": str(error)}
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError, OverflowError, struct.error) as error:
+            nodes[path] = {"refused": f"its description in the file is damaged ({error})"}
+    return nodes, tables
+
+
+def _base_address(file: h5py.File) -> int:
+    """What is to be added to offsets of chunks: the size of the user block, if this version of HDF5 leaves it out."""
+    if not file.userblock_size:
+        return 0
+    with h5py.File("probe", "w", driver="core", backing_store=False, userblock_size=512) as probe:
+        probe.create_dataset("x", data=np.arange(97, dtype=np.int32), chunks=(97,))
+        probe.flush()
+        found = probe["x"].id.get_chunk_info(0).byte_offset
+        image = bytes(probe.id.get_file_image())  # with or without the user block
+        place = image.find(np.arange(97, dtype=np.int32).tobytes()) + (512 if image[:4] == b"\x89HDF" else 0)
+        counted = place == found
+    return 0 if counted else int(file.userblock_size)
+
+
+def _walk(file: h5py.File) -> Iterator[tuple[str, Any, str]]:
+    """The path of each object and the object, or None and why it is not read. Groups come before their members."""
+    waiting: list[tuple[str, h5py.Group, tuple[Any, ...]]] = [("", file, (_identity(file),))]
+    yield "", file, ""
+    while waiting:
+        above, group, parents = waiting.pop()
+        for name in group:
+            path = f"{above}/{name}".lstrip("/")
+            try:
+                link = group.get(name, getlink=True)
+                if isinstance(link, h5py.ExternalLink):
+                    yield path, None, f"it is a link to another file, {link.filename!r}"
+                    continue
+                if isinstance(link, h5py.SoftLink):
+                    yield path, None, f"it is a link to {link.path!r}"
+                    continue
+                node = group[name]
+            except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+                yield path, None, f"its description in the file is damaged ({error})"
+                continue
+            if isinstance(node, h5py.Group):
+                identity = _identity(node)
+                if identity in parents or len(parents) > _MOST_DEPTH:
+                    yield path, None, "it contains itself"
+                    continue
+                yield path, node, ""
+                waiting.append((path, node, (*parents, identity)))
+            elif isinstance(node, h5py.Dataset):
+                yield path, node, ""
+
+
+def _identity(node: Any) -> Any:
+    return h5py.h5o.get_info(node.id).addr
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """The attributes as JSON values. Those that have no form in JSON are left out; references are named as such."""
+    found = {}
+    for name in node.attrs:
+        try:
+            found[str(name)] = _plain(node.attrs[name])
+        except (TypeError, OSError, ValueError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, h5py.Empty):
+        return None
+    if isinstance(value, h5py.Reference | h5py.RegionReference):
+        return {"reference": True}
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, np.ndarray):
+        return [_plain(each) for each in value.tolist()] if value.ndim else _plain(value.item())
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if not isinstance(value, str | int | float | bool | None):
+        raise TypeError
+    return value
+
+
+def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most_inline: int) -> dict[str, Any]:
+    """The description of an array, and its chunk table if it is read by byte ranges."""
+    if node.is_virtual:
+        raise _Refused("it is a virtual dataset, whose values lie in other files")
+    if node.external is not None:
+        raise _Refused("its values lie in other files (external storage)")
+    if node.shape is None:
+        return {"shape": None}
+    shape = [int(size) for size in node.shape]
+    if h5py.check_string_dtype(node.dtype) is not None and node.dtype.kind == "O":
+        few = not shape or math.prod(shape) <= most_inline
+        inline = _strings(node, 0, shape[0] if shape else 1) if few else None
+        return {"shape": shape, "strings": True, "inline": inline}
+    if node.dtype.hasobject or node.dtype.kind not in "biufcSUV":
+        raise _Refused(f"it holds {node.dtype}")
+    plist = node.id.get_create_plist()
+    filters = [_filter(plist.get_filter(number), node.dtype) for number in range(plist.get_nfilters())]
+    described = {"shape": shape, "dtype": _dtype_text(node.dtype), "filters": filters, "fill": _fill_value(node)}
+    if plist.get_layout() == h5py.h5d.COMPACT:
+        return described | {"chunks": shape, "inline": np.asarray(node[()]).tobytes().hex()}
+    if node.chunks is None:
+        chunks, table = _contiguous(node, shape)
+        described["cut"] = True  # the last chunk ends with the array
+    else:
+        chunks = [int(size) for size in node.chunks]
+        table = _chunk_table(node, chunks, filters, base)
+    tables.append(table)
+    return described | {"chunks": chunks, "table": len(tables) - 1}
+
+
+def _dtype_text(dtype: np.dtype[Any]) -> Any:
+    return dtype.str if dtype.names is None else [list(field) for field in dtype.descr]
+
+
+def _fill_value(node: h5py.Dataset) -> str:
+    return np.asarray(node.fillvalue, node.dtype).tobytes().hex()
+
+
+def _filter(described: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype[Any]) -> dict[str, Any]:
+    number, _, values, name = described
+    known = _FILTERS.get(number) or _PLUGINS.get(number) or name.decode(errors="replace") or f"filter {number}"
+    return {"name": known, "item": int(values[0]) if number == 2 and values else dtype.itemsize}
+
+
+def _contiguous(node: h5py.Dataset, shape: list[int]) -> tuple[list[int], NDArray[np.uint64]]:
+    """Whole rows as chunks, and the table of an array that is stored in one piece."""
+    row_bytes = node.dtype.itemsize * math.prod(shape[1:])
+    rows = max(1, min(shape[0], _BLOCK_BYTES // max(1, row_bytes))) if shape else 1
+    n_rows, chunks = (shape[0], [rows, *(max(1, size) for size in shape[1:])]) if shape else (1, [])
+    begin = node.id.get_offset()
+    if begin is None or not row_bytes or not n_rows:  # nothing was written yet: fill values
+        return chunks, np.full((_n_chunks([n_rows], [rows]), 2), ABSENT, np.uint64)
+    firsts = np.arange(0, n_rows, rows, dtype=np.uint64)
+    sizes = np.minimum(np.uint64(rows), np.uint64(n_rows) - firsts) * np.uint64(row_bytes)
+    return chunks, np.stack([np.uint64(begin) + firsts * np.uint64(row_bytes), sizes], axis=1)
+
+
+def _n_chunks(shape: list[int], chunks: list[int]) -> int:
+    n = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
+    if n > _MOST_CHUNKS:
+        raise _Refused(f"it has {n} chunks, more than {_MOST_CHUNKS}")
+    return n
+
+
+def _chunk_table(node: h5py.Dataset, chunks: list[int], filters: list[dict[str, Any]], base: int) -> NDArray[np.uint64]:
+    """Offset and size of each chunk of the grid, in row-major order."""
+    grid = [-(-int(size) // chunk) for size, chunk in zip(node.shape, chunks, strict=True)]
+    table = np.full((_n_chunks(list(node.shape), chunks), 2), ABSENT, np.uint64)
+    raw = math.prod(chunks) * node.dtype.itemsize
+    compressed = [number for number, each in enumerate(filters) if each["name"] not in ("shuffle", "fletcher32")]
+    overhead = 4 * sum(each["name"] == "fletcher32" for each in filters)
+    skipping = sum(1 << number for number in compressed)
+
+    def add(info: Any) -> None:
+        place = 0
+        for size, chunk, offset in zip(grid, chunks, info.chunk_offset, strict=True):
+            if not 0 <= offset < size * chunk:
+                raise _Refused(f"its index has a chunk at {info.chunk_offset}, outside of its shape {node.shape}")
+            place = place * size + offset // chunk
+        # A filter may leave out a chunk that it cannot make smaller. Its size says so, or else the file is refused.
+        skipped = bool(compressed) and info.filter_mask == skipping
+        if (info.filter_mask and not skipped) or (compressed and skipped != (info.size == raw + overhead)):
+            raise _Refused(f"its chunk at {info.chunk_offset} was written with some of its filters only")
+        table[place] = info.byte_offset + base, info.size
+
+    if len(table):
+        node.id.chunk_iter(add)
+    return table
+
+
+def _strings(node: h5py.Dataset, start: int, n_rows: int) -> str:
+    """`n_rows` rows of strings, empty ones after the last, as the bytes of numcodecs' vlen-utf8, in hexadecimal.
+
+    Raises _Refused for text that is not UTF-8.
+    """
+    import numcodecs
+
+    try:
+        found = np.asarray(node.asstr()[start : start + n_rows] if node.shape else [node.asstr()[()]], object)
+    except UnicodeDecodeError as error:
+        raise _Refused(f"it holds text that is not UTF-8 ({error})") from error
+    values = np.full(n_rows * math.prod(node.shape[1:]), "", object)
+    values[: found.size] = found.reshape(-1)
+    return bytes(numcodecs.VLenUTF8().encode(values)).hex()
+
+
+class _PrefetchedFile(io.RawIOBase):
+    """A remote file in blocks, of which many are read at once: those of all children of a B-tree node."""
+
+    block_bytes, most_blocks = 64 << 10, 4096
+
+    def __init__(self, read: Callable[[list[tuple[int, int]]], list[bytes]], size: int) -> None:
+        self._read, self._size, self._at = read, size, 0
+        self._blocks: dict[int, bytes] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the buffer, or what of it lies in the file. Reads the children of B-tree nodes ahead."""
+        into = memoryview(buffer).cast("B")
+        start, stop = self._at, max(self._at, min(self._at + len(into), self._size))
+        self._load(range(start // self.block_bytes, -(-stop // self.block_bytes)))
+        filled = 0
+        while filled < stop - start:
+            number, within = divmod(start + filled, self.block_bytes)
+            piece = self._blocks[number][within : within + stop - start - filled]
+            if not piece:
+                raise OSError("the file is shorter than its server says")
+            into[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        self._at += filled
+        self._load({child // self.block_bytes for child in _children(bytes(into[:filled])) if 0 <= child < self._size})
+        return filled
+
+    def _load(self, numbers: Any) -> None:
+        missing = sorted(set(numbers) - self._blocks.keys())[: self.most_blocks]
+        if not missing:
+            return
+        if len(self._blocks) + len(missing) > self.most_blocks:
+            keep = set(numbers)
+            self._blocks = {number: block for number, block in self._blocks.items() if number in keep}
+        spans = [(at * self.block_bytes, min((at + 1) * self.block_bytes, self._size)) for at in missing]
+        self._blocks |= dict(zip(missing, self._read(spans), strict=True))
+
+
+def _children(node: bytes) -> list[int]:
+    """The addresses of the children of an inner node of a B-tree (version 1) of chunks; none of anything else.
+
+    HDF5 File Format Specification, III.A.1. The size of a key follows from the node, which has 2K + 1 keys and 2K
+    children of 8 bytes.
+    """
+    if len(node) < 24 or node[:4] != b"TREE" or node[4] != 1 or node[5] == 0:
+        return []
+    used = int.from_bytes(node[6:8], "little")
+    for n_dims in range(2, 34):  # of the array, and one of the bytes of an element
+        key = 8 + 8 * n_dims
+        if (len(node) - 24 - key) % (2 * (key + 8)) == 0:
+            places = [24 + number * (key + 8) + key for number in range(used)]
+            return [int.from_bytes(node[at : at + 8], "little") for at in places if at + 8 <= len(node)]
+    return []
+
+
+def _opened(request: Mapping[str, Any]) -> Any:
+    """What h5py opens: a path, or a file on a server, whose Location the request has."""
+    file = request["file"]
+    if isinstance(file, str):
+        return file
+    filesystem, path = file.filesystem(), file.path
+
+    def read(spans: list[tuple[int, int]]) -> list[bytes]:
+        starts, stops = ([span[side] for span in spans] for side in (0, 1))
+        return list(filesystem.cat_ranges([path] * len(spans), starts, stops, on_error="raise"))
+
+    return _PrefetchedFile(read, request["size"])
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    with h5py.File(_opened(request), "r") as file:
+        if "strings" in request:
+            path, start, n_rows = request["strings"]
+            document: Any = {"strings": _strings(file[path], start, n_rows)}
+            tables: list[NDArray[np.uint64]] = []
+        else:
+            nodes, tables = scan(file, request["most_inline"])
+            document = {"nodes": nodes}
+    arrays = {f"table_{number}": table for number, table in enumerate(tables)}
+    return {"document": np.frombuffer(json.dumps(document).encode(), np.uint8), **arrays}
+
+
+def main() -> None:
+    """Answers the request on standard input."""
+    request = pickle.load(sys.stdin.buffer)
+    try:
+        answer = _answer(request)
+    except _Refused as error:
+        answer = _failure("refused", error)
+    except (BlockingIOError, OSError, RuntimeError, KeyError, ValueError) as error:
+        answer = _failure("damaged", error)
+    out = io.BytesIO()
+    np.savez(out, **answer)  # type: ignore[arg-type]
+    sys.stdout.buffer.write(out.getvalue())
+
+
+def _failure(kind: str, error: BaseException) -> dict[str, NDArray[Any]]:
+    return {"document": np.frombuffer(json.dumps({kind: str(error)}).encode(), np.uint8)}
+
+
+if __name__ == "__main__":
+    main()

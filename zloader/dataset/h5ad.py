@@ -1,0 +1,133 @@
+"""An .h5ad file opened as a store, where it lies.
+
+AnnData has the same elements in HDF5 and in Zarr, so only this differs from a store: the metadata and small arrays come
+from the file's index (access/hdf5_store.py), the chunks of a matrix are at the places that its chunk table names, and
+all of them are in one object. With a cache, the index and small arrays are kept in the mirror.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from zloader.access.file_source import FileSource
+from zloader.access.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
+from zloader.access.location import Location
+from zloader.access.stored_objects import Listing
+from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
+from zloader.caching.directory import MirrorDirectory
+from zloader.caching.kept_objects import MAX_BYTES, OfflineSource, load_object, may_be_decoded, save_object
+from zloader.common.errors import CacheError, FormatError, ZloaderError
+from zloader.common.options import Cache, FetchOptions
+from zloader.common.records import ByteSource
+from zloader.dataset.store import OpenedStore
+from zloader.storage.layout import ArrayLayout
+
+if TYPE_CHECKING:
+    from zarr.core.buffer import BufferPrototype
+
+_INDEX = "/hdf5"  # keys of a store do not begin with a slash
+_ADVICE = "Run 'zloader convert' on it"
+
+
+class OpenedFile(OpenedStore):
+    """One .h5ad file, as it was when it was opened."""
+
+    def __init__(
+        self, location: Location, objects: Listing, *, origin: str, cache: Cache | None, offline: bool = False
+    ) -> None:
+        """Like OpenedStore. `objects` has one object, under the key "". Raises DeadlineError and StoreChangedError."""
+        super().__init__(location, objects, origin=origin, cache=cache, offline=offline)
+        self._sizes = {self._name: objects[""].size}
+
+    @property
+    def _name(self) -> str:
+        return file_of(self.location)[1]
+
+    @cached_property
+    def _index(self) -> Hdf5Index:
+        """What the file says about itself. Reading it starts a process, unless the mirror has it."""
+        directory = self.mirror_directory
+        content = None if directory is None else load_object(directory, _INDEX)
+        if content is None:
+            if self.offline:
+                raise CacheError(f"the index of {self.location.url} is not in the cache: open the file once online")
+            content = read_index(self.location, self.objects[""])
+            if directory is not None:
+                save_object(directory, _INDEX, content)
+        return Hdf5Index(content, self.location.url)
+
+    def require_anndata(self) -> None:
+        """Raises FormatError if the file is not an AnnData of version 0.8 or later."""
+        encoding = self.root.attrs.get("encoding-type")
+        if encoding != "anndata":
+            raise FormatError(
+                f"{self.location.url} is not an .h5ad file of AnnData 0.8 or later: its root says encoding-type "
+                f"{encoding!r}, not 'anndata'. {_ADVICE}"
+            )
+        super().require_anndata()
+
+    def _open_group(self) -> Any:
+        store = _KeptFile(self.location, self.objects[""], self._index, self.mirror_directory, offline=self.offline)
+        try:
+            return open_zarr_group(store, zarr_format=2)
+        except ZloaderError:
+            raise
+        except UNDECODABLE as error:
+            raise FormatError(f"{self.location.url} cannot be read: {error}. Is it damaged? {_ADVICE}") from error
+
+    def node(self, path: str) -> Any:
+        """Like that of a store. Raises FormatError for what cannot be read in place, such as links."""
+        if (why := self._index.refused(path)) is not None:
+            raise FormatError(f"{path} of {self.location.url} cannot be read in place: {why}. {_ADVICE}")
+        return super().node(path)
+
+    def __contains__(self, path: str) -> bool:
+        return self._index.refused(path) is not None or super().__contains__(path)
+
+    def array_layout(self, path: str) -> ArrayLayout:
+        """The layout of an array of numbers. Raises FormatError if it cannot be read chunk by chunk."""
+        self.node(path)
+        try:
+            return self._index.layout(path, self._name)
+        except FormatError as error:
+            raise FormatError(f"{self.location.url}: {error}") from error
+
+    def _has_every_object(self, path: str) -> bool:
+        return self._index.has_every_chunk(path)
+
+    def source(self, options: FetchOptions) -> ByteSource:
+        """Reads byte ranges of the file; with `offline`, raises ReadError instead."""
+        if self.offline:
+            return OfflineSource(self.location.url)
+        parent, name = file_of(self.location)
+        objects = Listing([(name, self.objects[""])])
+        if parent.scheme == "file":
+            return FileSource(parent, objects, options)
+        # Imported here because it imports TensorStore, which local files do not need.
+        from zloader.reading.object_source import ObjectSource
+
+        return ObjectSource(parent, objects, options)
+
+
+class _KeptFile(Hdf5Store):
+    """The zarr store of a file, whose small chunks are kept in its mirror."""
+
+    def __init__(
+        self, location: Location, listed: Any, index: Hdf5Index, directory: MirrorDirectory | None, *, offline: bool
+    ) -> None:
+        super().__init__(location, listed, index)
+        self._kept_in, self._offline = directory, offline
+
+    async def chunk(self, key: str, prototype: BufferPrototype) -> bytes | None:
+        directory = self._kept_in
+        if directory is None:
+            return await super().chunk(key, prototype)
+        content = load_object(directory, key)
+        if content is None and self._offline:
+            raise CacheError(f"{key} of {self._location.url} is not in the mirror: read it once online")
+        if content is None:
+            content = await super().chunk(key, prototype)
+            if content is not None and len(content) <= MAX_BYTES and not may_be_decoded(directory, key):
+                save_object(directory, key, content)
+        return content

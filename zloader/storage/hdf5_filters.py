@@ -1,0 +1,197 @@
+"""Undoes the filters of HDF5 chunks. Pure.
+
+A chunk passes through the filters of its array in their order, for example shuffle, gzip, fletcher32 (HDF5 File Format
+Specification, IV.A.2.l). A compressor that cannot make a chunk smaller is left out for this chunk, whose size is then
+that of the decoded chunk; `zloader.access.hdf5_scan` refuses files in which this could be mistaken. Every step returns
+at most the bytes that a chunk may hold.
+
+Inflating bounds epochs over gzipped files. ISA-L does it two to five times as fast as zlib and releases the GIL.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numcodecs
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.compiled import compiled
+from zloader.common.errors import FormatError
+from zloader.storage.coders import decode_within
+
+try:
+    from isal.isal_zlib import decompressobj
+except ImportError:  # no wheel for this machine
+    decompressobj = zlib.decompressobj
+
+NAME = "hdf5"  # of the codec in ArrayLayout.codecs
+Bytes = NDArray[np.uint8]
+
+
+def filters_codec(
+    filters: Sequence[Mapping[str, Any]], dtype: np.dtype[Any], path: str, *, cut: bool
+) -> Mapping[str, Any]:
+    """The codec of an array with these filters, in the form of ArrayLayout.codecs. Raises FormatError.
+
+    `cut` says that the last chunk is not padded to a whole one, because the array is stored in one piece.
+    """
+    names = [each["name"] for each in filters]
+    known = {"shuffle", "fletcher32", *_DECOMPRESSORS}
+    unknown = [name for name in names if name not in known]
+    if unknown or sum(name in _DECOMPRESSORS for name in names) > 1:
+        raise FormatError(
+            f"{path} is compressed with {' and '.join(unknown or names)}, which is not read in place: run "
+            "'zloader convert' on the file"
+        )
+    swapped = dtype.itemsize > 1 and dtype.newbyteorder("=") != dtype
+    return {
+        "name": NAME,
+        "configuration": {"filters": [dict(each) for each in filters], "swapped": swapped, "cut": cut},
+    }
+
+
+class Hdf5Filters:
+    """The filters of an array. `swapped` says that its elements are big-endian."""
+
+    def __init__(self, filters: Sequence[Mapping[str, Any]], *, swapped: bool, cut: bool) -> None:
+        self._filters, self._swapped, self._cut = list(filters), swapped, cut
+
+    def decompress(self, stored: Bytes, out: NDArray[Any]) -> None:
+        """Fills `out` with a whole chunk. Raises ValueError, or the error of a compressor, for any other size."""
+        chunk, most = stored, out.nbytes
+        for each in reversed(self._filters):
+            name = each["name"]
+            if name == "fletcher32":
+                chunk = _checked(chunk)
+            elif name == "shuffle":
+                chunk = _unshuffled(chunk, each["item"])
+            elif len(chunk) != most:
+                chunk = np.frombuffer(_DECOMPRESSORS[name](chunk, most), np.uint8)
+        if len(chunk) != most and not (self._cut and len(chunk) < most):
+            raise ValueError(f"it has {len(chunk)} bytes instead of {most}")
+        out.view(np.uint8)[: len(chunk)] = chunk
+        if self._swapped:
+            out.byteswap(inplace=True)
+
+
+def _inflate(stored: Bytes, most: int) -> bytes:
+    stream = decompressobj()
+    plain: bytes = stream.decompress(stored, most + 1)
+    if len(plain) > most or not stream.eof:
+        raise ValueError(f"it does not inflate to {most} bytes")
+    return plain
+
+
+def _through(name: str) -> Callable[[Bytes, int], Any]:
+    def decode(stored: Bytes, most: int) -> Any:
+        return decode_within(numcodecs.get_codec({"id": name}), stored, np.dtype(np.uint8), most)
+
+    return decode
+
+
+def _lz4(stored: Bytes, most: int) -> bytes:
+    """The format of the LZ4 filter: big-endian sizes of all, of a block, and of each compressed block."""
+    total, block = (int.from_bytes(bytes(stored[at : at + size]), "big") for at, size in ((0, 8), (8, 4)))
+    if total != most or not block:
+        raise ValueError(f"it would decode to {total} bytes instead of {most}")
+    at, plain = 12, []
+    for begin in range(0, total, block):
+        wanted, size = min(block, total - begin), int.from_bytes(bytes(stored[at : at + 4]), "big")
+        piece = bytes(stored[at + 4 : at + 4 + size])
+        if len(piece) != size:
+            raise ValueError("it was cut short")
+        if size != wanted:  # numcodecs' format begins with the decoded size
+            piece = decode_within(numcodecs.LZ4(), wanted.to_bytes(4, "little") + piece, np.dtype(np.uint8), wanted)
+        plain.append(bytes(piece))
+        at += 4 + size
+    return b"".join(plain)
+
+
+def _lzf(stored: Bytes, most: int) -> Bytes:
+    out = np.empty(most, np.uint8)
+    if _lzf_loop(np.ascontiguousarray(stored), out) != most:
+        raise ValueError(f"it does not decode to {most} bytes")
+    return out
+
+
+@compiled
+def _lzf_loop(stored: Bytes, out: Bytes) -> int:
+    """LibLZF's format: runs of literal bytes, and copies of earlier output. Returns the bytes written; -1: damaged."""
+    at, end = 0, 0
+    while at < len(stored):
+        control = int(stored[at])
+        at += 1
+        if control < 32:
+            length = control + 1
+            if at + length > len(stored) or end + length > len(out):
+                return -1
+            for _ in range(length):
+                out[end] = stored[at]
+                at, end = at + 1, end + 1
+            continue
+        length = control >> 5
+        if length == 7:
+            if at >= len(stored):
+                return -1
+            length += int(stored[at])
+            at += 1
+        if at >= len(stored):
+            return -1
+        begin = end - ((control & 31) << 8) - int(stored[at]) - 1
+        at, length = at + 1, length + 2
+        if begin < 0 or end + length > len(out):
+            return -1
+        for _ in range(length):
+            out[end] = out[begin]
+            begin, end = begin + 1, end + 1
+    return end
+
+
+def _unshuffled(chunk: Bytes, item: int) -> Bytes:
+    """First bytes of all elements, then second bytes, ...; bytes that fill no element are last, as they are."""
+    n = len(chunk) // item
+    if item < 2 or n < 2:
+        return chunk
+    whole = np.ascontiguousarray(chunk[: n * item].reshape(item, n).T).reshape(-1)
+    return whole if n * item == len(chunk) else np.append(whole, chunk[n * item :])
+
+
+def _checked(chunk: Bytes) -> Bytes:
+    """The chunk without its checksum at the end. Raises ValueError if it differs."""
+    if len(chunk) < 4:
+        raise ValueError("it has no checksum")
+    found, plain = int.from_bytes(bytes(chunk[-4:]), "little"), chunk[:-4]
+    if _fletcher32(np.ascontiguousarray(plain)) != found:
+        raise ValueError("its fletcher32 differs from the stored one")
+    return plain
+
+
+@compiled
+def _fletcher32(plain: Bytes) -> int:
+    """H5_checksum_fletcher32 of libhdf5: big-endian 16-bit words; 360 of them fit before a sum must be folded."""
+    low, high = 0, 0
+    n = len(plain) // 2
+    for number in range(n):
+        low += (int(plain[2 * number]) << 8) | int(plain[2 * number + 1])
+        high += low
+        if number % 360 == 359:
+            low, high = (low & 0xFFFF) + (low >> 16), (high & 0xFFFF) + (high >> 16)
+    low, high = (low & 0xFFFF) + (low >> 16), (high & 0xFFFF) + (high >> 16)
+    if len(plain) % 2:
+        low += int(plain[len(plain) - 1]) << 8
+        high += low
+        low, high = (low & 0xFFFF) + (low >> 16), (high & 0xFFFF) + (high >> 16)
+    low, high = (low & 0xFFFF) + (low >> 16), (high & 0xFFFF) + (high >> 16)
+    return (high << 16) | low
+
+
+_DECOMPRESSORS: dict[str, Callable[[Bytes, int], Any]] = {
+    "gzip": _inflate,
+    "lzf": _lzf,
+    "lz4": _lz4,
+    "zstd": _through("zstd"),
+    "blosc": _through("blosc"),
+}
