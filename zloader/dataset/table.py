@@ -73,7 +73,7 @@ class Table:
     @property
     def n_obs(self) -> int:
         """The number of rows."""
-        return len(self._rows)
+        return self._rows.n_rows
 
     @property
     def n_vars(self) -> int:

@@ -107,8 +107,13 @@ class RowSet(SharesArrays):
 
         return cls.of_windows(n_all, of_window)
 
-    def __len__(self) -> int:
+    @property
+    def n_rows(self) -> int:
+        """The number of rows in the set."""
         return int(self.before[-1])
+
+    def __len__(self) -> int:
+        return self.n_rows
 
     def mask(self) -> Mask:
         """A boolean mask over the `n_all` rows."""
@@ -189,8 +194,13 @@ class AllRows:
 
     n_all: int
 
-    def __len__(self) -> int:
+    @property
+    def n_rows(self) -> int:
+        """The number of rows. Damaged metadata may name more than `len` can return."""
         return self.n_all
+
+    def __len__(self) -> int:
+        return self.n_rows
 
     def as_set(self) -> RowSet:
         """The rows as a RowSet."""
