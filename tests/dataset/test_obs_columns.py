@@ -371,7 +371,7 @@ def test_large_numbers_and_missing_values_are_refused(tmp_path: Path) -> None:
 
 
 def test_labels_too_large_to_be_cached_as_objects_are_available_offline(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_objects, "_MAX_BYTES", 20)
+    monkeypatch.setattr(kept_objects, "MAX_BYTES", 20)
     wanted = zl.open_dataset(store).obs_column("cell_type")
     zl.open_dataset(store, cache=tmp_path / "cache").obs_column("cell_type")
     found = zl.open_dataset(store, cache=tmp_path / "cache", offline=True).obs_column("cell_type")

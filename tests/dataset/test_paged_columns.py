@@ -399,7 +399,7 @@ def test_offline_a_column_that_was_never_read_is_an_error_and_leaves_no_files(tm
 
 
 def test_offline_names_that_are_too_large_for_the_cache_of_objects(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(kept_objects, "_MAX_BYTES", 8)
+    monkeypatch.setattr(kept_objects, "MAX_BYTES", 8)
     dataset = zl.open_dataset(store, cache=tmp_path)
     zl.warm(dataset)
     offline = zl.open_dataset(store, cache=tmp_path, offline=True)
