@@ -44,7 +44,9 @@ def write(path: Path, x: Any = ADATA.X, *, adata: ad.AnnData = ADATA, **options:
         file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
         for name in ("obs", "var", "obsm", "layers", "uns"):
             part = getattr(adata, name)
-            ad.io.write_elem(file, name, part if name in ("obs", "var") else dict(part))
+            if name not in ("obs", "var"):
+                part = {key: value for key, value in part.items() if key}  # anndata 0.13 lists X as the layer None
+            ad.io.write_elem(file, name, part)
         write_x(file, x, **options)
     return path
 
