@@ -42,13 +42,13 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
     `keys` are the keys of the location's listing. The message includes the command that converts the source, if any.
     """
     url, present = location.url.rstrip("/"), set(keys)
-    if IN_PLACE and present == {""} and _is_hdf5(location):
-        return
     if present == {""}:
         if not _is_hdf5(location):
             raise FormatError(
                 f"{url} is a single file, but a Zarr store is a directory: if it is an archive, unpack it"
             )
+        if IN_PLACE:
+            return
         kind = "an .h5ad file" if url.endswith(".h5ad") else "an HDF5 file"
         raise FormatError(f"{url} is {kind}, not a Zarr store. {_advice(location, url)}")
     if present & _MATRIX_FILES and not present & _STORE_OBJECTS:
