@@ -481,11 +481,12 @@ def test_one_module_trains_scvi_and_then_scanvi(dataset, tmp_path):
     for made in (model, lambda: SCANVI.from_scvi_model(model, "Unknown", datamodule=dm)):
         made = made if made is model else made()
         made.train(1, datamodule=dm, **QUIET)
-        made.save(tmp_path / type(made).__name__, datamodule=dm)
+        made.save(tmp_path / type(made).__name__)  # with the module that trained it
         assert isinstance(dm.on_after_batch_transfer(next(iter(dm.val_dataloader())), 0), list) == (made is not model)
     assert SCVI.load(tmp_path / "SCVI", adata=False, accelerator="cpu").module.n_labels in (3, 4)
     loaded = SCANVI.load(tmp_path / "SCANVI", adata=False, datamodule=dm, accelerator="cpu")
     assert loaded.module.n_labels == dm.n_labels == 3
+    loaded.save(tmp_path / "again", datamodule=dm)
 
 
 def test_the_modules_print_in_a_line(dataset):

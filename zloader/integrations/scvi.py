@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -67,7 +68,7 @@ class DataModule(Described, LightningDataModule):
     >>> model = SCVI(registry=dm.registry)
     >>> model.train(datamodule=dm, max_epochs=2)
     >>> latent = model.get_latent_representation(dataloader=dm.inference_dataloader())
-    >>> model.save("model", datamodule=dm)
+    >>> model.save("model")
     >>> model = SCVI.load("model", adata=False)
 
     SCANVI needs the module twice, and a number of epochs: `SCANVI(registry=dm.registry, datamodule=dm)` or
@@ -315,6 +316,7 @@ class DataModule(Described, LightningDataModule):
         self._require_own(model)
         if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
             model.registry_ = model.registry_ | {"model_name": type(model).__name__}
+            model.save = partial(type(model).save, model, datamodule=self)  # scvi's own fails without a module
         if self._batches is None or self._made_for != (device, self.batch_size, self._semisupervised):
             before, self._made_for = self._batches, (device, self.batch_size, self._semisupervised)
             self._batches = TrainingBatches(
