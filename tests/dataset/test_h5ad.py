@@ -19,7 +19,7 @@ import zloader as zl
 from zloader.access import hdf5_store
 from zloader.access.hdf5_scan import ABSENT, scan
 from zloader.common.errors import CorruptChunkError, FormatError, StoreChangedError, ZloaderError
-from zloader.storage.hdf5_filters import Hdf5Filters, filters_codec
+from zloader.storage.hdf5_filters import Hdf5Filters, filters_codecs
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
 ADATA = counts(300, 120, seed=3)
@@ -85,11 +85,6 @@ def rows_are_right(path: Path, cache: Path | zl.Cache | None = None, adata: ad.A
 def test_every_filter(tmp_path: Path, options: dict[str, Any], chunks: Any, cached: str | None) -> None:
     path = write(tmp_path / "a.h5ad", chunks=chunks, **options)
     rows_are_right(path, None if cached is None else zl.Cache(tmp_path / "cache", form=cached))
-
-
-@pytest.fixture(autouse=True)
-def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zloader.dataset.opening.IN_PLACE", True)
 
 
 X = ADATA.X
@@ -366,12 +361,12 @@ def test_filters_undo_those_of_libhdf5(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for dtype in ("<i4", ">f4", "<f2", ">i8", "|u1"):
         for values in (rng.poisson(1, 5001), rng.integers(0, 100, 5001), np.zeros(5001)):
-            for options in FILTERS.values():
+            for options in list(FILTERS.values())[1:]:
                 with h5py.File(tmp_path / "a.h5", "w") as file:
                     file.create_dataset("a", data=values.astype(dtype), chunks=(700,), **options)
                 node, table = table_of(tmp_path / "a.h5", "a")
                 stored = np.fromfile(tmp_path / "a.h5", np.uint8)
-                codec = filters_codec(node["filters"], np.dtype(dtype), "a", cut=False)
+                (codec,) = filters_codecs(node["filters"], np.dtype(dtype), "a")
                 found = np.empty((len(table), 700), np.dtype(dtype).newbyteorder("="))
                 for (offset, size), out in zip(table.tolist(), found, strict=True):
                     assert offset != ABSENT

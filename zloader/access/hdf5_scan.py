@@ -30,7 +30,7 @@ ABSENT = np.iinfo(np.uint64).max
 _MOST_NODES = 1 << 18  # groups and arrays; a file with more is no AnnData
 _MOST_DEPTH = 32
 _MOST_CHUNKS = 1 << 26
-_BLOCK_BYTES = 256 << 10  # of arrays without chunks, which are cut into chunks of about so many bytes
+_BLOCK_BYTES = 32 << 10  # of arrays without chunks, which are cut into chunks of about so many bytes
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
 _PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}
 
@@ -160,12 +160,9 @@ def _array(node: h5py.Dataset, tables: list[NDArray[np.uint64]], base: int, most
     if plist.get_layout() == h5py.h5d.COMPACT:
         return described | {"chunks": shape, "inline": np.asarray(node[()]).tobytes().hex()}
     if node.chunks is None:
-        chunks, table = _contiguous(node, shape)
-        described["cut"] = True  # the last chunk ends with the array
-    else:
-        chunks = [int(size) for size in node.chunks]
-        table = _chunk_table(node, chunks, filters, base)
-    tables.append(table)
+        return described | {"chunks": _blocks(node, shape), "begin": node.id.get_offset()}
+    chunks = [int(size) for size in node.chunks]
+    tables.append(_chunk_table(node, chunks, filters, base))
     return described | {"chunks": chunks, "table": len(tables) - 1}
 
 
@@ -183,17 +180,14 @@ def _filter(described: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype[
     return {"name": known, "item": int(values[0]) if number == 2 and values else dtype.itemsize}
 
 
-def _contiguous(node: h5py.Dataset, shape: list[int]) -> tuple[list[int], NDArray[np.uint64]]:
-    """Whole rows as chunks, and the table of an array that is stored in one piece."""
+def _blocks(node: h5py.Dataset, shape: list[int]) -> list[int]:
+    """Whole rows as the chunks of an array that is stored in one piece."""
+    if not shape:
+        return []
     row_bytes = node.dtype.itemsize * math.prod(shape[1:])
-    rows = max(1, min(shape[0], _BLOCK_BYTES // max(1, row_bytes))) if shape else 1
-    n_rows, chunks = (shape[0], [rows, *(max(1, size) for size in shape[1:])]) if shape else (1, [])
-    begin = node.id.get_offset()
-    if begin is None or not row_bytes or not n_rows:  # nothing was written yet: fill values
-        return chunks, np.full((_n_chunks([n_rows], [rows]), 2), ABSENT, np.uint64)
-    firsts = np.arange(0, n_rows, rows, dtype=np.uint64)
-    sizes = np.minimum(np.uint64(rows), np.uint64(n_rows) - firsts) * np.uint64(row_bytes)
-    return chunks, np.stack([np.uint64(begin) + firsts * np.uint64(row_bytes), sizes], axis=1)
+    chunks = [max(1, min(shape[0], _BLOCK_BYTES // max(1, row_bytes))), *(max(1, size) for size in shape[1:])]
+    _n_chunks(shape, chunks)
+    return chunks
 
 
 def _n_chunks(shape: list[int], chunks: list[int]) -> int:

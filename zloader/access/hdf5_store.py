@@ -33,7 +33,7 @@ from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject
 from zloader.common.errors import CorruptChunkError, DeadlineError, FormatError, StoreChangedError
 from zloader.storage.decode import Decoder
-from zloader.storage.hdf5_filters import filters_codec
+from zloader.storage.hdf5_filters import filters_codecs
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import number_dtype, require_whole_rows
 from zloader.storage.placement import ABSENT, TablePlacement
@@ -89,18 +89,30 @@ class Hdf5Index:
         node = self._numbers(path)
         dtype = _dtype(node["dtype"])
         chunk_elements = max(1, math.prod(node["chunks"]))
-        table = self._tables[f"table_{node['table']}"] if "table" in node else np.empty((0, 2), np.uint64)
+        table = self._table(node)
         whole = list(node["chunks"][1:]) == list(node["shape"][1:])
         return ArrayLayout(
             path=path,
             dtype=dtype.newbyteorder("="),
             n_elements=math.prod(node["shape"]) if whole else len(table) * chunk_elements,
             chunk_elements=chunk_elements,
-            codecs=(filters_codec(node["filters"], dtype, f"{path} of {self.url}", cut=node.get("cut", False)),),
+            codecs=filters_codecs(node["filters"], dtype, f"{path} of {self.url}"),
+            cut="begin" in node,
             placement=TablePlacement(name=name, table=table),
             fill_value=np.frombuffer(bytes.fromhex(node["fill"]), dtype)[0],
             absent_is_fill=True,
         )
+
+    def _table(self, node: Mapping[str, Any]) -> NDArray[np.uint64]:
+        """Offset and size of each chunk. Those of an array that is stored in one piece follow one another."""
+        if "table" in node:
+            return self._tables[f"table_{node['table']}"]
+        rows, chunk_rows = (node["shape"][0], node["chunks"][0]) if node["shape"] else (1, 1)
+        row_bytes = _dtype(node["dtype"]).itemsize * math.prod(node["shape"][1:])
+        if node["begin"] is None or not row_bytes:  # nothing was written
+            return np.full((-(-rows // chunk_rows), 2), ABSENT, np.uint64)
+        bounds = np.minimum(np.arange(0, rows + chunk_rows, chunk_rows), rows).astype(np.uint64) * np.uint64(row_bytes)
+        return np.stack([np.uint64(node["begin"]) + bounds[:-1], np.diff(bounds)], axis=1)
 
     def _numbers(self, path: str) -> Mapping[str, Any]:
         node = self.nodes[path]
@@ -110,8 +122,8 @@ class Hdf5Index:
 
     def has_every_chunk(self, path: str) -> bool:
         """Whether no chunk of an array stands for fill values."""
-        table = self._tables.get(f"table_{self.nodes[path].get('table')}")
-        return table is None or bool((table[:, 0] != ABSENT).all())
+        node = self.nodes[path]
+        return not {"table", "begin"} & node.keys() or bool((self._table(node)[:, 0] != ABSENT).all())
 
     @cached_property
     def documents(self) -> dict[str, bytes]:

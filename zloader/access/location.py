@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -195,11 +195,27 @@ class Location:
             raise StoreNotFoundError(self._why_nothing())
         return listed
 
+    def matches(self, *, offline: bool = False) -> list[Location]:
+        """The locations that a glob matches, sorted by URL. Anything else, or what exists under that name, is itself.
+
+        Raises StoreNotFoundError if there are none, and OptionError if nothing can be listed.
+        """
+        if not re.search("[*[]" if self.is_web else "[*?[]", self.path):
+            return [self]
+        if self.is_web or (offline and self.scheme != "file"):
+            why = "a web server cannot be listed" if self.is_web else "a bucket cannot be listed offline"
+            raise OptionError(f"{self.url} is a glob, but {why}: pass a list of URLs")
+        filesystem = self.filesystem()
+        with self._translated("list"):
+            if filesystem.exists(self.path):
+                return [self]
+            found = sorted(filesystem.glob(self.path))
+        if not found:
+            raise StoreNotFoundError(f"nothing matches {self.url}: check the directory and the pattern")
+        return [replace(self, url=path if self.scheme == "file" else f"{self.scheme}://{path}") for path in found]
+
     def _why_nothing(self) -> str:
         """Why nothing is found at the location, and what to do."""
-        if re.search(r"[*?[]", self.path):
-            files = f"sorted(glob.glob({self.url!r}))" if self.scheme == "file" else "a list of URLs"
-            return f"nothing is stored at {self.url}, and globs are not expanded: pass {files}"
         if self.scheme != "file":
             return f"nothing is stored at {self.url}: check the bucket, the key and the endpoint"
         path = Path(self.path)

@@ -73,5 +73,6 @@ def open_dataset(
                 "store of an AnnData in memory, run zl.convert(adata, 'x.zarr')"
             )
     rule = GeneJoin(join=join, genes_by=genes_by)
-    locations = [location_of(each_url, storage_options) for each_url in urls]
+    given = [location_of(each_url, storage_options) for each_url in urls]
+    locations = [found for each in given for found in each.matches(offline=offline)]
     return open_locations(locations, cache, offline=offline, rule=rule, warn=True)

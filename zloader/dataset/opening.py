@@ -28,9 +28,6 @@ from zloader.common.options import Cache
 from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.store import OpenedStore
 
-# Whether .h5ad files open where they lie (h5ad.py). They are refused until verify, append, info and the other commands
-# have been tried on them; tests set this.
-IN_PLACE = False
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MATRIX_FILES = {"matrix.mtx", "matrix.mtx.gz"}  # of a 10x directory
 _STORE_OBJECTS = {"zarr.json", ".zgroup", "zloader.partial"}
@@ -43,14 +40,9 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
     """
     url, present = location.url.rstrip("/"), set(keys)
     if present == {""}:
-        if not _is_hdf5(location):
-            raise FormatError(
-                f"{url} is a single file, but a Zarr store is a directory: if it is an archive, unpack it"
-            )
-        if IN_PLACE:
+        if _is_hdf5(location):
             return
-        kind = "an .h5ad file" if url.endswith(".h5ad") else "an HDF5 file"
-        raise FormatError(f"{url} is {kind}, not a Zarr store. {_advice(location, url)}")
+        raise FormatError(f"{url} is a single file, but a Zarr store is a directory: if it is an archive, unpack it")
     if present & _MATRIX_FILES and not present & _STORE_OBJECTS:
         raise FormatError(f"{url} is a 10x directory, not a Zarr store. {_advice(location, url)}")
     if all(re.fullmatch(r"[^/]+\.h5ad", key) for key in keys):

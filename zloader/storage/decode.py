@@ -25,7 +25,7 @@ from zloader.common.compiled import External, compiled
 from zloader.common.errors import CorruptChunkError
 from zloader.common.records import Rows
 from zloader.storage import hdf5_filters
-from zloader.storage.coders import PCODEC, Chain, chain_of, decode_within, is_whole_blosc, sizes_before
+from zloader.storage.coders import PCODEC, chain_of, decode_within, is_whole_blosc, sizes_before
 from zloader.storage.layout import ArrayLayout
 
 Bytes = NDArray[np.uint8]
@@ -41,22 +41,12 @@ class Decoder:
     """Decodes the chunks of one array with the codecs in `layout`. Raises FormatError for unsupported codecs."""
 
     def __init__(self, layout: ArrayLayout) -> None:
-        hdf5 = [codec["configuration"] for codec in layout.codecs if codec["name"] == hdf5_filters.NAME]
-        chain = Chain(coders=[], checked=False) if hdf5 else chain_of(layout.codecs, layout.path)
-        coders = list(chain.coders)
-        self._checked = chain.checked
         self._layout = layout
         self._dtype = layout.dtype
         self._unsigned = np.dtype(f"u{layout.dtype.itemsize}")
         self._chunk_elements = layout.chunk_elements
-        # Other differences, such as those of floats, are left to numcodecs.
-        self._differences = bool(coders) and _is_whole_delta(coders[0], layout.dtype)
-        self._decompress = _decompressor(
-            coders[1:] if self._differences else coders, layout.dtype, layout.chunk_elements
-        )
-        if hdf5:
-            self._decompress = hdf5_filters.Hdf5Filters(**hdf5[0]).decompress
-        self._many_at_once = self._decompress is _blosc and decompresses_many()
+        self._checked, self._differences, self._decompress = _decompressor_of(layout)
+        self._many_at_once = self._decompress in (_blosc, _copy) and decompresses_many()
 
     def decode_all(
         self, reads: Sequence[bytes | Bytes], chunks: NDArray[Any], out: NDArray[Any]
@@ -67,16 +57,20 @@ class Decoder:
         """
         views = [np.frombuffer(read, np.uint8) for read in reads]
         corrupt = []
+        scratch: NDArray[Any] | None = None  # as fresh memory costs page faults
         for i in np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below)).tolist():
             read, offset, size, begin, first, stop = (int(field) for field in chunks[i])
-            elements = np.empty(stop, self._dtype)
+            needed = whole = out[begin : begin + stop - first]
+            if len(needed) < self._chunk_elements:
+                whole = scratch = np.empty(self._chunk_elements, self._dtype) if scratch is None else scratch
             try:
-                self._decode_singly(views[read][offset : offset + size], elements)
-                self._layout.check_bounds(elements[first:])
+                self._decode_whole(views[read][offset : offset + size], whole)
+                self._layout.check_bounds(whole[first:stop])
             except CorruptChunkError as error:
                 corrupt.append((i, error))
             else:
-                out[begin : begin + stop - first] = elements[first:]
+                if whole is not needed:
+                    needed[:] = whole[first:stop]
         return corrupt
 
     @property
@@ -93,6 +87,9 @@ class Decoder:
         if not self._many_at_once:
             return np.zeros(len(chunks), bool)
         addresses, elements = np.array([view.ctypes.data for view in views]), out.view(self._unsigned)
+        least = 0 if self._layout.cut else self._chunk_elements
+        if self._decompress is _copy and not self._differences:
+            return copy(addresses, chunks, self._checked, elements, self._chunk_elements, least, below)
         return decompress(addresses, chunks, self._checked, elements, self._chunk_elements, self._differences, below)
 
     def decode(self, stored: Bytes, out: NDArray[Any]) -> None:
@@ -104,15 +101,19 @@ class Decoder:
             chunk = np.array([(0, 0, len(stored), 0, 0, len(out))], CHUNK)
             if self._decode_at_once([stored], chunk, out, -1)[0]:
                 return
-        self._decode_singly(stored, out)
+        whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
+        self._decode_whole(stored, whole)
+        if whole is not out:
+            out[:] = whole[: len(out)]
 
-    def _decode_singly(self, stored: Bytes, out: NDArray[Any]) -> None:
-        """Like `decode`, with an error that says what is wrong."""
+    def _decode_whole(self, stored: Bytes, whole: NDArray[Any]) -> None:
+        """Decodes all elements of a chunk, with an error that says what is wrong."""
         if self._checked:
             if len(stored) < 4 or google_crc32c.value(stored[:-4]) != _uint32(stored, len(stored) - 4):
                 raise CorruptChunkError("its crc32c differs from the stored crc32c")
             stored = stored[:-4]
-        whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
+        if self._layout.cut:
+            whole = whole[: len(stored) // self._dtype.itemsize]
         try:
             self._decompress(stored, whole)
         except BaseException as error:
@@ -123,8 +124,6 @@ class Decoder:
         if self._differences:
             unsigned = whole.view(self._unsigned)
             accumulate(unsigned[:0], unsigned, unsigned)
-        if whole is not out:
-            out[:] = whole[: len(out)]
 
 
 def _is_whole_delta(coder: Any, dtype: np.dtype[Any]) -> bool:
@@ -159,6 +158,21 @@ def _pcodec(stored: Bytes, out: NDArray[Any]) -> None:
         raise ValueError(f"it does not hold {len(out)} values")
 
 
+def _decompressor_of(layout: ArrayLayout) -> tuple[bool, bool, Callable[[Bytes, NDArray[Any]], None]]:
+    """Whether a chunk ends with its checksum, whether it holds differences, and a function that decompresses it."""
+    if layout.codecs and layout.codecs[0]["name"] == hdf5_filters.NAME:
+        return False, False, hdf5_filters.Hdf5Filters(**layout.codecs[0]["configuration"]).decompress
+    chain = chain_of(layout.codecs, layout.path)
+    coders = list(chain.coders)
+    # Other differences, such as those of floats, are left to numcodecs.
+    differences = bool(coders) and _is_whole_delta(coders[0], layout.dtype)
+    return (
+        chain.checked,
+        differences,
+        _decompressor(coders[1:] if differences else coders, layout.dtype, layout.chunk_elements),
+    )
+
+
 def _decompressor(coders: Sequence[Any], dtype: np.dtype[Any], n: int) -> Callable[[Bytes, NDArray[Any]], None]:
     """A function that undoes the coders, last first, for chunks of n elements."""
     ids = [coder.codec_id for coder in coders]
@@ -189,6 +203,7 @@ _sizes = External("blosc_cbuffer_sizes", "void", "intp", "intp", "intp", "intp")
 _metainfo = External("blosc_cbuffer_metainfo", "void", "intp", "intp", "intp")
 _decompress = External("blosc_decompress_ctx", "int32", "intp", "intp", "uintp", "int32")
 _getitem = External("blosc_getitem", "int32", "intp", "int32", "int32", "intp")
+_memcpy = External("memcpy", "intp", "intp", "intp", "uintp")
 
 
 @functools.cache
@@ -202,7 +217,7 @@ def decompresses_many() -> bool:
         if found is None or found.origin is None:
             return False
         llvmlite.binding.load_library_permanently(found.origin)
-    functions = (_crc32c, _validate, _sizes, _metainfo, _decompress, _getitem)
+    functions = (_crc32c, _validate, _sizes, _metainfo, _decompress, _getitem, _memcpy)
     return all(llvmlite.binding.address_of_symbol(function.name) is not None for function in functions)
 
 
@@ -249,6 +264,33 @@ def decompress(
             accumulate(decoded[: chunk.first], decoded[chunk.first : chunk.stop], needed)
         elif len(needed) < chunk_elements:
             needed[:] = decoded[chunk.first : chunk.stop]
+        valid[i] = below < 0 or largest(needed) < np.uint64(below)
+    return valid
+
+
+@compiled
+def copy(
+    addresses: Rows,
+    chunks: NDArray[Any],
+    checked: bool,
+    out: NDArray[np.unsignedinteger],
+    chunk_elements: int,
+    least: int,
+    below: int,
+) -> NDArray[np.bool_]:
+    """Like `decompress`, of chunks that are not compressed and hold at least `least` elements."""
+    valid = np.zeros(len(chunks), np.bool_)
+    for i in range(len(chunks)):
+        chunk = chunks[i]
+        stored, n = addresses[chunk.read] + chunk.offset, chunk.size
+        if checked:
+            if n < 4 or _crc32c(stored, n) != _RESIDUE:
+                continue
+            n -= 4
+        if n > chunk_elements * out.itemsize or n < max(least, chunk.stop) * out.itemsize:
+            continue
+        needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
+        _memcpy(needed.ctypes.data, stored + chunk.first * out.itemsize, len(needed) * out.itemsize)
         valid[i] = below < 0 or largest(needed) < np.uint64(below)
     return valid
 

@@ -31,13 +31,10 @@ NAME = "hdf5"  # of the codec in ArrayLayout.codecs
 Bytes = NDArray[np.uint8]
 
 
-def filters_codec(
-    filters: Sequence[Mapping[str, Any]], dtype: np.dtype[Any], path: str, *, cut: bool
-) -> Mapping[str, Any]:
-    """The codec of an array with these filters, in the form of ArrayLayout.codecs. Raises FormatError.
-
-    `cut` says that the last chunk is not padded to a whole one, because the array is stored in one piece.
-    """
+def filters_codecs(
+    filters: Sequence[Mapping[str, Any]], dtype: np.dtype[Any], path: str
+) -> tuple[Mapping[str, Any], ...]:
+    """The codecs of an array with these filters, in the form of ArrayLayout.codecs. Raises FormatError."""
     names = [each["name"] for each in filters]
     known = {"shuffle", "fletcher32", *_DECOMPRESSORS}
     unknown = [name for name in names if name not in known]
@@ -47,17 +44,16 @@ def filters_codec(
             "'zloader convert' on the file"
         )
     swapped = dtype.itemsize > 1 and dtype.newbyteorder("=") != dtype
-    return {
-        "name": NAME,
-        "configuration": {"filters": [dict(each) for each in filters], "swapped": swapped, "cut": cut},
-    }
+    if not filters and not swapped:
+        return ({"name": "bytes"},)
+    return ({"name": NAME, "configuration": {"filters": [dict(each) for each in filters], "swapped": swapped}},)
 
 
 class Hdf5Filters:
     """The filters of an array. `swapped` says that its elements are big-endian."""
 
-    def __init__(self, filters: Sequence[Mapping[str, Any]], *, swapped: bool, cut: bool) -> None:
-        self._filters, self._swapped, self._cut = list(filters), swapped, cut
+    def __init__(self, filters: Sequence[Mapping[str, Any]], *, swapped: bool) -> None:
+        self._filters, self._swapped = list(filters), swapped
 
     def decompress(self, stored: Bytes, out: NDArray[Any]) -> None:
         """Fills `out` with a whole chunk. Raises ValueError, or the error of a compressor, for any other size."""
@@ -70,9 +66,9 @@ class Hdf5Filters:
                 chunk = _unshuffled(chunk, each["item"])
             elif len(chunk) != most:
                 chunk = np.frombuffer(_DECOMPRESSORS[name](chunk, most), np.uint8)
-        if len(chunk) != most and not (self._cut and len(chunk) < most):
+        if len(chunk) != most:
             raise ValueError(f"it has {len(chunk)} bytes instead of {most}")
-        out.view(np.uint8)[: len(chunk)] = chunk
+        out.view(np.uint8)[:] = chunk
         if self._swapped:
             out.byteswap(inplace=True)
 
@@ -155,8 +151,22 @@ def _unshuffled(chunk: Bytes, item: int) -> Bytes:
     n = len(chunk) // item
     if item < 2 or n < 2:
         return chunk
-    whole = np.ascontiguousarray(chunk[: n * item].reshape(item, n).T).reshape(-1)
-    return whole if n * item == len(chunk) else np.append(whole, chunk[n * item :])
+    out = np.empty(len(chunk), np.uint8)
+    if item == 4:
+        _unshuffle_4(chunk, out[: 4 * n].view(np.uint32))
+    else:
+        numcodecs.Shuffle(item).decode(np.ascontiguousarray(chunk[: n * item]), out=out[: n * item])
+    out[n * item :] = chunk[n * item :]
+    return out
+
+
+@compiled
+def _unshuffle_4(chunk: Bytes, out: NDArray[np.uint32]) -> None:
+    """Ten times as fast as a transposition, because it becomes vector instructions."""
+    n = len(out)
+    for i in range(n):
+        low = np.uint32(chunk[i]) | np.uint32(chunk[n + i]) << np.uint32(8)
+        out[i] = low | np.uint32(chunk[2 * n + i]) << np.uint32(16) | np.uint32(chunk[3 * n + i]) << np.uint32(24)
 
 
 def _checked(chunk: Bytes) -> Bytes:

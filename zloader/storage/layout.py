@@ -38,6 +38,8 @@ class ArrayLayout:
     fill_value: Any = 0
     # Whether a missing object or chunk stands for fill values. Never the case in stores written by zloader.
     absent_is_fill: bool = False
+    # Whether the last chunk ends with the array, as in an array that is stored in one piece, instead of being padded.
+    cut: bool = False
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
     below: int | None = None
 
