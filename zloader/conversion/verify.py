@@ -20,6 +20,7 @@ from zloader.common.keywords import answers
 from zloader.common.options import MiB
 from zloader.common.progress import Bars, progress_bars
 from zloader.conversion.checking.compare import Comparison
+from zloader.conversion.checking.files import FileHierarchy
 from zloader.conversion.checking.hierarchy import Findings, Hierarchy, Problem
 from zloader.conversion.checking.scan import ChunkScan
 from zloader.conversion.sources.inputs import Input, Sources, open_inputs
@@ -27,6 +28,7 @@ from zloader.conversion.writing.elements import library_settings
 from zloader.conversion.writing.encode import working_bytes
 from zloader.conversion.writing.ownership import MARKER
 from zloader.dataset.dataset import Dataset
+from zloader.dataset.h5ad import OpenedFile
 from zloader.dataset.open_dataset import open_dataset
 from zloader.selecting.gene_names import GenesBy
 
@@ -111,12 +113,13 @@ def verify(
             inputs = [opened.enter_context(source) for source in open_inputs(against, storage_options=options)]
         seen = _Seen(objects=len(location.listing()))
         dataset = _opened(location, findings)
-        if dataset is not None and dataset.store.root.metadata.zarr_format != 3:
+        of_file = dataset is not None and isinstance(dataset.store, OpenedFile)
+        if dataset is not None and not of_file and dataset.store.root.metadata.zarr_format != 3:
             findings.add(".zgroup", "is Zarr v2, which has no checksums to verify: run 'zloader convert' on it")
             seen = dataclasses.replace(seen, rows=dataset.n_obs, genes=dataset.n_vars)
         elif dataset is not None:
             with _threads(memory) as pool:
-                hierarchy = Hierarchy(dataset, pool, findings)
+                hierarchy = (FileHierarchy if of_file else Hierarchy)(dataset, pool, findings)
                 seen = _check(hierarchy, findings, pool, bars)
             if inputs:
                 Comparison(dataset, hierarchy, findings, bars).run(inputs, memory, genes_by)

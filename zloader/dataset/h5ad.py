@@ -38,14 +38,11 @@ class OpenedFile(OpenedStore):
     ) -> None:
         """Like OpenedStore. `objects` has one object, under the key "". Raises DeadlineError and StoreChangedError."""
         super().__init__(location, objects, origin=origin, cache=cache, offline=offline)
-        self._sizes = {self._name: objects[""].size}
-
-    @property
-    def _name(self) -> str:
-        return file_of(self.location)[1]
+        self.folder, self.name = file_of(location)
+        self._sizes = {self.name: objects[""].size}
 
     @cached_property
-    def _index(self) -> Hdf5Index:
+    def index(self) -> Hdf5Index:
         """What the file says about itself. Reading it starts a process, unless the mirror has it."""
         directory = self.mirror_directory
         content = None if directory is None else load_object(directory, _INDEX)
@@ -68,7 +65,7 @@ class OpenedFile(OpenedStore):
         super().require_anndata()
 
     def _open_group(self) -> Any:
-        store = _KeptFile(self.location, self.objects[""], self._index, self.mirror_directory, offline=self.offline)
+        store = _KeptFile(self.location, self.objects[""], self.index, self.mirror_directory, offline=self.offline)
         try:
             return open_zarr_group(store, zarr_format=2)
         except ZloaderError:
@@ -78,36 +75,35 @@ class OpenedFile(OpenedStore):
 
     def node(self, path: str) -> Any:
         """Like that of a store. Raises FormatError for what cannot be read in place, such as links."""
-        if (why := self._index.refused(path)) is not None:
+        if (why := self.index.refused(path)) is not None:
             raise FormatError(f"{path} of {self.location.url} cannot be read in place: {why}. {_ADVICE}")
         return super().node(path)
 
     def __contains__(self, path: str) -> bool:
-        return self._index.refused(path) is not None or super().__contains__(path)
+        return self.index.refused(path) is not None or super().__contains__(path)
 
     def array_layout(self, path: str) -> ArrayLayout:
         """The layout of an array of numbers. Raises FormatError if it cannot be read chunk by chunk."""
         self.node(path)
         try:
-            return self._index.layout(path, self._name)
+            return self.index.layout(path, self.name)
         except FormatError as error:
             raise FormatError(f"{self.location.url}: {error}") from error
 
     def _has_every_object(self, path: str) -> bool:
-        return self._index.has_every_chunk(path)
+        return self.index.has_every_chunk(path)
 
     def source(self, options: FetchOptions) -> ByteSource:
         """Reads byte ranges of the file; with `offline`, raises ReadError instead."""
         if self.offline:
             return OfflineSource(self.location.url)
-        parent, name = file_of(self.location)
-        objects = Listing([(name, self.objects[""])])
-        if parent.scheme == "file":
-            return FileSource(parent, objects, options)
+        objects = Listing([(self.name, self.objects[""])])
+        if self.folder.scheme == "file":
+            return FileSource(self.folder, objects, options)
         # Imported here because it imports TensorStore, which local files do not need.
         from zloader.reading.object_source import ObjectSource
 
-        return ObjectSource(parent, objects, options)
+        return ObjectSource(self.folder, objects, options)
 
 
 class _KeptFile(Hdf5Store):

@@ -102,16 +102,20 @@ def require_inside(table: Index, object_size: int, where: str) -> Index:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TablePlacement(Placement):
-    """All chunks of an array in one object, at the offsets of a table, as in an HDF5 file."""
+    """All chunks of an array in one object, at the offsets of a table, as in an HDF5 file.
+
+    With `at_once`, the object is seen as several, of so many chunks each.
+    """
 
     name: str
     table: Index
+    at_once: int = 0
     index_bytes = 0
 
     @property
     def chunks_per_object(self) -> int:  # type: ignore[override]
-        """All chunks of the array."""
-        return max(1, len(self.table))
+        """All chunks of the array, or `at_once`."""
+        return self.at_once or max(1, len(self.table))
 
     def stored_bytes(self, objects: range, object_sizes: Mapping[str, int]) -> tuple[int, int]:
         """The bytes of the stored chunks, and their number. The object has other contents, too."""
@@ -124,7 +128,9 @@ class TablePlacement(Placement):
 
     def index(self, number: int, object_size: int) -> Index:
         """The table. Raises CorruptChunkError if it names bytes that the object lacks."""
-        return require_inside(self.table, object_size, f"the chunk table of an array in {self.name}")
+        begin = number * self.chunks_per_object
+        table = self.table[begin : begin + self.chunks_per_object]
+        return require_inside(table, object_size, f"the chunk table of an array in {self.name}")
 
     def parse(self, stored: bytes, number: int, object_size: int) -> Index:
         """Never called: the table is known without reading."""

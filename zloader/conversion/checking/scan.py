@@ -267,7 +267,7 @@ class ChunkScan:
 
     def _read_piece(self, array: StoredArray, piece: int, check: ChunkCheck | None) -> None:
         with self._counting:
-            self.n_bytes += self._hierarchy.sizes.get(array.key(piece), 0)
+            self.n_bytes += array.stored_bytes(piece)
         for at, elements in self._chunks(array, piece):
             if check is not None:
                 check(at, elements)

@@ -81,6 +81,10 @@ class StoredArray:
         """The key of a piece in the store."""
         return f"{self.path}/{self._array.metadata.encode_chunk_key(self._cell(piece))}"
 
+    def stored_bytes(self, piece: int) -> int:
+        """Stored bytes of a piece; 0 if it is absent."""
+        return self._sizes.get(self.key(piece), 0)
+
     def _cell(self, piece: int) -> tuple[int, ...]:
         return tuple(int(index) for index in np.unravel_index(piece, self._grid)) if self._grid else ()
 
