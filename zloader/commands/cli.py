@@ -10,6 +10,7 @@ modules that take seconds to import, so that `zloader --help` stays fast.
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,6 +100,9 @@ def info(flags: InfoFlags) -> None:
     named = {"group": flags.group, "set_size": flags.set_size} if flags.group else {}
     named |= {"controls": flags.controls, "match": flags.match} if flags.controls else {}
     epoch = {"x": wanted, **sizes, **named, "problem": problem} | ({} if costs is None else dataclasses.asdict(costs))
+    x = next((matrix for matrix in summary.matrices if matrix.name == "X"), None)
+    converted = None if costs is None or x is None else _converted(dataset)
+    epoch |= {} if converted is None else {"converted_bytes_per_value": converted}
 
     def show(console: Console) -> None:
         terminal.show_store(console, summary)
@@ -108,10 +112,32 @@ def info(flags: InfoFlags) -> None:
         blocks = f"sets of {flags.set_size:,}" if flags.group else f"blocks of {sizes['block_size']:,}"
         order_of_rows = f"{blocks}, a control for each row" if flags.controls else blocks
         terminal.show_costs(console, costs, ", ".join(flags.x or ["X"]), sizes, order_of_rows)
+        if converted is not None and x is not None:
+            terminal.show_converted(console, x.bytes_per_value, converted)
 
     terminal.print_result(dataclasses.asdict(summary) | {"epoch": epoch}, show, as_json=flags.as_json)
     if costs is None and wanted != "X":  # the user named this matrix
         raise typer.Exit(1)
+
+
+_SAMPLED_ROWS = 512
+
+
+def _converted(dataset: Dataset) -> float | None:
+    """Bytes per value of X in .h5ad files once they are converted, from its first 512 rows. None for stores."""
+    import anndata as ad
+
+    from zloader.conversion.convert import convert
+    from zloader.dataset.h5ad import OpenedFile
+    from zloader.dataset.open_dataset import open_dataset
+    from zloader.insight.summary import summarize
+
+    if not any(isinstance(store, OpenedFile) for store in dataset.stores):
+        return None
+    with tempfile.TemporaryDirectory(prefix="zloader-info-") as directory:
+        sample = dataset.take(range(min(_SAMPLED_ROWS, dataset.n_obs)))
+        convert(ad.AnnData(sample.X), f"{directory}/sample.zarr", progress=False)
+        return summarize(open_dataset(f"{directory}/sample.zarr")).matrices[0].bytes_per_value or None
 
 
 def _costs(dataset: Dataset, x: str | list[str], sizes: dict[str, int], order: dict[str, Any]) -> EpochCosts:

@@ -11,6 +11,7 @@ import zarr
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
+from zloader.storage import hdf5_filters
 from zloader.storage.coders import PREFIX
 from zloader.storage.layout import ArrayLayout
 from zloader.storage.metadata import stored_length
@@ -203,6 +204,8 @@ def _codec(codec: Mapping[str, Any]) -> str:
     settings = codec.get("configuration") or {}
     if codec["name"] == "blosc":
         return f"blosc({settings['cname']}, {settings['shuffle']})"
+    if codec["name"] == hdf5_filters.NAME:
+        return ", ".join(each["name"] for each in settings["filters"]) or "bytes"
     return str(codec["name"]).removeprefix(PREFIX)
 
 
