@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -13,12 +14,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse
+import torch
 from helpers import assert_same_minibatches, check_minibatch, counts, dense, write_store
 
 import zloader as zl
-from zloader.access import hdf5_store
-from zloader.access.hdf5_scan import ABSENT, scan
-from zloader.common.errors import CorruptChunkError, FormatError, StoreChangedError, ZloaderError
+from zloader.access.location import Location
+from zloader.common.errors import (
+    CorruptChunkError,
+    FormatError,
+    OptionError,
+    StoreChangedError,
+    StoreNotFoundError,
+    ZloaderError,
+)
+from zloader.dataset import hdf5_store
+from zloader.reading.hdf5_scan import ABSENT, _PrefetchedFile, scan
 from zloader.storage.hdf5_filters import Hdf5Filters, filters_codecs
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
@@ -78,7 +88,7 @@ def rows_are_right(path: Path, cache: Path | zl.Cache | None = None, adata: ad.A
     return dataset
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("cached", [None, "decoded", "stored"])
 @pytest.mark.parametrize("chunks", [(999,), True])
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS.keys())
@@ -352,7 +362,7 @@ def test_chunk_tables_that_lie_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_library_that_crashes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.h5ad")
-    monkeypatch.setattr("zloader.access.hdf5_store._CHILD", "import os; os.abort()")
+    monkeypatch.setattr("zloader.dataset.hdf5_store._CHILD", "import os; os.abort()")
     with pytest.raises(FormatError, match="the library stopped"):
         zl.open_dataset(path)
 
@@ -374,6 +384,10 @@ def test_filters_undo_those_of_libhdf5(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(found.reshape(-1)[:5001], values.astype(dtype))
 
 
+def urls_of(dataset: zl.Dataset) -> list[str]:
+    return [store.location.url for store in dataset.stores]
+
+
 def test_files_in_a_bucket(tmp_path: Path, sim: Any) -> None:
     bucket = tmp_path / "bucket"
     (bucket / "plates").mkdir(parents=True)
@@ -382,7 +396,110 @@ def test_files_in_a_bucket(tmp_path: Path, sim: Any) -> None:
     server = sim(root=tmp_path)
     options = {"key": "any", "secret": "any", "endpoint_url": server.url}
     urls = ["s3://bucket/plates/a.h5ad", "s3://bucket/plates/b.h5ad"]
+    glob = "s3://bucket/plates/*.h5ad"
+    assert urls_of(zl.open_dataset(glob, storage_options=options)) == urls
+    with pytest.raises(StoreNotFoundError, match="nothing matches"):
+        zl.open_dataset("s3://bucket/*.h5ad", storage_options=options)
     dataset = zl.open_dataset(urls, storage_options=options, cache=tmp_path / "cache")
+    with pytest.raises(OptionError, match="a bucket cannot be listed offline"):
+        zl.open_dataset(glob, storage_options=options, cache=tmp_path / "cache", offline=True)
+    changed = Location(url=urls[0], storage_options=options)
+    with pytest.raises(StoreChangedError, match="changed since the store was opened"):
+        hdf5_store.read_index(changed, changed.listing()[""]._replace(tag="another"))
     for _ in range(2):
         loader = zl.Loader(dataset, **{**LOADER, "obs": []})
         assert sorted(np.concatenate([check_minibatch(each, ADATA) for each in loader])) == list(range(300))
+
+
+def test_a_glob_is_the_sorted_files(tmp_path: Path) -> None:
+    for name in ("b", "a", "a[1]"):
+        write(tmp_path / f"{name}.h5ad")
+    paths = [str(tmp_path / f"{name}.h5ad") for name in ("a", "a[1]", "b")]
+    for url in (tmp_path / "*.h5ad", f"file://{tmp_path}/*.h5ad", [paths[0], str(tmp_path / "[ab]*.h5ad")]):
+        expected = paths if not isinstance(url, list) else [paths[0], *paths]
+        assert urls_of(zl.open_dataset(url)) == expected
+    assert urls_of(zl.open_dataset(tmp_path / "a[1].h5ad")) == paths[1:2]  # a file of that name comes first
+    with pytest.raises(OptionError, match="a web server cannot be listed"):
+        zl.open_dataset("http://127.0.0.1:9/*.h5ad")
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (500,), "compression": "gzip"}], ids=["in one piece", "gzip"])
+def test_verify_reads_every_chunk_and_compares_with_h5py(tmp_path: Path, options: dict[str, Any]) -> None:
+    adata = ADATA.copy()
+    adata.layers["dense"] = adata.X.toarray()
+    adata.obsm["pca"] = adata.X[:, :7].toarray()
+    path = write(tmp_path / "a.h5ad", adata=adata, **options)
+    found = zl.verify(path, against=path, progress=False)
+    assert found.problems == ()
+    assert found.values > 2 * ADATA.X.nnz + ADATA.X.shape[0] * ADATA.X.shape[1]
+    other = ADATA.X.copy()
+    other.data[7] += 1
+    (problem,) = zl.verify(path, against=write(tmp_path / "b.h5ad", other, adata=adata), progress=False).problems
+    assert problem.where == "X"
+    with h5py.File(path, "r+") as file:
+        indices = file["X/indices"][:]
+        indices[3] = 120
+        file["X/indices"][:] = indices
+        file["obs/cell_type/codes"][5] = 99
+    problems = zl.verify(path, progress=False).problems
+    assert {problem.where for problem in problems} == {"X", "obs/cell_type"}
+    assert "gene 120" in str(problems)
+
+
+def test_a_damaged_chunk_is_named_by_verify(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", chunks=(500,), fletcher32=True)
+    _, table = table_of(path, "X/data")
+    content = bytearray(path.read_bytes())
+    content[int(table[2, 0]) + 11] ^= 1
+    path.write_bytes(content)
+    (problem,) = zl.verify(path, progress=False).problems
+    assert problem.where == "X/data"
+    assert "fletcher32" in problem.what
+
+
+def test_files_can_be_pickled_and_read_by_workers(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
+    dataset = pickle.loads(pickle.dumps(zl.open_dataset(path, cache=tmp_path / "cache")))
+    loader = zl.Loader(dataset, **LOADER)
+    workers = torch.utils.data.DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="forkserver")
+    seen = [check_minibatch(minibatch, ADATA) for minibatch in workers]
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(300))
+
+
+def test_files_are_warmed_described_and_mixed_as_stores_are(tmp_path: Path) -> None:
+    write_store(ADATA, tmp_path / "a.zarr", tmp_path)
+    write(tmp_path / "a.h5ad", chunks=(500,), compression="gzip")
+    of_store, of_file = (zl.open_dataset(tmp_path / name, cache=tmp_path / "cache") for name in ("a.zarr", "a.h5ad"))
+    zl.warm(of_file)
+    loader = zl.Loader(of_file, **LOADER)
+    list(loader)
+    assert loader.statistics().gets == 0
+    expected, found = (each.gene_statistics(progress=False) for each in (of_store, of_file))
+    np.testing.assert_array_equal(found.mean, expected.mean)
+    view = of_file.where("cell_type == 'B'")
+    assert view.obs_names.tolist() == of_store.where("cell_type == 'B'").obs_names.tolist()
+    with pytest.raises(FormatError, match="convert it first"):
+        zl.append(tmp_path / "a.h5ad", tmp_path / "a.h5ad")
+
+
+def test_nodes_of_a_tree_are_read_at_once(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        array = file.create_dataset("x", (900_000,), "i1", chunks=(100,))
+        array[::50] = 1
+    content, waits = (tmp_path / "a.h5").read_bytes(), []
+
+    def read(spans: list[tuple[int, int]]) -> list[bytes]:
+        waits.append(len(spans))
+        return [content[start:stop] for start, stop in spans]
+
+    remote = _PrefetchedFile(read, len(content))
+    remote.block_bytes = 512
+    with h5py.File(remote, "r") as file, h5py.File(tmp_path / "a.h5") as local:
+        found, expected = [], []
+        file["x"].id.chunk_iter(lambda chunk: found.append(chunk.byte_offset))
+        local["x"].id.chunk_iter(lambda chunk: expected.append(chunk.byte_offset))
+        assert found == expected
+        assert len(found) == 9000
+        np.testing.assert_array_equal(file["x"][::50], 1)
+    assert max(waits) > 100  # 9 000 / 64 leaves
+    assert sum(wait > 10 for wait in waits) < 5

@@ -1,7 +1,7 @@
 """An .h5ad file opened as a store, where it lies.
 
 AnnData has the same elements in HDF5 and in Zarr, so only this differs from a store: the metadata and small arrays come
-from the file's index (access/hdf5_store.py), the chunks of a matrix are at the places that its chunk table names, and
+from the file's index (dataset/hdf5_store.py), the chunks of a matrix are at the places that its chunk table names, and
 all of them are in one object. With a cache, the index and small arrays are kept in the mirror.
 """
 
@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zloader.access.file_source import FileSource
-from zloader.access.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
@@ -20,6 +19,7 @@ from zloader.caching.kept_objects import MAX_BYTES, OfflineSource, load_object, 
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
+from zloader.dataset.hdf5_store import Hdf5Index, Hdf5Store, file_of, read_index
 from zloader.dataset.store import OpenedStore
 from zloader.storage.layout import ArrayLayout
 

@@ -1,6 +1,6 @@
 """Reads what an HDF5 file says about its groups, arrays and chunks, in a process of its own.
 
-    python -m zloader.access.hdf5_scan < request > answer
+    python -m zloader.reading.hdf5_scan < request > answer
 
 A damaged or hostile file can crash libhdf5 or keep it busy for ever. So it runs in a child process with a deadline, and
 reads no values but strings, which lie in heaps that only libhdf5 can read. The request is a pickle of its parent. The
@@ -13,20 +13,26 @@ a node at once as soon as libhdf5 reads the node: of 170 000 chunks that is one 
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
+import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-ABSENT = np.iinfo(np.uint64).max
+from zloader.common.errors import StoreError
+from zloader.common.options import FetchOptions
+from zloader.common.records import Span
+from zloader.storage.placement import ABSENT
+
 _MOST_NODES = 1 << 18  # groups and arrays; a file with more is no AnnData
 _MOST_DEPTH = 32
 _MOST_CHUNKS = 1 << 26
@@ -240,9 +246,9 @@ def _strings(node: h5py.Dataset, start: int, n_rows: int) -> str:
 
 
 class _PrefetchedFile(io.RawIOBase):
-    """A remote file in blocks, of which many are read at once: those of all children of a B-tree node."""
+    """A remote file in blocks, of which many are read at once: those of all nodes below a node of a B-tree."""
 
-    block_bytes, most_blocks = 64 << 10, 4096
+    block_bytes, most_blocks, run_blocks = 16 << 10, 1 << 14, 64
 
     def __init__(self, read: Callable[[list[tuple[int, int]]], list[bytes]], size: int) -> None:
         self._read, self._size, self._at = read, size, 0
@@ -262,31 +268,44 @@ class _PrefetchedFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer, or what of it lies in the file. Reads the children of B-tree nodes ahead."""
+        """Fills the buffer, or what of it lies in the file. Reads the nodes of B-trees ahead."""
         into = memoryview(buffer).cast("B")
         start, stop = self._at, max(self._at, min(self._at + len(into), self._size))
-        self._load(range(start // self.block_bytes, -(-stop // self.block_bytes)))
-        filled = 0
-        while filled < stop - start:
-            number, within = divmod(start + filled, self.block_bytes)
-            piece = self._blocks[number][within : within + stop - start - filled]
-            if not piece:
-                raise OSError("the file is shorter than its server says")
-            into[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        self._at += filled
-        self._load({child // self.block_bytes for child in _children(bytes(into[:filled])) if 0 <= child < self._size})
-        return filled
+        self._load(self._numbers(start, stop), follow=True)
+        into[: stop - start] = self._piece(start, stop)
+        self._at = stop
+        nodes = [bytes(into[: stop - start])]
+        while children := [child for node in nodes for child in _children(node)][: self.most_blocks // 4]:
+            places = [(at, min(at + len(nodes[0]), self._size)) for at in children if 0 <= at < self._size]
+            self._load({number for place in places for number in self._numbers(*place)})
+            nodes = [self._piece(*place) for place in places]
+        return stop - start
 
-    def _load(self, numbers: Any) -> None:
-        missing = sorted(set(numbers) - self._blocks.keys())[: self.most_blocks]
+    def _numbers(self, start: int, stop: int) -> range:
+        return range(start // self.block_bytes, -(-stop // self.block_bytes))
+
+    def _piece(self, start: int, stop: int) -> bytes:
+        """Bytes of loaded blocks."""
+        numbers = self._numbers(start, stop)
+        whole = b"".join(self._blocks[number] for number in numbers)
+        skipped = start - numbers.start * self.block_bytes
+        return whole[skipped : skipped + stop - start]
+
+    def _load(self, numbers: Collection[int], *, follow: bool = False) -> None:
+        """Loads blocks. With `follow`, also those behind, if the file is read from one block to the next."""
+        missing = sorted(set(numbers) - self._blocks.keys())
         if not missing:
             return
+        if follow and missing[0] - 1 in self._blocks:
+            missing += range(missing[-1] + 1, min(missing[-1] + self.run_blocks, -(-self._size // self.block_bytes)))
         if len(self._blocks) + len(missing) > self.most_blocks:
-            keep = set(numbers)
-            self._blocks = {number: block for number, block in self._blocks.items() if number in keep}
-        spans = [(at * self.block_bytes, min((at + 1) * self.block_bytes, self._size)) for at in missing]
-        self._blocks |= dict(zip(missing, self._read(spans), strict=True))
+            self._blocks = {number: block for number, block in self._blocks.items() if number in numbers}
+        # Neighbours are one read.
+        runs = np.split(np.array(missing), np.flatnonzero(np.diff(missing) > 1) + 1)
+        spans = [(int(run[0]) * self.block_bytes, min(int(run[-1] + 1) * self.block_bytes, self._size)) for run in runs]
+        for run, stored in zip(runs, self._read(spans), strict=True):
+            for at, number in enumerate(run.tolist()):
+                self._blocks[number] = stored[at * self.block_bytes : (at + 1) * self.block_bytes]
 
 
 def _children(node: bytes) -> list[int]:
@@ -307,17 +326,27 @@ def _children(node: bytes) -> list[int]:
 
 
 def _opened(request: Mapping[str, Any]) -> Any:
-    """What h5py opens: a path, or a file on a server, whose Location the request has."""
+    """What h5py opens: a path, or a file on a server, of which the request has the folder's Location and the name."""
     file = request["file"]
     if isinstance(file, str):
         return file
-    filesystem, path = file.filesystem(), file.path
+    # Imported here because it imports TensorStore, which local files do not need.
+    from zloader.reading.object_source import ObjectSource
+
+    folder, name = file
+    loop = asyncio.new_event_loop()
+    source = ObjectSource(folder, {name: request["listed"]}, FetchOptions())
 
     def read(spans: list[tuple[int, int]]) -> list[bytes]:
-        starts, stops = ([span[side] for span in spans] for side in (0, 1))
-        return list(filesystem.cat_ranges([path] * len(spans), starts, stops, on_error="raise"))
+        wanted = [Span(key=name, start=start, stop=stop) for start, stop in spans]
+        try:
+            return loop.run_until_complete(source.read(wanted))
+        except StoreError as error:  # libhdf5 would only say that it cannot read
+            _respond(_failure(type(error).__name__, error))
+            sys.stdout.flush()
+            os._exit(0)
 
-    return _PrefetchedFile(read, request["size"])
+    return _PrefetchedFile(read, request["listed"].size)
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -342,6 +371,10 @@ def main() -> None:
         answer = _failure("refused", error)
     except (BlockingIOError, OSError, RuntimeError, KeyError, ValueError) as error:
         answer = _failure("damaged", error)
+    _respond(answer)
+
+
+def _respond(answer: Mapping[str, NDArray[Any]]) -> None:
     out = io.BytesIO()
     np.savez(out, **answer)  # type: ignore[arg-type]
     sys.stdout.buffer.write(out.getvalue())

@@ -31,7 +31,16 @@ from zarr.abc.store import RangeByteRequest, Store
 from zloader.access.listed_store import ListedStore, is_metadata, slice_of
 from zloader.access.location import Location
 from zloader.access.stored_objects import StoredObject
-from zloader.common.errors import CorruptChunkError, DeadlineError, FormatError, StoreChangedError
+from zloader.common.errors import (
+    AccessDeniedError,
+    CorruptChunkError,
+    DeadlineError,
+    FormatError,
+    MissingObjectError,
+    ReadError,
+    StoreChangedError,
+    TruncatedObjectError,
+)
 from zloader.storage.decode import Decoder
 from zloader.storage.hdf5_filters import filters_codecs
 from zloader.storage.layout import ArrayLayout
@@ -43,9 +52,17 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer, BufferPrototype
 
 _DEADLINE_S = 300  # of a child: a file of 30 GB over a link of 30 ms takes less than 10 s
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zloader.access.hdf5_scan import main; main()"
+_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zloader.reading.hdf5_scan import main; main()"
 _MOST_INLINE = 1 << 17  # strings of an array that are read with the metadata
 _STRINGS = 1 << 19  # of a larger array, read by one child
+_READ_ERRORS = (
+    AccessDeniedError,
+    DeadlineError,
+    MissingObjectError,
+    ReadError,
+    StoreChangedError,
+    TruncatedObjectError,
+)
 _CONVERT = "Run 'zloader convert' on the file"
 
 
@@ -163,7 +180,7 @@ def _array_document(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_index(location: Location, listed: StoredObject) -> bytes:
     """The index of an HDF5 file, for Hdf5Index. Raises FormatError, DeadlineError or StoreChangedError."""
-    content = _ask(location, {"size": listed.size, "most_inline": _MOST_INLINE})
+    content = _ask(location, {"listed": listed, "most_inline": _MOST_INLINE})
     directory, name = file_of(location)
     if directory.find_object(name) != listed:
         raise StoreChangedError(f"{location.url} has changed while it was opened: wait until it is complete")
@@ -179,7 +196,7 @@ def _ask(location: Location, request: Mapping[str, Any]) -> bytes:
         done = subprocess.run(
             command,
             # A local path saves the child from importing file systems.
-            input=pickle.dumps({"file": location.path if location.scheme == "file" else location, **request}),
+            input=pickle.dumps({"file": location.path if location.scheme == "file" else file_of(location), **request}),
             capture_output=True,
             timeout=_DEADLINE_S,
             check=False,
@@ -197,6 +214,9 @@ def _ask(location: Location, request: Mapping[str, Any]) -> bytes:
         document = json.loads(arrays["document"].tobytes())
     if "refused" in document:
         raise FormatError(f"{location.url}: {document['refused']}. {_CONVERT}")
+    for kind in _READ_ERRORS:
+        if kind.__name__ in document:
+            raise kind(document[kind.__name__])
     if "damaged" in document:
         raise FormatError(
             f"{location.url} cannot be read as HDF5: {document['damaged']}. It is damaged, truncated, or still being "
@@ -310,6 +330,6 @@ class Hdf5Store(Store):
 
 def _strings(location: Location, listed: StoredObject, path: str, place: list[int], shape: list[int]) -> bytes:
     """A chunk of a large array of strings."""
-    content = _ask(location, {"size": listed.size, "strings": (path, place[0] * _STRINGS, _STRINGS)})
+    content = _ask(location, {"listed": listed, "strings": (path, place[0] * _STRINGS, _STRINGS)})
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return bytes.fromhex(json.loads(arrays["document"].tobytes())["strings"])
