@@ -7,6 +7,8 @@ all of them are in one object. With a cache, the index and small arrays are kept
 
 from __future__ import annotations
 
+import re
+import shlex
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,16 @@ if TYPE_CHECKING:
     from zarr.core.buffer import BufferPrototype
 
 _INDEX = "/hdf5"  # keys of a store do not begin with a slash
-_ADVICE = "Run 'zloader convert' on it"
+
+
+def conversion_of(location: Location) -> str:
+    """The command that converts a source to a store beside it, or in the working directory if it is read-only."""
+    source = location.url.rstrip("/")
+    store = re.sub(r"\.(h5ad|h5|hdf5)$", "", source) + ".zarr"
+    if not location.is_writable:
+        store = store.rpartition("/")[2]
+    command = shlex.join(["zloader", "convert", source, store])
+    return f"Convert it once: {command} (in Python: zl.convert({source!r}, {store!r}))"
 
 
 class OpenedFile(OpenedStore):
@@ -59,8 +70,8 @@ class OpenedFile(OpenedStore):
         encoding = self.root.attrs.get("encoding-type")
         if encoding != "anndata":
             raise FormatError(
-                f"{self.location.url} is not an .h5ad file of AnnData 0.8 or later: its root says encoding-type "
-                f"{encoding!r}, not 'anndata'. {_ADVICE}"
+                f"{self.location.url} is an HDF5 file, but not an .h5ad file of AnnData 0.8 or later: its root has "
+                f"encoding-type {encoding!r}, not 'anndata'. {conversion_of(self.location)}"
             )
         super().require_anndata()
 
@@ -71,12 +82,16 @@ class OpenedFile(OpenedStore):
         except ZloaderError:
             raise
         except UNDECODABLE as error:
-            raise FormatError(f"{self.location.url} cannot be read: {error}. Is it damaged? {_ADVICE}") from error
+            raise FormatError(
+                f"{self.location.url} cannot be read: {error}. Is it damaged? {conversion_of(self.location)}"
+            ) from error
 
     def node(self, path: str) -> Any:
         """Like that of a store. Raises FormatError for what cannot be read in place, such as links."""
         if (why := self.index.refused(path)) is not None:
-            raise FormatError(f"{path} of {self.location.url} cannot be read in place: {why}. {_ADVICE}")
+            raise FormatError(
+                f"{path} of {self.location.url} cannot be read in place: {why}. {conversion_of(self.location)}"
+            )
         return super().node(path)
 
     def __contains__(self, path: str) -> bool:

@@ -1,15 +1,14 @@
 """Opens the stores behind one or several URLs, up to 16 at once.
 
-A URL leads to one AnnData store, or to an annbatch collection, whose `dataset_0`, `dataset_1`, ... are AnnData stores.
-Opening costs one listing per URL and one metadata object per store, and reads no values. A source that must be
-converted first, such as an .h5ad file, is refused with the command that converts it.
+A URL leads to one AnnData store or .h5ad file, or to an annbatch collection, whose `dataset_0`, `dataset_1`, ... are
+AnnData stores. Opening costs one listing per URL and one metadata object per store, and reads no values. A source that
+must be converted first, such as a 10x directory, is refused with the command that converts it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
 from zloader.common.options import Cache
-from zloader.dataset.h5ad import OpenedFile
+from zloader.dataset.h5ad import OpenedFile, conversion_of
 from zloader.dataset.store import OpenedStore
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -44,9 +43,9 @@ def refuse_unconverted(location: Location, keys: Collection[str]) -> None:
             return
         raise FormatError(f"{url} is a single file, but a Zarr store is a directory: if it is an archive, unpack it")
     if present & _MATRIX_FILES and not present & _STORE_OBJECTS:
-        raise FormatError(f"{url} is a 10x directory, not a Zarr store. {_advice(location, url)}")
+        raise FormatError(f"{url} is a 10x directory, not a Zarr store. {conversion_of(location)}")
     if all(re.fullmatch(r"[^/]+\.h5ad", key) for key in keys):
-        raise FormatError(f"{url} contains .h5ad files, not a Zarr store. {_advice(location, f'{url}/*.h5ad')}")
+        raise FormatError(f"{url} contains .h5ad files, not a Zarr store: open them with the glob '{url}/*.h5ad'")
 
 
 def _is_hdf5(location: Location) -> bool:
@@ -56,15 +55,6 @@ def _is_hdf5(location: Location) -> bool:
     with contextlib.suppress(OSError), Path(location.path).open("rb") as file:
         return file.read(len(_HDF5_SIGNATURE)) == _HDF5_SIGNATURE
     return False
-
-
-def _advice(location: Location, source: str) -> str:
-    """The command that converts a source to a store beside it, or in the working directory if it is read-only."""
-    store = re.sub(r"(/\*)?\.(h5ad|h5|hdf5)$", "", source) + ".zarr"
-    if not location.is_writable:
-        store = store.rpartition("/")[2]
-    command = shlex.join(["zloader", "convert", source, store])
-    return f"Convert it once: {command} (in Python: zl.convert({source!r}, {store!r}))"
 
 
 _COLLECTION = "annbatch-preshuffled"
