@@ -63,6 +63,20 @@ def of_file(path: Path, name: str, *, treated: bool = False) -> Data:
     return Data(name=name, path=path.absolute(), **found)
 
 
+def compressed(path: Path, compression: str) -> Path:
+    """The same file as anndata writes it with a compression, beside it. It is kept for further runs."""
+    target = path.with_name(f"{path.stem}-{compression}.h5ad")
+    if not target.exists():
+        in_new_process(_compress, path, target, compression)
+    return target
+
+
+def _compress(path: Path, target: Path, compression: str) -> None:
+    import anndata
+
+    anndata.read_h5ad(path).write_h5ad(target, compression=compression)
+
+
 def _generate(path: Path, rows: int, genes: int) -> None:
     from benchmarks.data import synthetic as model
 

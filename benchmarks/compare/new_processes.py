@@ -6,7 +6,9 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.compare import inputs
@@ -24,12 +26,20 @@ _EPOCHS = 3  # of the scenario `memory`
 def cold_warm_local(session: Session) -> None:
     """The first epoch of a new process, with an empty mirror and the store not in the page cache, and its second."""
     for data in base(session):
-        cold_warm(session, data, cloud=False)
+        cold_warm(session, data, "cold_warm_local")
 
 
 def cold_warm_cloud(session: Session) -> None:
     """The same through a simulated cloud."""
-    cold_warm(session, session.data["synthetic"], cloud=True)
+    cold_warm(session, session.data["synthetic"], "cold_warm_cloud", cloud=True)
+
+
+def in_place(session: Session) -> None:
+    """The same from the .h5ad file itself, uncompressed and compressed, by the tools that read such files."""
+    data = session.data["synthetic"]
+    for compression in session.preset.compressions:
+        path = data.path if compression == "none" else inputs.compressed(data.path, compression)
+        cold_warm(session, replace(data, path=path), "in_place", {"compression": compression})
 
 
 def base(session: Session) -> list[Data]:
@@ -38,26 +48,27 @@ def base(session: Session) -> list[Data]:
     return both[-1:] if session.preset.one_data else both
 
 
-def cold_warm(session: Session, data: Data, *, cloud: bool) -> None:
+def cold_warm(
+    session: Session, data: Data, scenario: str, case: Case = MappingProxyType({}), *, cloud: bool = False
+) -> None:
     """Two epochs of every contender in turns. In the first turn an epoch is checked, and others measure the waiting.
 
     The waiting in cold epochs takes processes of its own, and is measured only where it is longest, in a cloud.
     """
-    scenario = "cold_warm_cloud" if cloud else "cold_warm_local"
-    for _ in session.left(scenario, data.name, [{}]):
+    for _ in session.left(scenario, data.name, [case]):
         left_out, checked = set[str](), dict[str, Figures]()
         for turn in session.preset.turns_of(scenario, data.name):
             for each in session.taking_part(scenario, turn, data.name):
                 place = partial(Place, scenario=scenario, peer=each.name, turn=turn, data=data.name)
                 if each.name in left_out:
                     continue
-                with session.attempt(place(case={"epoch": "cold"}), left_out):
+                with session.attempt(place(case={**case, "epoch": "cold"}), left_out):
                     epochs, waits = two_epochs(session, each, data, cloud=cloud, first=turn == 1)
                     if turn == 1:
                         checked[each.name] = waits.pop("checked")
                     for epoch, figures in epochs.items():
                         more = checked[each.name] | waits.get(epoch, {})
-                        session.measurement(place(case={"epoch": epoch}), figures, **more)
+                        session.measurement(place(case={**case, "epoch": epoch}), figures, **more)
 
 
 def two_epochs(

@@ -41,6 +41,7 @@ class Preset:
     processes: Sequence[int]
     screen: Mapping[str, int]
     link_bytes: int
+    compressions: Sequence[str] = ("none", "gzip", "lzf")
     main_sides: bool = False
     one_data: bool = False
 

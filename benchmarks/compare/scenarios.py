@@ -16,7 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.compare import inputs
 from benchmarks.compare.inputs import Data
-from benchmarks.compare.new_processes import cold_warm_cloud, cold_warm_local, conversion, first, memory, scaling
+from benchmarks.compare.new_processes import (
+    cold_warm_cloud,
+    cold_warm_local,
+    conversion,
+    first,
+    in_place,
+    memory,
+    scaling,
+)
 from benchmarks.compare.session import Case, Contender, Place, Session, expect
 from benchmarks.harness.measuring import Figures
 from benchmarks.harness.sides import Reader
@@ -129,6 +137,7 @@ SCENARIOS: dict[str, Callable[[Session], None]] = {
         conversion,
         cold_warm_local,
         cold_warm_cloud,
+        in_place,
         order,
         minibatch,
         random,

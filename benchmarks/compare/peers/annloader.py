@@ -18,7 +18,7 @@ PEER = Peer(
             "views, not tensors.",
             format=".h5ad, uncompressed",
             store=None,
-            scenarios=("cold_warm_local", "minibatch", "random", "first", "memory"),
+            scenarios=("cold_warm_local", "in_place", "minibatch", "random", "first", "memory"),
             order="single random cells",
         )
     },

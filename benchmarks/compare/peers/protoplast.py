@@ -15,7 +15,7 @@ PEER = Peer(
             "It leaves out rows at the end of the file, by design, so only the number of rows is bounded.",
             format=".h5ad, uncompressed",
             store=None,
-            scenarios=("cold_warm_local", "minibatch", "first", "memory"),
+            scenarios=("cold_warm_local", "in_place", "minibatch", "first", "memory"),
             order="runs of cells as long as a minibatch",
             whole=False,
         )

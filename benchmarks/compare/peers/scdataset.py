@@ -21,7 +21,7 @@ PEER = Peer(
             how=_HOW,
             format=".h5ad, uncompressed",
             store=None,
-            scenarios=(*EPOCHS, "order", "processes"),
+            scenarios=(*EPOCHS, "in_place", "order", "processes"),
         ),
         "scDataset, Zarr": Side(
             how=_HOW,

@@ -35,6 +35,19 @@ PEER = Peer(
             store="zloader",
             scenarios=("cold_warm_local", "cold_warm_cloud", "order", "first", "memory"),
         ),
+        "zloader, h5ad": Side(
+            how=f"{_MIRRORED} The file itself is opened; nothing is converted.",
+            format=".h5ad, as anndata writes it",
+            store=None,
+            mirrored=True,
+            scenarios=("in_place",),
+        ),
+        "zloader, h5ad, no mirror": Side(
+            how=f"{_HOW}. The file itself is opened, without a mirror.",
+            format=".h5ad, as anndata writes it",
+            store=None,
+            scenarios=("in_place",),
+        ),
         "zloader, dense": Side(
             how=f"{_MIRRORED} Minibatches are dense float32.",
             format=_FORMAT,

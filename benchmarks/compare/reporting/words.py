@@ -140,6 +140,13 @@ SCENARIOS: Mapping[str, Scenario] = {
         limits=("link", "decoding"),
         of="from a simulated cloud",
     ),
+    "in_place": Scenario(
+        title="What you have: .h5ad",
+        question="How fast are the same epochs when nothing was converted, and the .h5ad file itself is read from the "
+        "disk? By how the file was compressed: not at all, which is anndata's default, with gzip, or with lzf.",
+        limits=("memcpy", "disk"),
+        of="from an .h5ad file",
+    ),
     "order": Scenario(
         title="Speed and mixing",
         question="Loaders read blocks of neighbouring cells and mix the cells of several blocks in memory. Larger "
