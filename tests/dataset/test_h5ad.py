@@ -503,3 +503,56 @@ def test_nodes_of_a_tree_are_read_at_once(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file["x"][::50], 1)
     assert max(waits) > 100  # 9 000 / 64 leaves
     assert sum(wait > 10 for wait in waits) < 5
+
+
+def random_adata(seed: int) -> ad.AnnData:
+    """Rows of any number and length, values and columns of any dtype, missing labels, layers, raw and obsm."""
+    rng = np.random.default_rng(seed)
+    n, genes = int(rng.choice([1, 2, 63, 64, 65, 300])), int(rng.choice([1, 7, 200]))
+    density = rng.choice([0.0, 0.05, 0.9], n)[:, None]  # of each row
+    values = rng.integers(1, 200, (n, genes)) * (rng.random((n, genes)) < density)
+    dtypes = rng.permutation(["f4", "f8", "i4", "u2", "i8", "u1"])
+    adata = ad.AnnData(scipy.sparse.csr_matrix(values.astype(dtypes[0])))
+    labels = rng.choice(["a", "b", "c\u00e9", ""], n)
+    missing = rng.random(n) < 0.2
+    adata.obs["label"] = pd.Categorical(np.where(missing, None, labels))
+    adata.obs["text"] = labels.astype(object)
+    adata.obs["count"] = pd.array(np.where(missing, None, rng.integers(0, 9, n)), dtype="Int64")
+    adata.obs["flag"], adata.obs["level"] = rng.random(n) < 0.5, rng.random(n).astype("f4")
+    adata.raw = adata
+    adata.layers["dense"] = values.astype(dtypes[1])
+    adata.layers["sparse"] = scipy.sparse.csr_matrix(values.astype(dtypes[2]))
+    adata.obsm["pca"] = rng.random((n, 3)).astype("f4")
+    return adata
+
+
+@pytest.mark.every(6)
+@pytest.mark.parametrize("seed", range(30))
+def test_random_files_are_as_anndata_reads_them(tmp_path: Path, seed: int) -> None:
+    adata, rng = random_adata(seed), np.random.default_rng(1000 + seed)
+    compression = rng.choice(["none", "gzip", "lzf"])
+    if compression != "none":  # h5py cuts compressed dense arrays in columns, too
+        del adata.layers["dense"]
+    adata.write_h5ad(tmp_path / "a.h5ad", compression=None if compression == "none" else str(compression))
+    expected = ad.read_h5ad(tmp_path / "a.h5ad")
+    dataset = zl.open_dataset(tmp_path / "a.h5ad", cache=tmp_path / "cache" if seed % 2 else None)
+    assert zl.verify(tmp_path / "a.h5ad", against=tmp_path / "a.h5ad", progress=False).problems == ()
+    names = [f"layers/{name}" for name in adata.layers if name]
+    loader = zl.Loader(
+        dataset, batch_size=16, x=["X", *names, "raw/X"], obs=["label", "flag", "level"], obsm=["pca"], layout="scipy"
+    )
+    for _ in range(2):
+        seen = []
+        for minibatch in loader:
+            rows = np.asarray(minibatch.index)
+            seen += rows.tolist()
+            for name in ("X", *names):
+                whole = expected.X if name == "X" else expected.layers[name.removeprefix("layers/")]
+                np.testing.assert_array_equal(dense(minibatch.x[name]), dense(whole[rows]))
+            np.testing.assert_array_equal(dense(minibatch.x["raw/X"]), dense(expected.raw.X[rows]))
+            np.testing.assert_array_equal(minibatch.obs["label"], expected.obs["label"].cat.codes.iloc[rows])
+            np.testing.assert_array_equal(minibatch.obs["level"], expected.obs["level"].iloc[rows])
+            np.testing.assert_array_equal(minibatch.obsm["pca"], expected.obsm["pca"][rows])
+        assert sorted(seen) == list(range(adata.n_obs))
+    pd.testing.assert_frame_equal(dataset.obs(), expected.obs)
+    assert dataset.var_names.equals(expected.var_names)
