@@ -28,7 +28,8 @@ from zloader.common.errors import (
     ZloaderError,
 )
 from zloader.dataset import hdf5_store
-from zloader.reading.hdf5_scan import ABSENT, _PrefetchedFile, scan
+from zloader.reading.hdf5_scan import ABSENT, scan
+from zloader.reading.prefetched_file import PrefetchedFile
 from zloader.storage.hdf5_filters import Hdf5Filters, filters_codecs
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
@@ -492,7 +493,7 @@ def test_nodes_of_a_tree_are_read_at_once(tmp_path: Path) -> None:
         waits.append(len(spans))
         return [content[start:stop] for start, stop in spans]
 
-    remote = _PrefetchedFile(read, len(content))
+    remote = PrefetchedFile(read, len(content))
     remote.block_bytes = 512
     with h5py.File(remote, "r") as file, h5py.File(tmp_path / "a.h5") as local:
         found, expected = [], []
