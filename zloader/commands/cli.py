@@ -125,8 +125,6 @@ _SAMPLED_ROWS = 512
 
 def _converted(dataset: Dataset) -> float | None:
     """Bytes per value of X in .h5ad files once they are converted, from its first 512 rows. None for stores."""
-    import anndata as ad
-
     from zloader.conversion.convert import convert
     from zloader.dataset.h5ad import OpenedFile
     from zloader.dataset.open_dataset import open_dataset
@@ -136,7 +134,7 @@ def _converted(dataset: Dataset) -> float | None:
         return None
     with tempfile.TemporaryDirectory(prefix="zloader-info-") as directory:
         sample = dataset.take(range(min(_SAMPLED_ROWS, dataset.n_obs)))
-        convert(ad.AnnData(sample.X), f"{directory}/sample.zarr", progress=False)
+        convert(sample, f"{directory}/sample.zarr", progress=False)
         return summarize(open_dataset(f"{directory}/sample.zarr")).matrices[0].bytes_per_value or None
 
 
