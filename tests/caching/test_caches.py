@@ -228,15 +228,16 @@ for minibatch in loader:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".zarr", ".h5ad"])
 @pytest.mark.parametrize(
     ("form", "minibatches"),
     [("decoded", 0), ("decoded", 3), ("decoded", 20), ("decoded", 60), ("stored", 3), ("stored", 20)],
 )
 def test_loaders_killed_while_filling_leave_no_wrong_values_and_block_nobody(
-    interpreter, store, sim, tmp_path, form, minibatches
+    interpreter, store, sim, tmp_path, form, minibatches, suffix
 ):
     server = sim(root=store.parent.parent, ttfb_ms=20)
-    url, cache = f"s3://{store.parent.name}/{store.name}", str(tmp_path / "cache")
+    url, cache = f"s3://{store.parent.name}/{store.stem}{suffix}", str(tmp_path / "cache")
     request = [url, cache, form, _options(server), minibatches]
     with interpreter.running(_FILLS_AND_REPORTS, json.dumps(request)) as process:
         assert all(process.stdout.read(1) == "." for _ in range(minibatches))
