@@ -52,7 +52,10 @@ def calls(found: Any) -> list[tuple[Any, inspect.Signature]]:
     return [(found, inspect.signature(constructor)), *optional.items()]
 
 
-@pytest.mark.parametrize("name", MODULES)
+# Importing Lightning takes 8 s.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.endswith("lightning") else []) for name in MODULES]
+)
 def test_every_public_callable_names_the_keyword_that_was_meant(name: str) -> None:
     pytest.importorskip(MODULES[name])
     module = importlib.import_module(name)

@@ -11,21 +11,27 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from helpers import assert_same_minibatches, counts, write_store
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.loggers import Logger
 
 import zloader as zl
 from zloader.common.errors import OptionError
-from zloader.integrations.lightning import DataModule, LogStatistics
 
 N_ROWS = 53
 N_BATCHES = 7
 SIZES = {"batch_size": 8, "fetch_factor": 3, "sampling": zl.BlockShuffling(4)}
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_lightning() -> None:
+    """Imports Lightning. That takes 8 s, which every worker of xdist would need if it were imported above."""
+    global DataModule, Kept, LogStatistics, Model, OnExceptionCheckpoint, QUIET, fitted, lightning, trainer_of
+    import lightning
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+    from lightning_runs import QUIET, Kept, Model, fitted, trainer_of
+
+    from zloader.integrations.lightning import DataModule, LogStatistics
 
 
 @pytest.fixture(scope="module")
@@ -53,53 +59,6 @@ def epochs(options) -> list[list[zl.Minibatch]]:
     """The first epochs, iterated over plainly."""
     loader = zl.Loader(**options)
     return [list(loader) for _ in range(4)]
-
-
-class Model(lightning.LightningModule):
-    """Keeps the minibatches of its steps. Its weight depends on all of them and on their order."""
-
-    def __init__(self, at: int | None = None, act: Any = None) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(11))
-        self.register_buffer("steps", torch.tensor(0))  # that have ended
-        self.at, self.act = at, act  # the step in which to act
-        self.seen: dict[str, list[Any]] = {"train": [], "val": [], "test": []}
-
-    def training_step(self, minibatch, batch_idx):
-        if len(self.seen["train"]) == self.at:
-            self.at = None
-            self.act(self.trainer)
-        self.seen["train"].append(minibatch)
-        self.steps += 1
-        return ((minibatch.x @ self.weight - 1) ** 2).mean()
-
-    def validation_step(self, minibatch, batch_idx, dataloader_idx=0):
-        self.seen["val"].append(minibatch)
-
-    def test_step(self, minibatch, batch_idx):
-        self.seen["test"].append(minibatch)
-
-    def predict_step(self, minibatch, batch_idx, dataloader_idx=0):
-        return minibatch.row
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
-
-
-def trainer_of(folder: Path | None = None, saves: dict[str, Any] | None = None, **options: Any) -> lightning.Trainer:
-    """A Trainer for the CPU. With `saves`, it saves every checkpoint that these options of ModelCheckpoint ask for."""
-    callbacks = list(options.pop("callbacks", []))
-    if saves is not None:
-        callbacks.append(ModelCheckpoint(folder, filename="{epoch}-{step}", save_top_k=-1, **saves))
-    return lightning.Trainer(
-        **{"max_epochs": 3, "enable_checkpointing": saves is not None, "callbacks": callbacks, **QUIET} | options
-    )
-
-
-def fitted(data: DataModule, ckpt_path: Path | None = None, model: Model | None = None, **options: Any) -> Model:
-    model = model or Model()
-    trainer_of(**options).fit(model, datamodule=data, ckpt_path=ckpt_path)
-    return model
 
 
 def joined(epochs) -> list[zl.Minibatch]:
@@ -387,23 +346,17 @@ def test_means_over_an_epoch_weigh_minibatches_by_their_rows(options, layout):
     assert trainer.callback_metrics["row"] == pytest.approx((N_ROWS - 1) / 2)
 
 
+@pytest.mark.parametrize("kind", [{}, {"layout": "csr"}, {"x": None}], ids=str)
+def test_lightning_finds_the_number_of_rows(options, kind):
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+    minibatch = move_data_to_device(next(iter(zl.Loader(**options | kind))), torch.device("cpu"))
+    assert extract_batch_size(minibatch) == 8
+    assert type(minibatch) is zl.Minibatch
+
+
 # ---- figures
-
-
-class Kept(Logger):
-    """Keeps what is logged."""
-
-    name, version = "kept", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[dict[str, float], int]] = []
-
-    def log_metrics(self, metrics, step=None):
-        self.logged.append((metrics, step))
-
-    def log_hyperparams(self, *_):
-        pass
 
 
 def test_figures_reach_every_logger(options):

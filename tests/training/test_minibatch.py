@@ -148,16 +148,6 @@ def test_a_minibatch_is_equal_to_itself_only(dataset: zl.Dataset) -> None:
     assert len({one, other, one}) == 2
 
 
-def test_lightning_finds_the_number_of_rows(dataset: zl.Dataset) -> None:
-    from lightning.fabric.utilities.apply_func import move_data_to_device
-    from lightning.pytorch.utilities.data import extract_batch_size
-
-    for options in ({}, {"layout": "dense"}, {"x": None}):
-        minibatch = move_data_to_device(load(dataset, **options), torch.device("cpu"))
-        assert extract_batch_size(minibatch) == 8
-        assert type(minibatch) is zl.Minibatch
-
-
 def test_a_model_takes_a_minibatch_as_keywords(dataset: zl.Dataset) -> None:
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor, obs: dict[str, torch.Tensor], **rest: Any) -> float:
