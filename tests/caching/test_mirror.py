@@ -29,6 +29,7 @@ from zloader.caching import chunk_file
 from zloader.caching.chunk_file import ChunkSet
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.kept_objects import load_object, save_object
+from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray, StoredArray, open_mirror, open_mirror_directory
 from zloader.caching.mirror import load_column as load_checked
 from zloader.caching.mirror import save_column as save_windows
@@ -375,6 +376,18 @@ def test_a_change_with_an_unchanged_modification_time_is_noticed(full):
         file.write_bytes(stored)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert full.missing(cache) == [2]
+
+
+def test_a_file_is_recorded_as_verified_only_if_all_of_it_was_compared(full):
+    with _copy_of(full) as (cache, directory):
+        file = directory / full.content.name
+        stored = bytearray(file.read_bytes())
+        stored[-1] ^= 1
+        file.write_bytes(stored)
+        mirror = full.open(cache)
+        assert mirror.missing(ALL[:-1]).tolist() == []
+        mirror.record_verified()
+        assert full.missing(cache) == [9]
 
 
 def test_verified_marks_of_another_boot_are_ignored(full):
@@ -895,6 +908,21 @@ def test_an_object_of_another_size_is_not_used(tmp_path, caplog):
     assert load_object(directory, "zarr.json", 6) is None
     (record,) = caplog.records
     assert "5 of 6 bytes" in record.getMessage()
+
+
+@pytest.mark.parametrize("form", ["decoded", "stored"])
+def test_only_chunks_that_have_disk_space_are_acquired(tmp_path, monkeypatch, form):
+    monkeypatch.setattr(chunk_file, "_PIECE_BYTES", 4 * 4096)
+    layout = _layout(n_elements=64 * 2048, chunk_elements=2048)  # chunks of 4 KiB
+    directory = MirrorDirectory(Cache(tmp_path, max_bytes="500kB", form=form), PRINT, "store")
+    array = (MirrorArray if form == "decoded" else _stored_array)(directory, layout)
+    if form == "stored":
+        chunks = np.arange(64)
+        array.place(chunks, chunks % 4 * 4096, np.full(64, 4096))
+    mine, _ = array.acquire(np.arange(64), Leases(directory.path))
+    assert 0 < len(mine) < 64
+    assert len(mine) % 4 == 0  # space is allocated for four chunks at a time
+    assert _damaged(tmp_path, "flat" if form == "decoded" else "stored").stat().st_blocks * 512 >= 4096 * len(mine)
 
 
 # ------------------------------------------------------------------------------------------------ many chunks
