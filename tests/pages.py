@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from typing import Any
 
 from helpers import PATIENCE_S
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
 
 from zloader.commands.charts import Chart, drawing, figure_of
 
@@ -68,33 +66,6 @@ def drawn(chart: Chart) -> Any:
         figure = figure_of([chart])
         FigureCanvasAgg(figure).draw()
     return figure
-
-
-def labels_through_which_a_line_passes(figure: Any) -> list[str]:
-    """The texts that a grid line crosses, unless an opaque box behind the text hides the line."""
-    struck = []
-    for axes in figure.axes:
-        frame = axes.get_window_extent()
-        lines = [line for axis in (axes.xaxis, axes.yaxis) for line in axis.get_gridlines() if line.get_visible()]
-        boxes = [line.get_window_extent() for line in lines]
-        boxes = [box for box in boxes if frame.padded(1).contains(box.x0, box.y0)]
-        for text in figure.findobj(Text):
-            behind = text.get_bbox_patch()
-            hidden = behind is not None and behind.get_facecolor()[3] == 1 and text.get_zorder() > axes.get_axisbelow()
-            if text.get_text() and text.get_visible() and not hidden:
-                extent = text.get_window_extent()
-                struck += [text.get_text() for box in boxes if extent.overlaps(box)]
-    return struck
-
-
-def overlapping_ticks(axes: Any) -> list[tuple[str, str]]:
-    """Neighbouring tick labels of one axis that overlap."""
-    found = []
-    for axis, end in ((axes.xaxis, 0), (axes.yaxis, 1)):
-        ticks = [(label.get_window_extent().get_points()[:, end], label.get_text()) for label in axis.get_ticklabels()]
-        ticks = sorted(((low, high), text) for (low, high), text in ticks if text)
-        found += [(a[1], b[1]) for a, b in itertools.pairwise(ticks) if a[0][1] > b[0][0]]
-    return found
 
 
 # ---- a browser

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from helpers import counts
 
 import zloader as zl
 from zloader.common.errors import OptionError, StoreNotFoundError, ZloaderError
+from zloader.order.plan import Plan
 
 pytestmark = pytest.mark.any_version
 
@@ -121,6 +123,38 @@ def test_lists_with_something_else_than_transforms(dataset: zl.Dataset) -> None:
     refuses("transforms must", lambda value: load(dataset, transforms=[value]), "list", "dict")
     refuses("transforms must", lambda value: load(dataset, transforms={"X": value}), "list", "dict")
     assert load(dataset, dtype=None).x.dtype == torch.float32
+
+
+# ---- Whole numbers
+
+PLAN = {"dataset_rows": 9, "sampling": zl.BlockShuffling(2), "batch_size": 2, "fetch_factor": 2}
+MIXED = partial(zl.Mixture, {"a": ([1], 1)})
+DRAWN = partial(zl.BlockWeightedSampling, [1.0], block_size=1)
+GENEFORMER = partial(zl.tokenizers.Geneformer, {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3}, {"a": 1})
+SCGPT = partial(zl.tokenizers.ScGPT, {"<pad>": 0, "<cls>": 1})
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "allowed"),
+    [
+        (partial(Plan, **PLAN), ["batch_size", "fetch_factor", "world_size", "seed", "epoch"], ["huge"]),
+        (partial(Plan, **PLAN), ["rank"], []),
+        (zl.BlockShuffling, ["block_size", "n_strata"], ["huge"]),
+        (zl.MixtureOfScanners, ["n_scanners", "block_size"], ["huge"]),
+        (partial(zl.MixtureOfScanners, 16), ["active"], ["none"]),
+        (MIXED, ["block_size"], ["huge"]),
+        (MIXED, ["epoch_rows"], ["none", "huge"]),
+        (DRAWN, ["block_size"], ["huge"]),
+        (DRAWN, ["total_size"], ["none", "huge"]),
+        (partial(zl.CellSets, "group"), ["set_size"], ["huge"]),
+        (zl.transforms.Downsample, ["counts"], ["huge"]),
+        (GENEFORMER, ["max_length"], ["none", "huge"]),
+        (SCGPT, ["n_bins"], ["none", "huge"]),
+    ],
+)
+def test_whole_numbers(call: Callable[..., Any], options: list[str], allowed: list[str]) -> None:
+    for option in options:
+        refuses(rf"\b{option}\b", lambda value, option=option: call(**{option: value}), *allowed)
 
 
 # ---- Options

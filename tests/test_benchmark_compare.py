@@ -67,14 +67,6 @@ def test_a_file_that_is_not_a_run_is_refused(tmp_path, lines, said):
     assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize("content", [b"\x89HDF\r\n\x1a\n\xff\xfe", b"\xff" * 100], ids=["hdf5", "no text"])
-def test_a_binary_file_and_a_missing_one_are_refused(tmp_path, content):
-    (tmp_path / "a.h5ad").write_bytes(content)
-    for path, said in (("a.h5ad", "not"), ("absent.jsonl", "No such file"), ("", "Is a directory")):
-        with pytest.raises(SystemExit, match=said):
-            differences.main([str(tmp_path / path), str(tmp_path / path)])
-
-
 def test_records_are_read_as_they_were_written(tmp_path):
     written = [
         RUN,
@@ -218,28 +210,6 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     a, b = runs(tmp_path, {"zloader": [1]}, {"zloader": [1]})
     with pytest.raises(records.RecordsError, match="no measurement of the reference 'anbatch'"):
         differences.compare(a, b, "anbatch")
-
-
-def test_another_preset_chooses_a_reference_as_another_machine_does(tmp_path):
-    a, b = disturbed(tmp_path, preset="full")
-    assert differences.conditions(a, b) == ["presets quick and full"]
-    assert differences.compare(a, b)[1].relative_to == "annbatch"
-
-
-def test_other_versions_of_a_peer_are_named(tmp_path, capsys):
-    a, b = runs(tmp_path, {"zloader": [1, 2], "annbatch": [1, 2]}, {"zloader": [1, 2], "annbatch": [2, 4]}, dirty=True)
-    lines = [json.loads(line) for line in b.path.read_text().splitlines()]
-    newer = {"version": "9", "packages": {"numpy": "2.5"}}
-    write(b.path, [{**each, **newer} if (each["record"], each["peer"]) == ("peer", "annbatch") else each
-                   for each in ({"peer": "", **each} for each in lines)])  # fmt: skip
-    differences.main([str(a.path), str(b.path)])
-    shown = capsys.readouterr().out
-    assert "Other versions in A and B: annbatch: 1.2.3 and 9, zarr 3.1 and None, numpy None and 2.5." in shown
-    assert "with uncommitted changes" in shown
-    differences.main([str(a.path), str(b.path), "--json"])
-    assert len(json.loads(capsys.readouterr().out)["versions"]) == 1
-    with pytest.raises(SystemExit, match="2"):
-        differences.main([str(a.path), str(b.path), "--seed", "-1"])
 
 
 # ---- the command

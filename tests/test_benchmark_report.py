@@ -12,10 +12,9 @@ from benchmark_runs import RUN, measurement, peers, whole_run, write
 from pages import Page, drawn
 
 from benchmarks.compare import report
-from benchmarks.compare.reporting import figures, looks, records, tables, words
+from benchmarks.compare.reporting import figures, records, tables, words
 from benchmarks.compare.reporting.results import Results
 from benchmarks.compare.reporting.turns import Spread
-from zloader.commands.charts import LIGHT
 
 pytestmark = pytest.mark.any_version
 
@@ -62,39 +61,6 @@ def test_the_page_is_one_file_without_scripts(page):
     assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
     assert {link["href"] for link in page.all("link")} == {"data:,"}
     assert all(str(link["href"]).startswith("#") for link in page.all("a"))
-
-
-def test_the_page_can_be_read_without_a_mouse_and_without_seeing_it(page):
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    assert {str(link["href"])[1:] for link in page.all("a")} == {section["id"] for section in page.all("section")}
-    for region in page.all("div"):
-        if region.get("class") == "wide":
-            assert (region["tabindex"], region["role"]) == ("0", "region")
-            assert region["aria-label"]
-    drawings = page.all("svg")
-    assert len(drawings) > 15
-    for drawing in drawings:
-        assert drawing["role"] == "img"
-        assert set(str(drawing["aria-labelledby"]).split()) <= set(ids)
-
-
-def test_limits_are_lines_of_the_figures(whole):
-    """Those of the cloud are the link and decoding; memcpy is far beyond the bars of the local disk."""
-    legends = {}
-    for name in ("cold_warm_local", "cold_warm_cloud"):
-        (chart,) = figures.charts(whole, name, "synthetic")
-        figure = drawn(chart)
-        (legend,) = figure.subfigs[0].legends
-        legends[name] = [text.get_text() for text in legend.get_texts()]
-        (axes,) = figure.axes
-        (line,) = [line for line in axes.lines if line.get_label() == "limit: decoding alone, 250 000"]
-        assert list(line.get_xdata()) == [250_000, 250_000]
-        assert axes.get_xlim()[1] > 250_000
-    assert "limit: copying CSR minibatches, 5 000 000 (beyond the axis)" in legends["cold_warm_local"]
-    assert "limit: reading the disk, 300 000" in legends["cold_warm_local"]
-    assert legends["cold_warm_cloud"][:2] == ["cold", "warm"]
-    assert "limit: the link, 120 000" in legends["cold_warm_cloud"]
 
 
 # ---- ratios
@@ -173,56 +139,6 @@ def test_reads_are_per_cell_and_bounds_of_epochs_that_ended_early(tmp_path, part
     assert figures["annbatch"] == [f"{bound}500", f"{bound}10", f"{bound}500 B", f"{bound}0.004"]
 
 
-def test_the_rows_of_several_processes_do_not_hide_that_their_epochs_ended_early(tmp_path):
-    """Two processes gave out six tenths of the rows each, which is more than those of the data."""
-    more = {"case": {"processes": 2}, "rows": 1200, "pss_bytes": 2e8}
-    lines = [RUN, *peers("zloader", "x"), measurement("processes", "zloader", 1, 500, ended=True, **more),
-             measurement("processes", "x", 1, 100, ended=False, **more)]  # fmt: skip
-    (table,) = section(results(tmp_path, lines), "Several processes").tables
-    assert [row[table.header.index("cells/s")] for row in table.rows] == ["600", "≥ 120"]
-    assert [row[table.header.index("PSS")] for row in table.rows] == ["200 MB", "200 MB"]
-
-
-def test_cpu_seconds_of_a_start_are_not_divided_by_cells(tmp_path):
-    started = {"rows": 64, "seconds": 2.0, "user_s": 1.5, "system_s": 0.5, "ended": False}
-    lines = [RUN, *peers("zloader"), measurement("first", "zloader", 1, 1, **started),
-             measurement("scaling", "zloader", 1, 1, case={"rows": 10}, **started)]  # fmt: skip
-    for title in ("Time to the first minibatch", "Small and large stores"):
-        (table,) = section(results(tmp_path, lines), title).tables
-        assert "CPU s / 100k cells" not in table.header
-        assert [row[table.header.index("CPU s")] for row in table.rows] == ["2"]
-
-
-def test_the_tables_say_how_many_turns_a_tool_had(tmp_path):
-    found = results(tmp_path, one_case(("zloader", [100, 120, 110]), ("annbatch", [50])))
-    (table,) = section(found, "Perfectly random cells").tables
-    assert table.header[:5] == ["tool", "cells/s", "range", "turns", "zloader is … as fast"]
-    assert [row[:5] for row in table.rows] == [["zloader", "110", "100 to 120", "3", ""],
-                                               ["annbatch", "50", "", "1", "2.0 ×"]]  # fmt: skip
-    (glance,) = tables.at_a_glance(found).tables
-    assert glance.rows == [["perfectly random cells", "110 cells/s", "annbatch: 50 cells/s", "2.0 ×, one turn"]]
-
-
-def test_the_tools_have_their_order_and_their_checks(tmp_path):
-    """The check of a tool may end in one case and not in another; some scenarios have none."""
-    known, unknown = peers("zloader", "x")
-    checks = {"zloader": ["rows and values"] * 3, "x": ["rows", None, None]}
-    lines = [RUN, known | {"order": "blocks of 64"}, unknown, measurement("first", "x", 1, 5)]
-    lines += [measurement("minibatch", peer, 1, 5, case={"batch_size": size}, checked=check)
-              for peer, of in checks.items() for size, check in enumerate(of, 1)]  # fmt: skip
-    (table,) = section(results(tmp_path, lines), "The tools").tables
-    columns = [table.header.index("order"), table.header.index("checked")]
-    assert [[row[0], *(row[column] for column in columns)] for row in table.rows] == [
-        ["zloader", "blocks of 64", "rows and values"],
-        ["x", "", "only that there are not too many cells (2 of 3 cases), rows (1 of 3 cases)"],
-    ]
-
-
-def test_minibatches_of_the_size_that_runs_measure_are_summed_up(whole):
-    (table,) = tables.at_a_glance(whole).tables
-    assert "minibatches of 1 024" in [row[0] for row in table.rows]
-
-
 def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     lines = one_case(("zloader", [100, 100]), ("annbatch", [200, 200]), ("AnnData in memory", [400, 400]))
     lines += [measurement("first", peer, 1, 1000, first_s=s) for peer, s in (("zloader", 2.0), ("annbatch", 0.5))]
@@ -234,14 +150,6 @@ def test_cases_in_which_another_tool_is_better_are_listed(tmp_path):
     ahead = results(tmp_path, one_case(("zloader", [100]), ("annbatch", [50])))
     (text,) = tables.sections(ahead)[1].text
     assert text.startswith("No other loader was better than zloader in any case of this run.")
-
-
-def test_a_scenario_that_is_not_known_is_shown(tmp_path):
-    lines = one_case(("zloader", [100]), ("annbatch", [50]), scenario="new_one", case={"depth": 3, "way": "up"})
-    text = Page(report.html(results(tmp_path, lines))).text
-    assert "new one" in text
-    assert "Scenario: new one" in text
-    assert "zloader 3 up 100" in text
 
 
 @pytest.mark.parametrize(
@@ -283,14 +191,6 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
         assert "<script" not in line.replace("\\<", "")
 
 
-@pytest.mark.parametrize("key", ["peer", "scenario", "data", "case"])
-def test_names_that_cannot_be_shown_are_refused(tmp_path, key):
-    for name in ("", "  ", "a\0b", "a\nb", "\ud800", "x" * 101):
-        bad = measurement("random", "x", 1, 5) | {key: {"axis": name} if key == "case" else name}
-        with pytest.raises(records.RecordsError, match=rf"line 2: {key} .* is no name"):
-            results(tmp_path, [RUN, bad])
-
-
 def test_a_failure_is_shown_with_its_last_words(tmp_path):
     error = "self.x(3)\n    ^^^^^\n  File x.py, line 4, in x\nRuntimeError: there is no x,\n  but a y\n"
     failed = {"record": "failed", "scenario": "random", "peer": "annbatch", "error": error}
@@ -300,16 +200,6 @@ def test_a_failure_is_shown_with_its_last_words(tmp_path):
     assert len(tables.last_words("x" * 9999)) == 400
 
 
-def test_what_a_run_held_back_and_what_it_is(tmp_path):
-    run = RUN | {"command": ["python", "run.py", "--constrain", "torch==2.13.0"], "dirty": True}
-    text = Page(report.html(results(tmp_path, [run, measurement("random", "x", 1, 5)]))).text
-    assert "The command of this run held these back: torch==2.13.0." in text
-    assert "Run of 2026-11-23 06:00, Example 1, 2 cores, commit 0123456789ab with uncommitted changes." in text
-    unknown = {"record": "run", "format": 1}
-    text = Page(report.html(results(tmp_path, [unknown, measurement("random", "x", 1, 5)]))).text
-    assert "A run at an unknown time, unknown processor, commit unknown." in text
-
-
 def test_examples_of_docstrings_are_correct():
     for module in (tables, words):
         done = doctest.testmod(module)
@@ -317,55 +207,7 @@ def test_examples_of_docstrings_are_correct():
         assert done.failed == 0
 
 
-def test_a_run_that_was_stopped_or_resumed_says_so(tmp_path, page):
-    stopped = "The run was stopped before its end"
-    assert stopped not in page.text
-    assert stopped in Page(report.html(results(tmp_path, one_case(("zloader", [100]))))).text
-    again = {"record": "resumed", "began": "2026-11-23T09:00:00Z", "load": [0.1, 0.2, 0.3]}
-    done = {"record": "done", "scenario": "random", "data": "synthetic", "case": {}, "seconds": 5.0}
-    lines = [*one_case(("zloader", [100])), done, again, {"record": "end", "seconds": 9.0, "failures": []}]
-    text = Page(report.html(results(tmp_path, lines))).text
-    assert stopped not in text
-    assert "2026-11-23T09:00:00Z" in text
-
-
 # ---- figures
-
-
-def test_a_peer_looks_the_same_everywhere_and_zloader_stands_out(whole):
-    look = looks.looks(whole.peers)
-    assert len({(each.colour, each.marker) for each in look.values()}) == len(look)
-    assert len({each.marker for each in looks.looks([str(k) for k in range(22)]).values()}) == 22
-    assert {peer for peer, each in look.items() if each.colour == LIGHT["blue"]} == {"zloader", "zloader, dense"}
-    assert look["zloader"].width > 1.5 * max(each.width for peer, each in look.items() if peer != "zloader")
-    for scenario in ("minibatch", "memory", "processes"):
-        (chart,) = figures.charts(whole, scenario, "synthetic")
-        (axes,) = drawn(chart).axes
-        lines = {container.get_label(): container.lines[0] for container in axes.containers}
-        assert {peer: (line.get_color(), line.get_marker()) for peer, line in lines.items()} == {
-            peer: (each.colour, each.marker) for peer, each in look.items()
-        }
-
-
-def test_every_figure_is_also_text(whole):
-    names = []
-    for scenario in whole.scenarios:
-        (data,) = whole.data(scenario)
-        for chart in figures.charts(whole, scenario, data):
-            names.append(chart.name)
-            assert re.search(r"\d", chart.description), "the figures as text"
-    assert {"order-entropy-synthetic", "order-map-2-annbatch-synthetic", "conversion-cells-s-synthetic"} < {*names}
-    assert "scaling-peak-memory-synthetic-all-sizes" in names
-    assert len(names) == len({*names}) == 12 + len(benchmark_runs.SPEEDS) + 1
-
-
-def test_a_heat_map_has_speed_and_entropy(whole):
-    chart = next(c for c in figures.charts(whole, "order", "synthetic") if c.name == "order-map-0-zloader-synthetic")
-    (axes,) = drawn(chart).axes
-    words = [text.get_text() for text in axes.texts]
-    assert len(words) == 4
-    assert all(re.fullmatch(r"[\d ]+/s\n2\.\d\d bits", word) for word in words)
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "64"]
 
 
 # ---- Markdown and README
@@ -392,13 +234,6 @@ def test_the_command_writes_page_markdown_figures_and_readme(tmp_path, capsys):
     assert "commit 0123456789abcdef" in docs
     report.main(arguments)
     assert (readme.read_text(), page.read_text()) == (text, docs)
-
-
-def test_rows_of_markdown_tables_have_equally_many_cells(whole):
-    tables = re.findall(r"(?:^\|.*\|\n)+", report.markdown(whole, "figures"), re.MULTILINE)
-    assert len(tables) > 15
-    for table in tables:
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
 
 
 def test_nothing_is_written_if_the_run_or_the_markers_are_bad(tmp_path):

@@ -83,15 +83,6 @@ def test_a_mapped_file_that_is_replaced_is_read_anew(connected, root):
     assert ask(connection, "/bucket/replaced")[0] == 404
 
 
-def test_a_client_that_leaves_does_not_disturb_others(connected):
-    leaving = connected()
-    leaving.request("GET", "/bucket/object")
-    with leaving.getresponse() as response:
-        response.read(1)
-    leaving.close()
-    assert ask(connected(), "/bucket/object") == (200, OBJECT)
-
-
 def test_rates_and_counters(connected):
     control = connected()
     ask(control, "/__sim/reset", "POST")
@@ -157,29 +148,6 @@ def test_sides_are_consistent(run):
     assert taken == set(run.scenarios.SCENARIOS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param([], "give --quick or --full", id="no size"),
-        pytest.param(["--full", "--tiny"], "--tiny goes with --quick", id="tiny"),
-        pytest.param(["--quick", "--peers", "zloader,x"], "--peers: unknown: x", id="peers"),
-        pytest.param(["--quick", "--scenario", "cold"], "--scenario: unknown: cold", id="scenario"),
-        pytest.param(["--quick", "--data", "absent.h5ad"], "there is no file absent.h5ad", id="data"),
-        pytest.param(["--quick", "--output", __file__], f"give --resume {__file__}", id="output"),
-        pytest.param(["--quick", "--output", "a", "--resume", "b"], "not allowed with", id="output and resume"),
-    ],
-)
-def test_options_of_a_run(run, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        run.run.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_the_peers_are_listed(run, capsys):
-    run.run.main(["--list-peers"])
-    assert capsys.readouterr().out.split() == list(run.peers.MODULES)
-
-
 @pytest.fixture
 def session(run, tmp_path) -> Any:
     return session_of(run, tmp_path)
@@ -228,16 +196,6 @@ def running(group: int) -> list[str]:
     return found
 
 
-def test_a_worker_that_has_ended_has_no_memory(run):
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
-        assert run.peers._private_bytes(worker.pid) > 0
-        worker.kill()
-        while Path(f"/proc/{worker.pid}/stat").read_text().split()[2] != "Z":
-            time.sleep(0.01)
-        assert run.peers._private_bytes(worker.pid) == 0
-    assert run.peers._private_bytes(worker.pid) == 0
-
-
 def test_errors_are_recorded_without_the_folders_of_this_machine(run):
     raised = (
         """File "/home/me/a/reader.py", line 3\nError: no '/home/me/x y' in s3://a/b/c, see http://c.d/e/f/ and a/b"""
@@ -275,19 +233,6 @@ def test_an_epoch_ends_after_so_many_rows(run):
     figures = run.readers.measured(lambda _: epoch, {"rows": 8}, first_fetch=1)
     assert (figures["rows"], figures["ended"]) == (8, False)
     assert len(list(epoch.minibatches)) == 1
-
-
-def test_an_epoch_ends_early_counted_from_its_first_minibatch(run):
-    """Otherwise a tool that reads a lot first would be measured by a single minibatch."""
-
-    def slow_at_first() -> Iterator[np.ndarray]:
-        time.sleep(0.01)
-        for _ in range(3):
-            yield np.zeros(4)
-
-    epoch = run.peers.Epoch(minibatches=slow_at_first())
-    figures = run.readers.measured(lambda _: epoch, {"most_s": 0.0}, first_fetch=1)
-    assert (figures["rows"], figures["ended"]) == (4, False)  # the late one does not count, nor the wait for it
 
 
 # ---- a run that is stopped and resumed
@@ -349,49 +294,6 @@ def test_a_line_that_was_not_finished_is_cut_off(run, session, tmp_path, capsys,
     assert session.output.read_text() == whole[: len(session.output.read_text())]
 
 
-def test_sides_that_failed_or_are_missing_stay_so(run, session, tmp_path):
-    session.record("run", **RUN)
-    session.record("missing", peer="annbatch", reason="none")
-    place = run.session.Place(scenario="order", peer="zloader", case={"block_rows": 1}, turn=1, data="synthetic")
-    for _ in session.left("order", "synthetic", [{"block_rows": 1}]):
-        with session.attempt(place, set()):
-            raise run.session.WrongRows("rows")
-    earlier = resumed(run, tmp_path).earlier
-    assert (earlier.missing, earlier.failures) == ({"annbatch"}, {"annbatch", "zloader"})
-
-
-def test_epochs_of_a_case_belong_to_it(run, session, tmp_path):
-    """The cold and the warm epoch are cases of their own, but are measured together."""
-    session.record("run", **RUN)
-    for data in ("synthetic", "pancreas"):
-        for _ in session.left("cold_warm_local", data, [{}]):
-            for epoch in ("cold", "warm"):
-                place = {"scenario": "cold_warm_local", "peer": "zloader", "case": {"epoch": epoch}, "turn": 1}
-                session.measurement(run.session.Place(**place, data=data), FIGURES)
-            if data == "pancreas":
-                break
-    kept = [each["data"] for each in resumed(run, tmp_path).earlier.records if each["record"] == "measurement"]
-    assert kept == ["synthetic"] * 2
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param(None, "No such file", id="absent"),
-        pytest.param("", "does not begin with the record of a run", id="empty"),
-        pytest.param('{"record": "pe', "line 1 is not a record", id="half a line"),
-        pytest.param('{"record": "peer", "peer": "a"}\n', "does not begin with the record of a run", id="no run"),
-        pytest.param('{"record": "run"}\nhello\n{"record": "peer"}\n', "line 2 is not a record", id="other lines"),
-    ],
-)
-def test_files_that_cannot_be_resumed(run, tmp_path, content, message):
-    path = tmp_path / "run.jsonl"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(SystemExit, match=message):
-        run.resuming.read(path)
-
-
 def test_a_run_goes_on_only_as_it_began(run, session, tmp_path):
     session.record("run", **RUN)
     session.record("peer", peer="zloader", version="1", packages={"zarr": "3.1"})
@@ -408,18 +310,6 @@ def test_a_run_goes_on_only_as_it_began(run, session, tmp_path):
         )
     with pytest.raises(SystemExit, match="record of zloader was 'peer', and is now 'missing'"):
         earlier.expect_side("zloader", {"record": "missing", "peer": "zloader", "reason": "none"})
-
-
-def test_a_peer_that_has_used_its_time_has_fewer_turns(run, tmp_path):
-    session = session_of(run, tmp_path)
-    session.preset = replace(session.preset, peer_s=0.0)
-    left_out: set[str] = set()
-    for turn in (0, 1):
-        place = run.session.Place(scenario="order", peer="slow", case={}, turn=turn, data="synthetic")
-        with session.attempt(place, left_out):
-            pass
-        assert left_out == ({"slow"} if turn else set())  # every peer has one measured turn
-    assert not session.output.exists()  # it has not failed
 
 
 @pytest.mark.slow  # two tiny runs of zloader
@@ -479,16 +369,6 @@ def test_the_trainings_run_and_compare_with_their_baselines(tmp_path, capsys):
     assert models.print_trainings({"a": {**runs["sets"], "losses": {"model": 1.0, "no shift": 2.0}}})
     assert not models.print_trainings({"a": {**runs["sets"], "losses": {"model": 1.0, "no shift": 1.0}}})
     assert "did not fall below" in capsys.readouterr().out
-
-
-def test_a_screen_has_shifts_that_controls_do_not():
-    screen = models.Screen(cell_lines=2, drugs=3, genes=40, rows_per_group=50)
-    adata = models.screens.screen_of(screen, obsm=True)
-    assert adata.shape == (screen.rows, 40) == (300, 40)
-    assert (adata.obsm["X_hvg"] == adata.X.toarray()).all()
-    means = models.screens.mean_counts(screen, np.random.default_rng(0))
-    assert adata.obs["drug"].cat.categories[-1] == models.CONTROL
-    assert (np.abs(np.log(means[:, :-1] / means[:, -1:])).max(axis=(1, 2)) > 0.1).all()
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import PATIENCE_S
-from torch.utils.flop_counter import FlopCounterMode
 
 import zloader as zl
 from benchmarks.data import programmes
@@ -98,50 +97,6 @@ def result(process: subprocess.Popen[str]) -> dict[str, Any]:
 # ---- model
 
 
-def test_padding_does_not_change_predictions(pretrain):
-    torch.manual_seed(0)
-    model = pretrain.model.MaskedValues(50, pretrain.model.SHAPES["tiny"])
-    ids, values = torch.randint(0, 50, (3, 10)), torch.rand(3, 10)
-    masked, real = torch.rand(3, 10) < 0.3, torch.arange(10) < torch.tensor([[10], [7], [1]])
-    together = model(ids, values, masked, real[:, None, None])
-    for row, length in enumerate((10, 7, 1)):
-        alone = model(ids[row, None, :length], values[row, None, :length], masked[row, None, :length], None)
-        torch.testing.assert_close(together[row, :length], alone[0])
-
-
-def test_a_masked_value_is_not_seen(pretrain):
-    torch.manual_seed(0)
-    model = pretrain.model.MaskedValues(50, pretrain.model.SHAPES["tiny"])
-    ids, values, masked = torch.randint(0, 50, (2, 10)), torch.rand(2, 10), torch.rand(2, 10) < 0.5
-    changed = torch.where(masked, torch.rand(2, 10), values)
-    assert torch.equal(model(ids, values, masked, None), model(ids, changed, masked, None))
-    assert not torch.equal(model(ids, values, masked, None), model(ids, values + 0.1, masked, None))
-
-
-def test_flops_are_those_that_torch_counts(pretrain):
-    """But for a first layer, whose input needs no gradient."""
-    shape = pretrain.model.SHAPES["tiny"]
-    model = pretrain.model.MaskedValues(50, shape)
-    costs, rows, length = pretrain.costs.costs_of(model), 2, 16
-    assert costs.parameters == sum(each.numel() for each in model.parameters())
-    ids, values, masked = torch.randint(0, 50, (rows, length)), torch.rand(rows, length), torch.rand(rows, length) < 0.3
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-        model(ids, values, masked, None).sum().backward()
-    without_gradient = 2 * shape.width  # per place, of the first layer
-    expected = rows * length * (costs.flops(length) - without_gradient)
-    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-6)
-
-
-def test_sizes_are_as_their_names_say(pretrain):
-    def millions(size: str, genes: int) -> float:
-        with torch.device("meta"):
-            model = pretrain.model.MaskedValues(genes + 2, pretrain.model.SHAPES[size])
-        return float(sum(each.numel() for each in model.parameters())) / 1e6
-
-    assert 11.5 < millions("12m", 2000) < 12.5
-    assert 50.5 < millions("51m", 62_710) < 52.5
-
-
 # ---- oracles
 
 
@@ -165,16 +120,6 @@ def test_the_rates_are_those_of_the_counts(pretrain, source):
     surprise = (minibatch.x.numpy() - rates) / np.sqrt(rates)  # of Poisson counts: mean 0, deviation 1
     assert abs(surprise.mean()) < 0.05
     assert surprise.std() == pytest.approx(1, abs=0.05)
-
-
-def test_inference_finds_the_activities(pretrain):
-    atlas = pretrain.programmes.Atlas(rows=50, genes=2000, programmes=3, types=3)
-    truth = pretrain.programmes.truth_of(atlas)
-    counts = pretrain.programmes.anndata_of(atlas).X.toarray()
-    for row in range(0, 50, 10):
-        seen = np.flatnonzero(counts[row])
-        found = pretrain.oracle._inferred(counts[row][seen], truth.level[seen], truth.loadings[:, seen])
-        assert np.allclose(found, [truth.log_depth[row], *truth.activity[row]], atol=0.15)
 
 
 # ---- runs
@@ -276,11 +221,6 @@ def test_what_cannot_work_is_said_before_training(pretrain, monkeypatch, tmp_pat
     assert ended.value.code not in (0, 1, None)
     assert said in (str(ended.value.code) + capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_oracle_that_knows_no_more_is_not_mentioned(pretrain):
-    held_out = {"model": 0.5, "mean of each gene": 1.0, "true programmes": 1.0, "true rates": 1.5}
-    assert "oracle" not in pretrain.page.learned({"held_out": held_out})
 
 
 def test_a_run_from_s3_writes_its_page(pretrain, work, tmp_path, capsys, monkeypatch):

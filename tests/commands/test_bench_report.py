@@ -10,14 +10,13 @@ import typer.main
 from pages import Page
 from reported import MIXING, SETTINGS, bench_run, epoch, said, to_copy, with_figures
 
-from zloader.commands.bench_report import charts, report
-from zloader.commands.bench_results import BenchRun, dollars
+from zloader.commands.bench_report import report
+from zloader.commands.bench_results import BenchRun
 from zloader.commands.cli import app
 
 pytestmark = pytest.mark.any_version
 
 FLAGS = ["--batch-size", "64", "--endpoint-url", "http://127.0.0.1:9"]
-FIGURES = ["speed", "throughput", "waiting", "reading", "mirror"]
 
 
 def rendered(run: BenchRun) -> Page:
@@ -27,24 +26,6 @@ def rendered(run: BenchRun) -> Page:
 @pytest.fixture(scope="module")
 def page() -> Page:
     return rendered(bench_run(quality=MIXING))
-
-
-def test_every_figure_is_there_and_says_what_it_shows(page):
-    assert [chart.name for chart in charts(bench_run())] == FIGURES
-    for words in (
-        "cold epochs: 640 rows per second; limit: the link (cold): 683 rows per second; limit: decoding on all cores "
-        "(cold): 2,133 rows per second; warm epochs: 3,200, 3,200 rows per second",
-        "epoch 0, cold: 640 rows per second; epoch 1, warm: 3,200 rows per second",
-        "cold epoch: until the first minibatch 0.50 s, waiting for later ones 8.60 s, making tensors 0.90 s",
-        "epoch 0, cold: 3.0 GB in 50 GETs; epoch 1, warm: 0 B in 0 GETs",
-        "epoch 0: 0% to 100%; epoch 1: 100% to 100%",
-    ):
-        assert words in page.text
-
-
-def test_every_band_of_the_charts_over_time_has_the_numbers_of_its_epochs(page):
-    words = [word.strip() for word in page.words]
-    assert words.count("cold: epoch 0") == words.count("warm: epochs 1 to 2") == 3
 
 
 def test_the_tables_have_the_numbers(page):
@@ -136,12 +117,3 @@ def test_the_code_names_genes_as_the_run_did(given, text):
     assert text in code
     assert ("import pandas as pd" in code) == ("pd." in text)
     compile(code, "page", "exec")
-
-
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [(0, "$0"), (1e-20, "under $0.0001"), (0.0001, "$0.0001"), (0.27, "$0.27"), (0.999, "$1.00"),
-     (1234.5, "$1,234.50")],
-)  # fmt: skip
-def test_dollars(amount, text):
-    assert dollars(amount) == text

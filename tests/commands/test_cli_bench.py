@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import re
 import signal
@@ -15,7 +14,6 @@ import pytest
 from forked import CLI
 from helpers import counts, write_store
 from pages import Page
-from rich.console import Console
 from test_cli import params, zloader
 
 import zloader as zl
@@ -23,7 +21,6 @@ from zloader.commands import bench_run
 from zloader.commands.bench_results import BenchEpoch, medians
 from zloader.commands.bench_run import kind_of, run_epoch
 from zloader.commands.bill import Prices
-from zloader.commands.terminal import bench_view, show_figures
 from zloader.common.errors import ZloaderError
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 from zloader.training.minibatch import DTYPES
@@ -159,18 +156,6 @@ def test_the_report_has_the_figures_of_the_json(store, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bench.html", "cache"]
 
 
-def test_samples_of_an_epoch_are_few_and_end_with_its_totals(store, tmp_path):
-    loader = zl.Loader(zl.open_dataset(store, cache=tmp_path / "cache"), batch_size=1, fetch_factor=64)
-    measured: list[BenchEpoch] = []
-    run_epoch(loader, measured)
-    samples = measured[0].samples
-    assert 1 <= len(samples) <= 256
-    assert [sample.at_s for sample in samples] == sorted({sample.at_s for sample in samples})
-    last = samples[-1]
-    figures = measured[0].figures
-    assert (last.rows, last.bytes_read, last.mirrored) == (503, figures["bytes_read"], 1)
-
-
 def test_the_prices_are_those_of_bill():
     flags = {name: params(name) for name in ("bench", "bill")}
     for name in ("gpu_hour", "thousand_gets", "gigabyte_egress", "nvme_gigabyte_month"):
@@ -197,11 +182,6 @@ def test_several_stores_are_read_as_one(store, tmp_path):
     assert seen["rows"] == 563
     assert [epoch["figures"]["rows"] for epoch in seen["epochs"]] == [563, 563]
     assert seen["epochs"][1]["kind"] == "warm"
-
-
-def test_packed_rows_have_the_stored_dtype(store):
-    seen = documented(store, "--epochs", 1, "--layout", "packed")
-    assert (seen["layout"], seen["dtype"]) == ("packed", None)
 
 
 @pytest.mark.parametrize(
@@ -287,23 +267,6 @@ def test_the_loop_is_the_loaders(store):
     assert flags["dtype"].show_default == zl.Loader(zl.open_dataset(store)).dtype
     assert all(dtype in flags["dtype"].help for dtype in DTYPES)
     assert not {"key", "secret", "token", "password"} & flags.keys()
-
-
-def test_while_it_runs_a_terminal_shows_the_figures_that_there_are():
-    drawn = io.StringIO()
-    console = Console(file=drawn, force_terminal=True, width=100)
-    now = {"epoch": 2, "rows": 1_200, "gets": 7, "in_flight_bytes": 3_000_000, "spans": 4}
-    with bench_view(console, 5_000, lambda: now):
-        pass
-    assert "epoch 2: 1,200 of 5,000 rows" in drawn.getvalue()
-    assert re.search(r"in flight now +3\.0 MB", drawn.getvalue())
-    assert re.search(r"spans +4", drawn.getvalue())
-    assert "retries" not in drawn.getvalue()
-    ended = io.StringIO()
-    show_figures(Console(file=ended, width=100), {"cold": now, "warm": {"gets": 0, "retries": 1}})
-    assert re.search(r"GETs +7 +0", ended.getvalue())
-    assert re.search(r"retries +1", ended.getvalue())
-    assert "in flight now" not in ended.getvalue()
 
 
 @pytest.mark.slow  # the link is slow

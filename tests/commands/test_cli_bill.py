@@ -144,11 +144,8 @@ def test_the_rate_of_a_short_epoch_is_not_taken(tmp_path):
     ("flags", "said"),
     [
         (["--rows", "nan"], "--rows must be a number greater than 0, not nan"),
-        (["--rows", "0"], "--rows must be a number greater than 0, not 0"),
         (["--tokens-per-row", "-3"], "--tokens-per-row must be a number greater than 0, not -3"),
         (["--gpu-hour", "-1"], "--gpu-hour must be a number of at least 0, not -1"),
-        (["--gpu-hour", "inf"], "--gpu-hour must be a number of at least 0, not inf"),
-        (["--gpu-rows-per-s", "0"], "--gpu-rows-per-s must be a number greater than 0, not 0"),
         (["--rows", "1e300"], "--rows must be a number greater than 0, from 1e-15 to 1e+15, not 1e+300"),
         (
             ["--epochs", "1" + 400 * "0"],
@@ -220,10 +217,6 @@ def test_it_says_where_each_rate_comes_from(tmp_path):
 )
 def test_measurements_that_say_nothing_of_loading(tmp_path, changes, said):
     assert said in zloader("bill", "--measured", bench_file(tmp_path / "bench.json", **changes), status=1).stderr
-
-
-def test_a_run_of_a_billion_epochs_is_a_matter_of_arithmetic():
-    assert dataclasses.replace(RUN, epochs=10**9).totals()[0] == pytest.approx(5e8)
 
 
 def test_the_rates_that_are_free_of_a_price_stay_finite():

@@ -116,16 +116,6 @@ def test_the_page_and_the_picture(store, tmp_path):
     assert (tmp_path / "again.html").read_text() == page.read_text()
 
 
-def test_a_label_that_is_hard_to_draw_is_drawn_without_a_word(store, tmp_path):
-    flags = ("--block-sizes", 4, "--fetch-factors", 1)
-    done = zloader(
-        "quality", store, "--label", AWKWARD, *flags, "--png", tmp_path / "q.png", "--html", tmp_path / "q.html"
-    )
-    assert done.stderr == ""
-    assert (tmp_path / "q.png").stat().st_size > 0
-    assert f"Entropy of {AWKWARD}, and percent of random" in (tmp_path / "q.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

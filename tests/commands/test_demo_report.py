@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import typer.main
 from helpers import PATIENCE_S
@@ -18,9 +17,8 @@ from test_cli import zloader
 
 import zloader as zl
 from zloader.commands.cli import app
-from zloader.commands.demo_report import accuracy_chart, report, speed_chart, throughput
+from zloader.commands.demo_report import report
 from zloader.commands.demo_run import BUNDLED_LABEL
-from zloader.common.messages import size
 from zloader.conversion.example import NAME as BUNDLED
 
 pytestmark = pytest.mark.any_version
@@ -78,25 +76,6 @@ def test_the_verdict_compares_accuracy_and_speed():
     assert "waited for cells 80% of the time: loading sets the pace" in demo_run(1, epochs=[slow]).verdict
 
 
-def test_loading_and_training_are_apart_and_so_are_cold_and_warm(page):
-    text = page.text
-    assert "4,000 cells/s, loading alone (cold, S3)" in text
-    assert "64,000 cells/s, loading alone (warm, mirror)" in text
-    assert "1,280 cells/s, training, epoch 3 (warm, mirror)" in text
-    assert speed_chart(demo_run()).description == (
-        "loading alone, cold, S3: 4,000 cells per second; training, epoch 1, cold, S3: 1,280 cells per second; "
-        "loading alone, warm, mirror: 64,000 cells per second; training, epoch 3, warm, mirror: 1,280 cells per second"
-    )
-
-
-def test_the_accuracy_of_every_epoch_is_drawn_beside_the_majority_class():
-    epochs = [dataclasses.replace(figures(n, gets=0), held_out_accuracy=0.95 + n / 100) for n in (1, 2, 3)]
-    words = rendered(epochs=epochs).words
-    assert {"96.0%", "97.0%", "98.0%", "majority-class accuracy 30.0% (below this axis)"} <= set(words)
-    assert "majority-class accuracy 94.0%" in rendered(epochs=epochs, guess_accuracy=0.94).words
-    assert accuracy_chart(demo_run(epochs=epochs)).description.endswith("accuracy after epoch 3 98.0%")
-
-
 def commands(blocks: list[str]) -> list[list[str]]:
     """The words of the command lines."""
     lines = [line for block in blocks for line in block.splitlines()]
@@ -133,23 +112,8 @@ def test_commands_to_try_next_work_as_they_stand(tmp_path, monkeypatch):
     assert names["zl"] is zl
 
 
-def test_throughput_counts_every_row():
-    run = demo_run()
-    for epoch in run.epochs:
-        curve = throughput(run, epoch)
-        assert curve.x[0] == epoch.started_s
-        assert curve.x[-1] == pytest.approx(epoch.started_s + epoch.seconds)
-        assert float((curve.y * np.diff(curve.x)).sum()) == pytest.approx(epoch.rows)
-
-
 def test_epochs_that_went_on_reading_are_not_called_warm():
     run = demo_run(epochs=[figures(1, gets=56), figures(2, gets=3, started_s=0.6)])
     assert "warm" not in "".join(epoch.source for epoch in run.epochs)
     assert "0 GETs" not in run.summary
     assert "the mirror was incomplete" in run.summary
-
-
-@pytest.mark.parametrize(("n_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_951, "100 kB"),
-                                               (999_600, "1.0 MB"), (5e12, "5.0 TB")])  # fmt: skip
-def test_size(n_bytes, text):
-    assert size(n_bytes) == text

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 
 import pandas as pd
 import pytest
 import typer.main
 from helpers import counts, write_store
-from pages import Page, drawn
-from reported import ACCESS, FLAGS, cell, grid, said, to_copy
+from pages import Page
+from reported import ACCESS, FLAGS, cell, grid, to_copy
 from test_cli import zloader
 
 import zloader as zl
 from zloader.commands.cli import app
 from zloader.commands.quality_grid import QualityGrid, measured
-from zloader.commands.quality_report import charts, report
+from zloader.commands.quality_report import report
 
 pytestmark = pytest.mark.any_version
 
@@ -76,53 +75,6 @@ def test_the_verdict_and_the_sizes_to_take(cells, sizes, verdict):
 
 def test_of_equally_fast_sizes_the_smaller_fetch_is_taken():
     assert grid(cell(64, 256, 50), cell(4, 256, 99), cell(4, 64, 99)).recommended.sizes == (4, 64)
-
-
-def test_bits_and_percent_of_random_are_in_every_cell():
-    seen = grid(cell(64, 256, 98.4), cell(4, 16, 50), cell(4, 256, 101))
-    page = rendered(seen)
-    drawn_words = [word.strip() for word in page.words]
-    for bits, percent in (("1.97 bits", "98%"), ("1.00 bits", "50%"), ("2.02 bits", "101%")):
-        assert bits in drawn_words
-        assert percent in drawn_words
-    assert "64 × 256 (default, recommended) 1.97 ± 0.10 98% 1.77" in page.text
-    assert "4 × 16 1.00 ± 0.10 50% 0.90" in page.text
-
-
-def test_entropy_is_explained():
-    text = " ".join(said(report(grid(cell(64, 256, 99)), "a.zarr", {}, [])))
-    assert "It is 0 if all 64 rows have the same plate." in text
-    assert "random minibatches of 64 have 2.00 bits" in text
-    assert "98% of random or more is good" in text
-
-
-@pytest.mark.parametrize(
-    ("percent", "outlined"),
-    [(97, ["default of zl.Loader (64 × 256)"]), (99, ["default of zl.Loader (64 × 256)", "recommended (4 × 16)"])],
-    ids=["default", "default and recommended"],
-)
-@pytest.mark.parametrize("listed", [True, False], ids=["asked for", "not asked for"])
-def test_the_default_cell_is_outlined_and_named(percent, outlined, listed):
-    default, other = cell(64, 256, 97), cell(4, 16, percent)
-    seen = grid(default, other)
-    chart = charts(seen if listed else dataclasses.replace(seen, cells=[other]))[0]
-    (axes,) = drawn(chart).axes
-    blocks, factors = ([label.get_text() for label in axis.get_ticklabels()] for axis in (axes.yaxis, axes.xaxis))
-    found = [patch for patch in axes.patches if not patch.get_fill()]
-    assert [patch.get_label() for patch in found] == outlined
-    for patch in found:
-        column, row = (round(middle) for middle in patch.get_center())
-        assert f"({blocks[row]} × {factors[column]})" in patch.get_label()
-
-
-def test_fetches_that_hold_the_whole_store_are_drawn_once():
-    cells = [cell(4, factor, 100) for factor in (16, 64, 256)]
-    chart = charts(grid(cell(64, 256, 100), *cells, rows=3000))[1]
-    assert [part.split(":")[0] for part in chart.description.split("; ")] == [
-        "block_size 4, fetch_factor 16", "block_size 4, fetch_factor 64", "block_size 64, fetch_factor 256"
-    ]  # fmt: skip
-    assert "A fetch that holds the whole store is shown once." in chart.caption
-    assert "shown once" not in charts(grid(cell(64, 256, 100), *cells, rows=10**6))[1].caption
 
 
 def test_commands_repeat_the_flags_of_this_one():

@@ -10,8 +10,7 @@ from pages import Page, chromium, laid_out, printed
 from reported import ACCESS, FLAGS, MIXING, bench_run, cell, demo_run, epoch, grid, said, to_copy
 
 from zloader.commands import bench_report, demo_report, quality_report
-from zloader.commands.charts import LIGHT
-from zloader.commands.report import Report, Section, Table, unbroken
+from zloader.commands.report import Report, Section, Table
 
 pytestmark = pytest.mark.any_version
 
@@ -69,20 +68,6 @@ def test_everything_in_a_report_is_shown(report, html):
         assert all(len(row) == len(table.header) for row in table.rows)
 
 
-def test_the_colours_are_those_of_the_theme(html):
-    style, svgs = re.search(r"<style>.*?</style>", html, re.DOTALL)[0], re.findall(r"<svg.*?</svg>", html, re.DOTALL)
-    used = set(re.findall(r"var\(--([\w-]+)\)", html)) - {"columns"}
-    assert {"blue", "grid", "ink"} <= used <= LIGHT.keys()
-    assert all(style.count(f"--{name}: #") == 2 for name in used), "one for the light theme and one for the dark"
-    assert not re.findall(r": #[0-9a-f]{6}", "".join(svgs)), "a colour that does not follow the theme"
-
-
-@pytest.mark.parametrize(("n_tiles", "columns"), [(0, 0), (1, 1), (5, 5), (6, 3), (7, 4), (11, 4)])
-def test_no_tile_stands_alone_in_a_row(n_tiles, columns):
-    html = Report(title="t", verdict=[], tiles=[("1", "row")] * n_tiles, sections=[]).html()
-    assert f"--columns: {columns}" in html
-
-
 def test_parts_of_a_section_and_links_to_it():
     table = Table("c < d", ["", "x"], [["a", "1 000 s"], ["b", ""]], words=True)
     section = Section(title="One & two", points=["a point"], tables=[table], commands={"to do": "zloader 1 000 s"})
@@ -93,12 +78,6 @@ def test_parts_of_a_section_and_links_to_it():
     assert page.all("a") == [{"href": "#one-two"}]
     assert page.code == ["zloader 1 000 s"], "commands are copied"
     assert "words" in [attrs.get("class") for attrs in page.all("table")]
-
-
-def test_numbers_stay_on_one_line():
-    text = "21 600 cells/s, 3.0 GB in 5 s, 1.8 × (1.7 to 2.2), 0.5 %; 3 sets of 64 cells, 12 months, 2 142x"
-    joined = "21_600_cells/s, 3.0_GB in 5_s, 1.8_× (1.7 to 2.2), 0.5_%; 3 sets of 64 cells, 12 months, 2_142x"
-    assert unbroken(text) == joined.replace("_", "\N{NO-BREAK SPACE}")
 
 
 def test_a_file_is_replaced_at_once_and_links_are_followed(tmp_path):

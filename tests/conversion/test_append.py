@@ -746,3 +746,32 @@ def test_a_dense_source_that_has_fewer_rows_on_the_second_reading(tmp_path):
     zl.append(tmp_path / "a.zarr", [ad.AnnData(x + 1)], progress=False)
     np.testing.assert_array_equal(zl.open_dataset(tmp_path / "a.zarr").take(slice(None)).X, np.concatenate([x, x + 1]))
     assert zl.verify(tmp_path / "a.zarr", progress=False).ok
+
+
+class _Moving(np.ndarray):
+    """The indptr of a matrix in which one value has moved to the next row on the second reading."""
+
+    readings = 0
+
+    def __getitem__(self, items):
+        found = super().__getitem__(items)
+        if isinstance(items, slice) and len(found) > 9:
+            self.readings += 1
+            found = np.array(found)
+            found[5] -= self.readings > 1
+        return found
+
+
+@pytest.mark.parametrize("command", ["convert", "append"])
+def test_a_source_in_which_a_value_moves_to_another_row(tmp_path, command):
+    """The total stays the same, so that otherwise indptr would be that of the first reading."""
+    x = counts(20, 30, seed=1)
+    zl.convert(ad.AnnData(x), tmp_path / "a.zarr", progress=False)
+    source = ad.AnnData(counts(20, 30))
+    source.X.indptr = source.X.indptr.view(_Moving)
+    with pytest.raises(errors.SourceError, match=f"X changed while it was being {command}ed"):
+        getattr(zl, command)(
+            *([source, tmp_path / "b.zarr"] if command == "convert" else [tmp_path / "a.zarr", source])
+        )
+    assert source.X.indptr.readings > 1
+    np.testing.assert_array_equal(zl.open_dataset(tmp_path / "a.zarr").take(slice(None)).X.toarray(), x.toarray())

@@ -428,14 +428,6 @@ def test_differing_genes_need_a_decision():
     assert "no gene is in all sources" in refused([first, second], join="inner")
 
 
-def test_raw_genes_must_fit_too_when_others_are_named():
-    adatas = two()
-    adatas[0].raw, adatas[1].raw = adatas[0], adatas[1][:, GENES[:4]]
-    message = refused(adatas, genes=GENES[:2])
-    assert "raw/var lacks 6 genes" in message
-    assert "select=zl.Selection(raw=False) (--no-raw)" in message
-
-
 def test_repeated_gene_names_are_listed_where_genes_are_joined():
     repeated = [*(f"r{i}" for i in range(12)), *(f"r{i}" for i in range(12))]
     adatas = [ad.AnnData(counts(3, 24), obs=pd.DataFrame(index=list("abc"))) for _ in range(2)]
@@ -448,12 +440,6 @@ def test_repeated_gene_names_are_listed_where_genes_are_joined():
     assert "genes_by=... (--genes-by)" in message
     assert "12 repeated gene names" in refused(adatas[1:], genes=["r1"])
     assert len(contents(adatas, genes_by="id").var) == 24
-
-
-def test_genes_nobody_has():
-    message = refused(two(), OptionError, genes=["g3", *(f"no{i}" for i in range(11))])
-    assert "no source has 11 of the requested genes: no0, no1" in message
-    assert "and 1 more" in message
 
 
 def test_a_column_that_cannot_name_genes():
@@ -520,17 +506,10 @@ def test_a_matrix_of_the_wrong_shape_is_found_before_anything_is_read(tmp_path):
     inputs[0].close()
 
 
-def test_nothing_to_convert():
-    with pytest.raises(OptionError, match="list of sources is empty"):
-        Content([], Selection())
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"x": "layers"}, "x must be"),
-        ({"x": "layers/"}, "x must be"),
-        ({"x": "raw"}, "x must be"),
         ({"join": "left"}, "join must be"),
         ({"join": "inner", "genes": ["a"]}, "exclude each other"),
         ({"genes": []}, "genes is empty"),

@@ -158,13 +158,6 @@ def test_h5ad_with_blosc(tmp_path: Path) -> None:
         assert_is(one, read(path))
 
 
-@pytest.mark.parametrize("layout", ["csr", "csc", "dense"])
-def test_layouts_of_x(tmp_path: Path, layout: str) -> None:
-    x = {"csr": counts(), "csc": counts().tocsc(), "dense": counts().toarray()}[layout]
-    with only(open_inputs(write_h5ad(tmp_path / "a.h5ad", x))) as one:
-        np.testing.assert_array_equal(values(one, "X"), counts().toarray())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("consolidated", [True, False], ids=["consolidated", "not"])
 @pytest.mark.parametrize("version", [2, 3])
@@ -259,15 +252,6 @@ def test_backed(tmp_path: Path, layout: str) -> None:
         adata.file.close()
 
 
-def test_in_memory_without_x() -> None:
-    one = only(open_inputs(ad.AnnData(obs=frame(3, "c"), var=frame(2, "g"), layers={"a": np.ones((3, 2))})))
-    assert "X" not in one
-    assert not one.has_raw
-    assert one.keys("raw/varm") == []
-    with pytest.raises(errors.SourceError, match=r"has no X: .*It holds: .*layers"):
-        one.node("X")
-
-
 def test_forms_that_no_file_has_are_given_as_they_are() -> None:
     coo, table = sp.coo_array(np.eye(60)), pd.DataFrame({"a": np.arange(60.0)}, index=frame(60, "cell").index)
     adata = ad.AnnData(obs=frame(60, "cell"), var=frame(60, "gene"), obsm={"table": table})
@@ -337,20 +321,6 @@ def test_a_file_without_x_opens(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values(one, "layers/counts"), counts().toarray())
         with pytest.raises(errors.SourceError, match=r"has no X: .*It holds: layers, obs"):
             one.node("X")
-
-
-def test_a_zarr_whose_x_and_raw_are_null(tmp_path: Path) -> None:
-    adata = ad.AnnData(obs=frame(3, "c"), var=frame(2, "g"), layers={"a": np.ones((3, 2))})
-    path = write_zarr(tmp_path / "a.zarr", adata, consolidated=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in ("X", "raw"):
-            ad.io.write_elem(zarr.open_group(path, mode="a"), name, None)
-    one = only(open_inputs(path))
-    assert not one.has_raw
-    assert one.keys("raw/varm") == []
-    for name in ("X", "raw/X"):
-        assert name not in one
 
 
 # ---- remote

@@ -651,6 +651,14 @@ def test_a_row_missing_and_another_order(tmp_path: Path) -> None:
     assert x.endswith("; 2 rows differ")
 
 
+def test_a_value_in_another_row(tmp_path: Path) -> None:
+    """All genes and values come in the same order, but the second row begins elsewhere."""
+    for begin in (1, 2):
+        x = sp.csr_matrix((np.ones(4, np.float32), np.arange(4), [0, begin, 4]))
+        convert(write_h5ad(tmp_path / f"{begin}.h5ad", x), tmp_path / f"{begin}.zarr")
+    assert_named(found(tmp_path / "1.zarr", against=tmp_path / "2.h5ad"), {"X": "2 rows differ"})
+
+
 def test_what_is_damaged_is_not_compared(store: Path) -> None:
     flip(store / "X/data/c/0")
     flip(store / "uns/list/c/0")

@@ -234,6 +234,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize("path", ["obs/cell_type/codes", "obs/cell_type/categories", "X/indptr"])
 def test_a_decompression_bomb_in_an_array_that_zarr_reads(tmp_path: Path, path: str, name: str) -> None:

@@ -17,10 +17,8 @@ import zarr
 from helpers import check_minibatch, counts, dense, digest, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import zloader as zl
-from zloader.commands.cli import app
 from zloader.common.errors import (
     CorruptChunkError,
     FormatError,
@@ -281,11 +279,6 @@ def test_a_collection_that_lacks_a_dataset_is_refused(tmp_path):
     write_collection([], tmp_path / "empty.zarr")
     with pytest.raises(FormatError, match="without dataset_0"):
         zl.open_dataset(tmp_path / "empty.zarr")
-
-
-def test_nothing_to_open():
-    with pytest.raises(OptionError, match="at least one URL"):
-        zl.open_dataset([])
 
 
 # ------------------------------------------------------------------------------------------- genes
@@ -557,11 +550,3 @@ def test_the_summary_of_several_stores_is_of_all(pool):
     assert arrays.keys() == {"X/indices", "X/data", "X"}
     assert arrays["X/data"].dtype == "uint16 / float32"
     assert arrays["X/data"].elements == POOL["converted"].X.nnz + POOL["plain"].X.nnz
-
-
-def test_info_of_a_collection(tmp_path):
-    write_collection([POOL["plain"], POOL["plain, dense"]], tmp_path / "c.zarr")
-    shown = CliRunner().invoke(app, ["info", str(tmp_path / "c.zarr")], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, shown.output
-    for part in ("c.zarr (2 stores)", "69 x 23", "csr_matrix / dense", "Epoch over X"):
-        assert part in shown.output

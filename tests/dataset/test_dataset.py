@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import warnings
@@ -280,12 +279,6 @@ def test_no_server_at_the_endpoint():
 def test_urls_that_make_no_sense(url):
     with pytest.raises(OptionError, match="cannot open"):
         zl.open_dataset(url)
-
-
-def rewrite_json(path: Path, change) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def test_directories_that_are_no_anndata_store(tmp_path):

@@ -116,6 +116,7 @@ ODD: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("x", "options"), ODD.values(), ids=ODD.keys())
 def test_odd_files(tmp_path: Path, x: Any, options: dict[str, Any]) -> None:
     if scipy.sparse.issparse(x) and x.indices.dtype == np.int64:
@@ -127,6 +128,7 @@ def test_odd_files(tmp_path: Path, x: Any, options: dict[str, Any]) -> None:
     rows_are_right(path, adata=adata)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", [(0, 5), (1, 5), (3, 0), (4, 1)])
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("compression", [None, "gzip"])

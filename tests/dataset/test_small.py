@@ -123,10 +123,10 @@ def test_a_dataset_is_shown_as_html(urls: list[Path], tmp_path: Path) -> None:
 
 def test_many_columns_are_cut_in_html(tmp_path: Path) -> None:
     adata = counts(4, 3)
-    adata.obs = pd.DataFrame({f"column {number}": range(4) for number in range(500)}, index=adata.obs_names)
+    adata.obs = pd.DataFrame({f"column {number}": range(4) for number in range(100)}, index=adata.obs_names)
     write_store(adata, tmp_path / "wide.zarr", tmp_path)
     html = zl.open_dataset(tmp_path / "wide.zarr")._repr_html_()
-    assert "and 470 more" in html
+    assert "and 70 more" in html
     assert len(html) < 2000
 
 

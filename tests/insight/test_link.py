@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import threading
 
-import anndata as ad
-import numpy as np
 import pytest
-import scipy.sparse
 from helpers import counts, write_store
-from hypothesis import given
-from hypothesis import strategies as st
 
 import zloader as zl
 from zloader.common import machine, page_cache
 from zloader.insight import link
-from zloader.insight.link import Reads, disk_bytes_per_s, link_bytes_per_s
+from zloader.insight.link import disk_bytes_per_s, link_bytes_per_s
 
 pytestmark = pytest.mark.any_version
 
@@ -40,26 +35,6 @@ def test_it_is_at_most_what_the_server_sends(bucket, sim):
     speed = link_bytes_per_s(with_limit, options=zl.FetchOptions(), enough_s=0.2)
     assert speed is not None
     assert 0 < speed < 4e6, "a machine that is busy can only be slower; the server may send a burst first"
-
-
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 1 << 21)), max_size=20).map(sorted))
-def test_the_totals_of_reads_are_sums_over_all_of_them(done):
-    reads = Reads()
-    for at_s, n_bytes in done:
-        reads.add(at_s, n_bytes)
-    assert (reads.n, reads.n_bytes) == (len(done), sum(n_bytes for _, n_bytes in done))
-    lasted_s = done[-1][0] - done[0][0] if done else 0
-    assert reads.bytes_per_s == (sum(n_bytes for _, n_bytes in done[1:]) / lasted_s if lasted_s else None)
-
-
-def test_reads_grow_although_each_takes_long(tmp_path, sim):
-    """Otherwise latency would bound what looks like the speed of the link."""
-    values = np.random.default_rng(0).random((2000, 900), np.float32)
-    adata = ad.AnnData(scipy.sparse.csr_matrix(values))
-    zl.convert(adata, tmp_path / "atlas" / "counts.zarr", progress=False)  # in large objects
-    slow_to_answer = sim(root=tmp_path, ttfb_ms=200)
-    assert link_bytes_per_s(opened(slow_to_answer), options=zl.FetchOptions(), enough_s=0, most_s=60) > 0
-    assert max(entry["bytes"] for entry in slow_to_answer.log) >= 512 << 10
 
 
 def test_a_local_store_and_one_without_values(bucket, tmp_path):
@@ -120,16 +95,6 @@ def test_the_disk_counts_only_what_was_read_from_it(local, monkeypatch):
     assert disk_bytes_per_s(local, enough_s=60) is None, "the kernel does not count reads of this file system"
     monkeypatch.setattr(machine, "disk_bytes", lambda: None)
     assert disk_bytes_per_s(local, enough_s=60) is None, "the system does not tell"
-
-
-def test_a_disk_with_too_little_to_tell(local, tmp_path, monkeypatch):
-    assumes_disk(monkeypatch, dropped=True, counted=True)
-    assert disk_bytes_per_s(local, enough_s=0) is None
-    empty = counts(20, 5)
-    empty.X = empty.X * 0
-    empty.X.eliminate_zeros()
-    write_store(empty, tmp_path / "empty.zarr", tmp_path)
-    assert disk_bytes_per_s(zl.open_dataset(tmp_path / "empty.zarr"), enough_s=60) is None
 
 
 def test_a_disk_that_hangs_is_given_up(local, monkeypatch):

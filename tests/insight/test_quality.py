@@ -85,12 +85,6 @@ def test_the_part_of_a_machine_is_compared_with_random_rows_of_the_whole_dataset
     assert seen.random_entropy_bits > 0.9
 
 
-def test_blocks_in_random_order_alone_have_less_entropy():
-    """With 256 blocks per fetch: 13 / (2 * 256 * ln 2) = 0.037 bits less than random rows."""
-    seen = measured(zl.BlockShuffling(64))
-    assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits - 0.037, abs=0.015)
-
-
 @pytest.mark.parametrize(("n_labels", "left"), [(2, 0.5), (14, 0.2), (56, 0.5), (300, 0.9)])
 def test_strata_bring_entropy_nearer_to_random_for_any_number_of_labels(n_labels, left):
     """With many strata per label or many labels per stratum, at most `left` of the deficit of random blocks remains."""
@@ -122,18 +116,6 @@ def test_the_default_mixes_no_worse_than_blocks_alone(n_rows, block_size, fetch_
         assert random - default.mean() < 0.95 * (random - plain.mean())
 
 
-def test_strata_help_where_a_fetch_has_fewer_blocks_than_there_are_strata():
-    plain, few = (measured(BlockShuffling(64, n_strata=n), 32).entropy_bits for n in (1, 64))
-    assert few > plain + 0.1
-
-
-def test_entropy_rises_with_fetch_factor_and_falls_with_block_size():
-    by_fetch = [measured(zl.BlockShuffling(64), factor).entropy_bits for factor in (1, 4, 16, 64, 256)]
-    by_block = [measured(zl.BlockShuffling(size), 16).entropy_bits for size in (512, 128, 32, 8)]
-    assert by_fetch == sorted(by_fetch)
-    assert by_block == sorted(by_block)
-
-
 def test_single_rows_are_as_good_as_random():
     seen = measured(zl.BlockShuffling(1), 16)
     assert seen.entropy_bits == pytest.approx(seen.random_entropy_bits, abs=0.01)
@@ -141,30 +123,6 @@ def test_single_rows_are_as_good_as_random():
     assert seen.l1_within == pytest.approx(1, abs=0.01)
     assert seen.l1_across == pytest.approx(1, abs=0.01)
     assert seen.same_block_share < 1e-4
-
-
-def test_rows_in_order_score_nothing():
-    seen = measured(zl.Streaming())
-    assert seen.entropy_bits < 0.01
-    assert seen.l1_within == pytest.approx(0, abs=1e-12)
-    assert seen.l1_across == pytest.approx(0, abs=1e-12)
-    assert (seen.longest_run, seen.same_block_share) == (64, 1)
-
-
-def test_row_distance_alone_misleads():
-    """With 16 runs per minibatch the row distance looks good; longest run and same-block share reveal the runs."""
-    seen = measured(zl.BlockShuffling(4), 1)
-    assert seen.l1_within > 0.94
-    assert seen.longest_run >= 4
-    assert seen.same_block_share == pytest.approx(3 / 63, rel=0.05)
-
-
-def test_scanners():
-    """4 runs per minibatch mix worse than fetches with a run per scanner, and those mix worse than random rows."""
-    few = measured(zl.MixtureOfScanners(16, block_size=8), 1, batch_size=32)
-    many = measured(zl.MixtureOfScanners(16, block_size=128), 64, batch_size=32)
-    assert few.entropy_bits < many.entropy_bits < many.random_entropy_bits
-    assert many.same_block_share == pytest.approx(1 / 16, rel=0.05)
 
 
 def test_a_subset_is_all_the_rows_there_are():
@@ -232,13 +190,6 @@ def test_a_large_view_holds_few_bytes_a_row():
         assert tracemalloc.get_traced_memory()[1] < 2.5 * len(labels)
     finally:
         tracemalloc.stop()
-
-
-def test_balanced_classes_have_more_entropy_than_random_rows():
-    labels = np.repeat([0, 1, 2], [100_000, 2_000, 1_000])
-    seen = measured(zl.ClassBalancedSampling(labels, block_size=1, total_size=50_000), labels=labels)
-    assert seen.random_entropy_bits < 0.3
-    assert seen.entropy_bits == pytest.approx(math.log2(3), abs=0.05)
 
 
 def test_random_entropy_is_what_drawing_gives():

@@ -74,6 +74,7 @@ def test_padding_fills_every_minibatch_of_every_rank(n_rows, batch_size, fetch_f
     assert often.sum() - n_rows < world_size * batch_size
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("remainder", ["keep", "pad"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values_of_every_rank(store, remainder, world_size):

@@ -318,7 +318,6 @@ TABLE = table_of([3, 5, 40])
 BAD = {
     "no columns": (lambda: CellSets([], 4), "group is an empty list"),
     "a column twice": (lambda: CellSets(["a", "a"], 4), "group lists 'a' more than once"),
-    "set_size": (lambda: CellSets("group", 0), "set_size must be a whole number"),
     "rest": (lambda: CellSets("group", 4, rest="pad"), "rest must be one of 'drop', 'keep', 'fill'"),
     "weights": (lambda: CellSets("group", 4, weights="equal"), "weights must be 'balanced' or a mapping"),
     "two rules": (lambda: CellSets("group", 4, weights="balanced", per_group=2), "give one of them"),

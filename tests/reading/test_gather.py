@@ -290,7 +290,7 @@ def test_values_that_fit_come_and_others_are_refused(stored, dtype, fit, unfit, 
         np.testing.assert_array_equal(refused.value.value, value)
 
 
-@pytest.mark.every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("gathered", [gather.csr_rows, gather.dense_rows])
 @pytest.mark.parametrize("kind", ["csr", "dense"])
 @pytest.mark.parametrize("stored", ["float32", "float16"])

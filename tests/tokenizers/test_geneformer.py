@@ -157,7 +157,6 @@ def test_long_rows_are_sorted_by_all_bits(spread):
 
 WRONG = {
     "version": ({"version": "v3"}, "version must be one of 'v1', 'v2', not 'v3'"),
-    "max_length": ({"max_length": 0}, "max_length must be a whole number of at least 1, not 0"),
     "room": ({"max_length": 2}, "max_length=2 leaves no room for a gene beside 2 special tokens"),
     "pad_to": ({"pad_to": 100}, "pad_to=100 is shorter than rows of max_length=4096 tokens"),
     "dtype": ({"dtype": "int8"}, "dtype must be one of 'int64', 'int32', not 'int8'"),

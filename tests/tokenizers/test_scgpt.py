@@ -173,7 +173,6 @@ def test_values_that_are_no_counts_name_their_row(wrong):
 
 
 WRONG = {
-    "n_bins": ({"n_bins": 1}, "n_bins must be a whole number of at least 2, not 1"),
     "max_length": ({"max_length": 1}, "max_length=1 leaves no room for a gene beside 1 special tokens"),
     "normalize": ({"normalize": 0}, "normalize must be a number above 0 or None, not 0"),
     "infinite": ({"normalize": float("inf")}, "normalize must be a finite number, not inf"),
