@@ -30,7 +30,7 @@ from zloader.caching.chunk_file import ChunkSet
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.kept_objects import load_object, save_object
 from zloader.caching.leases import Leases
-from zloader.caching.mirror import MirrorArray, StoredArray, open_mirror, open_mirror_directory
+from zloader.caching.mirror import MirrorArray, StoredChunks, open_mirror, open_mirror_directory
 from zloader.caching.mirror import load_column as load_checked
 from zloader.caching.mirror import save_column as save_windows
 from zloader.common import page_cache
@@ -85,7 +85,7 @@ def _stored_array(directory, layout):
     ends = np.minimum(ends, layout.n_elements)
     sizes = np.diff(ends, prepend=0) * layout.dtype.itemsize
     keys = map(layout.shard_key, range(layout.n_shards))
-    return StoredArray(directory, layout, dict(zip(keys, sizes.tolist(), strict=True)))
+    return StoredChunks(directory, layout, dict(zip(keys, sizes.tolist(), strict=True)))
 
 
 def _open(cache, layout=LAYOUT, form="decoded"):

@@ -41,7 +41,7 @@ from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout
 
 
-class StoredArray(ChunkFile):
+class StoredChunks(ChunkFile):
     """The stored chunks of one array. A chunk that the store lacks, which stands for fill values, has no bytes.
 
     `content` holds the chunks at `bounds`. Raises OSError if its files cannot be created or opened.
@@ -260,7 +260,7 @@ def open_mirror(
     """
     try:
         if directory.form == "stored":
-            return Mirror(directory, [StoredArray(directory, layout, object_sizes or {}) for layout in arrays])
+            return Mirror(directory, [StoredChunks(directory, layout, object_sizes or {}) for layout in arrays])
         return Mirror(directory, [MirrorArray(directory, layout) for layout in arrays])
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)

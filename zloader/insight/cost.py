@@ -23,6 +23,7 @@ from zloader.insight.summary import stored_bytes
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.read_plan import ReadPlanner, planner_of
+from zloader.reading.shard_indexes import ShardIndexes
 from zloader.selecting.groups import shares
 from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, chunks_of, total_bytes
 from zloader.storage.placement import ObjectIndex
@@ -187,27 +188,15 @@ class _Count:
 def read_indexes(
     store: OpenedStore, array: ArrayLayout, shards: Sequence[int], options: FetchOptions = _DEFAULTS
 ) -> dict[int, ObjectIndex]:
-    """The index of each shard: the offset and size of its chunks.
+    """The index of each shard: the offset and size of its chunks. Raises the errors of ShardIndexes."""
+    source, indexes = store.source(options), ShardIndexes(array, store.object_sizes(), store.location.url)
 
-    Costs one GET per shard, or none if the array has no shards. Raises MissingObjectError if a required shard is
-    missing, and any ReadError.
-    """
-    sizes = store.object_sizes()
-    indexes: dict[int, ObjectIndex] = {}
-    spans: dict[int, Span] = {}
-    for shard in shards:
-        found = array.find_index(shard, sizes.get(array.shard_key(shard)), store.location.url)
-        if isinstance(found, Span):
-            spans[shard] = found
-        else:
-            indexes[shard] = ObjectIndex(found)
-    source = store.source(options)
+    async def read(span: Span, _: int) -> bytes:
+        (stored,) = await source.read([span])
+        return stored
 
-    async def produce(put: Put[list[bytes]]) -> None:
-        await put([await source.read(list(spans.values()))], 0)
+    async def produce(put: Put[dict[int, ObjectIndex]]) -> None:
+        await put([await indexes.of(shards, read)], 0)
 
-    (stored,) = Bridge(produce, ready_bytes=1, name="zloader-indexes") if spans else ([],)
-    for shard, body in zip(spans, stored, strict=True):
-        table = array.placement.parse(body, shard, sizes[array.shard_key(shard)])
-        indexes[shard] = ObjectIndex(table)
-    return indexes
+    (found,) = Bridge(produce, ready_bytes=1, name="zloader-indexes")
+    return found

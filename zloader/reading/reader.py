@@ -23,6 +23,7 @@ from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
 from zloader.reading.read_plan import Elements, Slots, batches, planner_of
 from zloader.reading.resources import Resources
+from zloader.reading.shard_indexes import ShardIndexes, explained
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout, ChunkSpan, needed_bounds, total_bytes
 from zloader.storage.placement import ObjectIndex
@@ -94,10 +95,10 @@ class ArrayReader:
         self._leases = leases
         self._resources = resources
         self._decoder = Decoder(layout)
-        self._indexes: dict[int, asyncio.Task[ObjectIndex]] = {}
-        self._known = resources.indexes.setdefault(layout.path, {})
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
         self._rereads = min(1, resources.options.retries)
+        known = resources.indexes.setdefault(layout.path, {})
+        self._indexes = ShardIndexes(layout, resources.object_sizes, resources.url, known=known, rereads=self._rereads)
         self._planner = planner_of(layout, resources.options, resources.object_sizes, sweeping=resources.sweeping)
 
     def needed(self, starts: Rows, stops: Rows) -> Needed:
@@ -254,7 +255,7 @@ class ArrayReader:
         for position, error in errors:
             read, start, size = (int(each[position]) for each in (reads, offsets, sizes))
             where = self._describe(pieces[read].span, start, start + size, int(chunks[position]))
-            corrupt.setdefault(read, (pieces[read], _explained(error, where)))
+            corrupt.setdefault(read, (pieces[read], explained(error, where)))
         return list(corrupt.values())
 
     def _describe(self, span: Span, start: int, stop: int, chunk: int) -> str:
@@ -310,43 +311,14 @@ class ArrayReader:
 
     async def _indexes_of(self, chunks: Rows, turn: int) -> dict[int, ObjectIndex]:
         """The index of each shard that contains some of the chunks."""
-        shards = self._planner.shards(chunks)
-        return dict(zip(shards, await asyncio.gather(*(self._index(shard, turn) for shard in shards)), strict=True))
+        return await self._indexes.of(self._planner.shards(chunks), partial(self._read_index, turn))
 
-    async def _index(self, shard: int, turn: int) -> ObjectIndex:
-        if shard not in self._known:
-            if shard not in self._indexes:
-                self._indexes[shard] = asyncio.ensure_future(self._read_index(shard, turn))
-            self._known[shard] = await self._indexes[shard]
-        return self._known[shard]
-
-    async def _read_index(self, shard: int, turn: int) -> ObjectIndex:
-        resources, key = self._resources, self._layout.shard_key(shard)
-        span = self._layout.find_index(shard, resources.object_sizes.get(key), resources.url)
-        if not isinstance(span, Span):
-            return ObjectIndex(span)
+    async def _read_index(self, turn: int, span: Span, attempt: int) -> bytes:
+        resources = self._resources
+        resources.counters.retries += attempt > 0
         await resources.in_flight.acquire(span.size, turn)
         try:
-            return await self._parsed_index(shard, span)
+            (stored,) = await resources.read([span])
+            return stored
         finally:
             resources.in_flight.release(span.size)
-
-    async def _parsed_index(self, shard: int, span: Span) -> ObjectIndex:
-        resources = self._resources
-        for attempt in range(self._rereads + 1):
-            try:
-                (stored,) = await resources.read([span])
-                size = resources.object_sizes[span.key]
-                return ObjectIndex(self._layout.placement.parse(stored, shard, size))
-            except CorruptChunkError as error:
-                if attempt == self._rereads:
-                    where = f"{resources.url}: {span.key} bytes {span.start}-{span.stop - 1}"
-                    raise _explained(error, where) from error
-                resources.counters.retries += 1
-        raise AssertionError("unreachable")
-
-
-def _explained(error: CorruptChunkError, where: str) -> CorruptChunkError:
-    explained = CorruptChunkError(f"{where}: {error}. Restore this object or convert the store again")
-    explained.__cause__ = error
-    return explained
