@@ -17,11 +17,10 @@ from test_mirror import _layout, _truth
 
 import zloader as zl
 from zloader.caching.checksums import Sidecar
-from zloader.caching.directory import MirrorDirectory, MirrorEntry, drop, mirrors
+from zloader.caching.directory import MirrorDirectory, MirrorEntry, VerifiedMarks, drop, mirrors
 from zloader.caching.inspection import MirrorInspection, inspect_mirror, verify
 from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray, save_column
-from zloader.caching.verified import VerifiedMarks
 from zloader.common.options import Cache
 
 pytestmark = pytest.mark.any_version

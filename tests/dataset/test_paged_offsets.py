@@ -21,7 +21,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import open_array
 from zloader.common.errors import FormatError
 from zloader.common.options import Cache
-from zloader.dataset import paged_offsets, stored_matrices
+from zloader.dataset import paged_offsets, store
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 
 pytestmark = pytest.mark.any_version
@@ -171,7 +171,7 @@ ADATA = counts(300, 41, seed=3)
 @pytest.mark.parametrize("cached", [False, True])
 def test_epochs_of_a_store_with_pages(tmp_path, monkeypatch, cached):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
-    monkeypatch.setattr(stored_matrices, "_MOST_WHOLE", 10)
+    monkeypatch.setattr(store, "_MOST_WHOLE", 10)
     cache = tmp_path / "cache" if cached else None
     for epoch in range(2):
         dataset = zl.open_dataset(tmp_path / "counts.zarr", cache=cache)
@@ -208,7 +208,7 @@ def by_anndata(adata: ad.AnnData, path: Path, form: str, indptr: np.ndarray) -> 
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    monkeypatch.setattr(stored_matrices, "_MOST_WHOLE", 10)
+    monkeypatch.setattr(store, "_MOST_WHOLE", 10)
     monkeypatch.setattr(paged_offsets, "_PAGE", 10)
     monkeypatch.setattr(paged_offsets, "_READ_ENTRIES", 20)
 

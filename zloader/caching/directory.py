@@ -1,4 +1,4 @@
-"""The cache directory: its mirrors, which of them are in use, and how much disk space they may take.
+"""The cache directory: its mirrors, which of them are in use and verified, and how much disk space they may take.
 
     DIR/zloader-cache           see place.py
     DIR/CACHEDIR.TAG            see place.py
@@ -7,7 +7,7 @@
         users                   locked (shared) by every process that uses the mirror; its mtime is the last use
         stale                   exists once other objects have been found at the store's URL
         owners                  see leases.py
-        proved.json             see verified.py
+        proved.json             see VerifiedMarks
         NAME.flat, NAME.sums    see mirror.py and checksums.py
         NAME.stored, .places    see mirror.py and checksums.py
         NAME.kept               see kept_objects.py
@@ -26,14 +26,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from zloader.caching.atomic_files import write_atomically
 from zloader.caching.place import MARK, make_cache, require_private, unmark
-from zloader.caching.verified import VerifiedMarks
 from zloader.common.descriptors import close_with
 from zloader.common.options import Cache
 
@@ -42,6 +42,7 @@ log = logging.getLogger("zloader")
 _VERSION = 4  # of the file formats; part of each mirror's name
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
 _OURS = re.compile(r".+\.(flat|sums|stored|places|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
 
 
@@ -287,3 +288,52 @@ class DiskSpace:
                 log.info("dropped the mirror %s of %s to free disk space", entry.directory, entry.url)
                 return True
         return False
+
+
+class VerifiedMarks:
+    """Records which files of a mirror match their checksums, so that no other process has to compare them again.
+
+    A process that has verified or written a whole file records the file's identity (inode, size, times), the ID of the
+    machine's current boot, and the name of the mirror's directory. While these stay the same, the file is unchanged:
+    killing a process does not undo its writes, since the kernel keeps them. After a crash of the machine, a change by
+    another program, or the death of a process that was filling the mirror, the identity or boot ID differs. Then every
+    chunk is compared with its checksum on first use. If the record cannot be read or written, no file counts as
+    verified.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._mirror = directory.name
+        self._path = directory / "proved.json"
+        self._parsed: tuple[list[int], Any] | None = None  # the record's identity when it was read, and its content
+
+    def contains(self, *paths: Path) -> bool:
+        """Whether all files are unchanged since they were recorded, in the current boot."""
+        try:
+            recorded = self._read()
+            return all(recorded[path.name] == _identity(path) for path in paths)
+        except (OSError, KeyError):
+            return False
+
+    def record(self, paths: Iterable[Path]) -> None:
+        """Records the current state of files as verified."""
+        with contextlib.suppress(OSError):
+            boot = _BOOT.read_text()
+            files = {**self._read(), **{path.name: _identity(path) for path in paths}}
+            write_atomically(self._path, json.dumps({"boot": boot, "mirror": self._mirror, "files": files}).encode())
+
+    def _read(self) -> dict[str, list[int]]:
+        try:
+            identity, parsed = _identity(self._path), self._parsed
+            document = (
+                parsed[1] if parsed is not None and parsed[0] == identity else json.loads(self._path.read_bytes())
+            )
+            self._parsed = identity, document
+            current = (document["boot"], document["mirror"]) == (_BOOT.read_text(), self._mirror)
+            return dict(document["files"]) if current else {}
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return {}
+
+
+def _identity(path: Path) -> list[int]:
+    found = path.lstat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from zloader.caching.atomic_files import read_checked
 from zloader.caching.checksums import Places, Sidecar, word_offset
-from zloader.caching.directory import MirrorEntry, is_of_this_version, is_renamed
-from zloader.caching.verified import VerifiedMarks
+from zloader.caching.directory import MirrorEntry, VerifiedMarks, is_of_this_version, is_renamed
 from zloader.common.errors import CacheError
 
 _PIECE = 4 << 20  # bytes per read

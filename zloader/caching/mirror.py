@@ -9,8 +9,8 @@ the sparse file NAME.stored, one object after another, so every process knows wh
 offset and size of each chunk, so that no index of a shard is needed later.
 
 A process compares a chunk with its checksum when it first uses the chunk, unless the files have not changed since all
-chunks were verified (verified.py). After power loss, truncation or a flipped byte, the chunk is a miss and is read from
-the store again.
+chunks were verified (directory.py). After power loss, truncation or a flipped byte, the chunk is a miss and is read
+from the store again.
 
 The directory is named after the fingerprint of the store, so changed objects get another mirror. Any number of
 processes can fill and read a mirror at once, because they all write the same bytes.

@@ -1,4 +1,4 @@
-"""One opened AnnData store: its root group, its listing and its mirror.
+"""One opened AnnData store: its root group, its listing, its mirror, and how its matrices are laid out.
 
 Opening reads one metadata object; the listing is given. Elements are read one by one, when they are first used, with
 zarr and anndata. TensorStore is not used here: only reading rows of a matrix opens it.
@@ -7,22 +7,35 @@ zarr and anndata. TensorStore is not used here: only reading rows of a matrix op
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
 
 from zloader.access.file_source import FileSource
 from zloader.access.listed_store import ListedStore
 from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
-from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group
+from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
-from zloader.caching.mirror import open_mirror_directory
+from zloader.caching.mirror import Mirror, open_array, open_mirror, open_mirror_directory
 from zloader.common.errors import CacheError, FormatError, ZloaderError
+from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
 from zloader.common.records import ByteSource
-from zloader.dataset.stored_matrices import StoredMatrices
+from zloader.dataset.elements import StoredElements
+from zloader.dataset.paged_offsets import PagedOffsets, pages_of
+from zloader.reading.matrix_parts import MatrixPart
+from zloader.storage.layout import MatrixLayout
+from zloader.storage.metadata import matrix_shape
+
+_MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
 
 
-class OpenedStore(StoredMatrices):
+class OpenedStore(StoredElements):
     """One AnnData store, as it was when it was opened."""
 
     def __init__(
@@ -41,10 +54,12 @@ class OpenedStore(StoredMatrices):
         self.offline = offline
         self.fingerprint = fingerprint(objects)
         self.mirror_fingerprint = None if cache is None else mirror_fingerprint(location.url, origin, objects)
-        directory = None
+        super().__init__(location, objects)
+        self.mirror_directory = None
         if cache is not None and self.mirror_fingerprint is not None:
-            directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
-        super().__init__(location, objects, directory)
+            self.mirror_directory = open_mirror_directory(cache, self.mirror_fingerprint, location.address)
+        self._mirrors: dict[str, Mirror | None] = {}
+        self._offsets: dict[str, NDArray[np.integer] | PagedOffsets] = {}
         if offline and self.mirror_directory is None:
             raise CacheError(f"cannot open {location.url} offline: its mirror cannot be used (see the warning)")
         self._opened = (os.getpid(), self._open_group())
@@ -108,3 +123,106 @@ class OpenedStore(StoredMatrices):
         from zloader.reading.object_source import ObjectSource
 
         return ObjectSource(self.location, self.objects, options)
+
+    # ---- matrices
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """The values that `x` may take: X, raw/X and the layers of this store."""
+        layers = [f"layers/{layer}" for layer in self.keys("layers")]
+        return [name for name in ("X", "raw/X") if name in self] + layers
+
+    def matrix(self, name: str) -> MatrixLayout:
+        """The layout of the matrix `"X"`, `"layers/NAME"` or `"raw/X"`. Raises FormatError if it cannot be read."""
+        if not isinstance(name, str) or name not in self.matrix_names:
+            raise FormatError(
+                f"there is no matrix {name!r} in {self.location.url}; there are: {', '.join(self.matrix_names)}"
+                f"{suggestion(name, self.matrix_names)}"
+            )
+        node = self.node(name)
+        if isinstance(node, zarr.Array):
+            n_rows, n_genes = self.shape(name)
+            return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=self.array_layout(name), genes=None)
+        encoding = node.attrs.get("encoding-type")
+        if encoding != "csr_matrix":
+            raise FormatError(
+                f"{name} of {self.location.url} is a {encoding}: rows can only be read from a csr_matrix "
+                "or a dense array. Run 'zloader convert' on it"
+            )
+        n_rows, n_genes = self.shape(name)
+        genes = replace(self.array_layout(f"{name}/indices"), below=n_genes)
+        for path, dtype in ((genes.path, genes.dtype), (f"{name}/indptr", self.node(f"{name}/indptr").dtype)):
+            if dtype.kind not in "iu":
+                raise FormatError(f"{path} of {self.location.url} holds {dtype}, not integers: the store is damaged")
+        values = self.array_layout(f"{name}/data")
+        return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """The numbers of rows and genes of a matrix, from its metadata."""
+        node = self.node(name)
+        shape = node.shape if isinstance(node, zarr.Array) else node.attrs.get("shape")
+        found = matrix_shape(shape)
+        if found is None:
+            raise self.damaged(name, f"its metadata give {shape!r:.100} as its shape, not rows x genes")
+        return found
+
+    def indptr(self, matrix: MatrixLayout) -> NDArray[np.integer] | None:
+        """The whole indptr of a CSR matrix (rows + 1, int64), cached in the mirror; None for a dense matrix."""
+        offsets = self.offsets(matrix)
+        return offsets.whole() if isinstance(offsets, PagedOffsets) else offsets
+
+    def offsets(self, matrix: MatrixLayout) -> NDArray[np.integer] | PagedOffsets | None:
+        """The indptr of a CSR matrix: a whole array, or read page by page if it is large; None for a dense matrix."""
+        if matrix.genes is None:
+            return None
+        path = f"{matrix.path}/indptr"
+        if path not in self._offsets:
+            node, where = self.node(path), f"{path} of {self.location.url}"
+            n_entries, n_values = int(node.shape[0]), min(array.n_elements for array in matrix.arrays)
+            if n_entries != matrix.n_rows + 1:
+                raise FormatError(f"{where} has {n_entries} entries for {matrix.n_rows} rows: the store is damaged")
+            pages = pages_of(path, n_entries, int(node.chunks[0]))
+            mirror = None if self.mirror_directory is None else open_array(self.mirror_directory, pages)
+            read = partial(self.window, path)
+            paged = PagedOffsets(pages, read, n_values=n_values, where=where, mirror=mirror)
+            whole = n_entries <= _MOST_WHOLE or not self._has_every_object(path)
+            self._offsets[path] = paged.whole() if whole else paged
+        return self._offsets[path]
+
+    def _has_every_object(self, path: str) -> bool:
+        """Whether all objects of an array are listed, so that none of them is read as fill values.
+
+        A shard may leave out chunks all the same. They are read as 0, or else this is False.
+        """
+        node = self.node(path)
+        with self.reading(path, node):
+            return not (node.shards and node.fill_value) and all(key in self._sizes for key in stored_keys(node))
+
+    def mirror(self, matrix: MatrixLayout) -> Mirror | None:
+        """The mirror of a matrix, opened once per process. None without a usable cache."""
+        if self.mirror_directory is None:
+            return None
+        if matrix.path not in self._mirrors:
+            self._mirrors[matrix.path] = open_mirror(self.mirror_directory, matrix.arrays, self._sizes)
+        return self._mirrors[matrix.path]
+
+    def original_dtype(self, matrix: MatrixLayout) -> str:
+        """The dtype of the values before `convert` narrowed it, or else the stored dtype."""
+        return str(self.recorded_dtypes(matrix.path).get("data", np.dtype(matrix.values.dtype).name))
+
+    def recorded_dtypes(self, path: str) -> dict[str, Any]:
+        """The dtypes of `data` and `indices` before `convert` narrowed them; only the arrays that it narrowed."""
+        recorded = self.node(path).attrs.get("zloader")
+        dtypes = recorded.get("dtype") if isinstance(recorded, dict) else None
+        return dtypes if isinstance(dtypes, dict) else {}
+
+    def part(self, matrix: MatrixLayout, options: FetchOptions) -> MatrixPart:
+        """A matrix of this store, as a Recipe takes it."""
+        return MatrixPart(
+            url=self.location.url,
+            matrix=matrix,
+            indptr=self.offsets(matrix),
+            object_sizes=self._sizes,
+            source=self.source(options),
+            mirror=self.mirror(matrix),
+        )

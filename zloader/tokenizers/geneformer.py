@@ -14,8 +14,7 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows
 from zloader.tokenizers.counts import known_genes, sort_down
-from zloader.tokenizers.masking import mask_genes
-from zloader.tokenizers.tokenizer import BoundTokenizer, Masked, Padding, RaggedTokens, TokenOptions
+from zloader.tokenizers.tokenizer import BoundTokenizer, Masked, Padding, RaggedTokens, TokenOptions, mask_genes
 from zloader.tokenizers.vocabulary import (
     GeneNames,
     GeneTokens,

@@ -18,8 +18,7 @@ from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows
 from zloader.order.permutation import key_of
 from zloader.tokenizers.counts import known_genes, part_of, sort_down, word_at
-from zloader.tokenizers.masking import mask_values
-from zloader.tokenizers.tokenizer import BoundTokenizer, Padding, RaggedTokens, TokenOptions
+from zloader.tokenizers.tokenizer import BoundTokenizer, Padding, RaggedTokens, TokenOptions, mask_values
 from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, gene_tokens, special_id, token_id
 
 _U64 = np.uint64

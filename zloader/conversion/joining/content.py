@@ -21,8 +21,7 @@ import scipy.sparse
 from zloader.common.errors import OptionError, SourceError
 from zloader.common.records import Rows
 from zloader.conversion.joining.genes import GeneRule, gene_axis, name_genes
-from zloader.conversion.joining.parts import Stack, gene_matrices, keys_of, row_parts
-from zloader.conversion.joining.selection import Selection
+from zloader.conversion.joining.selection import Selection, Stack, gene_matrices, keys_of, row_parts
 from zloader.conversion.joining.union import NOTHING, is_storable, kind_of, storable, stored_kind, unite
 from zloader.conversion.sources.inputs import Input, Problems, by_source, refuse_unknown
 from zloader.conversion.sources.shuffle import ShuffledMatrix
