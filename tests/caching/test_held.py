@@ -157,7 +157,7 @@ def test_columns_and_objects_are_counted(copy):
 def test_a_mirror_that_does_not_exist_is_empty(copy):
     entry = copy.entry
     shutil.rmtree(copy.directory)
-    assert inspect_mirror(entry) == MirrorInspection(arrays={}, objects=0, kept_bytes=0)
+    assert inspect_mirror(entry) == MirrorInspection.of({}, objects=0, kept_bytes=0)
     assert verify(entry.directory) == []
 
 

@@ -10,7 +10,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -22,6 +22,7 @@ from zloader.caching.atomic_files import read_checked
 from zloader.caching.checksums import Places, Sidecar, word_offset
 from zloader.caching.directory import MirrorEntry, VerifiedMarks, is_of_this_version, is_renamed
 from zloader.common.errors import CacheError
+from zloader.common.records import Held
 
 _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
@@ -31,18 +32,14 @@ _CONTENT = {"sums": "flat", "places": "stored"}  # the file of chunks beside eac
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayInspection:
-    """How much of one array is in a mirror, in chunks and decoded bytes, and the bytes of its chunks in the file."""
+class ArrayInspection(Held):
+    """How much of one array is in a mirror, and the bytes of its chunks in the file."""
 
-    chunks: int
-    chunks_held: int
-    bytes_in_all: int
-    bytes_held: int
     bytes_in_file: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorInspection:
+class MirrorInspection(Held):
     """The content of a mirror: its `arrays` by name, how many `objects` it keeps as stored, and `kept_bytes` of these.
 
     The name of an array in the stored form ends with " (stored)". Arrays of the store that have never been used do not
@@ -53,25 +50,11 @@ class MirrorInspection:
     objects: int
     kept_bytes: int
 
-    @property
-    def chunks(self) -> int:
-        """Chunks of all arrays."""
-        return sum(array.chunks for array in self.arrays.values())
-
-    @property
-    def chunks_held(self) -> int:
-        """Chunks that are present."""
-        return sum(array.chunks_held for array in self.arrays.values())
-
-    @property
-    def bytes_in_all(self) -> int:
-        """Decoded bytes of all arrays."""
-        return sum(array.bytes_in_all for array in self.arrays.values())
-
-    @property
-    def bytes_held(self) -> int:
-        """Decoded bytes of the chunks that are present."""
-        return sum(array.bytes_held for array in self.arrays.values())
+    @classmethod
+    def of(cls, arrays: Mapping[str, ArrayInspection], *, objects: int, kept_bytes: int) -> MirrorInspection:
+        """The content of a mirror with these arrays and objects."""
+        sums = {each.name: sum(getattr(array, each.name) for array in arrays.values()) for each in fields(Held)}
+        return cls(**sums, arrays=arrays, objects=objects, kept_bytes=kept_bytes)
 
     @property
     def checked_bytes(self) -> int:
@@ -86,7 +69,7 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     for path in [*files["sums"], *files["places"]]:
         with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as file:
             arrays[_name(path)] = _inspect_array(Sidecar(path, file))
-    return MirrorInspection(arrays=arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
+    return MirrorInspection.of(arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
 
 
 def _inspect_array(sidecar: Sidecar) -> ArrayInspection:

@@ -36,7 +36,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.common import page_cache
 from zloader.common.options import Cache
-from zloader.common.records import Rows
+from zloader.common.records import Held, Rows
 from zloader.storage.decode import Decoder
 from zloader.storage.layout import ArrayLayout
 
@@ -203,13 +203,9 @@ class MirrorArray(ChunkFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorContents:
-    """How much of some arrays is mirrored, in chunks and decoded bytes; `full` if one of them accepts no more."""
+class MirrorContents(Held):
+    """The same, and whether one of the arrays accepts no more chunks."""
 
-    chunks: int
-    chunks_held: int
-    bytes_in_all: int
-    bytes_held: int
     full: bool
 
 

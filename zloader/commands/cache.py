@@ -101,11 +101,10 @@ def warm(flags: WarmFlags) -> None:
 
 def _show_warmed(settings: dict[str, Any], warmed: Warmed, *, as_json: bool) -> None:
     document = {**settings, **dataclasses.asdict(warmed), "whole": warmed.chunks_held == warmed.chunks}
-    share = warmed.bytes_held / warmed.bytes_in_all if warmed.bytes_in_all else 1.0
     rate = warmed.bytes_read / warmed.elapsed_s if warmed.elapsed_s else 0.0
     text = (
         f"{settings['url']}: {warmed.chunks_held:,} of {warmed.chunks:,} chunks are in {settings['cache']}, "
-        f"{size(warmed.bytes_held)} ({share:.0%}); {warmed.gets:,} GETs read {size(warmed.bytes_read)} in "
+        f"{size(warmed.bytes_held)} ({warmed.share:.0%}); {warmed.gets:,} GETs read {size(warmed.bytes_read)} in "
         f"{warmed.elapsed_s:.1f} s, {size(rate)}/s"
     )
     terminal.print_result(document, lambda console: console.print(text), as_json=as_json)
@@ -139,11 +138,7 @@ def _mirrors(directory: Path) -> tuple[Path, list[MirrorEntry]]:
 
 
 def _document(entry: MirrorEntry, inspection: MirrorInspection | None = None) -> dict[str, Any]:
-    found = dataclasses.asdict(entry)
-    if inspection is not None:
-        found |= {name: getattr(inspection, name) for name in ("chunks", "chunks_held", "bytes_in_all", "bytes_held")}
-        found |= dataclasses.asdict(inspection)
-    return found
+    return dataclasses.asdict(entry) | ({} if inspection is None else dataclasses.asdict(inspection))
 
 
 @_cache.command()

@@ -172,7 +172,7 @@ def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInsp
     table.columns[0].overflow = "fold"
     for entry, inspection in found:
         mirror = Text.assemble(entry.url, "\n", (entry.directory.name, "dim"))
-        share = _share(inspection.bytes_held / inspection.bytes_in_all) if inspection.bytes_in_all else ""
+        share = _share(inspection.share) if inspection.bytes_in_all else ""
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
         sizes = (size(inspection.bytes_held), share, size(entry.allocated_bytes))
         table.add_row(mirror, *sizes, used, "stale" if entry.stale else "")

@@ -83,7 +83,22 @@ class LocalSource(ByteSource, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheStatistics:
+class Held:
+    """How much of some arrays is in a mirror, in chunks and in decoded bytes."""
+
+    chunks: int
+    chunks_held: int
+    bytes_in_all: int
+    bytes_held: int
+
+    @property
+    def share(self) -> float:
+        """The share of the decoded bytes that the mirror holds, from 0 to 1."""
+        return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStatistics(Held):
     """How much of a matrix is in the cache; returned by `Dataset.cache_statistics`.
 
     Attributes:
@@ -102,18 +117,9 @@ class CacheStatistics:
     """
 
     directory: Path
-    chunks: int
-    chunks_held: int
-    bytes_in_all: int
-    bytes_held: int
     allocated_bytes: int
     max_bytes: int | None
     full: bool
-
-    @property
-    def share(self) -> float:
-        """Cached share of the matrix by decoded bytes, from 0 to 1."""
-        return self.bytes_held / self.bytes_in_all if self.bytes_in_all else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ is gathered. Each store keeps its own indptr and mirror, so a row is read from t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -165,14 +165,10 @@ class Matrices:
         cached = contents_of(array for mirror in mirrors if mirror is not None for array in mirror.arrays.values())
         place = place_of(cache.directory)
         return CacheStatistics(
+            **asdict(cached),
             directory=place,
-            chunks=cached.chunks,
-            chunks_held=cached.chunks_held,
-            bytes_in_all=cached.bytes_in_all,
-            bytes_held=cached.bytes_held,
             allocated_bytes=cache_bytes(place),
             max_bytes=None if cache.max_bytes is None else cache.most,
-            full=cached.full,
         )
 
     def row_bytes(self, x: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -28,6 +28,7 @@ from zloader.order.shuffling import as_array, checked_once
 from zloader.selecting.columns import Column, ObsColumn
 from zloader.selecting.expressions import Mask, matching, row_test
 
+Given = TypeVar("Given")
 Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series
 _STRIDE = 64  # bytes of the bit set per running count: 512 rows
 PART_WINDOW = 1 << 20  # rows whose mask is made at a time: a multiple of the rows per running count
@@ -206,29 +207,11 @@ class AllRows:
         """The rows as a RowSet."""
         return RowSet.of_range(self.n_all, range(self.n_all))
 
-    def column(self, of_all: ObsColumn) -> ObsColumn:
-        """The column itself."""
-        return of_all
+    def _itself(self, given: Given) -> Given:
+        """What is asked for in all rows is what was given."""
+        return given
 
-    def sampled(self, sampling: Sampling) -> Sampling:
-        """The sampling itself."""
-        return sampling
-
-    def taken(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The values themselves."""
-        return values
-
-    def numbers(self, positions: Rows) -> Rows:
-        """The positions themselves."""
-        return positions
-
-    def positions(self, numbers: Rows) -> Rows:
-        """The numbers themselves."""
-        return numbers
-
-    def narrowed(self, rows: RowSet) -> RowSet:
-        """`rows` itself."""
-        return rows
+    column = sampled = taken = numbers = positions = narrowed = _itself
 
 
 class _Filling:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zloader.caching.chunk_file import ChunkFile
-from zloader.caching.mirror import contents_of
+from zloader.caching.mirror import MirrorContents, contents_of
 from zloader.common.checks import names_of, parse_size, require_count
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
@@ -36,7 +36,7 @@ _MANY_CHUNKS, _PAUSE_S = 1 << 21, 2.0  # from that many chunks on, progress is r
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmed:
+class Warmed(MirrorContents):
     """The progress of `warm`, for all its matrices together.
 
     >>> import zloader as zl
@@ -51,14 +51,9 @@ class Warmed:
     - `full`: whether the cache has reached its limits, or its disk is full.
     """
 
-    chunks: int
-    chunks_held: int
-    bytes_held: int
-    bytes_in_all: int
     gets: int
     bytes_read: int
     elapsed_s: float
-    full: bool
 
 
 @answers
@@ -113,17 +108,8 @@ def warm(
     counters, began = Counters(), time.perf_counter()
 
     def warmed() -> Warmed:
-        cached = contents_of(_arrays(parts))
-        return Warmed(
-            chunks=cached.chunks,
-            chunks_held=cached.chunks_held,
-            bytes_held=cached.bytes_held,
-            bytes_in_all=cached.bytes_in_all,
-            gets=counters.gets,
-            bytes_read=counters.bytes_read,
-            elapsed_s=time.perf_counter() - began,
-            full=cached.full,
-        )
+        cached, elapsed_s = dataclasses.asdict(contents_of(_arrays(parts))), time.perf_counter() - began
+        return Warmed(**cached, gets=counters.gets, bytes_read=counters.bytes_read, elapsed_s=elapsed_s)
 
     async def produce(put: Put[None]) -> None:
         await _fill_all(_throttled(parts, bytes_per_s), options, counters, put)
