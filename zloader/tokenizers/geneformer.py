@@ -14,7 +14,7 @@ from zloader.common.errors import OptionError
 from zloader.common.messages import listed
 from zloader.common.records import CsrArrays, Rows
 from zloader.tokenizers.counts import known_genes, sort_down
-from zloader.tokenizers.tokenizer import BoundTokenizer, Masked, Padding, RaggedTokens, TokenOptions, mask_genes
+from zloader.tokenizers.tokenizer import BoundTokenizer, Masked, RaggedTokens, TokenOptions, mask_genes
 from zloader.tokenizers.vocabulary import (
     GeneNames,
     GeneTokens,
@@ -23,7 +23,6 @@ from zloader.tokenizers.vocabulary import (
     gene_tokens,
     median,
     name_of,
-    special_id,
     token_id,
 )
 
@@ -32,7 +31,7 @@ _LENGTHS = {"v1": 2048, "v2": 4096}
 _OF_VERSION = "of the version"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Geneformer(TokenOptions):
     """Tokens as Geneformer's TranscriptomeTokenizer makes them, for `zl.Loader(dataset, tokens=...)`.
 
@@ -68,8 +67,8 @@ class Geneformer(TokenOptions):
     dictionary.
     """
 
-    token_dictionary: Given = field(repr=False)
-    gene_medians: Given = field(repr=False)
+    token_dictionary: Given
+    gene_medians: Given
     version: Literal["v1", "v2"] = "v2"
     max_length: int | None = None
     gene_mapping: Given | None = field(default=None, kw_only=True)
@@ -78,6 +77,8 @@ class Geneformer(TokenOptions):
     mask: str | int = field(default="<mask>", kw_only=True)
     cls: str | int | None = field(default=_OF_VERSION, kw_only=True)
     eos: str | int | None = field(default=_OF_VERSION, kw_only=True)
+
+    _dictionary, _shown = "token_dictionary", ("version", "max_length")
 
     def __post_init__(self) -> None:
         require_one_of(tuple(_LENGTHS), version=self.version)
@@ -97,20 +98,9 @@ class Geneformer(TokenOptions):
             raise OptionError("pad and mask must be the name or the id of a token, not None")
         self._check(self._longest, sum(token is not None for token in special))
 
-    def __repr__(self) -> str:
-        masked = "" if self.masked is None else f", masked={self.masked!r}"
-        return f"Geneformer(version={self.version!r}, max_length={self.max_length}, {len(self._tokens)} tokens{masked})"
-
-    @property
-    def _tokens(self) -> dict[str, int]:
-        return cast("dict[str, int]", self.token_dictionary)
-
     @property
     def _longest(self) -> int:
         return cast("int", self.max_length)
-
-    def _special(self, name: str) -> int | None:
-        return special_id(name, getattr(self, name), self._tokens, "token_dictionary")
 
     def _spelled(self, name: str) -> str:
         """The name in the token dictionary of a gene name. The reference looks up names in capitals."""
@@ -122,25 +112,12 @@ class Geneformer(TokenOptions):
     def bind(self, genes: GeneNames) -> BoundTokenizer:
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them, or lacks a median."""
         special = {name: self._special(name) for name in ("pad", "cls", "eos", "mask") if name != "mask" or self.masked}
-        pad, cls, eos, mask = (special.get(name) for name in ("pad", "cls", "eos", "mask"))
         found = gene_tokens(genes, self._tokens, special, option="token_dictionary", spelled=self._spelled, summed=True)
         ids = {token for name, token in self._tokens.items() if not name.startswith("<")} - {*special.values()}
+        mask = special.get("mask")
         return _Ranking(
-            name="Geneformer",
-            x=self.x,
-            where=genes.where,
+            **self._bound_parts(genes.where, max_length=self._longest, pad_value=0, labels="int64"),
             genes=self._with_medians(genes, found),
-            padding=Padding(
-                ids=self.dtype,
-                pad_id=cast("int", pad),
-                pad_value=0,
-                pad_to=self.pad_to,
-                labels=None if self.masked is None else "int64",
-            ),
-            max_length=self._longest,
-            cls=-1 if cls is None else cls,
-            eos=-1 if eos is None else eos,
-            masked=self.masked,
             mask_ids=(-1 if mask is None else mask, np.array(sorted(ids), np.int32)),
             n_counts=self.n_counts,
         )
@@ -166,17 +143,13 @@ class Geneformer(TokenOptions):
 class _Ranking(BoundTokenizer):
     """Geneformer for the genes of a matrix."""
 
-    masked: Masked | None
     mask_ids: tuple[int, NDArray[np.int32]]
     n_counts: str | None
 
     def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
         if totals is not None:
             self._require_totals(np.diff(x.indptr), index, totals)
-        made = super().rows(x, index, totals)
-        if self.masked is None:
-            return made
-        return mask_genes(self.masked, made, self.n_special, index, self.epoch, self.mask_ids)
+        return super().rows(x, index, totals)
 
     def _require_totals(self, lengths: Rows, index: Rows, totals: NDArray[Any]) -> None:
         bad = np.flatnonzero((lengths > 0) & ~((totals > 0) & np.isfinite(totals)))
@@ -192,6 +165,9 @@ class _Ranking(BoundTokenizer):
         special = (self.cls, self.eos, self.max_length)
         into = (out.ids, out.values, out.starts, out.lengths)
         return int(_rank((x.indptr, x.indices, x.values), totals, axis, special, into))
+
+    def _mask(self, masked: Masked, tokens: RaggedTokens, index: Rows) -> RaggedTokens:
+        return mask_genes(masked, tokens, self.n_special, index, self.epoch, self.mask_ids)
 
 
 @compiled

@@ -7,7 +7,7 @@ counts of a row. Whole numbers, of which there are few, are counted in a table; 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows
 from zloader.order.permutation import key_of
 from zloader.tokenizers.counts import known_genes, part_of, sort_down, word_at
-from zloader.tokenizers.tokenizer import BoundTokenizer, Padding, RaggedTokens, TokenOptions, mask_values
-from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, gene_tokens, special_id, token_id
+from zloader.tokenizers.tokenizer import BoundTokenizer, Masked, RaggedTokens, TokenOptions, mask_values
+from zloader.tokenizers.vocabulary import GeneNames, Given, dictionary, gene_tokens, token_id
 
 _U64 = np.uint64
 _TABLE = 4096  # smaller whole numbers are counted; the table fits into the L1 cache
@@ -181,7 +181,7 @@ def _digits(distinct: NDArray[np.float64], edges: NDArray[np.float64], first_bin
 _CHOICE, _BINS = 1, 2  # streams of random words
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScGPT(TokenOptions):
     """Tokens as scGPT's Preprocessor, tokenizer and DataCollator make them, for `zl.Loader(dataset, tokens=...)`.
 
@@ -219,7 +219,7 @@ class ScGPT(TokenOptions):
     Raises OptionError for unusable options, and when a Loader is made for a dataset without any gene of the vocabulary.
     """
 
-    vocabulary: Given = field(repr=False)
+    vocabulary: Given
     n_bins: int | None = 51
     max_length: int = 1200
     normalize: float | None = 1e4
@@ -231,6 +231,8 @@ class ScGPT(TokenOptions):
     eos: str | int | None = field(default=None, kw_only=True)
     pad_value: float = field(default=-2, kw_only=True)
     mask_value: float = field(default=-1, kw_only=True)
+
+    _dictionary, _shown = "vocabulary", ("n_bins", "max_length")
 
     def __post_init__(self) -> None:
         self._put(vocabulary=dictionary("vocabulary", self.vocabulary, token_id))
@@ -249,36 +251,12 @@ class ScGPT(TokenOptions):
             raise OptionError("pad must be the name or the id of a token, not None")
         self._check(self.max_length, sum(self._special(name) is not None for name in ("cls", "eos")))
 
-    def __repr__(self) -> str:
-        masked = "" if self.masked is None else f", masked={self.masked!r}"
-        return f"ScGPT(n_bins={self.n_bins}, max_length={self.max_length}, {len(self._tokens)} tokens{masked})"
-
-    @property
-    def _tokens(self) -> dict[str, int]:
-        return cast("dict[str, int]", self.vocabulary)
-
-    def _special(self, name: str) -> int | None:
-        return special_id(name, getattr(self, name), self._tokens, "vocabulary")
-
     def bind(self, genes: GeneNames) -> BoundTokenizer:
         """The tokenizer for the genes of a matrix. Raises OptionError if it knows none of them."""
         special = {name: self._special(name) for name in ("pad", "cls", "eos")}
-        pad, cls, eos = special.values()
         return _Binning(
-            name="ScGPT",
-            x=self.x,
-            where=genes.where,
+            **self._bound_parts(genes.where, max_length=self.max_length, pad_value=self.pad_value, labels="float32"),
             genes=gene_tokens(genes, self._tokens, special, option="vocabulary"),
-            padding=Padding(
-                ids=self.dtype,
-                pad_id=cast("int", pad),
-                pad_value=self.pad_value,
-                pad_to=self.pad_to,
-                labels=None if self.masked is None else "float32",
-            ),
-            max_length=self.max_length,
-            cls=-1 if cls is None else cls,
-            eos=-1 if eos is None else eos,
             options=self,
             quantiles=np.empty(0) if self.n_bins is None else np.linspace(0, 1, self.n_bins - 1),
         )
@@ -291,12 +269,8 @@ class _Binning(BoundTokenizer):
     options: ScGPT
     quantiles: NDArray[np.float64]
 
-    def rows(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None) -> RaggedTokens:
-        made = super().rows(x, index, totals)
-        masked = self.options.masked
-        if masked is None:
-            return made
-        return mask_values(masked, made, self.n_special, index, self.epoch, self.options.mask_value)
+    def _mask(self, masked: Masked, tokens: RaggedTokens, index: Rows) -> RaggedTokens:
+        return mask_values(masked, tokens, self.n_special, index, self.epoch, self.options.mask_value)
 
     def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
         options = self.options

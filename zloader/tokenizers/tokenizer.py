@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows, TokenArrays
 from zloader.order.permutation import key_of
 from zloader.tokenizers.counts import part_of, word_at
-from zloader.tokenizers.vocabulary import GeneTokens
+from zloader.tokenizers.vocabulary import GeneTokens, special_id
 
 NO_LABEL = -100  # torch's cross_entropy ignores it
 _WHICH, _HOW, _GENE = 11, 12, 13  # streams of random words
@@ -78,6 +78,35 @@ class TokenOptions:
     dtype: Literal["int64", "int32"] = "int64"
     pad_to: int | None = None
     masked: Masked | None = None
+
+    _dictionary: ClassVar[str]  # the option with the token ids
+    _shown: ClassVar[tuple[str, ...]]  # the options in the repr
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={getattr(self, name)!r}" for name in self._shown]
+        masked = [] if self.masked is None else [f"masked={self.masked!r}"]
+        return f"{type(self).__name__}({', '.join([*shown, f'{len(self._tokens)} tokens', *masked])})"
+
+    @property
+    def _tokens(self) -> dict[str, int]:
+        return cast("dict[str, int]", getattr(self, self._dictionary))
+
+    def _special(self, name: str) -> int | None:
+        return special_id(name, getattr(self, name), self._tokens, self._dictionary)
+
+    def _bound_parts(self, where: str, *, max_length: int, pad_value: float, labels: str) -> dict[str, Any]:
+        """The fields of a BoundTokenizer that do not depend on the genes. Masking gives labels of this dtype."""
+        pad, cls, eos = (self._special(name) for name in ("pad", "cls", "eos"))
+        padding = Padding(
+            ids=self.dtype,
+            pad_id=cast("int", pad),
+            pad_value=pad_value,
+            pad_to=self.pad_to,
+            labels=None if self.masked is None else labels,
+        )
+        ends = {"cls": -1 if cls is None else cls, "eos": -1 if eos is None else eos}
+        named = {"name": type(self).__name__, "x": self.x, "where": where}
+        return {**named, **ends, "padding": padding, "max_length": max_length, "masked": self.masked}
 
     def _put(self, **values: Any) -> None:
         """Replaces fields, which only `__post_init__` may do."""
@@ -270,6 +299,7 @@ class BoundTokenizer(ABC):
     max_length: int
     cls: int
     eos: int
+    masked: Masked | None
     seed: int = 0
     epoch: int = 0
     totals: Callable[[], NDArray[Any]] | None = None
@@ -305,8 +335,12 @@ class BoundTokenizer(ABC):
                 f"{self.where} holds {wrong} in row {index[bad]} of the dataset, but tokens are made of counts, which "
                 f"are finite and never negative: name the matrix of counts, as in {self.name}(..., x='raw/X')"
             )
-        return out
+        return out if self.masked is None else self._mask(self.masked, out, index)
 
     @abstractmethod
     def _write(self, x: CsrArrays, index: Rows, totals: NDArray[Any] | None, out: RaggedTokens) -> int:
         """Writes the tokens of some rows. Returns the first row with a value that is no count, or -1."""
+
+    @abstractmethod
+    def _mask(self, masked: Masked, tokens: RaggedTokens, index: Rows) -> RaggedTokens:
+        """Masks the tokens of some rows, and gives their labels."""
