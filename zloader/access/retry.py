@@ -114,19 +114,15 @@ class AttemptReader(Protocol):
 
     async def start(self, spans: Sequence[Span]) -> list[Any]:
         """Starts one read per span and returns their futures."""
-        ...
 
     async def outcome(self, span: Span, read: Any) -> bytes | ReadFailure:
         """The outcome of a finished read: all of its bytes, or the failure. Raises errors that no retry can help."""
-        ...
 
     async def check_listed(self, span: Span) -> None:
         """Raises StoreChangedError if the object is no longer the one that was listed."""
-        ...
 
     def describe(self, span: Span) -> str:
         """The URL, key and byte range of a span, for messages."""
-        ...
 
 
 @dataclass(kw_only=True)

@@ -41,14 +41,12 @@ class ByteSource(Protocol):
     @property
     def retries(self) -> int:
         """Retries made so far."""
-        ...
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
         """The bytes of each span, in order, each exactly `span.size` long.
 
         Raises ReadError or a subclass, which names the key and the byte range, rather than return fewer bytes.
         """
-        ...
 
 
 @dataclass
@@ -71,15 +69,12 @@ class LocalSource(ByteSource, Protocol):
 
     def prefetch(self, spans: Sequence[Span]) -> None:
         """Says that `read_now` will soon be called with these spans."""
-        ...
 
     def read_now(self, spans: Sequence[Span], buffer: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """Like `read`, on the calling thread. The bytes of each span are a part of `buffer`, which has to hold all."""
-        ...
 
     async def within_deadline(self, reading: Awaitable[Result], spans: Sequence[Span], clock: ReadClock) -> Result:
         """Waits for `reading`, in which a thread calls `read_now` and sets the clock. Raises DeadlineError."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +171,9 @@ class TokenRows(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        ...
 
     def cut(self, first: int, last: int) -> TokenArrays:
         """The tokens of the rows `[first, last)`, a minibatch."""
-        ...
 
 
 class RowTokenizer(Protocol):
@@ -189,20 +182,16 @@ class RowTokenizer(Protocol):
     @property
     def x(self) -> str:
         """The matrix that tokens are made of."""
-        ...
 
     @property
     def totals(self) -> Callable[[], NDArray[np.generic]] | None:
         """Returns the total counts of all rows of the dataset. Called while the first rows are read."""
-        ...
 
     def n_bytes(self, lengths: Rows) -> int:
         """An upper bound for the bytes of the tokens of rows with so many values each."""
-        ...
 
     def rows(self, x: CsrArrays, index: Rows, totals: NDArray[np.generic] | None) -> TokenRows:
         """The tokens of the rows `index` of the dataset, of which `totals` are the total counts. Raises OptionError."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

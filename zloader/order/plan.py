@@ -80,7 +80,6 @@ class AddsControls(Protocol):
 
     def added(self, fetch: Fetch, *, seed: int, epoch: int) -> Fetch:
         """The fetch with the controls of each minibatch after its rows."""
-        ...
 
 
 class Remaining(NamedTuple):

@@ -29,19 +29,15 @@ class ChosenRows(Protocol):
 
     def numbers(self, positions: Rows) -> Rows:
         """The rows at some positions in the set."""
-        ...
 
     def all_numbers(self) -> Rows:
         """The rows."""
-        ...
 
     def mask(self) -> NDArray[np.bool_]:
         """A mask over all rows of the dataset."""
-        ...
 
     def within(self, window: slice) -> NDArray[np.bool_]:
         """A mask over the rows from `window.start` to `window.stop`."""
-        ...
 
 
 class Table(Protocol):
@@ -50,24 +46,19 @@ class Table(Protocol):
     @property
     def n_obs(self) -> int:
         """The number of rows."""
-        ...
 
     def obs_column(self, column: str) -> ObsColumn:
         """One obs column as numbers."""
-        ...
 
     def rows_of(self, group: Any) -> ChosenRows:
         """The rows in a group: a dataset, a view, or a condition."""
-        ...
 
     @property
     def whole(self) -> Table:
         """The dataset that this is a view of."""
-        ...
 
     def in_whole(self, group: Any) -> ChosenRows:
         """Which rows of `whole` are in a group: a condition on these rows, or a dataset or view."""
-        ...
 
 
 class Sampling(ABC):

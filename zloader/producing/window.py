@@ -38,11 +38,9 @@ class Making(Protocol):
 
     async def next(self) -> tuple[Sequence[Any], Counters] | None:
         """The next group, with all that was counted so far; None at the end. Raises LostError or FailedError."""
-        ...
 
     def cancel(self) -> None:
         """Ends the making, if it has not ended."""
-        ...
 
 
 class Maker(Protocol):
@@ -53,15 +51,12 @@ class Maker(Protocol):
 
     def make(self, plan: Any, remaining: Remaining, ready_bytes: int) -> Making:
         """Begins what remains of a fetch. `ready_bytes` bounds the minibatches that are made ahead."""
-        ...
 
     async def held(self, plan: Any, coming: Sequence[Remaining]) -> list[float]:
         """The share of each of these fetches that the mirrors of its machine hold. Raises LostError or FailedError."""
-        ...
 
     async def ended(self) -> None:
         """Returns when the producer is dead."""
-        ...
 
 
 class Makers(Protocol):
@@ -71,19 +66,15 @@ class Makers(Protocol):
 
     async def join(self, others_work: Callable[[], bool]) -> Maker:
         """A producer that is ready to work. Raises ProducerError if there is none, and no other works."""
-        ...
 
     def leave(self, maker: Any) -> None:
         """Keeps a producer for the next epoch."""
-        ...
 
     def drop(self, maker: Any) -> None:
         """Ends a producer."""
-        ...
 
     async def watch(self) -> None:
         """Raises ProducerError when no producer can be reached any more."""
-        ...
 
 
 @dataclass(kw_only=True)

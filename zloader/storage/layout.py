@@ -125,7 +125,6 @@ class RowOffsets(Protocol):
 
     def bounds(self, rows: Rows) -> tuple[Rows, Rows]:
         """The first element of each row and the element after its last."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,11 +33,9 @@ class ControlCounts(Protocol):
     @property
     def n(self) -> int:
         """Controls per row."""
-        ...
 
     def n_from_fallback(self, rows: Rows) -> int:
         """How many controls of some rows agree with them in the columns of a fallback only."""
-        ...
 
 
 @dataclass
