@@ -132,17 +132,14 @@ class Cache:
     needed, mirrors that no process uses are evicted, stale ones first.
 
     `directory` is created if needed; `~` is expanded. If it holds other things, as `/tmp` does, the mirrors go to its
-    subdirectory `zloader`, which only its owner can open. A file is an OptionError when a dataset is opened.
+    subdirectory `zloader`.
 
     `max_bytes` limits all mirrors of the cache together, counted as the file system allocates them; None means no
     limit. `min_free_bytes` is the space that mirrors leave free on the disk. Both are numbers of bytes, or strings such
     as "500GB" or "500G" (the same), or "500GiB". Raises OptionError for an invalid value.
 
-    `form` says how chunks are kept. "decoded" needs no decoding later. "stored" keeps them as they are in the store and
-    decodes them in every epoch. It took a third of the space in a test (2.6 instead of 7.4 KB per row of 1 840 values),
-    where warm epochs on two cores ran at about half of the speed with blocks of 64 rows, at 0.4 with single rows, and
-    took two to four times the CPU. So it suits disks that are too small for the decoded form. A store can have both in
-    one cache.
+    `form` says how chunks are kept. "decoded" needs no decoding later. "stored" keeps them as they are in the store, in
+    about a third of the space, and decodes them in every epoch, which takes two to four times the CPU.
 
     >>> cache = zl.Cache("/nvme/zloader", max_bytes="500GB", min_free_bytes="20 GiB")
     >>> cache.max_bytes, cache.min_free_bytes

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import zarr
 import zarr.errors
 
@@ -118,9 +117,6 @@ def convert(  # noqa: PLR0913 - all but two are keyword-only
     >>> report.dtypes_changed["X/data"]
     'float32 -> uint8'
 
-    CSC matrices become CSR and dense matrices stay dense. Dtypes are narrowed where no value changes, unless
-    `options.preserve_dtype` is set.
-
     - `join`, `genes_by`: those of `select`, for short: `join="inner"` stands for `select=zl.Selection(join="inner")`.
     - `storage_options`: s3fs options for the destination, and for the sources unless `source_options` is given.
     - `overwrite`: replace an existing store. It is replaced only after every source has been read once.
@@ -195,14 +191,15 @@ def convert_to(  # noqa: PLR0913 - all but two are keyword-only
         )
 
 
-def _changes(matrix: SourceMatrix, scan: MatrixScan) -> list[tuple[str, np.dtype[Any], np.dtype[Any]]]:
-    """The name, source dtype and stored dtype of each array of a matrix."""
+def _changes(matrix: SourceMatrix, scan: MatrixScan) -> dict[str, str]:
+    """The dtypes of the arrays of a matrix that get another one."""
+    found = {
+        f"{matrix.name}/data": (matrix.dtype, scan.data),
+        f"{matrix.name}/indices": (matrix.genes_dtype, scan.indices),
+    }
     if matrix.encoding == "dense":
-        return [(matrix.name, matrix.dtype, scan.data)]
-    return [
-        (f"{matrix.name}/data", matrix.dtype, scan.data),
-        (f"{matrix.name}/indices", matrix.genes_dtype, scan.indices),
-    ]
+        found = {matrix.name: (matrix.dtype, scan.data)}
+    return {name: f"{before} -> {after}" for name, (before, after) in found.items() if before != after}
 
 
 def _digest(text: str) -> str:
@@ -280,16 +277,21 @@ class _Conversion:
             scans = [MatrixScan.of_record(journal["scans"][matrix.name]) for matrix in matrices]
         pairs = list(zip(matrices, scans, strict=True))
         new_journal = {"identity": self.identity(), "scans": {matrix.name: scan.record() for matrix, scan in pairs}}
-        changes = [change for matrix, scan in pairs for change in _changes(matrix, scan)]
         with destination.replaced(new_journal, resuming=journal is not None) as store:
             root = self.write(destination, store, pairs)
             results = {
                 "values": scans[0].n_values,
-                "dtypes_changed": {name: f"{before} -> {after}" for name, before, after in changes if before != after},
+                "dtypes_changed": {name: dtypes for pair in pairs for name, dtypes in _changes(*pair).items()},
                 "rows_made_canonical": {matrix.name: scan.mended for matrix, scan in pairs if scan.mended},
                 "dropped": self._content.dropped,
             }
-            root.attrs["zloader"] = self._provenance() | {"conversion": {"record": self.record(), "results": results}}
+            root.attrs["zloader"] = {
+                "version": importlib.metadata.version("zloader"),
+                "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
+                "select": self._select.recorded(),
+                "shuffle_seed": self._options.shuffle_seed,
+                "conversion": {"record": self.record(), "results": results},
+            }
             zarr.consolidate_metadata(store)
         return results
 
@@ -335,14 +337,6 @@ class _Conversion:
             for matrix, scan in matrices:
                 store_matrix(matrix, scan, target)
         return root
-
-    def _provenance(self) -> dict[str, Any]:
-        return {
-            "version": importlib.metadata.version("zloader"),
-            "sources": [{"label": source.label, "rows": source.n_rows} for source in self._inputs],
-            "select": self._select.recorded(),
-            "shuffle_seed": self._options.shuffle_seed,
-        }
 
 
 def _difference(before: Any, now: Any) -> str:

@@ -47,21 +47,18 @@ class CellSets(Sampling):
         set_size: Rows per set.
         per_group: Sets of each group per epoch. Default: as many as the rows of the group make, so that every row
             comes once per epoch.
-        replace: Whether a group with too few rows for `per_group` or `weights` begins anew within the epoch. No row
-            comes again before all others of its group have come, except those dropped by `rest`. With False,
-            `per_group` is the most sets of a group, and `weights` that ask for more are refused. Default: True.
-        rest: What becomes of the rows that are left over when a group is cut into sets. `"drop"` leaves them out, which
-            are other rows in each epoch; `"keep"` makes a shorter set of them; `"fill"` fills their set up with rows of
-            the group that come a second time. Default: `"drop"`.
+        replace: Whether a group with too few rows for `per_group` or `weights` begins anew within the epoch. With
+            False, `per_group` is the most sets of a group, and `weights` that ask for more are refused. Default: True.
+        rest: What becomes of the rows that are left over when a group is cut into sets: `"drop"` (the default),
+            `"keep"` for a shorter set, or `"fill"` to fill the set up with rows that come a second time.
         least: Groups of fewer rows are left out. Default: `set_size` with `rest="drop"`, else 1.
         weights: How often groups come: `"balanced"` for all equally often, or a mapping from labels to weights, such as
             `{"T": 1, "NK": 3}`. With several columns the keys are tuples of labels. Groups that are not listed never
             come. The number of sets of a group is exact in every epoch, to one set.
         epoch_sets: Sets per epoch, with `weights`. They are rounded up to whole minibatches. Default: as many as
             without weights.
-        distinct: Whether a minibatch should have no group twice. With `weights` it never has. If a group weighs too
-            much for that, the Loader refuses it. Otherwise, a group that has more sets than the epoch has minibatches
-            has to repeat, and so may a group in the last fetch of several ranks. False gives sets in random order.
+        distinct: Whether a minibatch should have no group twice, as far as that is possible. With `weights` it never
+            has. False gives sets in random order.
 
     The order depends on the seed and the epoch alone. Ranks and workers share out whole sets.
 

@@ -39,18 +39,15 @@ class MatchedControls:
     the controls of row i are its rows from `i * n` to `(i + 1) * n - 1`.
 
     Args:
-        where: The rows that are controls: an expression or another condition as `dataset.where` takes it, such as
-            `"drug == 'DMSO'"`. It selects among the rows of the Loader's dataset, so views that share no row share no
-            control. To take controls from elsewhere, give a view that has them.
+        where: The rows that are controls, among those of the Loader's dataset: a condition as `dataset.where` takes it,
+            such as `"drug == 'DMSO'"`. To take controls from elsewhere, give a view that has them.
         match: The obs columns, one or a list, in which a control agrees with its row: labels, whole numbers, booleans
             or dates. An empty list matches every control.
         n: Controls per row. Those of one row differ if there are enough.
         fallback: Some of the columns in `match`, for rows that no control matches in all of them; or several such
-            lists, which are tried in turn. A warning of the log says once how many rows need them, and
-            `statistics().fallback_controls` counts the controls found in this way.
+            lists, which are tried in turn. `statistics().fallback_controls` counts the controls found in this way.
 
-    Every control of a row is equally likely, and a row that is a control itself may draw itself. The draws are the same
-    for any number of ranks and workers. A row that comes twice in an epoch has the same controls.
+    Every control of a row is equally likely, and a row that is a control itself may draw itself.
 
     Raises OptionError for unusable options. When a Loader is made, it also raises OptionError if no row meets the
     condition or if rows have no control; and MissingColumnError for unknown columns.

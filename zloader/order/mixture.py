@@ -94,13 +94,8 @@ class Mixture(Sampling):
         epoch_rows: Rows per epoch. Default: as many as the groups with a weight have together.
         block_size: Rows per contiguous block. Larger blocks need fewer reads; smaller blocks mix better.
 
-    Every fetch has the shares, not only the epoch. With two groups, the number of rows of each is exact to one block in
-    any stretch of the order; with more groups, to two blocks as a rule, and always to four. The rows of a fetch are
-    permuted in memory, so the shares in a minibatch vary like those of random rows of the fetch.
-
-    The order goes through each group again and again, differently each time. No row comes again before all rows of its
-    group have come. Each epoch continues where the one before it ended. So a small group repeats within an epoch, a
-    large group may need several epochs, and over the epochs all rows of a group come equally often.
+    Every fetch has the shares, not only the epoch. No row comes again before all rows of its group have come. Each
+    epoch continues where the one before it ended, so a small group repeats within an epoch.
 
     Raises OptionError for unusable groups, weights or counts. When a Loader is made, it raises OptionError for an empty
     group with a weight, and for rows that the Loader's dataset does not have; and MissingColumnError.

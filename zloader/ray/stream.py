@@ -43,22 +43,22 @@ def stream(
     ...     train(minibatch)
     >>> first = next(iter(minibatches))  # a look at the first minibatch does not cost an epoch  # doctest: +SKIP
 
-    Producers are processes on any machine of the cluster. They read through the cache of their machine, if the dataset
-    has one. If some of them die, or machines go away, others make their fetches, and new ones are started where the
-    cluster has room. Every minibatch comes exactly once. Each rank has a stream, and producers, of its own.
+    Producers are processes on any machine of the cluster, which read through the cache of their machine. If some die,
+    others make their fetches, and new ones are started. Every minibatch comes exactly once. Each rank has producers of
+    its own.
 
     Args:
         loader: the Loader of this rank. Its `state_dict`, `load_state_dict`, `set_epoch` and `statistics` are those of
             the stream. Every machine must be able to open its stores. A `device` gets minibatches on this machine.
         producers: how many there are. `resize` changes it, even during an epoch.
         ahead_bytes: minibatches that are made ahead, as bytes or a string such as "8GiB". They wait in the object store
-            of this machine, which its ranks share, in the order in which they are needed. As many bytes again, divided
-            among the producers, wait on their machines. Default: a quarter of the object store, up to 1 GiB.
+            of this machine, and as many bytes again on those of the producers. Default: a quarter of the object store,
+            up to 1 GiB.
         resources: what each producer takes of its machine, as options of a Ray actor, such as
-            `{"num_cpus": 2, "memory": 4 << 30}`. It uses as many threads as it has cores. Default: one core. By
-            default producers are spread over the machines; `{"scheduling_strategy": ...}` says otherwise.
+            `{"num_cpus": 2, "memory": 4 << 30}`. It uses as many threads as it has cores. Default: one core, spread
+            over the machines.
         locality: `"machine"` gives a fetch to a producer on the machine whose mirror holds more of it than the others,
-            if one is free. It helps if mirrors hold different parts of the rows. Default: `"any"`.
+            if one is free. Default: `"any"`.
         overtake_s: a fetch without progress for so many seconds is made by another producer, too. The one that is
             overtaken is replaced. Default: 30.
         start_s: how long to wait for the first producer, for a new one when all are lost, and for progress with the

@@ -192,9 +192,8 @@ class ScGPT(TokenOptions):
     the matrix. `values` (float32) has 0 for `cls`, and then the bin of each gene, from 1 to `n_bins` - 1. The edges of
     the bins are `np.quantile(values, np.linspace(0, 1, n_bins - 1))` of all these genes of the row, in float64.
 
-    A row of more genes than `max_length` has places for is sampled, each gene with the same probability, after its bins
-    were computed. Samples and random bins are a function of the loader's seed, the epoch, the row of the dataset and
-    the place in the row.
+    A row of more genes than `max_length` has places for is sampled after its bins were computed. Samples and random
+    bins are a function of the loader's seed, the epoch, the row of the dataset and the place in the row.
 
     Args:
         vocabulary: token ids by gene name (symbol), as a dict or the path of a JSON file such as scGPT's vocab.json.

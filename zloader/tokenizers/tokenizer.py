@@ -36,14 +36,10 @@ class Masked:
     Every gene of a row is chosen with the probability `share`; special tokens and padding are not. `labels` are -100
     where nothing was chosen, which torch's cross_entropy ignores.
 
-    - Geneformer masks genes, as transformers' collator for masked language models does: of the chosen tokens, 80 %
-      become `mask`, 10 % another gene of the dictionary, each with the same probability, and 10 % stay. `labels` are
-      the token ids that were there. `values` stay.
-    - ScGPT masks values, as its DataCollator does: all chosen ones become `mask_value`. `labels` are the values that
-      were there (float32). `input_ids` stay.
+    - Geneformer masks genes, as transformers' collator for masked language models does. `labels` are token ids.
+    - ScGPT masks values, as its DataCollator does. `labels` are values (float32).
 
-    The choice is a function of `seed`, the epoch, the row of the dataset and the place in the row, so that it is the
-    same for any batch size, order, number of workers or ranks, and after a resume.
+    The choice is a function of `seed`, the epoch, the row of the dataset and the place in the row.
 
     Args:
         share: the probability, above 0 and below 1.

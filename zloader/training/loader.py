@@ -49,8 +49,6 @@ log = logging.getLogger("zloader")
 class Loader(torch.utils.data.IterableDataset[Minibatch]):
     """Yields shuffled minibatches of a dataset. Each iteration is one epoch, and the first is epoch 0.
 
-    Taking one minibatch and dropping the iterator does not use up the epoch.
-
     >>> import zloader as zl
     >>> dataset = zl.open_dataset("cells.zarr")
     >>> loader = zl.Loader(dataset, batch_size=64, obs=["cell_type"], layout="dense")
@@ -71,10 +69,6 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     once per epoch. All ranks yield the same number of minibatches, so with `batch_size=1` fewer than `world_size` rows
     are dropped per epoch.
 
-    Any thread may take the next minibatch from an iterator or close it. If two threads take one at the same time, the
-    second gets a ConcurrentUseError. Several iterators may be in use at once, and each is an epoch of its own.
-    `state_dict` and `statistics` may be called from any thread and describe the iterator that began last.
-
     Args:
         dataset: a Dataset, or a View of one.
         batch_size: rows per minibatch.
@@ -82,9 +76,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         sampling: the order of the rows, as an object or by name. Default: `"block_shuffling"`, that is BlockShuffling
             with 64 strata and blocks of 64 rows, or of a fetch if that has fewer. Other names are `"streaming"` (rows
             in order), `"mixture_of_scanners"`, and `"random"` (BlockShuffling with blocks of one row).
-            zl.CellSets yields sets of rows that agree in obs columns.
-        controls: zl.MatchedControls, for control rows that agree with each row: `minibatch.control`. They are read
-            together with the rows, so a fetch has them in addition to its `batch_size * fetch_factor` rows.
+        controls: zl.MatchedControls, for control rows that agree with each row: `minibatch.control`. A fetch has them
+            in addition to its `batch_size * fetch_factor` rows.
         shuffle: False yields the rows in order, for validation and prediction; it is `sampling="streaming"`. True is
             the default order.
         x: the matrix to load: `"X"`, `"layers/NAME"`, `"raw/X"`, or None for no matrix. A list of names loads several
@@ -94,35 +87,25 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
             They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
-        tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of a matrix of counts
-            and of the genes chosen. With `x=None` minibatches have tokens only.
+        tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of the genes chosen.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
-            in the stored dtypes), `"scipy"` (CSR matrix) or `"anndata"`.
+            in the stored dtypes, or float32 with transforms), `"scipy"` (CSR matrix) or `"anndata"`.
         dtype: the dtype of x: `"float16"`, `"bfloat16"`, `"float32"` (the default), `"float64"`, `"int32"` or
-            `"int64"`, or such a dtype of torch or NumPy. Layout packed takes none: it has the stored dtypes, or float32
-            with transforms. float16 and bfloat16 need layout csr or dense. Values are rounded to the nearest float. A
-            value that `dtype` cannot hold raises OptionError: a fraction, NaN or a number out of range as an integer,
-            or 1e300 as float32, which would become infinite.
+            `"int64"`, or such a dtype of torch or NumPy. Layout packed takes none. Half floats need csr or dense.
         transforms: objects of zl.transforms, such as `[zl.transforms.LogNormalize(1e4)]`, that change x while it is
             gathered, in this order. A list is for every matrix; a dict has a list for each matrix by name.
-        fetch_transform: a function of your own that gets some minibatches at once, as one Minibatch, and returns a
-            Minibatch with the same rows in the same order.
+        fetch_transform: a function of your own from some minibatches, as one Minibatch, to one with the same rows.
         batch_transform: a function of your own that gets each Minibatch. The loader yields what it returns. Both run
             after `transforms`, in several threads at once.
         device: where minibatches arrive: `"cuda"`, `"cuda:1"`, `"xpu"`, `"mps"`, or a torch.device. The next ones are
-            on the device before they are asked for: at most 8, and more than two only within `options.ready_bytes`.
-            Needs layout csr, dense or packed. Default: the memory of the host, as with `"cpu"`.
+            on the device before they are asked for. Needs layout csr, dense or packed. Default: the memory of the host.
         seed: decides every order and the draws of transforms. A whole number of at least 0.
-        drop_last: whether to drop minibatches smaller than `batch_size`. This drops fewer than
-            `world_size * batch_size` rows per epoch.
+        drop_last: whether to drop minibatches with fewer than `batch_size` rows.
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
             if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
-        remainder: `"keep"` for smaller minibatches at the end, or `"pad"` to fill them up with rows that come a second
-            time.
+        remainder: `"keep"` for smaller minibatches at the end, or `"pad"` to fill them with rows that come again.
         locality: `"global"`, or `"machine"` to give the ranks of each machine the same contiguous part of the rows in
-            every epoch. The machine's mirror then holds only this part, and each minibatch mixes rows of one part
-            only. If the rows do not divide evenly among the machines, each epoch leaves out fewer rows than there are
-            machines, and two successive epochs cover all rows.
+            every epoch, which its mirror then holds, and its minibatches mix.
         local_world_size: ranks per machine, for `locality="machine"`. Default: LOCAL_WORLD_SIZE, else 1.
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
