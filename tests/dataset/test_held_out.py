@@ -125,8 +125,7 @@ def test_the_windows_of_a_split_with_rows_held_out_do_not_show(dataset, monkeypa
     ways = [{"by": "drug"}, {"stratify": "drug"}, {}, {"by": ["drug", "line"]}]
     options = {"hold_out": {"line": ["A", "C"]}, "controls": DMSO, "seed": 2}
     whole = [rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, **options)) for way in ways]
-    for module in ("splits._WINDOW", "views.PART_WINDOW"):
-        monkeypatch.setattr(f"zloader.dataset.{module}", 512)
+    monkeypatch.setattr("zloader.common.records.WINDOW_ROWS", 512)
     for way, rows in zip(ways, whole, strict=True):
         again = rows_of(dataset.split({"train": 0.5, "test": 0.4}, **way, **options))
         assert {name: found.tolist() for name, found in again.items()} == {

@@ -104,7 +104,7 @@ def test_a_set_of_rows_knows_its_rows(made, of_it):
 def test_sets_of_rows_are_made_window_by_window(made, start, stop, step):
     mask = mask_like(made)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zloader.dataset.views.PART_WINDOW", 512)
+        patch.setattr("zloader.common.records.WINDOW_ROWS", 512)
         found, in_range = RowSet.of(mask), RowSet.of_range(len(mask), range(start, stop, step))
     np.testing.assert_array_equal(found.mask(), mask)
     np.testing.assert_array_equal(found.numbers(np.arange(len(found))), np.flatnonzero(mask))
@@ -265,7 +265,7 @@ def test_the_windows_of_a_split_do_not_show(monkeypatch):
     codes = np.random.default_rng(0).integers(-1, 5, 1000).astype(np.int8)
     ways = [{"by": None, "stratify": None}, {"by": "donor", "stratify": None}, {"by": None, "stratify": "donor"}]
     whole = [split_rows([0.7, 0.2], labelled(codes), 1000, **way, seed=0) for way in ways]
-    monkeypatch.setattr("zloader.dataset.splits._WINDOW", 13)
+    monkeypatch.setattr("zloader.common.records.WINDOW_ROWS", 13)
     for way, parts in zip(ways, whole, strict=True):
         np.testing.assert_array_equal(split_rows([0.7, 0.2], labelled(codes), 1000, **way, seed=0), parts)
 
@@ -343,7 +343,7 @@ def test_the_windows_of_a_row_set_do_not_show(seed, n, inner, cut):
     part, of_part = np.zeros(n, np.uint8), rng.random(np.count_nonzero(mask)) < inner
     part[mask] = 1 + of_part
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zloader.dataset.views.PART_WINDOW", 512)
+        patch.setattr("zloader.common.records.WINDOW_ROWS", 512)
         rows = RowSet.of(mask)
         windows = [part[first : first + 512] for first in range(0, n, 512)]
         rest, outer, narrow = RowSet.of_parts(n, 3, windows)

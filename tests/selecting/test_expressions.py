@@ -102,7 +102,7 @@ def test_windows_of_rows_are_put_together(monkeypatch):
     frame = columns(1000, 1)
     text = "cell_type in ('a', \"it's\") and not lane < 1"
     whole = expressions.matching(text, stored(frame).__getitem__, 1000)
-    monkeypatch.setattr(expressions, "_WINDOW", 7)
+    monkeypatch.setattr("zloader.common.records.WINDOW_ROWS", 7)
     np.testing.assert_array_equal(expressions.matching(text, stored(frame).__getitem__, 1000), whole)
     assert 0 < whole.sum() < 1000
 

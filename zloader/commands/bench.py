@@ -275,7 +275,8 @@ def _show(console: Console, run: BenchRun, *, as_json: bool) -> None:
 def _document(run: BenchRun) -> dict[str, Any]:
     """The samples over time are left out."""
     epochs = [{name: value for name, value in vars(epoch).items() if name != "samples"} for epoch in run.epochs]
-    quality = None if run.quality is None else dataclasses.asdict(run.quality) | {"percent": run.quality.percent}
+    mixing = run.quality
+    quality = None if mixing is None else dataclasses.asdict(mixing) | {"percent": mixing.measured.percent}
     return {
         **run.settings,
         "epochs": epochs,

@@ -26,7 +26,7 @@ from zloader.commands.charts import (
     draw_curves,
     draw_speeds,
     name_colours,
-    rates,
+    rate_curve,
 )
 from zloader.commands.report import Report, Section, Table, machine, try_next
 from zloader.common.messages import size
@@ -82,7 +82,8 @@ def _tiles(run: BenchRun) -> list[tuple[str, str]]:
             read = f"{figures['gets']:,.0f} GETs, {dollars(sum(run.dollars(figures).values()))} an epoch"
             found.append((size(figures["bytes_read"]), f"read from the store, {kind}: {read}"))
     if run.quality is not None:
-        found.append((f"{run.quality.percent:.0f}%", f"of the entropy of random minibatches, by {run.quality.label}"))
+        percent = f"{run.quality.measured.percent:.0f}%"
+        found.append((percent, f"of the entropy of random minibatches, by {run.quality.label}"))
     return found
 
 
@@ -126,7 +127,7 @@ def _quality(quality: BenchQuality) -> Section:
     return Section(
         title=f"Order: how well {quality.label} is mixed",
         text=[
-            f"Minibatches have {quality.percent:.0f}% of the entropy of random ones, by {quality.label}. More than "
+            f"Minibatches have {measured.percent:.0f}% of the entropy of random ones, by {quality.label}. More than "
             "100% is possible, because strata spread the rows more evenly than chance does."
         ],
         facts={
@@ -252,8 +253,7 @@ def _draw_rates(figure: Any, run: BenchRun, of: Callable[[Sample], float], label
     curves = []
     for epoch in shown:
         totals = [0.0, *map(of, epoch.samples)]
-        edges, values = rates(_times(epoch), totals, min(most_bins, len(totals) // 3))
-        curves.append(Curve(epoch=epoch.epoch, colour=_COLOURS[epoch.kind], x=edges.tolist(), y=values.tolist()))
+        curves.append(rate_curve(epoch.epoch, _COLOURS[epoch.kind], _times(epoch), totals, most_bins))
     axes = _draw_over_time(figure, run, curves, label)
     axes.set_ylim(0)
     axes.yaxis.set_major_formatter("{x:,.0f}" if axes.get_ylim()[1] > 10 else "{x:g}")

@@ -53,12 +53,6 @@ class BenchQuality:
     label: str
     measured: Quality
 
-    @property
-    def percent(self) -> float:
-        """The entropy in percent of that of random minibatches; 100 if all labels are alike."""
-        random = self.measured.random_entropy_bits
-        return 100 * self.measured.entropy_bits / random if random > 0 else 100.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRun:

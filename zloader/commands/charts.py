@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+from typing import Any
 
 LIGHT = {
     "paper": "#fcfcfb", "card": "#ffffff", "ink": "#1c2024", "quiet": "#5b636d", "grid": "#e4e7ea",
@@ -235,14 +230,13 @@ def draw_curves(axes: Any, curves: Sequence[Curve], *, filled: bool = True) -> N
     axes.locator_params(axis="x", nbins=5)
 
 
-def rates(
-    times: Sequence[float], totals: Sequence[float], most_bins: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The rate at which a total grew, in time bins of equal width: the edges in seconds, and the values per second."""
+def rate_curve(epoch: int, colour: str, times: Sequence[float], totals: Sequence[float], most_bins: int) -> Curve:
+    """The rate per second at which a total grew, in time bins of equal width, of three totals at least."""
     import numpy as np
 
-    edges = np.linspace(times[0], times[-1], 1 + max(1, most_bins))
-    return edges, np.diff(np.interp(edges, times, totals)) / np.diff(edges)
+    edges = np.linspace(times[0], times[-1], 1 + max(1, min(most_bins, len(totals) // 3)))
+    rates = np.diff(np.interp(edges, times, totals)) / np.diff(edges)
+    return Curve(epoch=epoch, colour=colour, x=edges.tolist(), y=rates.tolist())
 
 
 # ---- bars and heat maps

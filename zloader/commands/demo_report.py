@@ -19,7 +19,7 @@ from zloader.commands.charts import (
     draw_curves,
     draw_speeds,
     name_colours,
-    rates,
+    rate_curve,
 )
 from zloader.commands.demo_results import EPOCH_HEADER, DemoRun, EpochFigures, epoch_rows
 from zloader.commands.report import Report, Section, Table, try_next
@@ -193,8 +193,7 @@ def throughput(run: DemoRun, epoch: EpochFigures) -> Curve:
     for step in steps:
         totals.append(totals[-1] + step.rows)
     times = [epoch.started_s, *(step.done_s for step in steps)]
-    edges, values = rates(times, totals, min(_MOST_BINS, len(steps) // 3))
-    return Curve(epoch=epoch.epoch, colour=epoch.colour, x=edges.tolist(), y=values.tolist())
+    return rate_curve(epoch.epoch, epoch.colour, times, totals, _MOST_BINS)
 
 
 def throughput_chart(run: DemoRun) -> Chart:

@@ -30,7 +30,6 @@ _MEASURED_S = 10.0  # per epoch, at most
 GOOD_PERCENT = 98
 FAIR_PERCENT = 90
 _CHANCE_PERCENT = 2  # smaller differences may be chance
-_LEAST_BITS = 0.01  # below this, the labels hardly vary, and a share of the entropy means nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,7 @@ class Cell:
     @property
     def percent(self) -> int:
         """The entropy of stratified blocks in percent of that of random minibatches. 100 if all labels are the same."""
-        random = self.stratified.random_entropy_bits
-        return round(100 * self.stratified.entropy_bits / random) if random > _LEAST_BITS else 100
+        return round(self.stratified.percent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,9 @@ class QualityGrid:
     @property
     def verdict(self) -> str:
         """How well the default order mixes, and the sizes to take instead if it does not mix well."""
-        if self.random_bits <= _LEAST_BITS:
+        from zloader.insight.quality import LEAST_BITS
+
+        if self.random_bits <= LEAST_BITS:
             return f"Nearly all rows have the same {self.label}, so there is nothing to mix: choose another column."
         percent = self.default.percent
         share = f"minibatches have {percent}% of the entropy of random ones"

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
 Result = TypeVar("Result")
+# Rows handled at a time, so that no array over all rows is made. A multiple of the rows per count of a RowSet.
+WINDOW_ROWS = 1 << 20
 _NAME_BYTES = 72  # of a Python string of 23 letters
+
+
+def windows_of(n_rows: int) -> list[slice]:
+    """Some rows, in windows of WINDOW_ROWS."""
+    return [slice(first, min(first + WINDOW_ROWS, n_rows)) for first in range(0, n_rows, WINDOW_ROWS)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -279,7 +279,7 @@ class _Conversion:
         new_journal = {"identity": self.identity(), "scans": {matrix.name: scan.record() for matrix, scan in pairs}}
         with destination.replaced(new_journal, resuming=journal is not None) as store:
             root = self.write(destination, store, pairs)
-            results = {
+            results: dict[str, Any] = {
                 "values": scans[0].n_values,
                 "dtypes_changed": {name: dtypes for pair in pairs for name, dtypes in _changes(*pair).items()},
                 "rows_made_canonical": {matrix.name: scan.mended for matrix, scan in pairs if scan.mended},

@@ -19,7 +19,7 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import MirrorArray, has_array, open_array
+from zloader.caching.mirror import MirrorArray
 from zloader.common import page_cache
 from zloader.common.errors import FormatError
 from zloader.common.records import Rows
@@ -127,14 +127,12 @@ class StoreColumns:
         return None if column is None else column.reshape(node.shape)
 
     def _open(self, path: str, node: Any) -> MirrorArray | None:
-        """The array in the mirror, in the chunks of the store. None without one; offline, also if it was never read."""
-        directory, n_elements = self.store.mirror_directory, int(np.prod(node.shape, dtype=np.int64))
-        if directory is None or not n_elements or (self.store.offline and not has_array(directory, path)):
+        """The array in the mirror, in the chunks of the store; None without one, and for an empty array."""
+        n_elements = int(np.prod(node.shape, dtype=np.int64))
+        if not n_elements:
             return None
         dtype, chunk_elements = node.dtype.newbyteorder("="), max(1, node.chunks[0]) * (n_elements // node.shape[0])
-        return open_array(
-            directory, ArrayLayout.plain(path, dtype, n_elements=n_elements, chunk_elements=chunk_elements)
-        )
+        return self.store.mirrored(ArrayLayout.plain(path, dtype, n_elements=n_elements, chunk_elements=chunk_elements))
 
     def _plain(self, name: str) -> NDArray[Any] | None:
         """A column that is stored as an array of numbers or dates; None for any other."""

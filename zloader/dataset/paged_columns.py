@@ -21,7 +21,7 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-from zloader.caching.mirror import Mirror, MirrorArray, has_array, open_array
+from zloader.caching.mirror import Mirror, MirrorArray, has_array
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError
 from zloader.common.options import FetchOptions
@@ -119,7 +119,7 @@ class PagedColumns:
         n_open = sum(len(arrays) for arrays in self.arrays.values() if arrays is not None)
         if _OPEN_FILES * (n_open + len(known)) > _most_open_files():
             return None
-        opened = [_array(store, layout) for store, layout in zip(self._stores, known, strict=True)]
+        opened = [store.mirrored(layout) for store, layout in zip(self._stores, known, strict=True)]
         arrays = [array for array in opened if array is not None]
         return arrays if len(arrays) == len(opened) else None
 
@@ -139,37 +139,27 @@ class Labels:
     @cached_property
     def joined(self) -> pd.Index:
         """The labels of all stores, as `selecting.columns.joined` joins them."""
-        if len(self.columns) == 1:
-            return self._of_stores[0]
-        return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)[0]
+        return self._of_stores[0] if len(self.columns) == 1 else self._joint[0]
 
     def recode(self, number: int, rows: Rows, codes: NDArray[Any]) -> NDArray[Any]:
         """Codes of store `number` as codes of all stores. Raises FormatError for a code without a label."""
         first = sum(columns.store.n_obs for columns in self.columns[:number])
         self.columns[number].require_codes(self.name, len(self._of_stores[number]), codes, rows - first)
-        return codes if len(self.columns) == 1 else self._tables[number][codes]
+        return codes if len(self.columns) == 1 else self._joint[1][number][codes]
 
     @cached_property
     def _of_stores(self) -> list[pd.Index]:
         return concurrently(lambda columns: as_labels(columns.categories(self.name)), self.columns)
 
     @cached_property
-    def _tables(self) -> list[NDArray[np.integer]]:
-        return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)[1]
+    def _joint(self) -> tuple[pd.Index, list[NDArray[np.integer]]]:
+        return joined_labels([labels.tolist() for labels in self._of_stores], ordered=False)
 
 
 def _most_open_files() -> float:
     """How many files the large columns of a dataset may keep open: a quarter of those that a process may have."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if most == resource.RLIM_INFINITY else most / 4
-
-
-def _array(store: OpenedStore, layout: ArrayLayout) -> MirrorArray | None:
-    """The array in the mirror of a store. Offline, None if it was never read."""
-    directory = store.mirror_directory
-    if directory is None or (store.offline and not has_array(directory, layout.path)):
-        return None
-    return open_array(directory, layout)
 
 
 def _takes_chunks(array: MirrorArray) -> bool:

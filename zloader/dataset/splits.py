@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.checks import one_or_more
 from zloader.common.errors import OptionError
-from zloader.common.records import Rows
+from zloader.common.records import Rows, windows_of
 from zloader.dataset.group_parts import parts_of_groups
-from zloader.dataset.views import PART_WINDOW, RowSet
+from zloader.dataset.views import RowSet
 from zloader.order.permutation import key_of, permute
 from zloader.selecting.columns import Column
 from zloader.selecting.expressions import Mask
@@ -30,7 +30,6 @@ from zloader.selecting.groups import count_codes, groups_of
 
 Names = str | Sequence[str]
 Shares = Sequence[float] | Mapping[str, float]
-_WINDOW = PART_WINDOW  # rows handled at a time
 _ROUNDING = 1e-6  # tolerance for fractions that should add up to 1, such as float32 values
 
 
@@ -74,13 +73,9 @@ class Among:
     def __len__(self) -> int:
         return self.n_all if self.chosen is None else len(self.chosen)
 
-    def windows(self) -> Iterator[slice]:
-        """Windows of all rows."""
-        return (slice(first, min(first + _WINDOW, self.n_all)) for first in range(0, self.n_all, _WINDOW))
-
     def of(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
         """The values of these rows in each window, of an array with one entry for each of all rows."""
-        for window in self.windows():
+        for window in windows_of(self.n_all):
             yield values[window] if self.chosen is None else values[window][self.chosen.within(window)]
             page_cache.release(values)
 
@@ -93,7 +88,7 @@ class Among:
 
     def blank(self) -> Iterator[NDArray[Any]]:
         """A zero for each of these rows, window by window."""
-        for window in self.windows():
+        for window in windows_of(self.n_all):
             n_rows = window.stop - window.start
             n_chosen = n_rows if self.chosen is None else int(np.count_nonzero(self.chosen.within(window)))
             yield np.zeros(n_chosen, np.uint8)
@@ -169,7 +164,7 @@ class SplitRule:
             for rows, by, within in ((rest, self.by, self.stratify), (controls, None, strata))
             if len(rows)
         ]
-        for window in Among(n_rows).windows():
+        for window in windows_of(n_rows):
             parts = np.zeros(window.stop - window.start, np.min_scalar_type(len(sizes)))
             for rows, part_of_row in splits:
                 parts[rows.within(window)] = next(part_of_row)

@@ -21,7 +21,7 @@ from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
-from zloader.caching.mirror import Mirror, open_array, open_mirror, open_mirror_directory
+from zloader.caching.mirror import Mirror, MirrorArray, has_array, open_array, open_mirror, open_mirror_directory
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
@@ -29,7 +29,7 @@ from zloader.common.records import ByteSource
 from zloader.dataset.elements import StoredElements
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
-from zloader.storage.layout import MatrixLayout
+from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import matrix_shape
 
 _MOST_WHOLE = 4 << 20  # rows whose offsets are read at once: 32 MiB
@@ -197,6 +197,13 @@ class OpenedStore(StoredElements):
         node = self.node(path)
         with self.reading(path, node):
             return not (node.shards and node.fill_value) and all(key in self._sizes for key in stored_keys(node))
+
+    def mirrored(self, layout: ArrayLayout) -> MirrorArray | None:
+        """An array of this layout in the mirror. None without a mirror; offline, also if it was never read."""
+        directory = self.mirror_directory
+        if directory is None or (self.offline and not has_array(directory, layout.path)):
+            return None
+        return open_array(directory, layout)
 
     def mirror(self, matrix: MatrixLayout) -> Mirror | None:
         """The mirror of a matrix, opened once per process. None without a usable cache."""

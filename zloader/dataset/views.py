@@ -20,7 +20,7 @@ from zloader.common import page_cache
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
-from zloader.common.records import Rows
+from zloader.common.records import Rows, windows_of
 from zloader.common.sharing import SharesArrays
 from zloader.dataset.store import OpenedStore
 from zloader.order.sampling import Sampling, WrappedSampling
@@ -31,7 +31,6 @@ from zloader.selecting.expressions import Mask, matching, row_test
 Given = TypeVar("Given")
 Condition: TypeAlias = str | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Series
 _STRIDE = 64  # bytes of the bit set per running count: 512 rows
-PART_WINDOW = 1 << 20  # rows whose mask is made at a time: a multiple of the rows per running count
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 
@@ -81,13 +80,13 @@ class RowSet(SharesArrays):
     def of_windows(cls, n_all: int, mask_of_window: Callable[[slice], Mask]) -> RowSet:
         """The rows at which a mask is True that is made window by window, so that it is never in memory as a whole."""
         filling = _Filling(n_all)
-        for window in _windows(n_all):
+        for window in windows_of(n_all):
             filling.add(window.start, mask_of_window(window))
         return filling.done()
 
     @classmethod
     def of_parts(cls, n_all: int, n_parts: int, part_of_row: Iterable[NDArray[np.integer]]) -> list[RowSet]:
-        """The rows of each of `n_parts` parts, from the number of each row's part in windows of PART_WINDOW rows."""
+        """The rows of each of `n_parts` parts, from the number of each row's part in the windows of `windows_of`."""
         filling, start = [_Filling(n_all) for _ in range(n_parts)], 0
         for window in part_of_row:
             for number, part in enumerate(filling):
@@ -141,7 +140,7 @@ class RowSet(SharesArrays):
     def taken(self, values: NDArray[Any]) -> NDArray[Any]:
         """`values[self.mask()]` of an array with one entry per row, without a mask over all rows."""
         found, filled = np.empty((len(self), *values.shape[1:]), values.dtype), 0
-        for window in _windows(self.n_all):
+        for window in windows_of(self.n_all):
             chosen = values[window][self.within(window)]
             found[filled : filled + len(chosen)] = chosen
             filled += len(chosen)
@@ -151,7 +150,7 @@ class RowSet(SharesArrays):
     def all_numbers(self) -> Rows:
         """The rows, ascending (int64)."""
         found, filled = np.empty(len(self), np.int64), 0
-        for window in _windows(self.n_all):
+        for window in windows_of(self.n_all):
             rows = window.start + np.flatnonzero(self.within(window))
             found[filled : filled + len(rows)] = rows
             filled += len(rows)
@@ -232,10 +231,6 @@ class _Filling:
     def done(self) -> RowSet:
         """The RowSet, once all rows were added."""
         return RowSet(n_all=self._n_all, bits=self._bits, before=np.append(0, np.cumsum(self._counts)))
-
-
-def _windows(n_rows: int) -> list[slice]:
-    return [slice(start, min(start + PART_WINDOW, n_rows)) for start in range(0, n_rows, PART_WINDOW)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,7 @@ _STRETCHES = 16
 _STRETCH_MINIBATCHES = 256
 _RANDOM_MINIBATCHES = 1024
 _RANDOM_KEY = 0x5EED
+LEAST_BITS = 0.01  # below this, the labels hardly vary, and a share of the entropy means nothing
 _COLUMNS = (pd.Series, pd.Index, pd.api.extensions.ExtensionArray)
 
 
@@ -71,6 +72,12 @@ class Quality:
     l1_across: float | None
     longest_run: int
     same_block_share: float
+
+    @property
+    def percent(self) -> float:
+        """The entropy in percent of that of random minibatches; 100 if hardly any label differs."""
+        random = self.random_entropy_bits
+        return 100 * self.entropy_bits / random if random > LEAST_BITS else 100.0
 
 
 @answers

@@ -17,7 +17,7 @@ import numpy as np
 from zloader.common.checks import one_or_more, require_count
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
-from zloader.common.records import Rows
+from zloader.common.records import Rows, windows_of
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import key_of, words_at
 from zloader.order.plan import Fetch
@@ -26,7 +26,6 @@ from zloader.selecting.columns import Column
 from zloader.selecting.groups import Groups, groups_of
 
 log = logging.getLogger("zloader")
-_WINDOW = 1 << 20  # rows counted at a time
 _CONTROL_BYTES = 25  # per control while the table is made
 _DRAWS = 0xC0  # tells the keys of these draws from those of samplings
 
@@ -198,8 +197,7 @@ def _came(groups: Groups, dataset: Table, sampling: Sampling) -> Rows:
         if len(wrong):
             raise OptionError(f"indices holds row {wrong[0]}, but the rows of the dataset are 0 to {len(rows) - 1}")
         return np.bincount(groups.codes[rows.numbers(positions)], minlength=len(groups))
-    counts, n_rows = np.zeros(len(groups), np.int64), len(groups.codes)
-    for first in range(0, n_rows, _WINDOW):
-        window = slice(first, min(first + _WINDOW, n_rows))
+    counts = np.zeros(len(groups), np.int64)
+    for window in windows_of(len(groups.codes)):
         counts += np.bincount(groups.codes[window][rows.within(window)], minlength=len(groups))
     return counts

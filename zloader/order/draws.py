@@ -33,7 +33,7 @@ from zloader.common.checks import require_count
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
-from zloader.common.records import Rows
+from zloader.common.records import WINDOW_ROWS, Rows, windows_of
 from zloader.common.sharing import SharesArrays
 from zloader.order.permutation import GOLDEN, key_of, mix, mix_word, words_at
 from zloader.order.sampling import Sampling
@@ -43,7 +43,6 @@ _U64 = np.uint64
 _ROUNDING = 1 + 1e-9  # larger than the rounding error in sums of equal weights
 _STEP = 2.0**-53
 _MIN_TOTAL = 2.0**-960
-_WINDOW = 1 << 20  # rows looked at at a time
 Codes = NDArray[np.integer]
 
 
@@ -251,11 +250,11 @@ class Draws(SharesArrays, Sampling):
 
 
 def _require_weights(table: NDArray[Any]) -> None:
-    for first in range(0, len(table), _WINDOW):
-        window = table[first : first + _WINDOW]
-        wrong = np.flatnonzero(~((window >= 0) & np.isfinite(window)))
+    for window in windows_of(len(table)):
+        weights = table[window]
+        wrong = window.start + np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
         if len(wrong):
-            raise OptionError(f"weight {first + wrong[0]} is {window[wrong[0]]}: weights must be numbers of at least 0")
+            raise OptionError(f"weight {wrong[0]} is {table[wrong[0]]}: weights must be numbers of at least 0")
 
 
 def require_within(indices: Rows, n_rows: int) -> None:
@@ -289,7 +288,7 @@ def _positive(
         rows, filled = np.empty(n_positive, np.int64), 0
         for number, window in enumerate(_are_positive(table, codes, n_rows)):
             found = np.flatnonzero(window)
-            rows[filled : filled + len(found)] = number * _WINDOW + found
+            rows[filled : filled + len(found)] = number * WINDOW_ROWS + found
             filled += len(found)
     return (rows, table[rows], None) if codes is None else (rows, table, codes[rows])
 
@@ -300,8 +299,7 @@ def _are_positive(table: NDArray[Any], codes: Codes | None, rows: Rows | int) ->
     A mask over all rows would take a byte per row, and NumPy makes an index of 8 bytes per row.
     """
     positive = table > 0 if codes is not None else None
-    for first in range(0, rows if isinstance(rows, int) else len(rows), _WINDOW):
-        window = slice(first, first + _WINDOW)
+    for window in windows_of(rows if isinstance(rows, int) else len(rows)):
         chosen = window if isinstance(rows, int) else rows[window]
         yield np.asarray(table[chosen] > 0 if codes is None or positive is None else positive[codes[chosen]])
         if codes is not None:

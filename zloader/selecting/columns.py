@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from zloader.common.errors import FormatError, OptionError, ZloaderError
 from zloader.common.machine import require_memory
-from zloader.common.records import Rows
+from zloader.common.records import Rows, windows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,6 @@ class ObsColumn:
         return codes, len(distinct)
 
 
-_WINDOW = 1 << 20  # rows recoded at a time
 NUMBERS, STRINGS = "biuf", "OUST"  # kinds of NumPy's dtypes
 _KINDS = {
     **dict.fromkeys(NUMBERS, "numbers"),
@@ -214,8 +213,8 @@ def joined(name: str, columns: Sequence[ObsColumn]) -> ObsColumn:
     labels, tables = joined_labels([_labels(column) for column in columns], ordered=from_strings)
     recoded = []
     for column, codes in zip(columns, tables, strict=True):
-        starts = range(0, len(column.values), _WINDOW)  # NumPy makes an index of 8 bytes per row
-        recoded += [codes[column.values[start : start + _WINDOW]] for start in starts]
+        windows = windows_of(len(column.values))  # NumPy makes an index of 8 bytes per row
+        recoded += [codes[column.values[window]] for window in windows]
     values = np.concatenate([tables[0][:0], *recoded])
     return ObsColumn(values=values, categories=labels, from_strings=from_strings)
 
@@ -340,7 +339,6 @@ class StringCoder:
         labels = sorted(self._code_of)
         renumbered = np.full(len(labels) + 1, -1, self._codes.dtype)
         renumbered[[self._code_of[label] for label in labels]] = np.arange(len(labels))
-        for start in range(0, self._filled, _WINDOW):
-            window = self._codes[start : start + _WINDOW]
-            window[:] = renumbered[window]
+        for window in windows_of(self._filled):
+            self._codes[window] = renumbered[self._codes[window]]
         return self._codes, pd.Index(labels, dtype=object)

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
+from zloader.common.records import windows_of
 from zloader.selecting.columns import Column, ObsColumn, as_time, is_time
 
 Mask = NDArray[np.bool_]
 Test = Callable[[slice], Mask]
-_WINDOW = 1 << 20  # rows per pass, which bounds the memory of intermediate results
 _SHOWN = 20
 _TEXT_OR_QUOTED = re.compile(r"""('''|\"\"\"|'|")(?:\\.|(?!\1).)*\1|`[^`\r\n]+`""", re.DOTALL)
 # Without a time zone, because columns have none.
@@ -69,8 +69,7 @@ _ORDERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 def matching(expression: str, column: Column, n_rows: int, names: Sequence[str] = ()) -> Mask:
     """A mask of the `n_rows` rows that satisfy the expression: `row_test` for all rows."""
     test, mask = row_test(expression, column, names), np.empty(n_rows, bool)
-    for start in range(0, n_rows, _WINDOW):
-        window = slice(start, min(start + _WINDOW, n_rows))
+    for window in windows_of(n_rows):
         mask[window] = test(window)
     return mask
 

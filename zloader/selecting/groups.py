@@ -19,11 +19,10 @@ from zloader.common import page_cache
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.machine import require_memory
-from zloader.common.records import Rows
+from zloader.common.records import Rows, windows_of
 from zloader.common.sharing import SharesArrays
 from zloader.selecting.columns import Column
 
-_WINDOW = 1 << 20  # rows handled at a time
 _MOST_COMBINATIONS = 1 << 28
 _SHOWN = 3
 
@@ -88,7 +87,7 @@ def groups_of(columns: Sequence[str], column: Column, n_rows: int, *, row_bytes:
                 f"{n_classes} labels of {name!r}. Leave out a column with a label for almost every row"
             )
         there = np.zeros(n_groups * n_classes, bool)
-        for window in _windows(n_rows):
+        for window in windows_of(n_rows):
             there[_combined(codes[window], classes[window], n_classes)] = True
             page_cache.release(classes)
         found = np.flatnonzero(there)
@@ -96,7 +95,7 @@ def groups_of(columns: Sequence[str], column: Column, n_rows: int, *, row_bytes:
         require(dtype.itemsize + (codes.itemsize if n_groups > 1 else 0))
         numbers, numbered = np.zeros(len(there), dtype), np.empty(n_rows, dtype)
         numbers[found] = np.arange(len(found))
-        for window in _windows(n_rows):
+        for window in windows_of(n_rows):
             numbered[window] = numbers[_combined(codes[window], classes[window], n_classes)]
             page_cache.release(classes)
         codes = numbered
@@ -105,10 +104,6 @@ def groups_of(columns: Sequence[str], column: Column, n_rows: int, *, row_bytes:
     sizes, first = np.zeros(n_groups, np.int64), np.zeros(n_groups, np.int64)
     _count(codes, sizes, first)
     return Groups(columns=tuple(columns), codes=codes, sizes=sizes, first=first, complete=complete)
-
-
-def _windows(n_rows: int) -> list[slice]:
-    return [slice(start, start + _WINDOW) for start in range(0, n_rows, _WINDOW)]
 
 
 def _combined(codes: NDArray[np.unsignedinteger], classes: NDArray[np.integer], n_classes: int) -> Rows:

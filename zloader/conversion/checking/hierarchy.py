@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import zarr
-import zarr.errors
 from zarr.storage import StorePath
 
 from zloader.access.listed_store import ListedStore
-from zloader.access.zarr_groups import stored_keys
+from zloader.access.zarr_groups import UNDECODABLE, stored_keys
 from zloader.common.errors import FormatError
 from zloader.conversion.writing.object_writer import translated
 from zloader.conversion.writing.ownership import MARKER
@@ -36,10 +35,7 @@ _PARTS = {
     "nullable-boolean": ("values", "mask"),
     "nullable-string-array": ("values", "mask"),
 }
-_UNREADABLE = (
-    *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, ZeroDivisionError),
-    zarr.errors.BaseZarrError,
-)
+_UNREADABLE = (*UNDECODABLE, ZeroDivisionError)
 
 
 @dataclass(frozen=True, kw_only=True)
