@@ -35,6 +35,7 @@ from zloader.commands.flags import (
     ObsColumns,
     genes_by_of,
     speed_of,
+    words_of,
     x_of,
 )
 from zloader.common.errors import OptionError
@@ -158,13 +159,9 @@ class BenchFlags:
     @property
     def words(self) -> list[str]:
         """The flags that make the same loader, apart from those of the cache."""
-        listed: dict[str, Any] = {f"--{name.replace('_', '-')}": size for name, size in self.sizes.items()}
-        listed |= {"--join": self.join, "--obs": ",".join(self.obs_columns)}
-        listed |= {"--layout": self.layout, "--dtype": self.dtype}
-        x = [self.matrices] if isinstance(self.matrices, str) else self.matrices
-        words = [word for name, value in listed.items() if value for word in (name, str(value))]
-        repeated = [("--genes-by", named) for named in self.genes_by or ()] + [("--x", name) for name in x]
-        return [*words, *(word for pair in repeated for word in pair), *self.access.words]
+        rows = {"join": self.join, "obs": ",".join(self.obs_columns), "genes_by": self.genes_by, "x": self.matrices}
+        form = {"layout": self.layout, "dtype": self.dtype}
+        return [*words_of({**self.sizes, **rows, **form}), *self.access.words]
 
 
 @app.command(epilog=KEYS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +57,16 @@ Dtype = Annotated[
 ]
 
 
+def words_of(given: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that give these flags, by their names in Python. A list repeats its flag."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        for each in value if isinstance(value, list) else [value]:
+            words += [flag] if each is True else [flag, str(each)] if each else []
+    return words
+
+
 @dataclass(frozen=True, kw_only=True)
 class Access:
     """How the command reaches a bucket."""
@@ -75,9 +87,7 @@ class Access:
     @property
     def words(self) -> list[str]:
         """The flags that were given, as words of a command line, for commands that a page says to try."""
-        given = {"--endpoint-url": self.endpoint_url, "--region": self.region, "--profile": self.profile}
-        words = [word for name, value in given.items() if value for word in (name, value)]
-        return [*words, "--anon"] if self.anon else words
+        return words_of(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,15 +68,14 @@ def stream(
     ProducerError if no producer can be started, if one after another dies with the same fetch, if none makes progress,
     if Ray is shut down in this process, or if the head of the cluster or this machine's raylet is gone.
     """
-    return Stream(
-        loader,
-        producers=producers,
-        ahead_bytes=ahead_bytes,
-        resources=resources or {},
-        locality=locality,
-        overtake_s=overtake_s,
-        start_s=start_s,
-    )
+    if not isinstance(loader, Loader):
+        raise OptionError(f"zr.stream needs a zl.Loader, not {loader!r:.100}")
+    require_count(producers=producers)
+    ahead = _ahead_bytes(ahead_bytes)
+    require_at_least(0.001, overtake_s=overtake_s, start_s=start_s)
+    require_one_of(["any", "machine"], locality=locality)
+    crew = Crew(loader=loader, size=producers, resources=dict(resources or {}), start_s=start_s)
+    return Stream(loader, crew, ahead_bytes=ahead, overtake_s=overtake_s, by_mirror=locality == "machine")
 
 
 @answers
@@ -87,28 +86,10 @@ class Stream(torch.utils.data.IterableDataset[Minibatch]):
     them; so does dropping it and its iterators.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        *,
-        producers: int,
-        ahead_bytes: int | str | None,
-        resources: Mapping[str, Any],
-        locality: str,
-        overtake_s: float,
-        start_s: float,
-    ) -> None:
-        if not isinstance(loader, Loader):
-            raise OptionError(f"zr.stream needs a zl.Loader, not {loader!r:.100}")
-        require_count(producers=producers)
-        self._ahead_bytes = _ahead_bytes(ahead_bytes)
-        require_at_least(0.001, overtake_s=overtake_s, start_s=start_s)
-        require_one_of(["any", "machine"], locality=locality)
-        self._overtake_s = overtake_s
-        self._by_mirror = locality == "machine"
+    def __init__(self, loader: Loader, crew: Crew, *, ahead_bytes: int, overtake_s: float, by_mirror: bool) -> None:
         self.loader = loader
+        self._crew, self._ahead_bytes, self._overtake_s, self._by_mirror = crew, ahead_bytes, overtake_s, by_mirror
         self._mean = MeanBytes(n_bytes=_expected_bytes(loader))
-        self._crew = Crew(loader=loader, size=producers, resources=dict(resources), start_s=start_s)
         self._running: weakref.WeakSet[Production] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Minibatch]:
