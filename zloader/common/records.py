@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,20 +68,6 @@ class ReadClock:
         if self.began is None or self.ended:
             return deadline_s
         return self.began + deadline_s - time.monotonic()
-
-
-@runtime_checkable
-class LocalSource(ByteSource, Protocol):
-    """A ByteSource on this machine, which a thread reads into memory of its own just before it uses the bytes."""
-
-    def prefetch(self, spans: Sequence[Span]) -> None:
-        """Says that `read_now` will soon be called with these spans."""
-
-    def read_now(self, spans: Sequence[Span], buffer: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-        """Like `read`, on the calling thread. The bytes of each span are a part of `buffer`, which has to hold all."""
-
-    async def within_deadline(self, reading: Awaitable[Result], spans: Sequence[Span], clock: ReadClock) -> Result:
-        """Waits for `reading`, in which a thread calls `read_now` and sets the clock. Raises DeadlineError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,24 +167,6 @@ class TokenRows(Protocol):
 
     def cut(self, first: int, last: int) -> TokenArrays:
         """The tokens of the rows `[first, last)`, a minibatch."""
-
-
-class RowTokenizer(Protocol):
-    """Makes the tokens of rows, from any thread."""
-
-    @property
-    def x(self) -> str:
-        """The matrix that tokens are made of."""
-
-    @property
-    def totals(self) -> Callable[[], NDArray[np.generic]] | None:
-        """Returns the total counts of all rows of the dataset. Called while the first rows are read."""
-
-    def n_bytes(self, lengths: Rows) -> int:
-        """An upper bound for the bytes of the tokens of rows with so many values each."""
-
-    def rows(self, x: CsrArrays, index: Rows, totals: NDArray[np.generic] | None) -> TokenRows:
-        """The tokens of the rows `index` of the dataset, of which `totals` are the total counts. Raises OptionError."""
 
 
 @dataclass(frozen=True, kw_only=True)

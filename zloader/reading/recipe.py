@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.records import MinibatchArrays, Rows, RowTokenizer
+from zloader.common.records import MinibatchArrays, Rows
 from zloader.reading import gather
 from zloader.reading.column_rows import PagedColumn
 from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.selecting.columns import ObsColumn
+from zloader.tokenizers.tokenizer import BoundTokenizer
 
 OwnParts = Callable[[Sequence[MatrixPart]], Sequence[MatrixPart]]
 
@@ -72,7 +73,7 @@ class Recipe:
     form: Form
     transforms: Mapping[str, Transforming] = field(default_factory=dict)
     wanted: Collection[str] | None = None
-    tokens: RowTokenizer | None = None
+    tokens: BoundTokenizer | None = None
     columns: RowColumns = field(default_factory=RowColumns)
     cutting: Cutting = field(default_factory=Cutting)
     sweeping: bool = False

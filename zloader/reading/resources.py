@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.access.file_source import FileSource
 from zloader.common.options import FetchOptions
-from zloader.common.records import ByteSource, LocalSource, ReadClock, Span
+from zloader.common.records import ByteSource, ReadClock, Span
 from zloader.reading.back_pressure import ByteBudget
 from zloader.storage.placement import ObjectIndex
 
@@ -104,7 +105,7 @@ class Resources:
         A local source is read by the same thread into memory that the thread reuses. The bytes are still in the core's
         cache when they are decoded, and no fresh memory is needed.
         """
-        if not isinstance(self.source, LocalSource):
+        if not isinstance(self.source, FileSource):
             result, seconds = await self.run(decode, await self.read(spans))
         else:
             self.source.prefetch(spans)
@@ -117,7 +118,7 @@ class Resources:
 
     def _read_now(
         self,
-        source: LocalSource,
+        source: FileSource,
         spans: Sequence[Span],
         decode: Callable[[Sequence[bytes | Bytes]], Result],
         clock: ReadClock,

@@ -280,7 +280,7 @@ def _mask_values(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundTokenizer(ABC):
-    """A tokenizer for the genes of one matrix, and for one epoch. It implements RowTokenizer.
+    """A tokenizer for the genes of one matrix, and for one epoch. Any thread may call it.
 
     `genes` has the tokens of the columns of the matrix `x`. Messages name the class `name`, and the matrix as `where`.
     `cls` and `eos` are the first and last token, or -1. `totals` returns the counts of each row of the dataset, if they

@@ -9,13 +9,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.profiler
 import torch.utils.data
 
 from zloader.common.errors import ConcurrentUseError, OptionError
 from zloader.common.records import Rows, Statistics
+from zloader.order.controls import BoundControls
 from zloader.order.epochs import EpochCount
 from zloader.order.plan import Plan, Remaining
 from zloader.order.resume import Position
@@ -25,17 +26,6 @@ from zloader.reading.resources import Counters
 from zloader.training.minibatch import Minibatch
 
 log = logging.getLogger("zloader")
-
-
-class ControlCounts(Protocol):
-    """Knows how many controls rows have."""
-
-    @property
-    def n(self) -> int:
-        """Controls per row."""
-
-    def n_from_fallback(self, rows: Rows) -> int:
-        """How many controls of some rows agree with them in the columns of a fallback only."""
 
 
 @dataclass
@@ -54,7 +44,7 @@ class EpochRecord:
     requests: int = 0  # for a minibatch
     rows: int = 0
     minibatches: int = 0
-    controlled: ControlCounts | None = None
+    controlled: BoundControls | None = None
     fallback_controls: int = 0
     wait_s: float = 0.0
     elapsed_s: float = 0.0
