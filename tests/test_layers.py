@@ -84,7 +84,6 @@ MAY_IMPORT = {
         "zloader.conversion.joining.content",
         "zloader.conversion.joining.genes",
         "zloader.conversion.joining.union",
-        "zloader.conversion.joining.parts",
         "zloader.conversion.writing.elements",
         "zloader.conversion.writing.appending",
         "zloader.conversion.writing.fitting",

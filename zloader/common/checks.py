@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -28,10 +29,15 @@ def parse_size(size: int | str, option: str = "") -> int:
     return int(float(parts[1]) * _UNITS[(parts[2] or "").lower()])
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a real number of Python or NumPy, and not a truth value."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def require_at_least(least: float, **values: float) -> None:
     """Raises OptionError unless every value is a number of at least `least`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer)) or not value >= least:
+        if not is_number(value) or not value >= least:
             raise OptionError(f"{name} must be a number of at least {least}, not {value!r}")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.common import page_cache
-from zloader.common.checks import one_or_more
+from zloader.common.checks import is_number, one_or_more
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, windows_of
 from zloader.dataset.group_parts import parts_of_groups
@@ -111,9 +111,7 @@ def listed(shares: Shares) -> list[float]:
 
 def _sizes(shares: Sequence[float], n_rows: int) -> Rows:
     """The number of rows of each part, and at the end of the rows left over."""
-    if not shares or any(
-        isinstance(share, bool) or not isinstance(share, int | float | np.number) or not share >= 0 for share in shares
-    ):
+    if not shares or any(not is_number(share) or not share >= 0 for share in shares):
         raise OptionError(f"give each part a fraction or a number of rows, not {list(shares)!r}")
     whole = [isinstance(share, int | np.integer) for share in shares]
     if all(whole):

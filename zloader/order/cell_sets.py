@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import one_or_more, require_count, require_flag, require_one_of
+from zloader.common.checks import is_number, one_or_more, require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
@@ -307,7 +307,7 @@ def _weights(groups: Groups, chosen: Rows, options: CellSets, column: Column) ->
                 f"weights names {label!r}, but no group by {', '.join(groups.columns)} has these labels. One of the "
                 f"{len(groups)} groups is {next(iter(numbers))!r}{near}"
             )
-        if isinstance(weight, bool) or not isinstance(weight, int | float | np.number) or not 0 <= weight < math.inf:
+        if not is_number(weight) or not 0 <= weight < math.inf:
             raise OptionError(f"weights has {weight!r} for {label!r}: give a number of at least 0")
         if weight and left_out[numbers[label]]:
             raise OptionError(

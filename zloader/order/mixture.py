@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from zloader.common.checks import require_count
+from zloader.common.checks import is_number, require_count
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.order.permutation import key_of
@@ -221,6 +221,6 @@ def _pairs(groups: Any) -> Iterator[tuple[str, Any]]:
 
 def _weight(name: str, pair: tuple[Any, Any]) -> float:
     weight = pair[1]
-    if isinstance(weight, bool) or not isinstance(weight, int | float | np.number) or not 0 <= weight < math.inf:
+    if not is_number(weight) or not 0 <= weight < math.inf:
         raise OptionError(f"the group {name!r} has the weight {weight!r}: give a number of at least 0")
     return float(weight)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_count
+from zloader.common.checks import is_number, require_count
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
 from zloader.common.sharing import SharesArrays
@@ -127,7 +127,7 @@ class BlockWeightedSampling(_Weighted):
                 raise OptionError(
                     f"weights names the label {label!r}, but the labels of obs column {self.column!r} are: {known}"
                 )
-            if not isinstance(weight, int | float | np.number) or not 0 <= weight < np.inf:
+            if not is_number(weight) or not 0 <= weight < np.inf:
                 raise OptionError(f"weights has {weight!r} for {label!r}: give a number of at least 0")
             table[found.categories.get_loc(label)] = weight
         return self._draw(table, found.values)

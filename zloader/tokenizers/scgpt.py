@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_flag, require_one_of, require_whole
+from zloader.common.checks import is_number, require_flag, require_one_of, require_whole
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows
@@ -241,8 +241,7 @@ class ScGPT(TokenOptions):
         require_one_of(("both", "one"), side=self.side)
         for name in ("normalize", "pad_value", "mask_value"):
             value = getattr(self, name)
-            number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-            if not (value is None and name == "normalize") and not (number and np.isfinite(value)):
+            if not (value is None and name == "normalize") and not (is_number(value) and np.isfinite(value)):
                 raise OptionError(f"{name} must be a finite number, not {value!r:.100}")
         if self.normalize is not None and self.normalize <= 0:
             raise OptionError(f"normalize must be a number above 0 or None, not {self.normalize!r}")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_count, require_one_of, require_whole
+from zloader.common.checks import is_number, require_count, require_one_of, require_whole
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import CsrArrays, Rows, TokenArrays
@@ -50,8 +50,7 @@ class Masked:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        number = isinstance(self.share, int | float | np.floating | np.integer) and not isinstance(self.share, bool)
-        if not number or not 0 < self.share < 1:
+        if not is_number(self.share) or not 0 < self.share < 1:
             raise OptionError(f"share must be a number above 0 and below 1, not {self.share!r:.100}")
         require_whole(0, seed=self.seed)
 

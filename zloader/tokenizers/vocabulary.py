@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import is_number
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed, suggestion
 
@@ -66,8 +67,7 @@ def token_id(option: str, name: str, stored: Any) -> int:
 
 def median(option: str, name: str, stored: Any) -> float:
     """A median above zero. Raises OptionError."""
-    number = isinstance(stored, int | float | np.integer | np.floating) and not isinstance(stored, bool)
-    if not number or not (0 < stored < math.inf):
+    if not is_number(stored) or not 0 < stored < math.inf:
         raise OptionError(f"{option}[{name!r}] must be a number above 0, not {stored!r:.100}")
     return float(stored)
 

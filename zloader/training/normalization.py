@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zloader.common.checks import is_number
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 
@@ -36,7 +37,7 @@ def log1p_normalize(x: torch.Tensor, target_sum: float = 1e4) -> torch.Tensor:
             f"log1p_normalize needs rows x genes as a torch.sparse_csr or dense tensor, not {_kind(x)}: load with "
             "layout='csr' or layout='dense'"
         )
-    if isinstance(target_sum, bool) or not isinstance(target_sum, (int, float)) or not 0 < target_sum < float("inf"):
+    if not is_number(target_sum) or not 0 < target_sum < float("inf"):
         raise OptionError(f"target_sum must be a number above 0, not {target_sum!r}")
     counts = x.values() if x.layout == torch.sparse_csr else x
     if counts.numel() and bool(counts.min() < 0):

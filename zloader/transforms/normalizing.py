@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import is_number
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
@@ -128,7 +129,7 @@ class Normalize(Transform):
 
     def __post_init__(self) -> None:
         number = self.target_sum
-        if isinstance(number, bool) or not isinstance(number, (int, float, np.number)) or not 0 < number <= _MOST:
+        if not is_number(number) or not 0 < number <= _MOST:
             raise OptionError(f"target_sum must be a number above 0 and up to {_MOST:g}, not {number!r:.100}")
         object.__setattr__(self, "target_sum", float(number))
 
@@ -166,7 +167,7 @@ class LogNormalize(Normalize):
         super().__post_init__()
         if self.base is None:
             return
-        if isinstance(self.base, bool) or not isinstance(self.base, (int, float, np.number)) or not self.base > 1:
+        if not is_number(self.base) or not self.base > 1:
             raise OptionError(f"base must be a number above 1, or None for the natural logarithm, not {self.base!r}")
         object.__setattr__(self, "base", float(self.base))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.common.checks import is_number
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
@@ -71,7 +72,7 @@ class Clip(Transform):
         for name, limit in (("low", self.low), ("high", self.high)):
             if limit is None:
                 continue
-            if isinstance(limit, bool) or not isinstance(limit, (int, float, np.number)) or math.isnan(limit):
+            if not is_number(limit) or math.isnan(limit):
                 raise OptionError(f"{name} must be a number, or None for no limit, not {limit!r:.100}")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise OptionError(f"low must be at most high, but {self.low!r} is above {self.high!r}")
