@@ -62,7 +62,6 @@ class StoredChunks(ChunkFile):
         return bounds_of(np.stack([offsets[chunks], sizes[chunks]]), len(self.content))
 
     def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
-        """Sets the offset of each chunk in its object and its size, in bytes."""
         self._places[0][chunks] = self._begins[chunks // self.layout.chunks_per_shard] + offsets
         self._places[1][chunks] = sizes
 
@@ -118,7 +117,6 @@ class MirrorArray(ChunkFile):
         return self.content.view(self.layout.dtype)
 
     def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
-        """The first byte of each chunk in the file, and the byte after its last."""
         first, last = self.layout.chunk_bounds(chunks)
         return first * self.layout.dtype.itemsize, last * self.layout.dtype.itemsize
 

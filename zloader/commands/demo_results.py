@@ -72,7 +72,6 @@ class EpochFigures(LoadingFigures):
 
     @property
     def name(self) -> str:
-        """What a chart calls the pass."""
         return f"epoch {self.epoch}, {self.source}"
 
     @property

@@ -246,11 +246,9 @@ class Within(WrappedSampling):
         return self.chosen.all_numbers() if positions is None else self.chosen.numbers(np.asarray(positions))
 
     def n_rows(self, dataset_rows: int) -> int:
-        """The number of rows in an epoch."""
         return self.sampling.n_rows(len(self.chosen))
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows of the whole dataset at positions `[start, stop)` of the epoch."""
         options = {"dataset_rows": len(self.chosen), "seed": seed, "epoch": epoch}
         return self._renumbered(self.chosen.numbers, start, stop, **options)
 

@@ -241,7 +241,6 @@ class BoundCellSets(SharesArrays, Sampling):
         return self._n_sets * self.set_size
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         size, key = self.set_size, key_of(seed, epoch)
         first, last = start // size, -(-stop // size)
         groups, numbers = (each[first:last] for each in self._sets(key))

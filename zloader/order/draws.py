@@ -196,7 +196,6 @@ class Draws(SharesArrays, Sampling):
         self._bounds = np.append(0.0, np.where(self._stops > 0, self._ends[self._stops - 1], 0.0))
 
     def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows per epoch."""
         if dataset_rows != self._dataset_rows:
             raise OptionError(
                 f"the weights or labels are for {self._dataset_rows} rows, but the dataset has {dataset_rows}"
@@ -204,7 +203,6 @@ class Draws(SharesArrays, Sampling):
         return self._total_size
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         if self.repeats:
             rows = self._drawn(start, stop, key_of(seed, epoch))
         else:

@@ -168,14 +168,12 @@ class Mixture(Sampling):
         return {number: self._chosen[number] for number, weight in enumerate(self.weights.values()) if weight}
 
     def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows per epoch."""
         drawn = self._drawn()
         if dataset_rows != self._dataset_rows:
             raise OptionError(f"the groups are of {self._dataset_rows} rows, but the dataset has {dataset_rows}")
         return sum(map(len, drawn.values())) if self.epoch_rows is None else self.epoch_rows
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         size, drawn = self.block_size, self._drawn()
         first = epoch * self.n_rows(dataset_rows) % _MOST_POSITIONS
         start, stop = first + start, first + stop

@@ -73,7 +73,6 @@ class RankShare(WrappedSampling):
         return self.sampling.n_rows(self.size)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         machine_seed, n_rows = key_of(seed, self.number), self.end - self.begin
         left_out = (machine_seed + epoch) % n_rows if n_rows > self.size else n_rows
         options = {"dataset_rows": self.size, "seed": machine_seed, "epoch": epoch}

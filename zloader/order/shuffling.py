@@ -116,7 +116,6 @@ class Streaming(Subset):
         object.__setattr__(self, "_repeats", bool((ordered[1:] == ordered[:-1]).any()))
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         return self._take(np.arange(start, stop, dtype=np.int64))
 
 
@@ -163,7 +162,6 @@ class BlockShuffling(Subset):
         self._choose(checked_once(self.indices))
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         n_full, rest = divmod(self.n_rows(dataset_rows), self.block_size)
         key = key_of(seed, epoch)
         position = np.arange(start, stop, dtype=np.int64)
@@ -233,7 +231,6 @@ class MixtureOfScanners(Subset):
         return replace(self, active=None, block_size=block_size, indices=self._rows)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         if self.active is not None:
             raise OptionError(f"{self} depends on the size of a fetch: call sized(fetch_rows) first")
         n_rows, key = self.n_rows(dataset_rows), key_of(seed, epoch)

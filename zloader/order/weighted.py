@@ -44,7 +44,6 @@ class _Weighted(SharesArrays, Sampling):
         return self._resolved().n_rows(dataset_rows)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        """The rows (int64) at positions `[start, stop)` in the order of the epoch."""
         return self._resolved().rows(start, stop, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
 
     def _resolved(self) -> Draws:

@@ -172,7 +172,6 @@ class LogNormalize(Normalize):
         object.__setattr__(self, "base", float(self.base))
 
     def apply(self, x: RowValues) -> None:
-        """Changes the values in place. Raises RefusedValue for a negative value."""
         unit = None if self.base is None else 1.0 / math.log(self.base)
         if x.values.dtype == np.float32:
             single = None if unit is None else np.float32(unit)

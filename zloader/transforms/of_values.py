@@ -85,12 +85,10 @@ class Clip(Transform):
 
     @property
     def makes_fractions(self) -> bool:
-        """Whether whole numbers become fractions."""
         return any(math.isfinite(limit) and limit != math.floor(limit) for limit in self._limits)
 
     @property
     def makes_zeros(self) -> bool:
-        """Whether another value may become zero."""
         return 0 in self._limits
 
     @property
@@ -107,7 +105,6 @@ class Clip(Transform):
                 raise OptionError(f"{self} limits values to {limit!r}, which {dtype} cannot hold: choose another dtype")
 
     def apply(self, x: RowValues) -> None:
-        """Changes the values in place."""
         _clip(x.values, *self._limits)
 
 
@@ -123,7 +120,6 @@ class Binarize(Transform):
     makes_zeros = True
 
     def apply(self, x: RowValues) -> None:
-        """Changes the values in place."""
         _binarize(x.values)
 
 
@@ -173,7 +169,6 @@ class Scale(Transform):
         return replace(self, mean=_of_columns("mean", self.mean, columns), std=_of_columns("std", self.std, columns))
 
     def apply(self, x: RowValues) -> None:
-        """Changes the values in place."""
         assert not isinstance(self.mean, GeneStatistics)  # it is bound
         assert not isinstance(self.std, GeneStatistics)
         inverse = None if self.std is None else 1 / self.std
