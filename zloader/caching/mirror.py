@@ -1,12 +1,11 @@
-"""The local mirror of a store: the chunks of its arrays in flat files, filled chunk by chunk.
+"""The local mirror of a store: the chunks of its arrays in files, filled chunk by chunk, in one of two forms.
 
-The decoded form has element i of an array at byte i * itemsize of a sparse file NAME.flat. Beside it, NAME.sums has one
-word per chunk (checksums.py): 0 if the chunk is absent, a lease (leases.py) while a process downloads it, and otherwise
-its checksum. The checksum is stored after the chunk's bytes, in one aligned write. So a process killed at any moment
-leaves each chunk either complete or absent. The stored form works in the same way and has files of
-its own, so a store may have both: its chunks are as they are in the store, encoded. Each stored object has its bytes in
-the sparse file NAME.stored, one object after another, so every process knows where a chunk belongs. NAME.places has the
-offset and size of each chunk, so that no index of a shard is needed later.
+The decoded form has element i of an array at byte i * itemsize of a sparse file NAME.flat. The stored form has the
+bytes of each stored object in the sparse file NAME.stored, one object after another, so every process knows where a
+chunk belongs, and in NAME.places the offset and size of each chunk, so that no index of a shard is needed later. Each
+form has files of its own, so a store may have both. checksums.py describes the words that say which chunks are present.
+A word is stored after the chunk's bytes, in one aligned write, so a process killed at any moment leaves each chunk
+either complete or absent.
 
 A process compares a chunk with its checksum when it first uses the chunk, unless the files have not changed since all
 chunks were verified (directory.py). After power loss, truncation or a flipped byte, the chunk is a miss and is read

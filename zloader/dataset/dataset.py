@@ -186,9 +186,8 @@ class Dataset(Table):
 
         An expression compares obs columns with constants or with each other, using `==`, `!=`, `<`, `<=`, `>`, `>=`,
         `in` and `not in`. Comparisons are combined with `and`, `or` and `not`. A row whose value is missing satisfies
-        no comparison. A boolean column without missing values may stand alone; otherwise compare it with True or False.
-        Write names that are not identifiers in back-quotes, as in "`cell type` == 'T'". A label that the column does
-        not have is an error. Dates are compared with text: "collected >= '2024-03-31'".
+        no comparison. Write names that are not identifiers in back-quotes, as in "`cell type` == 'T'". Dates are
+        compared with text: "collected >= '2024-03-31'".
 
         A mask has one entry per row. Row numbers may be in any order, without repeats; the view is in ascending order.
         Raises OptionError for a condition that cannot be used, and MissingColumnError for an unknown obs column.
@@ -241,14 +240,12 @@ class Dataset(Table):
         - `parts`: either fractions of the rows or numbers of rows, one per view. They need not add up to all rows.
         - `by`: an obs column of labels, whole numbers, booleans or dates, such as the donor, or a list of columns. All
           rows with the same label go to the same view. Rows without a label count as one more label. No view that
-          should have rows is empty. Moving one label or exchanging two between views would not bring their sizes closer
-          to `parts`.
+          should have rows is empty.
         - `stratify`: an obs column of the same kinds, or a list of them. Every view gets its share of the rows of each
           label, to within one row.
         - `hold_out`: labels of obs columns, such as `{"cell_line": ["K562"]}`. Only rows that have one of the labels in
           every column are split; all others belong to the first view. Default of `parts`: `{"train": 0.0, "test":
-          1.0}`, so that the first view has none of the rows held out (zero-shot). With `{"train": 0.3, "test": 0.7}`
-          and `by="drug"` it has three tenths of the drugs for this cell line (few-shot).
+          1.0}`, so that the first view has none of the rows held out (zero-shot).
         - `controls`: a condition as in `where`, such as `"drug == 'DMSO'"`. These rows are split at random, with the
           same shares for every label of `by` and `hold_out`. So every view has controls, and no control is in two.
         - `seed`: the same seed gives the same views on every machine.
