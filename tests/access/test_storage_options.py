@@ -135,8 +135,8 @@ def test_names_that_resemble_urls_are_local_paths(tmp_path, name: str) -> None:
         zl.open_dataset(tmp_path / name)
 
 
-def test_globs_are_not_expanded(tmp_path, s3) -> None:
-    with pytest.raises(ZloaderError, match=r"globs are not expanded: pass sorted\(glob.glob\('.*/\*\.zarr'\)\)"):
+def test_a_glob_that_matches_nothing(tmp_path, s3) -> None:
+    with pytest.raises(ZloaderError, match=r"nothing matches .*\*\.zarr"):
         zl.open_dataset(tmp_path / "*.zarr")
-    with pytest.raises(ZloaderError, match="globs are not expanded: pass a list of URLs"):
+    with pytest.raises(ZloaderError, match=r"nothing matches s3://"):
         zl.open_dataset(s3.url("*.zarr"), storage_options=s3.storage_options)

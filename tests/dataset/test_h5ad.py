@@ -243,7 +243,7 @@ REFUSED = {
     "soft link": "it is a link to '/Y'",
     "virtual": "a virtual dataset",
     "external storage": "its values lie in other files",
-    "no root encoding": "is not an .h5ad file of AnnData 0.8",
+    "no root encoding": "not an .h5ad file of AnnData 0.8",
     "text": "X",
     "filter": "scaleoffset",
 }
@@ -479,8 +479,8 @@ def test_files_are_warmed_described_and_mixed_as_stores_are(tmp_path: Path) -> N
     assert loader.statistics().gets == 0
     expected, found = (each.gene_statistics(progress=False) for each in (of_store, of_file))
     np.testing.assert_array_equal(found.mean, expected.mean)
-    view = of_file.where("cell_type == 'B'")
-    assert view.obs_names.tolist() == of_store.where("cell_type == 'B'").obs_names.tolist()
+    view = of_file.where("cell_type == 'b'")
+    assert view.obs_names.tolist() == of_store.where("cell_type == 'b'").obs_names.tolist()
     with pytest.raises(FormatError, match="convert it first"):
         zl.append(tmp_path / "a.h5ad", tmp_path / "a.h5ad")
 

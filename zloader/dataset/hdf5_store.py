@@ -123,7 +123,7 @@ class Hdf5Index:
     def _table(self, node: Mapping[str, Any]) -> NDArray[np.uint64]:
         """Offset and size of each chunk. Those of an array that is stored in one piece follow one another."""
         if "table" in node:
-            return self._tables[f"table_{node['table']}"]
+            return np.asarray(self._tables[f"table_{node['table']}"], np.uint64)
         rows, chunk_rows = (node["shape"][0], node["chunks"][0]) if node["shape"] else (1, 1)
         row_bytes = _dtype(node["dtype"]).itemsize * math.prod(node["shape"][1:])
         if node["begin"] is None or not row_bytes:  # nothing was written

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-
 _MOST_LEVELS = 8  # of a tree; a damaged one may be circular
 
 

@@ -10,6 +10,7 @@ Inflating bounds epochs over gzipped files. ISA-L does it two to five times as f
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,9 @@ from zloader.common.compiled import compiled
 from zloader.common.errors import FormatError
 from zloader.storage.coders import decode_within
 
-try:
+decompressobj: Any = zlib.decompressobj
+with contextlib.suppress(ImportError):  # no wheel for this machine
     from isal.isal_zlib import decompressobj
-except ImportError:  # no wheel for this machine
-    decompressobj = zlib.decompressobj
 
 NAME = "hdf5"  # of the codec in ArrayLayout.codecs
 Bytes = NDArray[np.uint8]
