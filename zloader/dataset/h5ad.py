@@ -105,6 +105,10 @@ class OpenedFile(OpenedStore):
         except FormatError as error:
             raise FormatError(f"{self.location.url}: {error}") from error
 
+    def _genes_layout(self, path: str, n_genes: int) -> ArrayLayout:
+        """In the smallest dtype, as 'zloader convert' writes them: a quarter less in memory and in the mirror."""
+        return self.array_layout(path).narrowed(n_genes)
+
     def _has_every_object(self, path: str) -> bool:
         return self.index.has_every_chunk(path)
 

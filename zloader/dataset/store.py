@@ -150,12 +150,16 @@ class OpenedStore(StoredElements):
                 "or a dense array. Run 'zloader convert' on it"
             )
         n_rows, n_genes = self.shape(name)
-        genes = replace(self.array_layout(f"{name}/indices"), below=n_genes)
+        genes = self._genes_layout(f"{name}/indices", n_genes)
         for path, dtype in ((genes.path, genes.dtype), (f"{name}/indptr", self.node(f"{name}/indptr").dtype)):
             if dtype.kind not in "iu":
                 raise FormatError(f"{path} of {self.location.url} holds {dtype}, not integers: the store is damaged")
         values = self.array_layout(f"{name}/data")
         return MatrixLayout(path=name, n_rows=n_rows, n_genes=n_genes, values=values, genes=genes)
+
+    def _genes_layout(self, path: str, n_genes: int) -> ArrayLayout:
+        """The layout of the gene indices of a CSR matrix."""
+        return replace(self.array_layout(path), below=n_genes)
 
     def shape(self, name: str) -> tuple[int, int]:
         """The numbers of rows and genes of a matrix, from its metadata."""

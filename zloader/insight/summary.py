@@ -187,7 +187,10 @@ def _array(matrix: str, stored: Sequence[tuple[OpenedStore, ArrayLayout]]) -> Ar
     return ArraySummary(
         path=path,
         dtype=_all(array.dtype.name for array in arrays),
-        original_dtype=_all(str(was.get(part, array.dtype.name)) for was, array in zip(recorded, arrays, strict=True)),
+        original_dtype=_all(
+            str(was.get(part, (array.stored_dtype or array.dtype).name))
+            for was, array in zip(recorded, arrays, strict=True)
+        ),
         elements=elements,
         chunk_elements=chunk_elements,
         rows_per_chunk=chunk_elements * rows / elements if elements else 0.0,

@@ -269,6 +269,8 @@ class ArrayReader:
                 f"{self._resources.url}: chunk {absent[0]} of {self._layout.path} was never written: the store is "
                 "incomplete. Convert it again"
             )
+        if len(absent):
+            self._layout.check_bounds(np.atleast_1d(self._layout.fill_value))
         for chunk in absent[:, None]:
             filled = self._scratch(chunk) if slots is None else slots
             filled.of(chunk)[0][:] = self._layout.fill_value

@@ -42,11 +42,13 @@ class Decoder:
 
     def __init__(self, layout: ArrayLayout) -> None:
         self._layout = layout
-        self._dtype = layout.dtype
-        self._unsigned = np.dtype(f"u{layout.dtype.itemsize}")
+        self._dtype = layout.stored_dtype or layout.dtype
+        self._narrows = layout.stored_dtype is not None
+        self._unsigned = np.dtype(f"u{self._dtype.itemsize}")
         self._chunk_elements = layout.chunk_elements
         self._checked, self._differences, self._decompress = _decompressor_of(layout)
-        self._many_at_once = self._decompress in (_blosc, _copy) and decompresses_many()
+        at_once = (_copy,) if self._narrows else (_blosc, _copy)
+        self._many_at_once = self._decompress in at_once and decompresses_many()
 
     def decode_all(
         self, reads: Sequence[bytes | Bytes], chunks: NDArray[Any], out: NDArray[Any]
@@ -61,7 +63,7 @@ class Decoder:
         for i in np.flatnonzero(~self._decode_at_once(views, chunks, out, self._below)).tolist():
             read, offset, size, begin, first, stop = (int(field) for field in chunks[i])
             needed = whole = out[begin : begin + stop - first]
-            if len(needed) < self._chunk_elements:
+            if len(needed) < self._chunk_elements or self._narrows:
                 whole = scratch = np.empty(self._chunk_elements, self._dtype) if scratch is None else scratch
             try:
                 self._decode_whole(views[read][offset : offset + size], whole)
@@ -86,10 +88,11 @@ class Decoder:
         """Decodes chunks in one call and returns which are valid. The rest are decoded again singly, for errors."""
         if not self._many_at_once:
             return np.zeros(len(chunks), bool)
-        addresses, elements = np.array([view.ctypes.data for view in views]), out.view(self._unsigned)
-        least = 0 if self._layout.cut else self._chunk_elements
+        addresses, elements = np.array([view.ctypes.data for view in views]), out.view(f"u{out.itemsize}")
         if self._decompress is _copy and not self._differences:
-            return copy(addresses, chunks, self._checked, elements, self._chunk_elements, least, below)
+            n_elements = 0 if self._layout.cut else self._chunk_elements
+            scratch = np.empty(self._chunk_elements if self._narrows else 0, self._unsigned)
+            return copy(addresses, chunks, self._checked, elements, scratch, n_elements, below)
         return decompress(addresses, chunks, self._checked, elements, self._chunk_elements, self._differences, below)
 
     def decode(self, stored: Bytes, out: NDArray[Any]) -> None:
@@ -97,12 +100,16 @@ class Decoder:
 
         Raises CorruptChunkError if the checksum differs or the bytes do not decode to a whole chunk.
         """
-        if len(out) == self._chunk_elements:
+        if len(out) == self._chunk_elements and not self._narrows:
             chunk = np.array([(0, 0, len(stored), 0, 0, len(out))], CHUNK)
             if self._decode_at_once([stored], chunk, out, -1)[0]:
                 return
-        whole = out if len(out) == self._chunk_elements else np.empty(self._chunk_elements, self._dtype)
+        whole = out
+        if len(out) < self._chunk_elements or self._narrows:
+            whole = np.empty(self._chunk_elements, self._dtype)
         self._decode_whole(stored, whole)
+        if self._narrows:
+            self._layout.check_bounds(whole[: len(out)])
         if whole is not out:
             out[:] = whole[: len(out)]
 
@@ -274,12 +281,17 @@ def copy(
     chunks: NDArray[Any],
     checked: bool,
     out: NDArray[np.unsignedinteger],
-    chunk_elements: int,
-    least: int,
+    scratch: NDArray[np.unsignedinteger],
+    n_elements: int,
     below: int,
 ) -> NDArray[np.bool_]:
-    """Like `decompress`, of chunks that are not compressed and hold at least `least` elements."""
+    """Like `decompress`, of chunks that are not compressed and hold `n_elements`, or if that is 0, any number.
+
+    If `out` is narrower than the stored elements, `scratch` has their dtype and room for a chunk; otherwise it is
+    empty.
+    """
     valid = np.zeros(len(chunks), np.bool_)
+    itemsize = scratch.itemsize
     for i in range(len(chunks)):
         chunk = chunks[i]
         stored, n = addresses[chunk.read] + chunk.offset, chunk.size
@@ -287,11 +299,18 @@ def copy(
             if n < 4 or _crc32c(stored, n) != _RESIDUE:
                 continue
             n -= 4
-        if n > chunk_elements * out.itemsize or n < max(least, chunk.stop) * out.itemsize:
+        if n < chunk.stop * itemsize or n_elements not in (0, n // itemsize) or n % itemsize:
             continue
         needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
-        _memcpy(needed.ctypes.data, stored + chunk.first * out.itemsize, len(needed) * out.itemsize)
-        valid[i] = below < 0 or largest(needed) < np.uint64(below)
+        if len(scratch) == 0:
+            _memcpy(needed.ctypes.data, stored + chunk.first * itemsize, len(needed) * itemsize)
+            valid[i] = below < 0 or largest(needed) < np.uint64(below)
+            continue
+        whole = scratch[: len(needed)]
+        _memcpy(whole.ctypes.data, stored + chunk.first * itemsize, len(needed) * itemsize)
+        valid[i] = largest(whole) < np.uint64(below)
+        for k in range(len(needed)):
+            needed[k] = whole[k]
     return valid
 
 

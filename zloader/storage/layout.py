@@ -11,7 +11,7 @@ All functions are vectorised; their cost is proportional to the rows or chunks g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +38,9 @@ class ArrayLayout:
     fill_value: Any = 0
     # Whether a missing object or chunk stands for fill values. Never the case in stores written by zloader.
     absent_is_fill: bool = False
+    # The dtype of stored elements, if they are kept in a narrower one in memory and in a mirror, as gene indices of
+    # .h5ad files are. All have to be in range(below).
+    stored_dtype: np.dtype[Any] | None = None
     # Whether the last chunk ends with the array, as in an array that is stored in one piece, instead of being padded.
     cut: bool = False
     # Every element must be in range(below); None means no bound. Gene indices are checked because they index memory.
@@ -103,6 +106,13 @@ class ArrayLayout:
         if self.below is not None and len(elements) and not 0 <= elements.min() <= elements.max() < self.below:
             bad = elements.min() if elements.min() < 0 else elements.max()
             raise CorruptChunkError(f"it holds gene {bad}, but there are {self.below} genes")
+
+    def narrowed(self, below: int) -> ArrayLayout:
+        """The layout of whole numbers in range(below), kept in the smallest dtype that holds them."""
+        narrow = np.min_scalar_type(max(0, below - 1))
+        if self.dtype.kind not in "iu" or narrow.itemsize >= self.dtype.itemsize:
+            return replace(self, below=below)
+        return replace(self, below=below, dtype=narrow, stored_dtype=self.dtype)
 
     def find_index(self, shard: int, object_size: int | None, url: str) -> Span | Index:
         """The span of a shard's index, or the index itself if it need not be read.
