@@ -133,7 +133,10 @@ def _converted(dataset: Dataset) -> float | None:
     if not any(isinstance(store, OpenedFile) for store in dataset.stores):
         return None
     with tempfile.TemporaryDirectory(prefix="zloader-info-") as directory:
-        sample = dataset.take(range(min(_SAMPLED_ROWS, dataset.n_obs)))
+        try:
+            sample = dataset.take(range(min(_SAMPLED_ROWS, dataset.n_obs)))
+        except FormatError:  # of a column of obs: the rest of info is of use
+            return None
         convert(sample, f"{directory}/sample.zarr", progress=False)
         return summarize(open_dataset(f"{directory}/sample.zarr")).matrices[0].bytes_per_value or None
 

@@ -59,7 +59,7 @@ class MatrixSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSummary:
-    """One obs column. `kind` is `categorical`, `string` or a dtype, or several of them joined by slashes.
+    """One obs column. `kind` is `categorical`, `string`, `unreadable` or a dtype, or several joined by slashes.
 
     `categories` is the number of categories. It is None for other kinds of columns, and with several stores.
     """
@@ -107,7 +107,10 @@ def _in_all(groups: Sequence[Any]) -> list[str]:
 
 
 def _column(stores: Sequence[OpenedStore], name: str) -> ColumnSummary:
-    kinds = [_kind(store.node(f"obs/{name}")) for store in stores]
+    try:
+        kinds = [_kind(store.node(f"obs/{name}")) for store in stores]
+    except FormatError:
+        return ColumnSummary(name=name, kind="unreadable", categories=None)
     labels = f"obs/{name}/categories"
     n_categories = stored_length(stores[0].node(labels)) if kinds == ["categorical"] else None
     return ColumnSummary(name=name, kind=_all(kinds), categories=n_categories)
