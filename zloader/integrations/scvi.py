@@ -40,8 +40,8 @@ from zloader.integrations.scvi_registry import (
     Fields,
     InferenceBatches,
     TrainingBatches,
-    codes_in,
     paired,
+    require_own,
     warn_unless_counts,
 )
 from zloader.selecting.genes import Genes
@@ -214,31 +214,6 @@ class DataModule(Described, LightningDataModule):
             return isinstance(plan, SemiSupervisedTrainingPlan)
         return self.model_name == "SCANVI"
 
-    def _require_own(self, model: Any) -> None:
-        """Raises OptionError unless the codes of the module mean to a model what they mean here."""
-        registry = getattr(model, "registry_", {})
-        if registry.get("setup_method_name") != "setup_datamodule":
-            return
-        by_label = getattr(model.module, "dispersion", None) == "gene-label"
-        if by_label and self._some_unlabelled:
-            raise OptionError(
-                "dispersion='gene-label' needs a label in every row: take the labelled rows with dataset.where(...), "
-                "or another dispersion"
-            )
-        n_labels = self.n_labels if by_label or self._semisupervised else 0  # 0: no label matters
-        own, made_for = codes_in(self.registry, n_labels), [codes_in(registry, n_labels)]
-        if hasattr(model, "batch_labels"):  # from load_query_data: the registry of the query, the weights of another
-            made_for.append({"batches": list(model.batch_labels), "labels": list(model.label_keys)[:n_labels]})
-        differs = [name for name, codes in own.items() if any(each.get(name, codes) != codes for each in made_for)]
-        if self._semisupervised and model.module.n_labels != n_labels:
-            differs = list(dict.fromkeys([*differs, "labels"]))
-        if differs:
-            raise OptionError(
-                f"the {type(model).__name__} was made for other {' and '.join(differs)} than this module has, so codes "
-                "would mean others: train with the module whose registry made the model, or, to go on with other rows, "
-                "with DataModule(rows, categories=the dataset of the first training)"
-            )
-
     # ---- rows
 
     @property
@@ -313,7 +288,7 @@ class DataModule(Described, LightningDataModule):
         device = self._device
         model: Any = getattr(self.trainer, "_model", None)
         labelled = self._labelled_rows() if self._semisupervised else None
-        self._require_own(model)
+        require_own(model, self, semisupervised=self._semisupervised, some_unlabelled=self._some_unlabelled)
         if hasattr(model, "registry_"):  # SCANVI.from_scvi_model takes SCVI's, and `load` refuses another class
             model.registry_ = model.registry_ | {"model_name": type(model).__name__}
             model.save = partial(type(model).save, model, datamodule=self)  # scvi's own fails without a module

@@ -120,7 +120,7 @@ def _labelled(key: str, encoding: Encoding, **more: str) -> dict[str, Any]:
     return _field("obs", f"_scvi_{key}", state, **{f"n_{key}": len(encoding.labels)})
 
 
-def codes_in(registry: Mapping[str, Any], n_labels: int) -> dict[str, Any]:
+def _codes_in(registry: Mapping[str, Any], n_labels: int) -> dict[str, Any]:
     """What the codes of a model stand for by its registry, in lists, and of the labels the first `n_labels`."""
     fields = {name: entry["state_registry"] for name, entry in registry["field_registries"].items()}
     covariates = fields["extra_categorical_covs"].get("mappings", {})
@@ -184,6 +184,32 @@ class Described:
         labels = self._fields.labels
         named = np.array([*labels.labels.tolist()[: labels.missing], self._fields.unlabeled_category], object)
         return np.asarray(named[labels.codes_of_rows(self.dataset)])
+
+
+def require_own(model: Any, module: Described, *, semisupervised: bool, some_unlabelled: bool) -> None:
+    """Raises OptionError unless the codes of a data module mean to a model what they mean to the module."""
+    registry = getattr(model, "registry_", {})
+    if registry.get("setup_method_name") != "setup_datamodule":
+        return
+    by_label = getattr(model.module, "dispersion", None) == "gene-label"
+    if by_label and some_unlabelled:
+        raise OptionError(
+            "dispersion='gene-label' needs a label in every row: take the labelled rows with dataset.where(...), "
+            "or another dispersion"
+        )
+    n_labels = module.n_labels if by_label or semisupervised else 0  # 0: no label matters
+    own, made_for = _codes_in(module.registry, n_labels), [_codes_in(registry, n_labels)]
+    if hasattr(model, "batch_labels"):  # from load_query_data: the registry of the query, the weights of another
+        made_for.append({"batches": list(model.batch_labels), "labels": list(model.label_keys)[:n_labels]})
+    differs = [name for name, codes in own.items() if any(each.get(name, codes) != codes for each in made_for)]
+    if semisupervised and model.module.n_labels != n_labels:
+        differs = list(dict.fromkeys([*differs, "labels"]))
+    if differs:
+        raise OptionError(
+            f"the {type(model).__name__} was made for other {' and '.join(differs)} than this module has, so codes "
+            "would mean others: train with the module whose registry made the model, or, to go on with other rows, "
+            "with DataModule(rows, categories=the dataset of the first training)"
+        )
 
 
 def warn_unless_counts(dataset: Dataset, x: str) -> None:
