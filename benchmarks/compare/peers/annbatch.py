@@ -55,13 +55,6 @@ PEER = Peer(
             scenarios=("cold_warm_local",),
             order=_BLOCKS,
         ),
-        "annbatch, h5ad": Side(
-            how=f"{_HOW} The backed X of the .h5ad file is added to the Loader (add_adatas), without a collection.",
-            format=".h5ad, as anndata writes it",
-            store=None,
-            scenarios=("in_place",),
-            order=_BLOCKS.removesuffix(" of a shuffled store"),
-        ),
         "annbatch, obstore": Side(
             how=f"{_HOW} Over S3, obstore with zarr's own pipeline and 64 requests at a time, the fastest found.",
             format=_FORMAT,
@@ -99,7 +92,6 @@ def epochs(options: Request) -> Epochs:
     """Epochs of annbatch's Loader over a collection."""
     import annbatch
     import anndata as ad
-    import h5py
     import numpy as np
     import zarr
 
@@ -109,7 +101,7 @@ def epochs(options: Request) -> Epochs:
     else:
         zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
 
-    def load(group: zarr.Group | h5py.File) -> ad.AnnData:
+    def load(group: zarr.Group) -> ad.AnnData:
         obs = ad.io.read_elem(group["obs"])
         return ad.AnnData(X=ad.io.sparse_dataset(group["X"]), obs=obs[[options["obs"]]])
 
@@ -122,11 +114,7 @@ def epochs(options: Request) -> Epochs:
         preload_to_gpu=False,
         to="torch" if torch else None,
         rng=np.random.default_rng(0),
-    )
-    if str(options["store"]).endswith(".h5ad"):
-        loader = loader.add_adata(load(h5py.File(options["store"])))
-    else:
-        loader = loader.use_collection(annbatch.DatasetCollection(where), load_adata=load)
+    ).use_collection(annbatch.DatasetCollection(where), load_adata=load)
     return lambda _: Epoch(
         minibatches=iter(loader),
         size=lambda minibatch: minibatch["X"].shape[0],
