@@ -101,6 +101,8 @@ def quality(labels: Sequence[Any] | NDArray[Any] | pd.Series | pd.Categorical, p
     ignore the weights of a sampling, so a class-balanced plan can have more entropy than they have.
     Raises OptionError for floats as labels, for the wrong number of labels, and for a plan without a full minibatch.
     """
+    if not isinstance(plan, Plan):
+        raise OptionError(f"quality measures the plan of an epoch, such as loader.plan(0), not {plan!r:.100}")
     plan = replace(plan, controls=None)
     codes = _codes(labels, plan)
     chosen = _chosen_rows(plan)
