@@ -333,6 +333,6 @@ def test_labels_of_a_view_alone_are_refused():
     assert zl.quality(list("ababababab"), plan).entropy_bits == 1
 
 
-def test_what_is_no_plan_is_refused() -> None:
+def test_what_is_no_plan_is_refused():
     with pytest.raises(OptionError, match="measures the plan of an epoch, such as loader.plan"):
-        quality([0, 1], "cell_type")
+        zl.quality([0, 1], "cell_type")
