@@ -334,5 +334,5 @@ def test_labels_of_a_view_alone_are_refused():
 
 
 def test_what_is_no_plan_is_refused():
-    with pytest.raises(OptionError, match="measures the plan of an epoch, such as loader.plan"):
+    with pytest.raises(OptionError, match=r"measures the plan of an epoch, such as loader\.plan"):
         zl.quality([0, 1], "cell_type")
