@@ -83,6 +83,7 @@ class Hdf5Index:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             self.nodes: dict[str, dict[str, Any]] = json.loads(arrays["document"].tobytes())["nodes"]
             self._tables = {name: arrays[name] for name in arrays.files if name != "document"}
+        self._layouts: dict[str, ArrayLayout] = {}  # those that were asked for; each chunk of a small array asks again
 
     def refused(self, path: str) -> str | None:
         """Why the element at a path cannot be read in place, or None if it can, or is not there."""
@@ -103,6 +104,11 @@ class Hdf5Index:
 
     def chunk_layout(self, path: str, name: str) -> ArrayLayout:
         """The chunks of any array, one after the other in row-major order of its grid."""
+        if path not in self._layouts:
+            self._layouts[path] = self._chunk_layout(path, name)
+        return self._layouts[path]
+
+    def _chunk_layout(self, path: str, name: str) -> ArrayLayout:
         node = self._numbers(path)
         dtype = _dtype(node["dtype"])
         chunk_elements = max(1, math.prod(node["chunks"]))

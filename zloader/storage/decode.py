@@ -257,11 +257,10 @@ def decompress(
     scratch = np.empty(chunk_elements, out.dtype)  # stays in the core's cache
     for i in range(len(chunks)):
         chunk = chunks[i]
-        stored, n = addresses[chunk.read] + chunk.offset, chunk.size
-        if checked:
-            if n < 4 or _crc32c(stored, n) != _RESIDUE:
-                continue
-            n -= 4
+        stored = addresses[chunk.read] + chunk.offset
+        n = _body_bytes(stored, chunk.size, checked)
+        if n < 0:
+            continue
         needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
         decoded = needed if len(needed) == chunk_elements else scratch
         first = 0 if differences else chunk.first
@@ -273,6 +272,14 @@ def decompress(
             needed[:] = decoded[chunk.first : chunk.stop]
         valid[i] = below < 0 or largest(needed) < np.uint64(below)
     return valid
+
+
+@compiled
+def _body_bytes(stored: int, n: int, checked: bool) -> int:
+    """The bytes of a chunk without its checksum, if it has one; -1 if that differs."""
+    if not checked:
+        return n
+    return n - 4 if n >= 4 and _crc32c(stored, n) == _RESIDUE else -1
 
 
 @compiled
@@ -294,12 +301,9 @@ def copy(
     itemsize = scratch.itemsize
     for i in range(len(chunks)):
         chunk = chunks[i]
-        stored, n = addresses[chunk.read] + chunk.offset, chunk.size
-        if checked:
-            if n < 4 or _crc32c(stored, n) != _RESIDUE:
-                continue
-            n -= 4
-        if n < chunk.stop * itemsize or n_elements not in (0, n // itemsize) or n % itemsize:
+        stored = addresses[chunk.read] + chunk.offset
+        n = _body_bytes(stored, chunk.size, checked)
+        if n < 0 or n < chunk.stop * itemsize or n_elements not in (0, n // itemsize) or n % itemsize:
             continue
         needed = out[chunk.begin : chunk.begin + chunk.stop - chunk.first]
         if len(scratch) == 0:
