@@ -35,7 +35,7 @@ _IMPORTED = [
 ]
 # The parent opens no files and starts no threads, so that a fork of it is as good as a new process.
 _PARENT = """
-import gc, importlib, json, os, socket, sys
+import faulthandler, gc, importlib, json, os, socket, sys
 requests = socket.socket(fileno=int(sys.argv[1]))
 for name in sys.argv[2:]:
     importlib.import_module(name)
@@ -56,9 +56,11 @@ while True:
         answer = os.waitstatus_to_exitcode(status) if pid else None
     requests.send(json.dumps(answer).encode())
 requests.close()
+os.setsid()  # its own workers can be ended with it
 for number, file in enumerate(files):
     os.dup2(file, number)
     os.close(file)
+faulthandler.enable(2)
 os.environ.clear()
 os.environ.update(order["environment"])
 os.chdir(order["directory"])
@@ -139,6 +141,7 @@ class Forked:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self.wait()
+        self._signal_all(signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         self.stdout.close()
@@ -170,7 +173,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, within_s: float = PATIENCE_S) -> tuple[str, str]:
-        """Returns the remaining output on stdout and stderr. Kills the process after `within_s`."""
+        """Returns the remaining output on stdout and stderr. Ends the process after `within_s`."""
         with self._killed_after(within_s):
             self.stdin.close()
             with ThreadPoolExecutor(1) as reader:
@@ -181,9 +184,14 @@ class Forked:
 
     @contextlib.contextmanager
     def _killed_after(self, seconds: float) -> Iterator[None]:
-        watchdog = threading.Timer(seconds, os.kill, (self.pid, signal.SIGKILL))
+        watchdog = threading.Timer(seconds, self._signal_all, (signal.SIGABRT,))  # says where each of them was
         watchdog.start()
         try:
             yield
         finally:
             watchdog.cancel()
+
+    def _signal_all(self, number: int) -> None:
+        """Sends a signal to the process and to those that it started. A pipe stays open as long as one of them lives."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
