@@ -54,12 +54,6 @@ def test_obs_is_indexed_like_a_frame(dataset: zl.Dataset) -> None:
     assert "obs() reads it" in repr(dataset.obs)
 
 
-@pytest.mark.parametrize("index", [(slice(None), "gene 1"), ([1, 2], ["gene 1"]), ("cell 1", "gene 1"), (0, 0)])
-def test_rows_and_genes_at_once_are_refused_with_what_to_write(dataset: zl.Dataset, index: Any) -> None:
-    with pytest.raises(OptionError, match=r"take\(rows\)\[:, genes\]"):
-        dataset[index]
-
-
 def test_the_head_has_the_first_rows_of_obs(dataset: zl.Dataset) -> None:
     for rows, n in [(dataset, 5), (dataset, 0), (dataset[45:], 100), (dataset.where([7, 3]), 1)]:
         pd.testing.assert_frame_equal(rows.head(n), rows.obs().head(n), check_index_type=n > 0)

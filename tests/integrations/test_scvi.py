@@ -184,6 +184,32 @@ def test_genes_are_chosen_and_kept_in_another_dataset(dataset, adata, tmp_path):
         dm.inference_dataloader(zl.open_dataset(tmp_path / "c.zarr"))
 
 
+def test_a_panel_has_the_genes_of_the_model(dataset, adata):
+    genes, options = ["gene 7", "gene 3", "gene 29"], {"batch_key": "donor", "label_key": "type", "batch_size": 50}
+    panel, wanted = dataset[:, genes], DataModule(dataset, genes=genes, **options)
+    dm = DataModule(panel, **options)
+    assert str(dm.registry) == str(wanted.registry)
+    assert (dm.n_vars, dm.training_rows.n_vars) == (3, 3)
+    for one, other in zip(dm.train_dataloader(), wanted.train_dataloader(), strict=True):
+        torch.testing.assert_close(tensors_of(dm, one), tensors_of(wanted, other), rtol=0, atol=0)
+    model = SCANVI(registry=dm.registry, datamodule=dm, n_hidden=4)
+    model.train(1, datamodule=dm, **QUIET)
+    assert len(model.predict(dataloader=dm.inference_dataloader())) == N_ROWS
+    found = model.get_normalized_expression(dataloader=dm.inference_dataloader())
+    assert np.shape(found) == (N_ROWS, 3)
+    for rows in (dataset, panel[10:40], dataset[:, ["gene 29", "gene 1", "gene 3", "gene 7"]]):
+        x = torch.cat([tensors["X"] for tensors in dm.inference_dataloader(rows)])
+        at = rows.row_numbers if isinstance(rows, zl.View) else np.arange(N_ROWS)
+        np.testing.assert_array_equal(x, adata[at, genes].X.toarray())
+    for rows, known in ((panel.where("donor != 'd1'"), dataset), (dataset[:60], panel), (panel[:60], panel)):
+        query = DataModule(rows, categories=known, **options)
+        assert (query.n_vars, query.n_batch) == (3, dm.n_batch)
+        next(iter(query.train_dataloader()))
+    assert DataModule(panel, genes=[2, 0], **options)._fields.var_names.tolist() == ["gene 29", "gene 7"]
+    with pytest.raises(OptionError, match="1 of 3 genes are not in the panel of 2 genes"):
+        dm.inference_dataloader(panel[:, :2])
+
+
 def test_inference_has_all_rows_of_a_view_in_order(dataset, adata):
     view = dataset.where("lane != 2")
     dm = DataModule(view, batch_size=7)

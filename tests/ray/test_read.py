@@ -84,10 +84,12 @@ def test_read_tasks_are_stretches_of_the_plan(cluster, dataset):
 
 
 @pytest.mark.any_version
-def test_dense_blocks_of_a_view_with_chosen_genes(cluster, dataset):
+@pytest.mark.parametrize("panel", [True, False])
+def test_dense_blocks_of_a_view_with_chosen_genes(cluster, dataset, panel):
     view = dataset.where("lane < 3")
     genes = ["gene 5", "gene 90"]
-    ds = zr.read(view, fields=["X", "obsm/X_pca"], layout="dense", genes=genes, shuffle=False, batch_size=32)
+    rows, more = (view[:, genes], {}) if panel else (view, {"genes": genes})
+    ds = zr.read(rows, fields=["X", "obsm/X_pca"], layout="dense", shuffle=False, batch_size=32, **more)
     assert ds.count() == view.n_obs
     found = ds.take_all()
     rows = [each["index"] for each in found]

@@ -1,7 +1,7 @@
-"""Datasets, as `open_dataset` returns them, and views of some of their rows.
+"""Datasets, as `open_dataset` returns them, and views of some of their rows or genes.
 
-A Dataset is a Table whose rows can be chosen: by conditions, slices and splits. A View shares the stores of its dataset
-and adds a set of rows, at one bit per row of the dataset.
+A Dataset is a Table whose rows and genes can be chosen: by conditions, slices and splits. A View shares the stores of
+its dataset. It adds a set of rows, at one bit per row of the dataset, or a panel of genes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from zloader.dataset.table import Table
 from zloader.dataset.views import Condition, RowSet, moved, rows_matching
 from zloader.order.sampling import Sampling
 from zloader.selecting.gene_names import GeneJoin
+from zloader.selecting.genes import ChosenGenes, GeneChoice
 from zloader.selecting.rows import RowChoice, positions_of, range_of
 
 _AS_STORED = GeneJoin()
@@ -75,6 +76,16 @@ def _reopen(
     return dataset
 
 
+def _is_all(chosen: Any) -> bool:
+    """Whether an index is a mere `:`."""
+    return isinstance(chosen, slice) and chosen == slice(None)
+
+
+def _reopen_view(whole: Dataset, chosen: RowSet | None, panel: ChosenGenes | None) -> View:
+    """Unpickles a View."""
+    return View(whole, chosen, whole.matrices if panel is None else whole.matrices.with_panel(panel))
+
+
 # What an AnnData has and a Dataset has not, with the way to it. scvi-tools asks an AnnData for uns first.
 _OF_ANNDATA = {
     "X": "a zl.Loader reads X in minibatches; dataset.take(rows) and dataset.to_adata() give an AnnData",
@@ -107,6 +118,8 @@ class Dataset(Table):
     (3, 50)
     >>> len(dataset.where("cell_type == 'T' and n_counts > 100")), len(dataset[10:20])
     (450, 10)
+    >>> dataset[:, dataset.var_names[:20]].shape
+    (1000, 20)
     >>> train, test = dataset.split([0.8, 0.2], by="donor")
     >>> len(train), len(test)
     (800, 200)
@@ -127,24 +140,47 @@ class Dataset(Table):
         return self._described(described_html)
 
     def _described(self, form: Callable[..., str]) -> str:
-        n_vars = None if self.matrices.rule.as_stored else self.n_vars
-        chosen = None if self.whole is self else self.n_obs
-        return form("Dataset" if chosen is None else "View", self.stores, self.url, n_vars=n_vars, chosen=chosen)
+        n_vars = None if self.matrices.rule.as_stored else self.matrices.of_all_genes.n_genes("X")
+        chosen, panel = None if self.whole is self else self.n_obs, self.matrices.panel
+        kind, n_panel = "Dataset" if chosen is None else "View", None if panel is None else len(panel)
+        return form(kind, self.stores, self.url, n_vars=n_vars, chosen=chosen, panel=n_panel)
 
     def __len__(self) -> int:
         return self.n_obs
 
-    def __getitem__(self, rows: RowChoice) -> View:
-        """A view of the rows in a slice, a mask, or a list of row numbers or obs names, in ascending order.
+    def __getitem__(self, chosen: RowChoice | tuple[RowChoice, GeneChoice]) -> View:
+        """A view of some rows, `dataset[rows]`, of some genes, `dataset[:, genes]`, or of both, `dataset[rows, genes]`.
 
-        Raises OptionError for any other order, and for a single row: use `take`, or a Loader, which reads many rows at
-        once.
+        - `rows`: a slice, a mask, or a list of row numbers or obs names, in ascending order.
+        - `genes`: a gene name, a list of names or positions in any order, a mask such as a boolean column of `var`, or
+          a slice. The view has these genes in this order: a panel.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> panel = dataset[:, ["7", "3"]]
+        >>> panel.var_names.tolist(), panel.where("cell_type == 'T'").shape
+        (['7', '3'], (500, 2))
+        >>> next(iter(zl.Loader(panel, batch_size=64))).x.shape
+        torch.Size([64, 2])
+
+        A Loader of a panel is one with `genes=`: transforms see all genes, and the order of the rows is that of the
+        dataset. `raw/X` of a panel has the genes of the same names.
+
+        Raises OptionError for rows in another order and for a single row: use `take`, or a Loader, which reads many
+        rows at once. Raises it for unknown, repeated and ambiguous genes, and for none.
         """
-        if isinstance(rows, tuple):
-            raise OptionError(
-                f"{self.url} cannot be indexed by rows and genes, as in {list(rows)!r:.100}: "
-                "zl.Loader(dataset[rows], genes=...) loads some genes, and dataset.take(rows)[:, genes] is an AnnData"
-            )
+        if not isinstance(chosen, tuple):
+            return self._of_rows(chosen)
+        if len(chosen) != 2:
+            raise OptionError(f"{self.url} has rows and genes: write dataset[rows, genes], not {chosen!r:.100} in []")
+        rows, genes = chosen
+        view = self if _is_all(rows) else self._of_rows(rows)
+        return View(self.whole, view._chosen, self.matrices if _is_all(genes) else self._panel(genes))
+
+    def _panel(self, genes: GeneChoice) -> Matrices:
+        return self.matrices.with_genes([genes] if isinstance(genes, int | np.integer | str) else genes)
+
+    def _of_rows(self, rows: RowChoice) -> View:
         if isinstance(rows, int | np.integer | str):
             raise OptionError(
                 f"{self.url} cannot be indexed by {rows!r:.100}, or row by row, as torch's DataLoader(dataset) does: "
@@ -267,7 +303,7 @@ class Dataset(Table):
         return dict(zip(parts, views, strict=True)) if isinstance(parts, Mapping) else views
 
     def _view(self, rows: RowSet) -> View:
-        return View(self.whole, self._rows.narrowed(rows))
+        return View(self.whole, self._rows.narrowed(rows), self.matrices)
 
     def _matching(self, condition: Condition) -> RowSet:
         return rows_matching(condition, self.obs_column, self.n_obs, self.obs_columns)
@@ -286,7 +322,7 @@ class Dataset(Table):
         """
         if not isinstance(group, Dataset):
             return self._matching(group)
-        if self.whole is self:
+        if self._chosen is None:
             return self.in_whole(group)
         wanted, own = self.in_whole(group).mask(), self._rows.as_set().mask()
         outside = np.flatnonzero(wanted & ~own)
@@ -308,7 +344,7 @@ class Dataset(Table):
 
 @answers
 class View(Dataset):
-    """Some rows of a dataset, in ascending order, as a dataset of their own. Made by `where` and `split`.
+    """Some rows of a dataset, in ascending order, or some of its genes. Made by `where`, `split` and an index.
 
     >>> import zloader as zl
     >>> view = zl.open_dataset("atlas.zarr").where("cell_type == 'T'")
@@ -325,19 +361,19 @@ class View(Dataset):
     the rows of `whole` that they are, and `minibatch.index` holds rows of `whole`.
 
     A view opens and caches nothing of its own and costs one bit per row of `whole`. Its obs columns and obsm arrays are
-    copied on each call. Its `fingerprint` differs from that of the whole dataset and of other views.
+    copied on each call. Its `fingerprint` is that of its rows, and does not depend on its genes.
     """
 
-    def __init__(self, whole: Dataset, chosen: RowSet) -> None:
-        super().__init__(whole._opened, whole.observations, whole.matrices, chosen)
+    def __init__(self, whole: Dataset, chosen: RowSet | None, matrices: Matrices) -> None:
+        super().__init__(whole._opened, whole.observations, matrices, chosen)
         self._whole = whole
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
-        return View, (self._whole, self._rows)
+        return _reopen_view, (self._whole, self._chosen, self.matrices.panel)
 
     @property
     def whole(self) -> Dataset:
-        """The dataset that this is a view of. It is never a view itself."""
+        """The dataset that this is a view of, with all its rows and genes. It is never a view itself."""
         return self._whole
 
     @property

@@ -17,29 +17,41 @@ _NAMES = 30  # of each group in HTML
 
 
 def described(
-    kind: str, stores: Sequence[OpenedStore], url: str, *, n_vars: int | None = None, chosen: int | None = None
+    kind: str,
+    stores: Sequence[OpenedStore],
+    url: str,
+    *,
+    n_vars: int | None = None,
+    chosen: int | None = None,
+    panel: int | None = None,
 ) -> str:
-    """The repr of a dataset, or with `chosen` that of a view of so many rows. Unknown numbers are shown as `?`.
+    """The repr of a dataset, or that of a view of `chosen` rows and `panel` genes. Unknown numbers are shown as `?`.
 
     `n_vars` is the number of joined genes, None for those of the stores. Columns of a joined var are not shown, because
     they are not known before var is read.
     """
-    head, groups = _described(kind, stores, url, n_vars, chosen)
+    head, groups = _described(kind, stores, url, n_vars, (chosen, panel))
     return "\n".join([head, *(f"    {group}: {', '.join(map(repr, names))}" for group, names in groups.items())])
 
 
 def described_html(
-    kind: str, stores: Sequence[OpenedStore], url: str, *, n_vars: int | None = None, chosen: int | None = None
+    kind: str,
+    stores: Sequence[OpenedStore],
+    url: str,
+    *,
+    n_vars: int | None = None,
+    chosen: int | None = None,
+    panel: int | None = None,
 ) -> str:
     """The same as a paragraph and a table of HTML, for notebooks, with the first names of each group."""
-    head, groups = _described(kind, stores, url, n_vars, chosen)
+    head, groups = _described(kind, stores, url, n_vars, (chosen, panel))
     row = '<tr><th style="text-align: left">{}</th><td style="text-align: left">{}</td></tr>'
     rows = (row.format(group, escape(listed(names, _NAMES))) for group, names in groups.items())
     return f"<p>{escape(head)}</p><table>{''.join(rows)}</table>"
 
 
 def _described(
-    kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: int | None
+    kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: tuple[int | None, int | None]
 ) -> tuple[str, dict[str, list[str]]]:
     """The first line, and the names in obs, var, obsm and layers."""
     try:
@@ -49,12 +61,16 @@ def _described(
         return f"{kind} of {url}", {}
 
 
-def _head(kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: int | None) -> str:
+def _head(
+    kind: str, stores: Sequence[OpenedStore], url: str, n_vars: int | None, chosen: tuple[int | None, int | None]
+) -> str:
     lengths = [_length(store, "obs") for store in stores]
     known = [length for length in lengths if length is not None]
     n_rows = str(sum(known)) if len(known) == len(lengths) else "?"
-    rows, of = (n_rows, "") if chosen is None else (chosen, f"the {n_rows} rows of ")
-    return f"{kind} with n_obs x n_vars = {rows} x {'?' if n_vars is None else n_vars} of {of}{url}"
+    n_genes, (rows, genes) = "?" if n_vars is None else str(n_vars), chosen
+    of = "" if rows is None else f"the {n_rows} rows of " if genes is None else f"the {n_rows} x {n_genes} of "
+    shape = f"{n_rows if rows is None else rows} x {n_genes if genes is None else genes}"
+    return f"{kind} with n_obs x n_vars = {shape} of {of}{url}"
 
 
 def _groups(stores: Sequence[OpenedStore], *, joined: bool) -> dict[str, list[str]]:

@@ -2,10 +2,14 @@
 
 The rows of the stores follow one another. Their genes are the same, or are mapped to the joined genes while a minibatch
 is gathered. Each store keeps its own indptr and mirror, so a row is read from the store that has it.
+
+There are three sets of genes. Each store has genes of its own; the axis has the joined genes; and a panel has some of
+the axis. `ChosenGenes` are always positions on the axis, whether they were chosen among all genes or those of a panel.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -36,14 +40,43 @@ if TYPE_CHECKING:
 
 
 class Matrices:
-    """X, raw/X and the layers over the rows of all stores, one store after another."""
+    """X, raw/X and the layers over the rows of all stores, one store after another.
+
+    `panel` are the genes of var that they have; None for all. raw/X then has the genes of these names.
+    """
 
     def __init__(self, opened: OpenedStores, rule: GeneJoin) -> None:
         self._opened = opened
         self._stores = opened.stores
         self.rule = rule
+        self.panel: ChosenGenes | None = None
+        self._panels: dict[str, ChosenGenes] = {}  # by frame
         self._axes: dict[str, GeneAxis] = {}
         self._vars: dict[str, pd.DataFrame] = {}
+
+    def with_panel(self, panel: ChosenGenes | None) -> Matrices:
+        """The same matrices with the genes of a panel, or with all."""
+        made = copy.copy(self)
+        made.panel, made._panels = panel, {} if panel is None else {"var": panel}
+        return made
+
+    def with_genes(self, genes: Genes) -> Matrices:
+        """The same matrices with the genes that `genes` selects among those of var, in this order.
+
+        Raises OptionError, also if raw/X is asked for and lacks one of them.
+        """
+        return self.with_panel(self._choose(genes, "var"))
+
+    @property
+    def of_all_genes(self) -> Matrices:
+        """The same matrices without a panel."""
+        return self if self.panel is None else self.with_panel(None)
+
+    def _panel_of(self, frame: str) -> ChosenGenes | None:
+        """The genes of the panel in `"var"` or `"raw/var"`. Raises OptionError if raw lacks one."""
+        if self.panel is not None and frame not in self._panels:
+            self._panels[frame] = self.of_all_genes._choose(self.axis("var").names[self.panel.positions], frame)
+        return self._panels.get(frame)
 
     @property
     def names(self) -> list[str]:
@@ -62,6 +95,8 @@ class Matrices:
         return self._length(frame_of(x))
 
     def _length(self, frame: str) -> int:
+        if self.panel is not None:
+            return len(self.panel)
         if not self.rule.as_stored:
             return len(self.axis(frame).names)
         return self._stores[0].n_vars if frame == "var" else self._stores[0].length(frame)
@@ -70,18 +105,21 @@ class Matrices:
         """The var frame of a matrix: one row per column of the matrix, or per chosen gene.
 
         Of several stores, the columns that are the same in all of them; with the genes as stored, those of the first.
+        Categories that none of the chosen genes has are left out, as in a subset of an AnnData.
         """
         frame = frame_of(x)
+        genes = self._panel_of(frame) if genes is None else genes
         if frame not in self._vars:
             if self.rule.as_stored:
                 self._vars[frame] = self._stores[0].element(frame)
             else:
                 self._vars[frame] = merged_var(self._stores, frame, self.rule, self.axis(frame).names)
-        return self._vars[frame] if genes is None else self._vars[frame].iloc[genes.positions]
+        return self._vars[frame] if genes is None else used_categories(self._vars[frame].iloc[genes.positions])
 
     def gene_names(self, x: str, genes: ChosenGenes | None = None) -> pd.Index:
         """The names of the columns of a matrix, or of the chosen genes."""
-        names = self.axis(frame_of(x)).names
+        frame = frame_of(x)
+        names, genes = self.axis(frame).names, self._panel_of(frame) if genes is None else genes
         return names if genes is None else names[genes.positions]
 
     def columns_of(self, x: str, genes: ChosenGenes | None = None) -> Columns:
@@ -111,13 +149,16 @@ class Matrices:
         later = genes if any(transform.whole_rows for transform in bound) else None
         return Transforming(transforms=bound, seed=0, epoch=0, dense=dense, dtype=dtype, genes=later)
 
-    def choose_genes(self, genes: Genes, names: Sequence[str]) -> dict[str, ChosenGenes]:
-        """The columns that `genes` (names, positions or a mask) selects in each of the matrices `names`.
+    def choose_genes(self, genes: Genes | None, names: Sequence[str]) -> dict[str, ChosenGenes]:
+        """The columns that `genes` (names, positions, a mask or a slice) selects in each of the matrices `names`.
 
-        If raw/X is one of several matrices, genes are chosen in var, and raw/var must have genes of these names.
-        Raises OptionError.
+        With None, those of the panel, and no entries without one. If raw/X is one of several matrices, genes are chosen
+        in var, and raw/var must have genes of these names. Raises OptionError.
         """
         frames = {name: frame_of(name) for name in names}
+        if genes is None:
+            panels = {name: self._panel_of(frame) for name, frame in frames.items()}
+            return {name: panel for name, panel in panels.items() if panel is not None}
         first, *others = sorted(set(frames.values()), key=["var", "raw/var"].index)
         chosen = {first: self._choose(genes, first)}
         for frame in others:
@@ -125,12 +166,15 @@ class Matrices:
         return {name: chosen[frame] for name, frame in frames.items()}
 
     def _choose(self, genes: Genes, frame: str) -> ChosenGenes:
-        return choose_genes(
+        panel, n_genes = self._panel_of(frame), self._length(frame)
+        where = f"{frame} of {self._stores[0].location.url if self.rule.as_stored else self._opened.url}"
+        chosen = choose_genes(
             genes,
-            n_stored=self._length(frame),
-            names=lambda: self.axis(frame).names,
-            where=f"{frame} of {self._stores[0].location.url if self.rule.as_stored else self._opened.url}",
+            n_stored=n_genes,
+            names=lambda: self.axis(frame).names[slice(None) if panel is None else panel.positions],
+            where=where if panel is None else f"the panel of {n_genes} genes of {where}",
         )
+        return chosen if panel is None else chosen.among(panel.positions, panel.n_stored)
 
     def layouts(self, name: str) -> list[MatrixLayout]:
         """How each store lays out a matrix. Raises FormatError if it cannot be read, or does not fit obs and var."""
@@ -147,7 +191,8 @@ class Matrices:
         return layouts
 
     def parts(self, x: str, options: FetchOptions, genes: ChosenGenes | None = None) -> list[MatrixPart]:
-        """Each store's part of the matrix `x`, as a Recipe takes it, with all genes or those chosen of the axis."""
+        """Each store's part of the matrix `x`, as a Recipe takes it, with its columns or those chosen of the axis."""
+        genes = self._panel_of(frame_of(x)) if genes is None else genes
         pairs = list(zip(self._stores, self.layouts(x), strict=True))
         parts = concurrently(lambda pair: pair[0].part(pair[1], options), pairs)
         chosen = [genes] * len(parts) if self.rule.as_stored else self.axis(frame_of(x)).chosen(genes)
@@ -179,7 +224,8 @@ class Matrices:
         if all(layout.genes is None for layout in layouts):
             return self.n_genes(x) * itemsize
         n_values = sum(layout.values.n_elements for layout in layouts)
-        return n_values * (itemsize + 4) / max(1, sum(layout.n_rows for layout in layouts))  # with int32 indices
+        per_row = n_values / max(1, sum(layout.n_rows for layout in layouts))
+        return min(per_row, self.n_genes(x)) * (itemsize + 4)  # with int32 indices
 
     def read_rows(self, rows: Rows, *, x: str, options: FetchOptions) -> X:
         """The values of some rows, in the order given, read as a Loader reads them.
@@ -197,6 +243,14 @@ class Matrices:
 def frame_of(x: str) -> str:
     """The frame that describes the columns of a matrix."""
     return "raw/var" if x.startswith("raw/") else "var"
+
+
+def used_categories(frame: pd.DataFrame) -> pd.DataFrame:
+    """A copy of a frame of obs or var without the categories that no row has."""
+    frame = frame.copy()
+    for name, column in frame.select_dtypes("category").items():
+        frame[name] = column.cat.remove_unused_categories()
+    return frame
 
 
 def as_scipy(x: CsrArrays) -> scipy.sparse.csr_matrix:

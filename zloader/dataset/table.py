@@ -22,7 +22,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.elements import load_anndata
 from zloader.dataset.gene_statistics import StatisticsPass
-from zloader.dataset.matrices import Matrices, as_scipy
+from zloader.dataset.matrices import Matrices, as_scipy, used_categories
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
@@ -88,7 +88,7 @@ class Table:
     @property
     def var_names(self) -> pd.Index:
         """Gene names, in the order of the columns of X."""
-        return self.matrices.axis("var").names
+        return self.matrices.gene_names("X")
 
     @property
     def var(self) -> pd.DataFrame:
@@ -210,8 +210,7 @@ class Table:
         matrices = {path: self.matrices.read_rows(chosen, x=path, options=_DEFAULTS) for path in paths}
         obs = self.observations.frame_of(chosen)
         if len(np.unique(chosen)) < self.observations.n_rows:
-            for name, column in obs.select_dtypes("category").items():
-                obs[name] = column.cat.remove_unused_categories()
+            obs = used_categories(obs)
         return _as_anndata(
             matrices.pop("X", None),
             obs=obs,
@@ -266,16 +265,16 @@ class Table:
         - `x`: the matrix, `"X"`, `"layers/NAME"` or `"raw/X"`.
         - `genes`: the genes to return, as a Loader takes them.
         - `transforms`: applied before, as by a Loader with seed 0 in epoch 0; those that keep zeros zero. They see all
-          genes.
+          genes, also those that a panel `dataset[:, genes]` lacks.
         - `options`: the options of a Loader for reading.
         - `progress`: whether to draw a progress bar if stderr is a terminal.
 
         Sums are in float64. The cache keeps the result for these rows, this matrix and these transforms. Raises the
         errors of a Loader with the same arguments.
         """
-        chosen = None if genes is None else self.matrices.choose_genes(genes, [x])[x]
+        chosen = self.matrices.choose_genes(genes, [x]).get(x)
         found = StatisticsPass(
-            matrices=self.matrices,
+            matrices=self.matrices.of_all_genes,
             fingerprint=self.fingerprint,
             dataset_rows=self.observations.n_rows,
             sampling=self._rows.sampled(Streaming()),

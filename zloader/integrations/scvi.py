@@ -77,16 +77,18 @@ class DataModule(Described, LightningDataModule):
     labelled rows for the classifier.
 
     Args:
-        dataset: a Dataset of counts, or a View of one. Rows for training and validation are chosen among its rows.
+        dataset: a Dataset of counts, or a View of one. Rows for training and validation are chosen among its rows. A
+            panel, `dataset[:, genes]`, has the genes of the model.
         batch_key: the obs column of batches. Every row needs a value. Default: one batch.
         label_key: the obs column of labels. SCANVI needs it.
         unlabeled_category: the label of rows without one. Rows with a missing value are unlabelled too.
         categorical_covariate_keys, continuous_covariate_keys: obs columns that the model gets as covariates.
         categories: the rows whose batches, labels, covariates and genes the model knows: the dataset of the training
-            for a query, or `dataset.whole` for those of all rows of which `dataset` is a view. Default: `dataset`.
+            for a query, or `dataset.whole` for those of all rows of which `dataset` is a view, with the genes of
+            `dataset`. Default: `dataset`.
         model_name: `"SCANVI"` raises an error at once if scANVI could not be trained. Default: `"SCVI"`.
         x: the matrix of counts, `"X"`, `"layers/NAME"` or `"raw/X"`.
-        genes: the genes of the model and their order, as a Loader takes them. Default: all.
+        genes: the genes of the model and their order, as a Loader takes them. Default: all of `dataset`.
         train_size: the share or the number of rows to train on.
         validation_size: the share or the number of rows for validation. Default: all that are left.
         split_by: an obs column, such as the donor, whose labels go to training or validation as a whole.
@@ -172,7 +174,8 @@ class DataModule(Described, LightningDataModule):
 
     def _read_fields(self) -> Fields:
         known = self._known
-        known.matrices.layouts(self.x)
+        self._matrices = self.dataset.matrices if known is self.dataset.whole else known.matrices  # with the genes
+        self._matrices.layouts(self.x)
         categorical = names_of(categorical_covariate_keys=self.categorical_covariate_keys or [])
         continuous = names_of(continuous_covariate_keys=self.continuous_covariate_keys or [])
         if len(categorical) > 1:
@@ -182,10 +185,10 @@ class DataModule(Described, LightningDataModule):
                 f"instead of {', '.join(categorical)}, or load no such model",
             )
         require_finite(self.dataset, continuous)
-        genes = None if self.genes is None else known.matrices.choose_genes(self.genes, [self.x])[self.x]
+        genes = self._matrices.choose_genes(self.genes, [self.x]).get(self.x)
         return Fields(
             n_obs=self.dataset.n_obs,
-            var_names=known.matrices.var_of(self.x, genes).index,
+            var_names=self._matrices.var_of(self.x, genes).index,
             x=self.x,
             batch=encoding_of(known, self.batch_key),
             labels=labels_of(self.dataset, self.label_key, self.unlabeled_category, known),
@@ -382,7 +385,7 @@ class DataModule(Described, LightningDataModule):
 
     def _genes_in(self, dataset: Dataset) -> Genes | None:
         """The genes of the model as a Loader of a dataset takes them."""
-        if dataset.whole is self._known.whole:
+        if dataset.matrices is self._matrices:
             return self.genes
         names = self._fields.var_names
         return None if dataset.matrices.var_of(self.x).index.equals(names) else names.tolist()

@@ -58,7 +58,8 @@ def read(
 
     Each read task makes some consecutive fetches of the plan, and yields a block of `batch_size` rows after another. A
     task that is retried makes the same blocks. The numbers of rows are exact before anything is read. So are the bytes
-    of up to 1 024 fetches, unless `genes` or `transforms` change how many values a row has. Others are estimated.
+    of up to 1 024 fetches, unless `genes`, a panel or `transforms` change how many values a row has. Others are
+    estimated.
 
     Args:
         dataset: a Dataset or a View.

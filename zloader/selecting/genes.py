@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from zloader.common.errors import OptionError
 from zloader.common.messages import suggestion
 from zloader.common.records import Rows
+from zloader.selecting.rows import range_of
 
-Genes: TypeAlias = Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series
+Genes: TypeAlias = Sequence[str] | Sequence[int] | Sequence[bool] | NDArray[Any] | pd.Index | pd.Series | slice
+GeneChoice: TypeAlias = Genes | int | str  # as an index, where one gene needs no list
 _SHOWN = 3  # genes named in a message
 
 
@@ -60,16 +62,18 @@ class ChosenGenes:
 
 
 def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], where: str) -> ChosenGenes:
-    """Resolves `genes` (names, positions, or a mask over all genes) among `n_stored` genes. Keeps the given order.
+    """Resolves `genes` (names, positions, a mask over all genes, a slice) among `n_stored` genes, in the given order.
 
-    `names` returns the names of all genes and is called only if `genes` are names. `where` names their place in
-    messages. Raises OptionError for genes that do not exist, are listed more than once, or are ambiguous, and for an
-    empty choice.
+    `names` returns the names of all genes and is called only if `genes` are names, or a mask that has names. `where`
+    names their place in messages. Raises OptionError for genes that do not exist, are listed more than once, or are
+    ambiguous, for a mask of other genes, and for an empty choice.
     """
-    given = _as_index(genes)
+    given = pd.Index(range_of(genes, n_stored, "genes") if isinstance(genes, slice) else _as_index(genes))
     positions: Rows | list[int]
     if len(given) and pd.api.types.is_bool_dtype(given.dtype) and not given.hasnans:
         positions = _of_mask(given.to_numpy(bool), n_stored, where)
+        if isinstance(genes, pd.Series) and isinstance(genes.index[0], str):
+            _require_names(genes.index, names(), where)
     elif len(given) and pd.api.types.is_integer_dtype(given.dtype) and not given.hasnans:
         positions = _of_positions(given, n_stored, where)
     elif all(isinstance(name, str) for name in given):
@@ -102,6 +106,16 @@ def _of_mask(mask: NDArray[np.bool_], n_stored: int, where: str) -> Rows:
             f"genes is a mask of {len(mask)} values, but {where} has {n_stored} genes: give one value per gene"
         )
     return np.flatnonzero(mask)
+
+
+def _require_names(of_mask: pd.Index, names: pd.Index, where: str) -> None:
+    """Raises OptionError for a mask of other genes, or of these in another order."""
+    differs = next((at for at, pair in enumerate(zip(of_mask, names, strict=True)) if pair[0] != pair[1]), None)
+    if differs is not None:
+        raise OptionError(
+            f"genes is a mask of other genes than {where}, or of these in another order: value {differs} is that of "
+            f"{of_mask[differs]!r}, but the gene is {names[differs]!r}. Write mask.reindex(dataset.var_names)"
+        )
 
 
 def _of_positions(positions: pd.Index, n_stored: int, where: str) -> list[int]:

@@ -49,12 +49,12 @@ def _unusable(rows: Any) -> OptionError:
     return OptionError(f"rows must be a slice, a mask, row numbers or obs names, in one dimension, not {rows!r:.100}")
 
 
-def range_of(rows: slice, n_rows: int) -> range:
-    """The row numbers that a slice stands for. Raises OptionError."""
+def range_of(chosen: slice, n_all: int, of: str = "rows") -> range:
+    """The row numbers, or positions of genes, that a slice stands for. Raises OptionError."""
     try:
-        return range(*rows.indices(n_rows))
+        return range(*chosen.indices(n_all))
     except (TypeError, ValueError) as error:
-        raise OptionError(f"a slice of rows must hold whole numbers, not {rows!r:.100}: {error}") from error
+        raise OptionError(f"a slice of {of} must hold whole numbers, not {chosen!r:.100}: {error}") from error
 
 
 def _of_mask(mask: Mask, n_rows: int) -> Rows:

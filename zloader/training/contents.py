@@ -128,7 +128,7 @@ class XParts:
         """The genes of each matrix; none with all genes. Raises an error for matrices that cannot be read."""
         for name in self.loaded:
             dataset.matrices.layouts(name)
-        return {} if self.genes is None else dataset.matrices.choose_genes(self.genes, self.loaded)
+        return dataset.matrices.choose_genes(self.genes, self.loaded)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -173,8 +173,8 @@ class Contents:
         transforming = self._transforming.get(tokens.x)
         if transforming is not None and transforming.genes is not None:
             raise OptionError(
-                f"transforms of {tokens.x!r} need all genes, and tokens of it only those of genes=: leave out "
-                "genes, or make the tokens in a loader with x=None"
+                f"transforms of {tokens.x!r} need all genes, and tokens of it only those of genes= or of the panel: "
+                "take all genes, or make the tokens in a loader with x=None"
             )
 
     def converter(self) -> Convert:
@@ -198,8 +198,9 @@ class Contents:
         # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
         later = {name for name, each in transforms.items() if each.genes is not None}
         genes = {name: genes for name, genes in self._genes.items() if name not in later}
+        matrices = self.dataset.matrices.of_all_genes
         return Recipe(
-            x={name: self.dataset.matrices.parts(name, options, genes.get(name)) for name in self.x.loaded},
+            x={name: matrices.parts(name, options, genes.get(name)) for name in self.x.loaded},
             form=self.form.gathered(lent),
             transforms=transforms,
             wanted=self.x.names,

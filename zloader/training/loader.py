@@ -70,7 +70,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     are dropped per epoch.
 
     Args:
-        dataset: a Dataset, or a View of one.
+        dataset: a Dataset, or a View of some of its rows or genes.
         batch_size: rows per minibatch.
         fetch_factor: the most minibatches per fetch. A higher factor shuffles better and takes more memory.
         sampling: the order of the rows, as an object or by name. Default: `"block_shuffling"`, that is BlockShuffling
@@ -85,8 +85,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         obs: names of the obs columns to load. `labels` says what their numbers mean.
         obsm: names of the obsm arrays to load.
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
-        genes: the columns of x and their order, as names or positions, or a mask over all genes. Default: all genes.
-            They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
+        genes: the columns of x and their order, as names or positions, a mask over all genes, or a slice. Default: all
+            genes of the dataset, which may be a panel `dataset[:, genes]`. They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
         tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of the genes chosen.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
             in the stored dtypes, or float32 with transforms), `"scipy"` (CSR matrix) or `"anndata"`.
