@@ -196,6 +196,8 @@ def test_a_loader_of_a_panel_is_one_with_genes(dataset, layout, transforms):
         same_epochs(zl.Loader(rows[:, SOME], x=x, **options), zl.Loader(rows, x=x, genes=SOME, **options))
     fewer = zl.Loader(dataset[:, SOME][:, ::-1], genes=[2, 0], **options)
     same_epochs(fewer, zl.Loader(dataset, genes=["gene 3", "gene 4"], **options))
+    sliced = zl.Loader(dataset, genes=slice(8, None, -2), **options)
+    same_epochs(sliced, zl.Loader(dataset, genes=[8, 6, 4, 2, 0], **options))
     if not transforms:
         for minibatch in zl.Loader(dataset[:, SOME], **options):
             np.testing.assert_array_equal(dense(minibatch.x), dense(ADATA[:, SOME].X)[minibatch.index.numpy()])

@@ -91,6 +91,8 @@ def test_dense_blocks_of_a_view_with_chosen_genes(cluster, dataset, panel):
     rows, more = (view[:, genes], {}) if panel else (view, {"genes": genes})
     ds = zr.read(rows, fields=["X", "obsm/X_pca"], layout="dense", shuffle=False, batch_size=32, **more)
     assert ds.count() == view.n_obs
+    logs = zr.read(rows, layout="dense", transforms=[zl.transforms.LogNormalize(1e4)], **more)
+    assert logs.schema().base_schema.field("X").type.shape == [2]  # though all genes are read
     found = ds.take_all()
     rows = [each["index"] for each in found]
     assert sorted(rows) == view.row_numbers.tolist()

@@ -183,7 +183,7 @@ def test_names_positions_and_masks(genes, positions):
         (["A", "X", "Y", "Z", "W"], "4 of 5 genes are not in var of STORE: 'X', 'Y', 'Z', .... Its genes have names "),
         (["A", "B"], "1 of 2 genes occur more than once in var of STORE: 'B'. Choose them by position"),
         (["A", "C", "A"], "genes lists 'A' more than once"),
-        ([], "genes selects no gene: give at least one, or None for all"),
+        ([], "genes selects no gene: choose at least one, or leave genes out for all"),
         ([True] * 4, "genes is a mask of 4 values, but var of STORE has 5 genes"),
         ([0, 5], "gene 5 does not exist: var of STORE has genes 0 to 4"),
         ("A", "write genes=['A']"),

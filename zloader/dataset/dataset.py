@@ -185,7 +185,8 @@ class Dataset(Table):
             raise OptionError(
                 f"{self.url} cannot be indexed by {rows!r:.100}, or row by row, as torch's DataLoader(dataset) does: "
                 "iterate over zl.Loader(dataset, ...), or over DataLoader(loader, batch_size=None). dataset.take(rows) "
-                "returns some rows as an AnnData; dataset[10:20], dataset[mask] and dataset.where(...) return a view"
+                "returns some rows as an AnnData; dataset[10:20], dataset[mask], dataset[:, genes] and "
+                "dataset.where(...) return a view"
             )
         if isinstance(rows, slice) and (numbers := range_of(rows, self.n_obs)).step > 0:
             return self._view(RowSet.of_range(self.n_obs, numbers))

@@ -203,14 +203,16 @@ def _no_rows(loader: Loader) -> MinibatchArrays:
     recipe, none = loader.recipe(0), np.empty(0, np.int64)
     x: dict[str, Any] = {}
     for name, parts in recipe.x.items():
-        dtype = np.dtype(str(recipe.form.dtype))
-        x[name] = np.empty((0, parts[0].n_columns), dtype)
+        dtype, transforming = np.dtype(str(recipe.form.dtype)), recipe.transforms.get(name)
+        later = None if transforming is None else transforming.genes  # chosen after the transforms
+        n_genes = parts[0].n_columns if later is None else len(later)
+        x[name] = np.empty((0, n_genes), dtype)
         if not recipe.form.dense:
             x[name] = CsrArrays(
                 indptr=np.zeros(1, np.int32),
                 indices=np.empty(0, np.int32),
                 values=np.empty(0, dtype),
-                n_genes=parts[0].n_columns,
+                n_genes=n_genes,
             )
     return MinibatchArrays(
         x=x,

@@ -81,7 +81,7 @@ def choose_genes(genes: Genes, *, n_stored: int, names: Callable[[], pd.Index], 
     else:
         raise OptionError(f"genes must be names, positions or a mask of booleans, not {given.dtype}: {_first(given)}")
     if not len(positions):
-        raise OptionError("genes selects no gene: give at least one, or None for all")
+        raise OptionError("genes selects no gene: choose at least one, or leave genes out for all")
     return ChosenGenes(positions=np.asarray(positions, np.int64), n_stored=n_stored)
 
 

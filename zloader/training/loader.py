@@ -86,7 +86,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         obsm: names of the obsm arrays to load.
         obs_names: whether minibatches carry the names of their rows, `minibatch.obs_names`.
         genes: the columns of x and their order, as names or positions, a mask over all genes, or a slice. Default: all
-            genes of the dataset, which may be a panel `dataset[:, genes]`. They apply to every matrix. If `"raw/X"` is one of several, it must have genes of the same names.
+            genes of the dataset, or of the panel `dataset[:, genes]`. They apply to every matrix. If `"raw/X"` is one
+            of several, it must have genes of the same names.
         tokens: a zl.tokenizers.Geneformer or zl.tokenizers.ScGPT, which makes `minibatch.tokens` of the genes chosen.
         layout: the type of `minibatch.x`: `"csr"` (torch.sparse_csr), `"dense"` (torch.Tensor), `"packed"` (PackedRows,
             in the stored dtypes, or float32 with transforms), `"scipy"` (CSR matrix) or `"anndata"`.
