@@ -63,7 +63,7 @@ class Matrices:
     def with_genes(self, genes: Genes) -> Matrices:
         """The same matrices with the genes that `genes` selects among those of var, in this order.
 
-        Raises OptionError, also if raw/X is asked for and lacks one of them.
+        Raises OptionError. Whatever asks for raw/X raises it later, if raw lacks one of them.
         """
         return self.with_panel(self._choose(genes, "var"))
 
@@ -246,8 +246,8 @@ def frame_of(x: str) -> str:
 
 
 def used_categories(frame: pd.DataFrame) -> pd.DataFrame:
-    """A copy of a frame of obs or var without the categories that no row has."""
-    frame = frame.copy()
+    """A shallow copy of a frame of obs or var without the categories that no row has."""
+    frame = frame.copy(deep=False)
     for name, column in frame.select_dtypes("category").items():
         frame[name] = column.cat.remove_unused_categories()
     return frame
