@@ -1,48 +1,125 @@
 """Statistics of each gene over the rows of a dataset or view, in one pass through the reading machinery.
 
 The threads that gather rows sum them up, and the sums are merged in the order of the rows, so that the result does not
-depend on the threads. In memory are a few arrays of one number per gene, and the rows within FetchOptions.memory.
+depend on the threads. In memory are a few arrays of one number per gene and batch of rows, and the rows within
+FetchOptions.memory.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import numpy as np
-import pandas as pd
+from numpy.typing import NDArray
 
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.mirror import load_column, save_column
 from zloader.common.options import FetchOptions
 from zloader.common.progress import progress_bars
 from zloader.common.records import CsrArrays, MinibatchArrays
-from zloader.dataset.matrices import Matrices
+from zloader.dataset.matrices import Matrices, as_scipy
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
-from zloader.reading.recipe import Cutting, Recipe
+from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.resources import BufferPool
-from zloader.transforms.statistics import GeneStatistics, Moments
+from zloader.selecting.columns import ObsColumn
+from zloader.transforms.statistics import GeneStatistics, Moments, Numbers, statistics_of
 from zloader.transforms.transform import Transform, transforms_of
 
-_VERSION = 1  # of the numbers in the cache
+_VERSION = 2  # of the numbers in the cache
 _PART_ROWS = 1024  # rows summed up at once, at least: merging costs a few arrays of n_vars numbers
 _PARTS = 16  # per fetch
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """The moments of some rows, as an item that a FetchScheduler puts."""
+class Sums(Protocol):
+    """What is summed up over rows. Parts are merged in the order of the rows."""
 
-    moments: Moments
+    n_obs: int
 
     @property
     def nbytes(self) -> int:
-        return self.moments.nbytes
+        """Bytes of all arrays."""
+
+    def merge(self, other: Any) -> None:
+        """Adds other rows."""
+
+    def numbers(self) -> Numbers:
+        """The result, 3 x genes. Nothing may be merged afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summing:
+    """How rows are summed up: `of` takes some rows and the number of their batch.
+
+    `name` identifies the result in the cache, and `title` says on a progress bar what is computed.
+    """
+
+    name: str
+    of: Callable[[CsrArrays, int], Sums]
+    title: str = "statistics of genes"
+
+
+MOMENTS = Summing(name="moments", of=lambda x, _: Moments.of(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The rows by the values of an obs column, or all rows as one batch.
+
+    `values` are those of the batches, ascending, `labels` what they stand for, and `n_obs` the numbers of their rows.
+    `find_column` returns the column of all rows of the dataset.
+    """
+
+    n_obs: NDArray[np.int64]
+    name: str | None = None
+    values: NDArray[Any] | None = None
+    labels: Sequence[Any] = ()
+    find_column: Callable[[], ObsColumn] | None = None
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the batches."""
+        return range(len(self.n_obs))
+
+    @property
+    def columns(self) -> RowColumns:
+        """The column as a Recipe takes it."""
+        find = self.find_column
+        return RowColumns() if find is None else RowColumns(obs=lambda: {str(self.name): find()})
+
+    def split(self, minibatch: MinibatchArrays) -> Iterator[tuple[int, CsrArrays]]:
+        """The number of each batch that has some of these rows, and its rows."""
+        (x,) = minibatch.x.values()
+        assert isinstance(x, CsrArrays)
+        found = {0: slice(None)} if self.values is None else _places(self.values, minibatch.obs[str(self.name)])
+        if len(found) == 1:
+            yield next(iter(found)), x
+            return
+        for number, rows in found.items():
+            chosen = as_scipy(x)[rows]
+            yield number, replace(x, indptr=chosen.indptr, indices=chosen.indices, values=chosen.data)
+
+
+def _places(values: NDArray[Any], of_rows: NDArray[Any]) -> dict[int, Any]:
+    """The rows that have each of some ascending values, by the number of the value."""
+    numbers = np.searchsorted(values, of_rows)
+    return {int(number): np.flatnonzero(numbers == number) for number in np.unique(numbers)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The sums of some rows by the number of their batch, as an item that a FetchScheduler puts."""
+
+    sums: Mapping[int, Sums]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.sums.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,74 +135,85 @@ class StatisticsPass:
     fingerprint: str
     dataset_rows: int
     sampling: Sampling
+    batches: Batches
     directory: MirrorDirectory | None
     options: FetchOptions
     progress: bool
 
     @property
-    def _n_obs(self) -> int:
+    def n_obs(self) -> int:
+        """The number of rows."""
         return self.sampling.n_rows(self.dataset_rows)
 
     def statistics(self, x: str, transforms: Sequence[Transform]) -> GeneStatistics:
-        """The statistics of all genes of a matrix, from the cache if they are there."""
-        parts = self.matrices.parts(x, self.options)
+        """The statistics of the genes of a matrix over all rows, from the cache if they are there."""
+        (numbers,) = self.numbers(x, transforms, MOMENTS)
+        return statistics_of(numbers, self.matrices.gene_names(x), self.n_obs)
+
+    def numbers(self, x: str, transforms: Sequence[Transform], summing: Summing) -> Numbers:
+        """What is summed up of a matrix in each batch, batches x 3 x genes, from the cache if it is there."""
+        recipe = self._recipe(x, transforms, summing)
+        applied = recipe.transforms[x].transforms if x in recipe.transforms else ()
+        genes = self.matrices.gene_names(x)
+        shape = (len(self.batches.n_obs), 3, len(genes))
+        own = not all(type(each).__module__.startswith("zloader.transforms.") for each in applied)
+        directory = None if own else self.directory
+        dependencies = (self.fingerprint, x, summing.name, self.batches.name, [str(gene) for gene in genes])
+        name = f"gene_statistics/{_key(dependencies, applied)}"
+        if directory is not None:
+            stored = load_column(directory, name, shape=shape, dtype=np.dtype(np.float64))
+            if stored is not None:
+                return np.array(stored)
+        found = self._summed(recipe, summing, shape[2])
+        if directory is not None:
+            save_column(directory, name, [found], shape=shape, dtype=found.dtype)
+        return found
+
+    def _recipe(self, x: str, transforms: Sequence[Transform], summing: Summing) -> Recipe:
+        chosen = self.matrices.choose_genes(None, [x]).get(x)
+        parts = self.matrices.of_all_genes.parts(x, self.options, chosen)
         exact = all(np.can_cast(part.matrix.values.dtype, np.float32, "safe") for part in parts)
         dtype = "float32" if exact else "float64"
         listed = transforms_of(transforms, [x]).get(x, ())
-        transforming = self.matrices.transforming(x, listed, dense=False, dtype=dtype)
-        genes = self.matrices.gene_names(x)
-        name = None
-        if all(type(each).__module__.startswith("zloader.transforms.") for each in listed):
-            name = f"gene_statistics/{_key(self.fingerprint, x, transforming.transforms, genes)}"
-        cached = self._load(name, genes)
-        if cached is not None:
-            return cached
-        recipe = Recipe(
+        transforming = self.matrices.transforming(x, listed, chosen, dense=False, dtype=dtype)
+        if transforming.genes is not None:  # transforms look at all genes of a row
+            parts = self.matrices.of_all_genes.parts(x, self.options)
+
+        def cut(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[_Part]:
+            return [_Part(sums={batch: summing.of(rows, batch) for batch, rows in self.batches.split(minibatch)})]
+
+        return Recipe(
             x={x: parts},
             form=Form(dense=False, dtype=dtype),
             transforms={x: transforming} if listed else {},
-            cutting=Cutting(cut=_summed),
-            sweeping=self._n_obs == self.dataset_rows,
+            columns=self.batches.columns,
+            cutting=Cutting(cut=cut, grows=len(self.batches.n_obs) > 1),
+            sweeping=self.n_obs == self.dataset_rows,
         )
-        found = self._pass(recipe, parts[0].n_columns).statistics(genes)
-        self._save(name, found)
-        return found
 
-    def _pass(self, recipe: Recipe, n_genes: int) -> Moments:
+    def _summed(self, recipe: Recipe, summing: Summing, n_genes: int) -> Numbers:
         plan = Plan(dataset_rows=self.dataset_rows, sampling=self.sampling, batch_size=_PART_ROWS, fetch_factor=_PARTS)
-        scheduler, moments = FetchScheduler(recipe, self.options, BufferPool()), Moments(n_genes)
+        scheduler = FetchScheduler(recipe, self.options, BufferPool())
+        merged: dict[int, Sums] = {}
         with progress_bars(shown=self.progress, unit="rows") as bars:
-            advance = bars.add("statistics of genes", self._n_obs)
+            advance = bars.add(summing.title, self.n_obs)
             for part in scheduler.start(plan.fetches(), name="zloader-statistics"):
-                moments.merge(part.moments)  # type: ignore[attr-defined]
-                advance(part.moments.n_obs)  # type: ignore[attr-defined]
-        return moments
-
-    def _load(self, name: str | None, genes: pd.Index) -> GeneStatistics | None:
-        if self.directory is None or name is None:
-            return None
-        stored = load_column(self.directory, name, shape=(3, len(genes)), dtype=np.dtype(np.float64))
-        if stored is None:
-            return None
-        mean, variance, nonzero = np.array(stored)
-        n_obs = self._n_obs
-        return GeneStatistics(genes=genes, mean=mean, variance=variance, nonzero=nonzero.astype(np.int64), n_obs=n_obs)
-
-    def _save(self, name: str | None, found: GeneStatistics) -> None:
-        if self.directory is not None and name is not None:
-            stored = np.stack([found.mean, found.variance, found.nonzero.astype(np.float64)])
-            save_column(self.directory, name, [stored], shape=stored.shape, dtype=stored.dtype)
+                for batch, sums in part.sums.items():  # type: ignore[attr-defined]
+                    advance(sums.n_obs)
+                    if merged.setdefault(batch, sums) is not sums:
+                        merged[batch].merge(sums)
+        of_batches = (merged.get(batch) or summing.of(_no_rows(n_genes), batch) for batch in self.batches.numbers)
+        return np.stack([sums.numbers() for sums in of_batches])
 
 
-def _summed(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[_Part]:
-    (x,) = minibatch.x.values()
-    assert isinstance(x, CsrArrays)
-    return [_Part(moments=Moments.of(x))]
+def _no_rows(n_genes: int) -> CsrArrays:
+    none = np.zeros(0, np.int32)
+    return CsrArrays(indptr=np.zeros(1, np.int64), indices=none, values=none.astype(np.float32), n_genes=n_genes)
 
 
-def _key(fingerprint: str, x: str, transforms: Sequence[Transform], genes: pd.Index) -> str:
+def _key(dependencies: Any, transforms: Sequence[Transform]) -> str:
     """Names everything that the statistics depend on, in 32 hexadecimal digits."""
-    digest = hashlib.sha256(repr((_VERSION, fingerprint, x, [str(gene) for gene in genes])).encode())
+    digest = hashlib.sha256(repr((_VERSION, dependencies)).encode())
     for transform in transforms:
         digest.update(type(transform).__name__.encode())
         for field in fields(transform):  # type: ignore[arg-type]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from zloader.common.machine import require_memory
 from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, MinibatchArrays, Rows, X
 from zloader.dataset.elements import load_anndata
-from zloader.dataset.gene_statistics import StatisticsPass
+from zloader.dataset.gene_statistics import Batches, StatisticsPass
 from zloader.dataset.matrices import Matrices, as_scipy, used_categories
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
+from zloader.dataset.variable_genes import batches_of, variable_genes
 from zloader.dataset.views import AllRows, RowSet
 from zloader.order.shuffling import Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
@@ -33,6 +35,7 @@ from zloader.selecting.genes import Genes
 from zloader.selecting.rows import RowChoice, positions_of
 from zloader.transforms.statistics import GeneStatistics
 from zloader.transforms.transform import Transform
+from zloader.transforms.variable_genes import Choosing
 
 if TYPE_CHECKING:
     import anndata as ad
@@ -273,16 +276,80 @@ class Table:
         errors of a Loader with the same arguments.
         """
         chosen = self.matrices.choose_genes(genes, [x]).get(x)
-        found = StatisticsPass(
-            matrices=self.matrices.of_all_genes,
+        whole = replace(self._pass(None, options, progress), matrices=self.matrices.of_all_genes)
+        found = whole.statistics(x, transforms)
+        return found if chosen is None else found.at(chosen.positions)
+
+    def highly_variable_genes(  # noqa: PLR0913 - all but one are keyword-only, and those of scanpy
+        self,
+        n_top_genes: int | None = Choosing.n_top_genes,
+        *,
+        flavor: str = Choosing.flavor,
+        batch_key: str | None = None,
+        x: str = "X",
+        transforms: Sequence[Transform] = (),
+        span: float = Choosing.span,
+        n_bins: int = Choosing.n_bins,
+        min_mean: float = Choosing.min_mean,
+        max_mean: float = Choosing.max_mean,
+        min_disp: float = Choosing.min_disp,
+        max_disp: float = Choosing.max_disp,
+        options: FetchOptions | None = None,
+        progress: bool = True,
+    ) -> pd.DataFrame:
+        """The table of `scanpy.pp.highly_variable_genes(inplace=False)`, with a row per gene, without x in memory.
+
+        >>> import zloader as zl
+        >>> dataset = zl.open_dataset("atlas.zarr")
+        >>> log = zl.transforms.LogNormalize(1e4)
+        >>> table = dataset.highly_variable_genes(10, flavor="seurat", transforms=[log], batch_key="donor")
+        >>> loader = zl.Loader(dataset, genes=table["highly_variable"], transforms=[log])
+        >>> next(iter(loader)).x.shape[1]
+        10
+
+        - `n_top_genes`: how many genes to choose. None chooses by the limits of mean and dispersion instead, which
+          `"seurat_v3"` does not have.
+        - `flavor`: `"seurat_v3"` takes counts and makes two passes; it needs the extra `genes`. `"seurat"` and
+          `"cell_ranger"` take logarithms and make one.
+        - `batch_key`: an obs column. Genes are chosen in the rows of each of its values, and the choices are merged.
+        - `x`, `transforms`, `options` and `progress`: as in `gene_statistics`. Without transforms, x is taken as it is,
+          so give LogNormalize if it has counts and the flavor takes logarithms.
+        - `span`: the share of the genes in each local regression of `"seurat_v3"`.
+        - `n_bins`: the number of bins of `"seurat"`, in which genes of similar means are compared.
+        - `min_mean`, `max_mean`, `min_disp`, `max_disp`: limits of the mean and of the scaled dispersion, exclusive.
+
+        The cache keeps the sums of each pass, so another choice from the same rows reads nothing. Warns of values that
+        are no counts, as scanpy does. Raises OptionError for rows whose batch is missing and batches of a single row,
+        and the errors of `gene_statistics`.
+        """
+        choosing = Choosing(
+            n_top_genes=n_top_genes,
+            flavor=flavor,
+            span=span,
+            n_bins=n_bins,
+            min_mean=min_mean,
+            max_mean=max_mean,
+            min_disp=min_disp,
+            max_disp=max_disp,
+        )
+        return variable_genes(self._pass(batch_key, options, progress), choosing, x, transforms, self.stores)
+
+    def _pass(self, batch_key: str | None, options: FetchOptions | None, progress: bool) -> StatisticsPass:
+        """A pass over all rows, by the values of an obs column if one is named."""
+        batches = Batches(n_obs=np.array([self.n_obs]))
+        if batch_key is not None:
+            find_column = partial(self.observations.column, batch_key)
+            batches = batches_of(batch_key, self.obs_column(batch_key), find_column)
+        return StatisticsPass(
+            matrices=self.matrices,
             fingerprint=self.fingerprint,
             dataset_rows=self.observations.n_rows,
             sampling=self._rows.sampled(Streaming()),
+            batches=batches,
             directory=self._opened.mirror_directory,
             options=options or _DEFAULTS,
             progress=progress,
-        ).statistics(x, transforms)
-        return found if chosen is None else found.at(chosen.positions)
+        )
 
     def read_rows(self, rows: Rows, *, x: str = "X", options: FetchOptions | None = None) -> X:
         """The values of some rows, in the order given: dense if the matrix is dense in every store, else CSR.

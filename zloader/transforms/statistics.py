@@ -136,11 +136,20 @@ class Moments:
         self.mean += distance * share
         self.nonzero = both
 
-    def statistics(self, genes: pd.Index) -> GeneStatistics:
-        """The statistics, with the zeros. Nothing may be merged afterwards."""
-        nonzero = self.nonzero.astype(np.int64)
-        n_genes = len(self.mean)
-        self._add(self.n_obs - self.nonzero, np.zeros(n_genes), np.zeros(n_genes))
+    def numbers(self) -> Numbers:
+        """The means, variances and non-zeros with the zeros, 3 x genes. Nothing may be merged afterwards."""
+        nonzero, n_genes = self.nonzero, len(self.mean)
+        self._add(self.n_obs - nonzero, np.zeros(n_genes), np.zeros(n_genes))
         with np.errstate(invalid="ignore", divide="ignore"):  # a single row has no variance
             variance = self.squares / (self.n_obs - 1) if self.n_obs > 1 else np.full(n_genes, np.nan)
-        return GeneStatistics(genes=genes, mean=self.mean, variance=variance, nonzero=nonzero, n_obs=self.n_obs)
+        return np.stack([self.mean, variance, nonzero])
+
+    def statistics(self, genes: pd.Index) -> GeneStatistics:
+        """The statistics, with the zeros. Nothing may be merged afterwards."""
+        return statistics_of(self.numbers(), genes, self.n_obs)
+
+
+def statistics_of(numbers: Numbers, genes: pd.Index, n_obs: int) -> GeneStatistics:
+    """The statistics that have the numbers of `Moments.numbers`."""
+    mean, variance, nonzero = numbers
+    return GeneStatistics(genes=genes, mean=mean, variance=variance, nonzero=nonzero.astype(np.int64), n_obs=n_obs)
