@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
+from pathlib import Path
 
 import anndata as ad
 import numpy as np
@@ -13,6 +16,8 @@ from helpers import write_store
 
 import zloader as zl
 from zloader.common.errors import OptionError
+from zloader.dataset import gene_statistics
+from zloader.reading.fetch import FetchScheduler
 from zloader.transforms import LogNormalize
 
 COUNTS, LOG = "layers/counts", "X"
@@ -65,12 +70,14 @@ def store(tmp_path_factory) -> str:
     return str(folder / "store.zarr")
 
 
-def check(dataset: zl.Dataset, adata: ad.AnnData, flavor: str, **options: object) -> None:
+def check(
+    dataset: zl.Dataset, adata: ad.AnnData, flavor: str, *, genes: np.ndarray | None = None, **options: object
+) -> None:
     adata = adata.copy()
     if options.get("batch_key") == "number" and flavor != "seurat_v3":
         adata.obs["number"] = adata.obs["number"].astype("category")  # scanpy takes numbers for seurat_v3 only
     wanted = table_of_scanpy(adata, flavor, **options)
-    found = dataset.highly_variable_genes(flavor=flavor, x=MATRIX[flavor], **options, progress=False)
+    found = dataset.highly_variable_genes(flavor=flavor, x=MATRIX[flavor], genes=genes, **options, progress=False)
     assert found["highly_variable"].sum() > 0
     pd.testing.assert_frame_equal(found, wanted, rtol=1e-8, check_names=False)
 
@@ -78,3 +85,171 @@ def check(dataset: zl.Dataset, adata: ad.AnnData, flavor: str, **options: object
 @pytest.mark.parametrize(("flavor", "options"), CHOICES)
 def test_it_equals_scanpy(store, flavor, options):
     check(zl.open_dataset(store), CELLS, flavor, **options)
+
+
+@pytest.mark.parametrize("flavor", MATRIX)
+def test_of_views_several_stores_and_genes(store, tmp_path, flavor):
+    options = {"n_top_genes": 25, "batch_key": "batch"}
+    dataset = zl.open_dataset(store)
+    rows = np.arange(20, 650, 2)
+    check(dataset[rows], CELLS[rows], flavor, **options)
+    genes = np.flatnonzero(np.arange(CELLS.n_vars) % 7)
+    check(dataset, CELLS[:, genes], flavor, **options, genes=genes)
+    other = random_cells(300, seed=1)[:, 20:]
+    write_store(other, tmp_path / "other.zarr", tmp_path)
+    joined = zl.open_dataset([store, tmp_path / "other.zarr"], join="inner")
+    both = ad.concat([CELLS, other], index_unique="-")[:, joined.var_names].copy()
+    both.obs["batch"] = both.obs["batch"].astype("category")
+    check(joined, both, flavor, **options)
+
+
+@pytest.mark.parametrize("base", [None, 2])
+def test_logarithms_by_a_transform_or_of_a_base(tmp_path, base):
+    sc = pytest.importorskip("scanpy")
+    adata = ad.AnnData(CELLS.layers["counts"].copy(), obs=CELLS.obs, var=CELLS.var)
+    write_store(adata, tmp_path / "counts.zarr", tmp_path)
+    sc.pp.normalize_total(adata, target_sum=1e3)
+    sc.pp.log1p(adata, base=base)
+    wanted = table_of_scanpy(adata, "seurat", n_top_genes=20)
+    zl.convert(adata, tmp_path / "log.zarr", progress=False)
+    log = [LogNormalize(1e3, base=base)]
+    for url, transforms in (("counts.zarr", log), ("log.zarr", [])):
+        dataset = zl.open_dataset(tmp_path / url)
+        found = dataset.highly_variable_genes(20, flavor="seurat", transforms=transforms, progress=False)
+        pd.testing.assert_frame_equal(found[["means", "dispersions"]], wanted[["means", "dispersions"]], rtol=1e-5)
+        assert found["highly_variable"].tolist() == wanted["highly_variable"].tolist()
+
+
+# Made by scanpy 1.11.5 of the cells that come with zloader: `python tests/transforms/variable_genes_of_scanpy.py`.
+EXPECTED = json.loads((Path(__file__).parent / "variable_genes.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def pancreas(tmp_path_factory) -> zl.Dataset:
+    folder = tmp_path_factory.mktemp("pancreas")
+    zl.convert(zl.example_h5ad(folder / "cells.h5ad"), folder / "cells.zarr", progress=False)
+    return zl.open_dataset(folder / "cells.zarr", cache=folder / "cache")
+
+
+@pytest.mark.parametrize("case", EXPECTED, ids=lambda case: f"{case['flavor']} {case['batch_key']}")
+def test_it_equals_what_scanpy_found(pancreas, case):
+    log = [] if case["flavor"] == "seurat_v3" else [LogNormalize(1e4)]
+    genes = pancreas.gene_statistics(progress=False).nonzero >= case["min_cells"]
+    found = pancreas.highly_variable_genes(
+        case["n_top_genes"],
+        flavor=case["flavor"],
+        batch_key=case["batch_key"],
+        transforms=log,
+        genes=genes,
+        progress=False,
+    )
+    assert found.index[found["highly_variable"]].tolist() == case["chosen"]
+    some = found.loc[case["genes"]]
+    for name, wanted in case["columns"].items():
+        np.testing.assert_allclose(
+            some[name].astype(float), np.array(wanted, float), rtol=2e-6, atol=2e-6, err_msg=name
+        )
+
+
+def same_numbers(a: pd.DataFrame, b: pd.DataFrame) -> bool:
+    return a.select_dtypes("number").to_numpy().tobytes() == b.select_dtypes("number").to_numpy().tobytes()
+
+
+def test_the_cache_keeps_the_sums(store, tmp_path, monkeypatch):
+    dataset = zl.open_dataset(store, cache=tmp_path)
+    calls = [
+        lambda of: of.highly_variable_genes(x=COUNTS),
+        lambda of: of.highly_variable_genes(x=COUNTS, batch_key="batch"),
+        lambda of: of.highly_variable_genes(x=COUNTS, span=0.5),
+        lambda of: of.highly_variable_genes(flavor="seurat", n_top_genes=20),
+        lambda of: of.highly_variable_genes(flavor="seurat", n_top_genes=20, batch_key="number"),
+        lambda of: of.highly_variable_genes(flavor="cell_ranger", n_top_genes=20),
+        lambda of: of[::2].highly_variable_genes(x=COUNTS),
+    ]
+    first = [call(dataset) for call in calls]
+    assert not any(same_numbers(first[0], other) for other in first[1:])
+    monkeypatch.setattr(FetchScheduler, "start", None)  # nothing may be read again
+    again = zl.open_dataset(store, cache=tmp_path, offline=True)
+    for call, wanted in zip(calls, first, strict=True):
+        pd.testing.assert_frame_equal(call(again), wanted, check_exact=True)
+    assert again.highly_variable_genes(30, x=COUNTS)["highly_variable"].sum() == 30
+
+
+def test_the_result_does_not_depend_on_threads_memory_or_the_order_of_batches(store, tmp_path):
+    dataset = zl.open_dataset(store)
+    for options in ({"x": COUNTS}, {"flavor": "seurat", "n_top_genes": 20}):
+        wanted = dataset.highly_variable_genes(**options, batch_key="batch")
+        for fetching in (zl.FetchOptions(threads=1), zl.FetchOptions(threads=3, memory="16MiB")):
+            found = dataset.highly_variable_genes(**options, batch_key="batch", options=fetching)
+            assert same_numbers(found, wanted)
+    rows = np.argsort(CELLS.obs["batch"].cat.codes, kind="stable")
+    write_store(CELLS[rows].copy(), tmp_path / "sorted.zarr", tmp_path)
+    ordered = zl.open_dataset(tmp_path / "sorted.zarr").highly_variable_genes(x=COUNTS, batch_key="batch")
+    pd.testing.assert_frame_equal(ordered, dataset.highly_variable_genes(x=COUNTS, batch_key="batch"), rtol=1e-12)
+
+
+def test_many_parts_of_each_batch(store, monkeypatch):
+    """The parts of 64 rows have all batches, and some parts of 1 row have one."""
+    whole = zl.open_dataset(store).highly_variable_genes(40, x=COUNTS, batch_key="batch")
+    for rows in (1, 64):
+        monkeypatch.setattr(gene_statistics, "_PART_ROWS", rows)
+        found = zl.open_dataset(store).highly_variable_genes(40, x=COUNTS, batch_key="batch")
+        pd.testing.assert_frame_equal(found, whole, rtol=1e-12)
+
+
+def test_values_that_are_no_counts_bring_a_warning(store):
+    dataset = zl.open_dataset(store)
+    with pytest.warns(UserWarning, match="expects counts, but some values are negative or no whole numbers"):
+        found = dataset.highly_variable_genes(40, progress=False)
+    pd.testing.assert_frame_equal(
+        found.select_dtypes("number"),
+        table_of_scanpy(
+            ad.AnnData(CELLS.X, var=CELLS.var, layers={"counts": CELLS.X}), "seurat_v3", n_top_genes=40
+        ).select_dtypes("number"),
+        rtol=1e-8,
+    )
+
+
+REFUSED = {
+    "flavor": ({"flavor": "seurat_v4"}, "flavor must be one of 'seurat_v3', 'seurat', 'cell_ranger'"),
+    "top": ({"n_top_genes": 0}, "n_top_genes must be a whole number of at least 1"),
+    "no top": ({"n_top_genes": None}, "ranks genes: say how many"),
+    "limits": ({"flavor": "seurat", "min_mean": 1, "max_disp": 3}, "leaves min_mean, max_disp unused"),
+    "bins": ({"flavor": "seurat", "n_bins": 0}, "n_bins must be a whole number"),
+    "span": ({"x": COUNTS, "span": 0.001}, "the loess of flavor='seurat_v3' fails for these rows, in which"),
+    "few genes": ({"x": COUNTS, "genes": [0, 1]}, "too few genes for a local fit"),
+    "no span": ({"span": 1.5}, "span is a share of the genes"),
+    "counts": ({"x": "layers/large", "flavor": "seurat"}, r"takes logarithms, and \d+ is none"),
+    "alike": ({"x": "layers/rare", "flavor": "cell_ranger"}, "too many means are the same"),
+    "missing": ({"batch_key": "missing"}, "3 rows have no batch, because obs column 'missing'"),
+    "NaN": ({"batch_key": "nan"}, "2 rows have no batch, because obs column 'nan'"),
+    "alone": ({"batch_key": "alone"}, r"a single row, and so no variance: one\. Leave"),
+    "column": ({"batch_key": "bacht"}, "Did you mean 'batch'"),
+}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> zl.Dataset:
+    adata = CELLS[:200].copy()
+    adata.layers["large"] = adata.layers["counts"] * 1000
+    adata.layers["rare"] = sp.csr_matrix(np.eye(*adata.shape, dtype=np.float32))
+    adata.obs["missing"] = pd.Categorical(["a"] * 197 + [None] * 3)
+    adata.obs["nan"] = [0.0] * 198 + [np.nan] * 2
+    adata.obs["alone"] = pd.Categorical(["one"] + ["more"] * 199)
+    folder = tmp_path_factory.mktemp("odd")
+    write_store(adata, folder / "odd.zarr", folder)
+    return zl.open_dataset(folder / "odd.zarr")
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_it_refuses_what_has_no_answer(odd, options, message):
+    with pytest.raises(zl.ZloaderError, match=message):
+        odd.highly_variable_genes(**options, progress=False)
+
+
+def test_it_refuses_a_single_row_and_names_the_extra(odd, monkeypatch):
+    with pytest.raises(OptionError, match="at least 2 rows, and there are 1"):
+        odd[:1].highly_variable_genes()
+    monkeypatch.setitem(sys.modules, "skmisc.loess", None)
+    with pytest.raises(OptionError, match=r'pip install "zloader\[genes\]"'):
+        odd.highly_variable_genes(x=COUNTS)

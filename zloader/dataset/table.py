@@ -27,7 +27,7 @@ from zloader.dataset.matrices import Matrices, as_scipy, used_categories
 from zloader.dataset.observations import NAME_BYTES, Observations, ObsFrame, require_frame
 from zloader.dataset.opening import OpenedStores
 from zloader.dataset.store import OpenedStore
-from zloader.dataset.variable_genes import batches_of, variable_genes
+from zloader.dataset.variable_genes import VariableGenes, batches_of
 from zloader.dataset.views import AllRows, RowSet
 from zloader.order.shuffling import Streaming, as_rows
 from zloader.selecting.columns import ObsColumn
@@ -287,6 +287,7 @@ class Table:
         flavor: str = Choosing.flavor,
         batch_key: str | None = None,
         x: str = "X",
+        genes: Genes | None = None,
         transforms: Sequence[Transform] = (),
         span: float = Choosing.span,
         n_bins: int = Choosing.n_bins,
@@ -314,6 +315,7 @@ class Table:
         - `batch_key`: an obs column. Genes are chosen in the rows of each of its values, and the choices are merged.
         - `x`, `transforms`, `options` and `progress`: as in `gene_statistics`. Without transforms, x is taken as it is,
           so give LogNormalize if it has counts and the flavor takes logarithms.
+        - `genes`: the genes among which to choose, as a Loader takes them. The table has no others.
         - `span`: the share of the genes in each local regression of `"seurat_v3"`.
         - `n_bins`: the number of bins of `"seurat"`, in which genes of similar means are compared.
         - `min_mean`, `max_mean`, `min_disp`, `max_disp`: limits of the mean and of the scaled dispersion, exclusive.
@@ -332,7 +334,10 @@ class Table:
             min_disp=min_disp,
             max_disp=max_disp,
         )
-        return variable_genes(self._pass(batch_key, options, progress), choosing, x, transforms, self.stores)
+        chosen = None if genes is None else self.matrices.choose_genes(genes, [x])[x]
+        rows = self._pass(batch_key, options, progress)
+        found = VariableGenes(rows=rows, x=x, transforms=transforms, genes=chosen, stores=self.stores)
+        return found.table(choosing)
 
     def _pass(self, batch_key: str | None, options: FetchOptions | None, progress: bool) -> StatisticsPass:
         """A pass over all rows, by the values of an obs column if one is named."""

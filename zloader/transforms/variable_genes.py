@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from zloader.common.checks import require_at_least, require_count, require_one_of
+from zloader.common.checks import is_number, require_at_least, require_count, require_one_of
 from zloader.common.compiled import compiled
 from zloader.common.errors import OptionError
 from zloader.common.messages import listed
@@ -26,6 +26,7 @@ from zloader.common.records import CsrArrays
 from zloader.transforms.statistics import Numbers
 
 FLAVORS = ("seurat_v3", "seurat", "cell_ranger")
+_LEAST = 3  # genes in a local fit of a parabola: with fewer than one, scikit-misc crashes
 _MAD = 0.6744897501960817  # median of the absolute values of the standard normal distribution
 
 
@@ -47,7 +48,8 @@ class Choosing:
         require_count(n_bins=self.n_bins)
         limits = {name: getattr(self, name) for name in ("min_mean", "max_mean", "min_disp", "max_disp")}
         require_at_least(-math.inf, **limits)
-        require_at_least(0, span=self.span)
+        if not is_number(self.span) or not 0 < self.span <= 1:
+            raise OptionError(f"span is a share of the genes, above 0 and at most 1, not {self.span!r}")
         if self.n_top_genes is None:
             if self.of_counts:
                 raise OptionError("flavor='seurat_v3' ranks genes: say how many to choose, as in n_top_genes=2000")
@@ -105,26 +107,32 @@ def means_and_variances(sums: Numbers, n_obs: int) -> tuple[Numbers, Numbers]:
     return mean, (sums[1] / n_obs - mean**2) * (n_obs / (n_obs - 1))
 
 
-def expected_std(sums: Numbers, n_obs: int, span: float, where: str) -> Numbers:
-    """The standard deviation that a gene of this mean should have: a local regression (loess) over all genes.
-
-    Raises OptionError without the package scikit-misc, and if the regression fails; `where` names the rows.
-    """
+def load_loess() -> Any:
+    """The local regression of scikit-misc. Raises OptionError if it is not installed."""
     try:
         from skmisc.loess import loess
     except ImportError as error:
         raise OptionError("flavor='seurat_v3' needs scikit-misc: run: pip install \"zloader[genes]\"") from error
+    return loess
+
+
+def expected_std(sums: Numbers, n_obs: int, span: float, where: str) -> Numbers:
+    """The standard deviation that a gene of this mean should have, by a local regression (loess) over all genes.
+
+    Raises OptionError if the regression fails; `where` names the rows.
+    """
     mean, variance = means_and_variances(sums, n_obs)
     varies = variance > 0
     fitted = np.zeros(len(mean))
     try:
-        with np.errstate(invalid="ignore"):
-            model = loess(np.log10(mean[varies]), np.log10(variance[varies]), span=span, degree=2)
+        if span * varies.sum() < _LEAST:
+            raise ValueError("there are too few genes for a local fit")
+        model = load_loess()(np.log10(mean[varies]), np.log10(variance[varies]), span=span, degree=2)
         model.fit()
     except ValueError as error:
         raise OptionError(
-            f"the loess of flavor='seurat_v3' fails for {where}, where {varies.sum()} genes vary ({error}): give a "
-            f"larger span than {span:g}, leave these rows out, or take another flavor"
+            f"the loess of flavor='seurat_v3' fails for {where}, in which {varies.sum()} genes vary ({error}): give a "
+            f"span above {span:g}, leave these rows out, or take another flavor"
         ) from error
     fitted[varies] = model.outputs.fitted_values
     return np.asarray(np.sqrt(10**fitted))
@@ -137,13 +145,15 @@ def clip_limits(sums: Numbers, n_obs: int, std: Numbers) -> Numbers:
 
 def _scaled_variance(sums: Numbers, clipped: Numbers, n_obs: int, std: Numbers) -> Numbers:
     mean = sums[0] / n_obs
-    return (1 / ((n_obs - 1) * np.square(std))) * (n_obs * np.square(mean) + clipped[1] - 2 * clipped[0] * mean)
+    squares = n_obs * np.square(mean) + clipped[1] - 2 * clipped[0] * mean
+    return np.asarray((1 / ((n_obs - 1) * np.square(std))) * squares)
 
 
 def table_of_counts(
-    sums: Numbers, clipped: Numbers, stds: Numbers, n_obs: NDArray[np.int64], genes: pd.Index, n_top: int
+    sums: Numbers, clipped: Numbers, stds: Numbers, n_obs: NDArray[np.int64], genes: pd.Index, choosing: Choosing
 ) -> pd.DataFrame:
     """The table of seurat_v3, from sums with and without clipping and the expected deviations of each batch."""
+    n_top = len(genes) if choosing.n_top_genes is None else choosing.n_top_genes
     scaled = np.stack([_scaled_variance(*each) for each in zip(sums, clipped, n_obs.tolist(), stds, strict=True)])
     # Ranks of ties are those of scanpy only if they are sorted with the same algorithm.
     ranks = np.argsort(np.argsort(-scaled, axis=1), axis=1).astype(np.float32)
@@ -169,7 +179,7 @@ def _first(order: NDArray[np.int64], n: int) -> NDArray[np.bool_]:
 def dispersions(moments: Numbers, choosing: Choosing, genes: pd.Index) -> pd.DataFrame:
     """The table of the dispersion flavors, from the numbers of Moments over the rows of one batch.
 
-    Raises OptionError for values too large to be logarithms, and for means that are too alike to be put into bins.
+    Raises OptionError for means that are too alike to be put into bins.
     """
     mean, variance, _ = moments
     mean = np.where(mean == 0, 1e-12, mean)
@@ -178,11 +188,6 @@ def dispersions(moments: Numbers, choosing: Choosing, genes: pd.Index) -> pd.Dat
         with np.errstate(divide="ignore", invalid="ignore"):
             dispersion = np.log(np.where(dispersion == 0, np.nan, dispersion))
             mean = np.log1p(mean)
-        if np.isinf(mean).any():
-            raise OptionError(
-                f"exp(x) of gene {genes[np.isinf(mean)][0]} overflows, so x is no logarithm, which flavor='seurat' "
-                "needs: give transforms=[zl.transforms.LogNormalize(1e4)] for counts"
-            )
     table = pd.DataFrame({"means": mean, "dispersions": dispersion})
     table["mean_bin"] = _bins(table["means"], choosing)
     table["dispersions_norm"] = _scaled_dispersions(table["dispersions"], table["mean_bin"].cat.codes, choosing.flavor)
@@ -196,8 +201,8 @@ def _bins(means: pd.Series, choosing: Choosing) -> pd.Series:
     edges = np.r_[-np.inf, np.percentile(means, np.arange(10, 105, 5)), np.inf]
     if len(np.unique(edges)) < len(edges):
         raise OptionError(
-            "flavor='cell_ranger' puts genes into 20 bins by their means, but too many means are the same: leave out "
-            "genes that few rows have, or take another flavor"
+            "flavor='cell_ranger' puts genes into 20 bins by their means, but too many means are the same: choose "
+            "among genes that more rows have, as in genes=dataset.gene_statistics().nonzero >= 10"
         )
     return pd.cut(means, edges)
 
@@ -217,7 +222,7 @@ def _chosen(table: pd.DataFrame, choosing: Choosing) -> NDArray[np.bool_]:
     if choosing.n_top_genes is None:
         return _within(table["means"].to_numpy(), np.nan_to_num(scaled), choosing)
     known = np.sort(scaled[~np.isnan(scaled)])[::-1][: choosing.n_top_genes]
-    return np.nan_to_num(scaled, nan=-np.inf) >= (known[-1] if len(known) else np.inf)
+    return np.asarray(np.nan_to_num(scaled, nan=-np.inf) >= (known[-1] if len(known) else np.inf))
 
 
 def _within(mean: Numbers, scaled: Numbers, choosing: Choosing) -> NDArray[np.bool_]:
