@@ -152,22 +152,25 @@ class StatisticsPass:
 
     def numbers(self, x: str, transforms: Sequence[Transform], summing: Summing) -> Numbers:
         """What is summed up of a matrix in each batch, batches x 3 x genes, from the cache if it is there."""
-        recipe = self._recipe(x, transforms, summing)
-        applied = recipe.transforms[x].transforms if x in recipe.transforms else ()
-        genes = self.matrices.gene_names(x)
-        shape = (len(self.batches.n_obs), 3, len(genes))
-        own = not all(type(each).__module__.startswith("zloader.transforms.") for each in applied)
-        directory = None if own else self.directory
-        dependencies = (self.fingerprint, x, summing.name, self.batches.name, [str(gene) for gene in genes])
-        name = f"gene_statistics/{_key(dependencies, applied)}"
-        if directory is not None:
-            stored = load_column(directory, name, shape=shape, dtype=np.dtype(np.float64))
-            if stored is not None:
-                return np.array(stored)
-        found = self._summed(recipe, summing, shape[2])
-        if directory is not None:
-            save_column(directory, name, [found], shape=shape, dtype=found.dtype)
+        recipe, n_genes = self._recipe(x, transforms, summing), self.matrices.n_genes(x)
+        shape, kept = (len(self.batches.n_obs), 3, n_genes), self._kept(x, recipe, summing)
+        stored = None if kept is None else load_column(*kept, shape=shape, dtype=np.dtype(np.float64))
+        if stored is not None:
+            return np.array(stored)
+        found = self._summed(recipe, summing, n_genes)
+        if kept is not None:
+            save_column(*kept, [found], shape=shape, dtype=found.dtype)
         return found
+
+    def _kept(self, x: str, recipe: Recipe, summing: Summing) -> tuple[MirrorDirectory, str] | None:
+        """The directory in which the cache keeps the result, and its name there; None if it keeps none."""
+        transforms = recipe.transforms[x].transforms if x in recipe.transforms else ()
+        own = not all(type(each).__module__.startswith("zloader.transforms.") for each in transforms)
+        if self.directory is None or own:
+            return None
+        genes = [str(gene) for gene in self.matrices.gene_names(x)]
+        dependencies = (self.fingerprint, x, summing.name, self.batches.name, genes)
+        return self.directory, f"gene_statistics/{_key(dependencies, transforms)}"
 
     def _recipe(self, x: str, transforms: Sequence[Transform], summing: Summing) -> Recipe:
         chosen = self.matrices.choose_genes(None, [x]).get(x)
