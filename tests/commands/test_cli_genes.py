@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 from helpers import counts, write_store
@@ -21,6 +22,7 @@ def store(tmp_path_factory):
     adata = counts(300, 60)
     adata.obs["plate"] = pd.Categorical(["a", "b", "c"] * 100)
     adata.layers["more"] = adata.X
+    adata.layers["large"] = adata.X * 1000
     write_store(adata, folder / "plates.zarr", folder)
     return folder / "plates.zarr"
 
@@ -48,11 +50,21 @@ def test_flags_are_options(store, tmp_path):
     assert params("genes")["top"].default == zl.Dataset.highly_variable_genes.__wrapped__.__defaults__[0]
 
 
+def test_genes_that_few_rows_have_are_left_out(store):
+    dataset = zl.open_dataset(store)
+    nonzero = dataset.gene_statistics().nonzero
+    least = int(np.median(nonzero))
+    wanted = chosen(store, 60, genes=nonzero >= least)
+    assert 0 < len(wanted) < 60
+    assert zloader("genes", store, "--top", 60, "--min-cells", least).stdout.splitlines() == wanted
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--batch-key", "plaet"), "Did you mean 'plate'"),
         (("--flavor", "seurat_v4"), "flavor must be one of"),
+        (("--flavor", "seurat", "--x", "layers/large"), "or --log-normalize 1e4"),
         (("--top", 0), "n_top_genes must be"),
         (("--log-normalize", 0), "target_sum must be"),
         (("-o", "nowhere/genes.txt"), "cannot write nowhere/genes.txt: there is no directory nowhere"),

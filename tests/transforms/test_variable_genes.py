@@ -41,6 +41,8 @@ def table_of_scanpy(adata: ad.AnnData, flavor: str, **options: object) -> pd.Dat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = sc.pp.highly_variable_genes(adata.copy(), flavor=flavor, layer=layer, inplace=False, **options)
+    if "mean_bin" in found:  # intervals until scanpy 1.12
+        found["mean_bin"] = found["mean_bin"].cat.rename_categories(str)
     return found.loc[adata.var_names]
 
 
@@ -208,6 +210,20 @@ def test_values_that_are_no_counts_bring_a_warning(store):
         ).select_dtypes("number"),
         rtol=1e-8,
     )
+
+
+def test_a_batch_is_a_label_a_number_a_truth_value_or_a_date(tmp_path):
+    adata, batch = CELLS.copy(), np.arange(CELLS.n_obs) % 2
+    adata.obs["label"] = pd.Categorical.from_codes(batch + 1, ["none has it", "a", "b"])
+    adata.obs["string"], adata.obs["truth"] = np.array(["x", "y"])[batch], batch == 1
+    adata.obs["fraction"], adata.obs["date"] = batch - 0.5, pd.to_datetime(["2020-01-01", "2021-01-01"])[batch]
+    zl.convert(adata, tmp_path / "store.zarr", progress=False)
+    dataset = zl.open_dataset(tmp_path / "store.zarr")
+    names = ("label", "string", "truth", "fraction", "date")
+    first, *others = (dataset.highly_variable_genes(30, x=COUNTS, batch_key=name) for name in names)
+    assert first["highly_variable_nbatches"].max() == 2
+    for other in others:
+        pd.testing.assert_frame_equal(other, first, check_exact=True)
 
 
 REFUSED = {

@@ -39,6 +39,12 @@ class GenesFlags:
             show_default="the matrix as it is",
         ),
     ] = None
+    min_cells: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Choose among genes that at least N rows have.", min=1, show_default="all genes"
+        ),
+    ] = None
     cache: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Cache directory, which also keeps the sums of each gene.")
     ] = None
@@ -60,8 +66,9 @@ def genes(flags: GenesFlags) -> None:
     _require_directory(flags.output)
     log = [] if flags.log_normalize is None else [LogNormalize(flags.log_normalize)]
     dataset = open_dataset(flags.url, cache=flags.cache, storage_options=flags.access.storage_options)
+    among = None if flags.min_cells is None else dataset.gene_statistics(flags.x).nonzero >= flags.min_cells
     table = dataset.highly_variable_genes(
-        flags.top, flavor=flags.flavor, batch_key=flags.batch_key, x=flags.x, transforms=log
+        flags.top, flavor=flags.flavor, batch_key=flags.batch_key, x=flags.x, genes=among, transforms=log
     )
     names = [str(name) for name in table.index[table["highly_variable"]]]
     document: dict[str, Any] = {"url": flags.url, "rows": dataset.n_obs, "flavor": flags.flavor, "genes": names}

@@ -130,8 +130,9 @@ def expected_std(sums: Numbers, n_obs: int, span: float, where: str) -> Numbers:
         model = load_loess()(np.log10(mean[varies]), np.log10(variance[varies]), span=span, degree=2)
         model.fit()
     except ValueError as error:
+        why = error.args[0].decode() if isinstance(error.args[0], bytes) else error  # C code says it in bytes
         raise OptionError(
-            f"the loess of flavor='seurat_v3' fails for {where}, in which {varies.sum()} genes vary ({error}): give a "
+            f"the loess of flavor='seurat_v3' fails for {where}, in which {varies.sum()} genes vary ({why}): give a "
             f"span above {span:g}, leave these rows out, or take another flavor"
         ) from error
     fitted[varies] = model.outputs.fitted_values
@@ -197,14 +198,14 @@ def dispersions(moments: Numbers, choosing: Choosing, genes: pd.Index) -> pd.Dat
 
 def _bins(means: pd.Series, choosing: Choosing) -> pd.Series:
     if choosing.flavor == "seurat":
-        return pd.cut(means, choosing.n_bins)
+        return pd.cut(means, choosing.n_bins).cat.rename_categories(str)
     edges = np.r_[-np.inf, np.percentile(means, np.arange(10, 105, 5)), np.inf]
     if len(np.unique(edges)) < len(edges):
         raise OptionError(
             "flavor='cell_ranger' puts genes into 20 bins by their means, but too many means are the same: choose "
-            "among genes that more rows have, as in genes=dataset.gene_statistics().nonzero >= 10"
+            "among genes that more rows have, as in genes=dataset.gene_statistics().nonzero >= 10, or with --min-cells"
         )
-    return pd.cut(means, edges)
+    return pd.cut(means, edges).cat.rename_categories(str)
 
 
 def _scaled_dispersions(found: pd.Series, bins: pd.Series, flavor: str) -> pd.Series:
