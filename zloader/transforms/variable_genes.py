@@ -154,7 +154,8 @@ def table_of_counts(
     sums: Numbers, clipped: Numbers, stds: Numbers, n_obs: NDArray[np.int64], genes: pd.Index, choosing: Choosing
 ) -> pd.DataFrame:
     """The table of seurat_v3, from sums with and without clipping and the expected deviations of each batch."""
-    n_top = len(genes) if choosing.n_top_genes is None else choosing.n_top_genes
+    n_top = choosing.n_top_genes
+    assert n_top is not None
     scaled = np.stack([_scaled_variance(*each) for each in zip(sums, clipped, n_obs.tolist(), stds, strict=True)])
     # Ranks of ties are those of scanpy only if they are sorted with the same algorithm.
     ranks = np.argsort(np.argsort(-scaled, axis=1), axis=1).astype(np.float32)
