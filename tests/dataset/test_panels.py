@@ -310,3 +310,14 @@ def test_a_panel_of_joined_stores(folder, tmp_path, join, layout):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a join that loses genes has warned once
             assert pickle.loads(pickle.dumps(panel)).var_names.equals(panel.var_names)
+
+
+@pytest.mark.parametrize("transforms", [(), (LOG,)], ids=["counts", "logarithms"])
+def test_highly_variable_genes_of_a_panel_are_chosen_among_its_genes(dataset, transforms):
+    flavor = "seurat" if transforms else "cell_ranger"
+    options = {"flavor": flavor, "transforms": transforms, "progress": False, "n_bins": 3}
+    names = dataset.var_names[5:28]
+    found = dataset[:, names].highly_variable_genes(4, **options)
+    pd.testing.assert_frame_equal(found, dataset.highly_variable_genes(4, genes=names, **options))
+    assert found.index.tolist() == names.tolist()
+    assert not found.equals(dataset.highly_variable_genes(4, **options).loc[names])

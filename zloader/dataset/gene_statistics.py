@@ -146,7 +146,7 @@ class StatisticsPass:
         return self.sampling.n_rows(self.dataset_rows)
 
     def statistics(self, x: str, transforms: Sequence[Transform]) -> GeneStatistics:
-        """The statistics of the genes of a matrix over all rows, from the cache if they are there."""
+        """The statistics of all genes of a matrix over all rows, from the cache if they are there."""
         (numbers,) = self.numbers(x, transforms, MOMENTS)
         return statistics_of(numbers, self.matrices.gene_names(x), self.n_obs)
 
@@ -173,14 +173,11 @@ class StatisticsPass:
         return self.directory, f"gene_statistics/{_key(dependencies, transforms)}"
 
     def _recipe(self, x: str, transforms: Sequence[Transform], summing: Summing) -> Recipe:
-        chosen = self.matrices.choose_genes(None, [x]).get(x)
-        parts = self.matrices.of_all_genes.parts(x, self.options, chosen)
+        parts = self.matrices.parts(x, self.options)
         exact = all(np.can_cast(part.matrix.values.dtype, np.float32, "safe") for part in parts)
         dtype = "float32" if exact else "float64"
         listed = transforms_of(transforms, [x]).get(x, ())
-        transforming = self.matrices.transforming(x, listed, chosen, dense=False, dtype=dtype)
-        if transforming.genes is not None:  # transforms look at all genes of a row
-            parts = self.matrices.of_all_genes.parts(x, self.options)
+        transforming = self.matrices.transforming(x, listed, dense=False, dtype=dtype)
 
         def cut(minibatch: MinibatchArrays, cuts: Sequence[int]) -> list[_Part]:
             return [_Part(sums={batch: summing.of(rows, batch) for batch, rows in self.batches.split(minibatch)})]

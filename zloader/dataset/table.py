@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -276,8 +275,7 @@ class Table:
         errors of a Loader with the same arguments.
         """
         chosen = self.matrices.choose_genes(genes, [x]).get(x)
-        whole = replace(self._pass(None, options, progress), matrices=self.matrices.of_all_genes)
-        found = whole.statistics(x, transforms)
+        found = self._pass(None, options, progress).statistics(x, transforms)
         return found if chosen is None else found.at(chosen.positions)
 
     def highly_variable_genes(  # noqa: PLR0913 - all but one are keyword-only, and those of scanpy
@@ -334,7 +332,7 @@ class Table:
             min_disp=min_disp,
             max_disp=max_disp,
         )
-        chosen = None if genes is None else self.matrices.choose_genes(genes, [x])[x]
+        chosen = self.matrices.choose_genes(genes, [x]).get(x)
         rows = self._pass(batch_key, options, progress)
         found = VariableGenes(rows=rows, x=x, transforms=transforms, genes=chosen, stores=self.stores)
         return found.table(choosing)
@@ -346,7 +344,7 @@ class Table:
             find_column = partial(self.observations.column, batch_key)
             batches = batches_of(batch_key, self.obs_column(batch_key), find_column)
         return StatisticsPass(
-            matrices=self.matrices,
+            matrices=self.matrices.of_all_genes,
             fingerprint=self.fingerprint,
             dataset_rows=self.observations.n_rows,
             sampling=self._rows.sampled(Streaming()),
