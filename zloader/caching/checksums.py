@@ -5,7 +5,8 @@ checksum of the header. Then comes one word per chunk. It is 0 if the chunk is a
 process is downloading the chunk, and otherwise the chunk's crc32c with the PRESENT bit set.
 
 NAME.sums, beside decoded chunks, ends there. In NAME.places, beside stored chunks, the offsets of all chunks in
-NAME.stored follow, and then their sizes. They are set before the chunk's word.
+NAME.stored follow, and then their sizes. They are set before the chunk's word. NAME.blocks, beside the coded rows of
+NAME.rows, is the same for blocks of rows.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from zloader.storage.layout import ArrayLayout
 log = logging.getLogger("zloader")
 
 PRESENT = 1 << 32  # set in the word of every present chunk, since a checksum can be 0
-_MAGIC = {"sums": int.from_bytes(b"zloader3", "little"), "places": int.from_bytes(b"zplaces3", "little")}
-_WORDS = {"sums": 1, "places": 3}  # per chunk
+_MAGIC = {
+    suffix: int.from_bytes(name, "little")
+    for suffix, name in (("sums", b"zloader3"), ("places", b"zplaces3"), ("blocks", b"zblocks1"))
+}
+_WORDS = {"sums": 1, "places": 3, "blocks": 3}  # per chunk
 _HEADER = 8  # words
 _WINDOW = 1 << 20  # chunks read at a time
 
@@ -65,7 +69,7 @@ def _suffix(path: Path) -> str:
 def _header(path: Path, layout: ArrayLayout, n_bytes: int) -> NDArray[np.uint64]:
     """The header of a sidecar file: its version, the array's layout, the qualified name, and a checksum of these.
 
-    The fifth word is the dtype of decoded chunks, or the size of the file of stored chunks.
+    The fifth word is the dtype of decoded chunks, or the size of the file of stored chunks or of coded rows.
     """
     kind = int.from_bytes(layout.dtype.str.encode()[:8], "little") if _suffix(path) == "sums" else n_bytes
     layout_words = [layout.n_elements, layout.chunk_elements, layout.dtype.itemsize, kind]
@@ -129,12 +133,16 @@ class Sidecar:
         if (header[5:7] != _name_words(path)).any():
             raise ValueError("belongs to another array or mirror")
         n_elements, chunk_elements, itemsize, kind = (int(word) for word in header[1:5])
-        self._file, self._decoded = file, _suffix(path) == "sums"
+        self._file, self._decoded, self._of_rows = file, _suffix(path) == "sums", _suffix(path) == "blocks"
         self.n_chunks, self.decoded_bytes = -(-n_elements // chunk_elements), n_elements * itemsize
         self.n_bytes, self._chunk_bytes = self.decoded_bytes if self._decoded else kind, chunk_elements * itemsize
         size, found = 8 * (_HEADER + _WORDS[_suffix(path)] * self.n_chunks), os.fstat(file).st_size
         if found != size:
             raise ValueError(f"has {found} bytes instead of {size}")
+
+    def bytes_in_all(self, chunks_held: int, bytes_held: int) -> int:
+        """Decoded bytes of all chunks; of coded rows the bytes in the file, estimated from the blocks that are held."""
+        return bytes_held * self.n_chunks // max(1, chunks_held) if self._of_rows else self.decoded_bytes
 
     def windows(self) -> Iterator[Places]:
         """All chunks, in windows."""
@@ -146,7 +154,13 @@ class Sidecar:
             if not self._decoded:
                 places = np.stack([self._words(row, first, last) for row in (1, 2)])
                 starts, stops = bounds_of(places, self.n_bytes)
-            yield Places(first=first, words=words, starts=starts, stops=stops, decoded_sizes=sizes)
+            yield Places(
+                first=first,
+                words=words,
+                starts=starts,
+                stops=stops,
+                decoded_sizes=stops - starts if self._of_rows else sizes,
+            )
 
     def _words(self, row: int, first: int, last: int) -> NDArray[np.uint64]:
         content = os.pread(self._file, 8 * (last - first), word_offset(row * self.n_chunks + first))

@@ -1,8 +1,8 @@
 """A file with the chunks of one array, and the words beside it that say which chunks are present (checksums.py).
 
-Both forms of a mirror are such files: mirror.py has both. A form says where
-in the file each chunk is, what is kept of a chunk that was read, and how its elements are taken from the file. Whoever
-reads arrays knows no form.
+All forms of a mirror are such files. Those of a single array (mirror.py) say where in the file each chunk is, what is
+kept of a chunk that was read, and how its elements are taken from the file. Whoever reads arrays knows no form. The
+third form keeps rows of a matrix (row_blocks.py).
 """
 
 from __future__ import annotations
@@ -75,14 +75,8 @@ class ChunkSet:
 class ChunkFile(ABC):
     """The chunks of one array in the file `path` of `n_bytes`, and their words in the sidecar file `words_path`.
 
-    `jobs` (dtype CHUNK) say where the stored bytes of each chunk are in some reads, and where its elements are in
-    an array. Raises OSError if the files cannot be created or opened.
+    Raises OSError if the files cannot be created or opened.
     """
-
-    # Whether `rows` finds elements in the file as they are, so that a fetch needs no buffer for them.
-    in_place: ClassVar[bool]
-    # Whether `place` has to say where chunks are in their objects, before they are acquired.
-    needs_places: ClassVar[bool]
 
     def __init__(
         self, directory: MirrorDirectory, layout: ArrayLayout, path: Path, words_path: Path, n_bytes: int
@@ -123,27 +117,6 @@ class ChunkFile(ABC):
     @abstractmethod
     def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
         """The first byte of each chunk in the file, and the byte after its last."""
-
-    @abstractmethod
-    def keep(
-        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
-    ) -> None:
-        """Writes chunks (ascending) of which all elements were decoded. After a failure (full disk), writes no more.
-
-        A chunk that the store lacks, which stands for fill values, has no bytes in `reads`.
-        """
-
-    @abstractmethod
-    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
-        """Fills in the elements of present chunks; returns the chunks that cannot be decoded."""
-
-    def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
-        """Sets the offset of each chunk in its object and its size, in bytes."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no places")
-
-    def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
-        """An array with the elements `[start, stop)` of each row, and where each row begins in it."""
-        raise NotImplementedError(f"{type(self).__name__} has no elements in place")
 
     def prefetch(self, chunks: Rows) -> None:
         """Makes the kernel load chunks into the page cache, if needed."""
@@ -238,10 +211,7 @@ class ChunkFile(ABC):
             self._stop_writing(error)
             return chunks[:0]
         if done < len(begins):
-            self.writable = False
-            log.info(
-                "the mirror %s has reached the limits of its cache; other chunks are read from the store", self._path
-            )
+            self._stop_at_limits()
         return chunks[: ends[done - 1]] if done else chunks[:0]
 
     def release(self, chunks: Rows, leases: Leases) -> None:
@@ -267,6 +237,10 @@ class ChunkFile(ABC):
         self._words[chunk] = PRESENT | checksum(content)
         self._verified.add(chunk)
 
+    def _stop_at_limits(self) -> None:
+        self.writable = False
+        log.info("the mirror %s has reached the limits of its cache; other chunks are read from the store", self._path)
+
     def _stop_writing(self, error: OSError) -> None:
         if self.writable:
             self.writable = False
@@ -284,6 +258,16 @@ class ChunkFile(ABC):
         return sum(int(np.count_nonzero(present)) for _, present in self._present_windows())
 
     @property
+    def decoded_chunk_bytes(self) -> int:
+        """Decoded bytes of a chunk."""
+        return self.layout.chunk_elements * self.layout.dtype.itemsize
+
+    @property
+    def bytes_in_all(self) -> int:
+        """Decoded bytes of all chunks."""
+        return self.layout.n_elements * self.layout.dtype.itemsize
+
+    @property
     def present_bytes(self) -> int:
         """Decoded bytes of the present chunks."""
         n_elements = 0
@@ -291,3 +275,37 @@ class ChunkFile(ABC):
             first, last = self.layout.chunk_bounds(number + np.flatnonzero(present))
             n_elements += int((last - first).sum())
         return n_elements * self.layout.dtype.itemsize
+
+
+class ArrayFile(ChunkFile):
+    """The chunks of one array of the store.
+
+    `jobs` (dtype CHUNK) say where the stored bytes of each chunk are in some reads, and where its elements are in
+    an array.
+    """
+
+    # Whether `rows` finds elements in the file as they are, so that a fetch needs no buffer for them.
+    in_place: ClassVar[bool]
+    # Whether `place` has to say where chunks are in their objects, before they are acquired.
+    needs_places: ClassVar[bool]
+
+    @abstractmethod
+    def keep(
+        self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
+    ) -> None:
+        """Writes chunks (ascending) of which all elements were decoded. After a failure (full disk), writes no more.
+
+        A chunk that the store lacks, which stands for fill values, has no bytes in `reads`.
+        """
+
+    @abstractmethod
+    def take(self, chunks: Rows, jobs: NDArray[Any], elements: NDArray[Any]) -> Rows:
+        """Fills in the elements of present chunks; returns the chunks that cannot be decoded."""
+
+    def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
+        """Sets the offset of each chunk in its object and its size, in bytes."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no places")
+
+    def rows(self, starts: Rows, stops: Rows) -> tuple[NDArray[Any], Rows]:
+        """An array with the elements `[start, stop)` of each row, and where each row begins in it."""
+        raise NotImplementedError(f"{type(self).__name__} has no elements in place")

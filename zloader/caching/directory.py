@@ -10,6 +10,7 @@
         proved.json             see VerifiedMarks
         NAME.flat, NAME.sums    see mirror.py and checksums.py
         NAME.stored, .places    see mirror.py and checksums.py
+        NAME.rows, NAME.blocks  see row_blocks.py and checksums.py
         NAME.kept               see kept_objects.py
 
 FINGERPRINT is computed by stored_objects.mirror_fingerprint. The checksums of all files with values include the names
@@ -41,7 +42,9 @@ log = logging.getLogger("zloader")
 
 _VERSION = 4  # of the file formats; part of each mirror's name
 _MIRROR = re.compile(r"[0-9a-f]{32}-v\d+")
-_OURS = re.compile(r".+\.(flat|sums|stored|places|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json")
+_OURS = re.compile(
+    r".+\.(flat|sums|stored|places|rows|blocks|npy|kept|draft)|mirror\.json|users|stale|owners|proved\.json"
+)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RESERVE_BYTES = 256 * 1024  # below the limit, for directories and small files
 

@@ -27,8 +27,8 @@ from zloader.common.records import Held
 _PIECE = 4 << 20  # bytes per read
 _TASK = 16 << 20  # bytes that a thread verifies between progress reports
 _THREADS = 2  # one reads from disk while the other computes checksums
-_SUFFIXES = ("flat", "sums", "stored", "places", "kept")
-_CONTENT = {"sums": "flat", "places": "stored"}  # the file of chunks beside each sidecar file
+_CONTENT = {"sums": "flat", "places": "stored", "blocks": "rows"}  # the file of chunks beside each sidecar file
+_SUFFIXES = (*_CONTENT, *_CONTENT.values(), "kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,9 @@ class ArrayInspection(Held):
 class MirrorInspection(Held):
     """The content of a mirror: its `arrays` by name, how many `objects` it keeps as stored, and `kept_bytes` of these.
 
-    The name of an array in the stored form ends with " (stored)". Arrays of the store that have never been used do not
-    appear.
+    The name of an array in the stored form ends with " (stored)", and that of coded rows with " (rows)". The bytes of
+    coded rows are those of the file, and all of them are estimated from those that are held. Arrays of the store that
+    have never been used do not appear.
     """
 
     arrays: Mapping[str, ArrayInspection]
@@ -66,7 +67,7 @@ def inspect_mirror(entry: MirrorEntry) -> MirrorInspection:
     """The content of a mirror; empty if it has been dropped. Arrays with a damaged .sums file are left out."""
     files = _files(entry.directory)
     arrays = {}
-    for path in [*files["sums"], *files["places"]]:
+    for path in _sidecars(files):
         with contextlib.suppress(OSError, ValueError), _opened(path, os.O_RDONLY) as file:
             arrays[_name(path)] = _inspect_array(Sidecar(path, file))
     return MirrorInspection.of(arrays, objects=len(files["kept"]), kept_bytes=sum(map(_size, files["kept"])))
@@ -82,7 +83,7 @@ def _inspect_array(sidecar: Sidecar) -> ArrayInspection:
     return ArrayInspection(
         chunks=sidecar.n_chunks,
         chunks_held=chunks_held,
-        bytes_in_all=sidecar.decoded_bytes,
+        bytes_in_all=sidecar.bytes_in_all(chunks_held, bytes_held),
         bytes_held=bytes_held,
         bytes_in_file=bytes_in_file,
     )
@@ -139,7 +140,7 @@ class _Check:
         files = _files(directory)
         for path in files["links"]:
             self.problems.append(f"{path.name} is not a regular file, but has the name of a cached one: remove it")
-        for path in [*files["sums"], *files["places"]]:
+        for path in _sidecars(files):
             self._check_array(path)
         self._check_objects(files["kept"])
         VerifiedMarks(directory).record(path for path in self._verified if path.exists())
@@ -265,10 +266,14 @@ def _files(directory: Path) -> dict[str, list[Path]]:
     return files
 
 
+def _sidecars(files: Mapping[str, list[Path]]) -> list[Path]:
+    return [path for suffix in _CONTENT for path in files[suffix]]
+
+
 def _name(path: Path) -> str:
     """The name of the cached array or key; the inverse of atomic_files.cached_path."""
     stem, _, suffix = path.name.rpartition(".")
-    return unquote(stem) + " (stored)" * (suffix == "places")
+    return unquote(stem) + {"places": " (stored)", "blocks": " (rows)"}.get(suffix, "")
 
 
 @contextlib.contextmanager

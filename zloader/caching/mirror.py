@@ -30,17 +30,18 @@ from numpy.typing import NDArray
 
 from zloader.caching.atomic_files import cached_path
 from zloader.caching.checksums import bounds_of, map_file
-from zloader.caching.chunk_file import ChunkFile
+from zloader.caching.chunk_file import ArrayFile, ChunkFile
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
+from zloader.caching.row_blocks import RowBlocks, RowForm
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.common.records import Held, Rows
 from zloader.storage.decode import Decoder
-from zloader.storage.layout import ArrayLayout
+from zloader.storage.layout import ArrayLayout, MatrixLayout
 
 
-class StoredChunks(ChunkFile):
+class StoredChunks(ArrayFile):
     """The stored chunks of one array. A chunk that the store lacks, which stands for fill values, has no bytes.
 
     `content` holds the chunks at `bounds`. Raises OSError if its files cannot be created or opened.
@@ -100,7 +101,7 @@ _WINDOW_BYTES = 32 << 20  # compared with its checksums before its pages are rel
 _SHORT_BYTES = 1024  # runs of rows that are shorter than this on average are read instead of mapped
 
 
-class MirrorArray(ChunkFile):
+class MirrorArray(ArrayFile):
     """The decoded chunks of one array. Raises OSError if its files cannot be created or opened."""
 
     in_place = True
@@ -212,18 +213,28 @@ def contents_of(arrays: Iterable[ChunkFile]) -> MirrorContents:
     return MirrorContents(
         chunks=sum(array.layout.n_chunks for array in arrays),
         chunks_held=sum(array.n_present for array in arrays),
-        bytes_in_all=sum(array.layout.n_elements * array.layout.dtype.itemsize for array in arrays),
+        bytes_in_all=sum(array.bytes_in_all for array in arrays),
         bytes_held=sum(array.present_bytes for array in arrays),
         full=not all(array.writable for array in arrays),
     )
 
 
 class Mirror:
-    """The mirror of some arrays of one store, by path."""
+    """The mirror of some arrays of one store, by path, or of the rows of one matrix.
 
-    def __init__(self, directory: MirrorDirectory, arrays: Sequence[ChunkFile]) -> None:
-        self._directory = directory
-        self.arrays: Mapping[str, ChunkFile] = {array.layout.path: array for array in arrays}
+    Beside `rows` there may be arrays that were mirrored earlier. They are read, but not filled any more.
+    """
+
+    def __init__(self, directory: MirrorDirectory, arrays: Sequence[ArrayFile], rows: RowBlocks | None = None) -> None:
+        self._directory, self.rows = directory, rows
+        self.arrays: Mapping[str, ArrayFile] = {array.layout.path: array for array in arrays}
+        for array in () if rows is None else arrays:
+            array.writable = False
+
+    @property
+    def files(self) -> Sequence[ChunkFile]:
+        """The files that are filled."""
+        return list(self.arrays.values()) if self.rows is None else [self.rows]
 
     def leases(self) -> Leases:
         """A new owner of leases."""
@@ -231,8 +242,8 @@ class Mirror:
 
     def record_verified(self) -> None:
         """Records the verified files, so that no process has to compare their checksums again."""
-        for array in self.arrays.values():
-            array.record_verified()
+        for file in (*self.arrays.values(), *self.files):
+            file.record_verified()
 
 
 def open_mirror_directory(cache: Cache, fingerprint: str, url: str) -> MirrorDirectory | None:
@@ -255,6 +266,18 @@ def open_mirror(
         if directory.form == "stored":
             return Mirror(directory, [StoredChunks(directory, layout, object_sizes or {}) for layout in arrays])
         return Mirror(directory, [MirrorArray(directory, layout) for layout in arrays])
+    except OSError as error:
+        log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
+        return None
+
+
+def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -> Mirror | None:
+    """The mirror of rows of a matrix; None, with a warning, if its files cannot be created."""
+    try:
+        rows = RowBlocks(directory, matrix, form)
+        held = all(has_array(directory, layout.path) for layout in matrix.arrays)
+        arrays = [MirrorArray(directory, layout) for layout in matrix.arrays] if held else []
+        return Mirror(directory, arrays, rows)
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
         return None

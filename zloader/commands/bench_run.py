@@ -82,12 +82,10 @@ class _Mirrored:
 
 
 def _mirror_arrays(dataset: Dataset, names: Sequence[str]) -> Sequence[ChunkFile]:
-    arrays: list[ChunkFile] = []
-    for store in dataset.stores if dataset.cache is not None else ():
-        for name in names:
-            mirror = store.mirror(store.matrix(name))
-            arrays += [] if mirror is None else mirror.arrays.values()
-    return arrays
+    if dataset.cache is None:
+        return []
+    mirrors = [mirror for name in names for mirror in dataset.matrices.mirrors(name)]
+    return [file for mirror in mirrors if mirror is not None for file in mirror.files]
 
 
 class _Samples:

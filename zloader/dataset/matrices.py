@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from zloader.caching.directory import cache_bytes
-from zloader.caching.mirror import contents_of
+from zloader.caching.mirror import Mirror, contents_of
 from zloader.caching.place import place_of
 from zloader.common.concurrent_calls import concurrently
 from zloader.common.errors import FormatError, OptionError
@@ -26,6 +26,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import CacheStatistics, CsrArrays, Rows, X
 from zloader.dataset.gene_axis import GeneAxis, gene_axis, merged_var
 from zloader.dataset.opening import OpenedStores
+from zloader.dataset.store import OpenedStore
 from zloader.reading.fetch import read_at_once
 from zloader.reading.forms import Form, Transforming, computing_dtype
 from zloader.reading.matrix_parts import MatrixPart
@@ -192,22 +193,31 @@ class Matrices:
 
     def parts(self, x: str, options: FetchOptions, genes: ChosenGenes | None = None) -> list[MatrixPart]:
         """Each store's part of the matrix `x`, as a Recipe takes it, with its columns or those chosen of the axis."""
+        return concurrently(
+            lambda of_store: of_store[0].part(of_store[1], options, of_store[2]), self._of_stores(x, genes)
+        )
+
+    def _of_stores(
+        self, x: str, genes: ChosenGenes | None
+    ) -> list[tuple[OpenedStore, MatrixLayout, ChosenGenes | None]]:
+        """The stores, each with its layout of a matrix and the columns that it has of it."""
         genes = self._panel_of(frame_of(x)) if genes is None else genes
-        pairs = list(zip(self._stores, self.layouts(x), strict=True))
-        parts = concurrently(lambda pair: pair[0].part(pair[1], options), pairs)
-        chosen = [genes] * len(parts) if self.rule.as_stored else self.axis(frame_of(x)).chosen(genes)
-        return [replace(part, genes=columns) for part, columns in zip(parts, chosen, strict=True)]
+        chosen = [genes] * len(self._stores) if self.rule.as_stored else self.axis(frame_of(x)).chosen(genes)
+        return list(zip(self._stores, self.layouts(x), chosen, strict=True))
+
+    def mirrors(self, x: str, genes: ChosenGenes | None = None) -> list[Mirror | None]:
+        """The mirror of each store's part of the matrix `x`; None without a usable cache."""
+        return concurrently(lambda of_store: of_store[0].mirror(*of_store[1:]), self._of_stores(x, genes))
 
     def cache_statistics(self, x: str) -> CacheStatistics:
         """How much of a matrix is in the cache now. Raises OptionError without a usable cache."""
         cache = self._opened.cache
         if cache is None:
             raise OptionError("the dataset has no cache: open it with cache=")
-        pairs = list(zip(self._stores, self.layouts(x), strict=True))
-        mirrors = concurrently(lambda pair: pair[0].mirror(pair[1]), pairs)
+        mirrors = self.mirrors(x)
         if None in mirrors:
             raise OptionError(f"the mirror of {self._opened.url} in {cache.directory} cannot be used (see the warning)")
-        cached = contents_of(array for mirror in mirrors if mirror is not None for array in mirror.arrays.values())
+        cached = contents_of(file for mirror in mirrors if mirror is not None for file in mirror.files)
         place = place_of(cache.directory)
         return CacheStatistics(
             **asdict(cached),

@@ -21,7 +21,16 @@ from zloader.access.location import Location
 from zloader.access.stored_objects import Listing, fingerprint, mirror_fingerprint
 from zloader.access.zarr_groups import UNDECODABLE, open_zarr_group, stored_keys
 from zloader.caching.kept_objects import CachedMetadataStore, OfflineSource, save_listing
-from zloader.caching.mirror import Mirror, MirrorArray, has_array, open_array, open_mirror, open_mirror_directory
+from zloader.caching.mirror import (
+    Mirror,
+    MirrorArray,
+    has_array,
+    open_array,
+    open_mirror,
+    open_mirror_directory,
+    open_rows,
+)
+from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import CacheError, FormatError, ZloaderError
 from zloader.common.messages import suggestion
 from zloader.common.options import Cache, FetchOptions
@@ -29,6 +38,7 @@ from zloader.common.records import ByteSource
 from zloader.dataset.elements import StoredElements
 from zloader.dataset.paged_offsets import PagedOffsets, pages_of
 from zloader.reading.matrix_parts import MatrixPart
+from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import matrix_shape
 
@@ -209,13 +219,19 @@ class OpenedStore(StoredElements):
             return None
         return open_array(directory, layout)
 
-    def mirror(self, matrix: MatrixLayout) -> Mirror | None:
-        """The mirror of a matrix, opened once per process. None without a usable cache."""
-        if self.mirror_directory is None:
+    def mirror(self, matrix: MatrixLayout, genes: ChosenGenes | None = None) -> Mirror | None:
+        """The mirror of a matrix, or of these genes of it, opened once per process. None without a usable cache."""
+        directory = self.mirror_directory
+        if directory is None:
             return None
-        if matrix.path not in self._mirrors:
-            self._mirrors[matrix.path] = open_mirror(self.mirror_directory, matrix.arrays, self._sizes)
-        return self._mirrors[matrix.path]
+        form = None
+        if directory.form == "compact":
+            form = RowForm.of(matrix, None if genes is None else genes.column_of)
+        name = matrix.path if form is None else form.name
+        if name not in self._mirrors:
+            opened = open_mirror(directory, matrix.arrays, self._sizes) if form is None else None
+            self._mirrors[name] = opened if form is None else open_rows(directory, matrix, form)
+        return self._mirrors[name]
 
     def original_dtype(self, matrix: MatrixLayout) -> str:
         """The dtype of the values before `convert` narrowed it, or else the stored dtype."""
@@ -227,13 +243,14 @@ class OpenedStore(StoredElements):
         dtypes = recorded.get("dtype") if isinstance(recorded, dict) else None
         return dtypes if isinstance(dtypes, dict) else {}
 
-    def part(self, matrix: MatrixLayout, options: FetchOptions) -> MatrixPart:
-        """A matrix of this store, as a Recipe takes it."""
+    def part(self, matrix: MatrixLayout, options: FetchOptions, genes: ChosenGenes | None = None) -> MatrixPart:
+        """A matrix of this store, or these genes of it, as a Recipe takes it."""
         return MatrixPart(
             url=self.location.url,
             matrix=matrix,
             indptr=self.offsets(matrix),
             object_sizes=self._sizes,
             source=self.source(options),
-            mirror=self.mirror(matrix),
+            mirror=self.mirror(matrix, genes),
+            genes=genes,
         )

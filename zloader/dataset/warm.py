@@ -28,7 +28,7 @@ from zloader.reading.bridge import Bridge, Put
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters
-from zloader.storage.layout import ArrayLayout
+from zloader.reading.row_reader import RowReader
 
 _WINDOW_BYTES = 16 << 20  # decoded bytes of the chunks that are downloaded together
 _WINDOWS = 16  # windows in flight, enough to keep a fast link busy
@@ -126,7 +126,7 @@ def warm(
 def _arrays(parts: Sequence[MatrixPart]) -> Iterator[ChunkFile]:
     for part in parts:
         if part.mirror is not None:
-            yield from part.mirror.arrays.values()
+            yield from part.mirror.files
 
 
 async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
@@ -135,32 +135,28 @@ async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters
     with opened_readers(parts, options, counters, sweeping=True) as readers:
         async with asyncio.TaskGroup() as group:
 
-            async def fill(reader: ArrayReader, mirror: ChunkFile, window: Rows) -> None:
+            async def fill(reader: ArrayReader | RowReader, window: Rows) -> None:
                 try:
-                    if mirror.writable:
+                    if reader.mirror is not None and reader.mirror.writable:
                         await reader.fill_mirror(window, turn=1)
                     await put([None], 1)
                 finally:
                     in_flight.release()
 
-            arrays = []
-            for part, of_part in zip(parts, readers, strict=True):
-                assert part.mirror is not None
-                for reader, array in zip(of_part, part.matrix.arrays, strict=True):
-                    arrays.append(_windows(array, reader, part.mirror.arrays[array.path]))
+            windows = [_windows(reader) for of_part in readers for reader in of_part]
             # Advance through all arrays in step, so that a full cache holds whole rows and not a single array.
-            for _, window, reader, mirror in heapq.merge(*arrays, key=lambda window: window[0]):
+            for _, window, reader in heapq.merge(*windows, key=lambda window: window[0]):
                 await in_flight.acquire()
-                group.create_task(fill(reader, mirror, window))
+                group.create_task(fill(reader, window))
 
 
-def _windows(
-    array: ArrayLayout, reader: ArrayReader, mirror: ChunkFile
-) -> Iterator[tuple[float, Rows, ArrayReader, ChunkFile]]:
-    """All chunks of an array in windows, each with the share of the array that precedes it."""
-    size = max(1, _WINDOW_BYTES // (array.chunk_elements * array.dtype.itemsize))
-    for first in range(0, array.n_chunks, size):
-        yield first / array.n_chunks, np.arange(first, min(first + size, array.n_chunks)), reader, mirror
+def _windows(reader: ArrayReader | RowReader) -> Iterator[tuple[float, Rows, ArrayReader | RowReader]]:
+    """All chunks of a reader's mirror in windows, each with the share of the chunks that precedes it."""
+    assert reader.mirror is not None
+    n_chunks = reader.mirror.layout.n_chunks
+    size = max(1, _WINDOW_BYTES // reader.mirror.decoded_chunk_bytes)
+    for first in range(0, n_chunks, size):
+        yield first / n_chunks, np.arange(first, min(first + size, n_chunks)), reader
 
 
 def _throttled(parts: Sequence[MatrixPart], bytes_per_s: int | None) -> Sequence[MatrixPart]:

@@ -67,7 +67,8 @@ LoadedColumn: TypeAlias = Sequence[tuple[int, Rows | slice, Elements]]
 async def load_column(planned: PlannedRows, turn: int) -> LoadedColumn:
     """Loads the rows of a column. Reads with a smaller `turn` go first."""
     elements = await load_elements(planned, np.empty(planned.n_bytes, np.uint8), turn=turn)
-    return [(number, planned.at[number], of_rows) for number, (of_rows,) in elements.items()]
+    loaded = [(number, planned.at[number], of_rows) for number, (of_rows,) in elements.items()]
+    return [(number, at, of_rows) for number, at, of_rows in loaded if isinstance(of_rows, Elements)]
 
 
 def rows_of(

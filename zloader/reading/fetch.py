@@ -32,6 +32,7 @@ from zloader.reading.matrix_rows import LoadedRows, PlannedRows, load_rows, plan
 from zloader.reading.reader import ArrayReader
 from zloader.reading.recipe import Recipe
 from zloader.reading.resources import BufferPool, Counters, timed
+from zloader.reading.row_reader import RowReader
 from zloader.selecting.columns import ObsColumn
 from zloader.selecting.groups import shares
 
@@ -114,7 +115,7 @@ class FetchScheduler:
     async def _load_ahead(
         self,
         fetches: Iterable[Fetch],
-        readers: list[list[ArrayReader]],
+        readers: list[Sequence[ArrayReader | RowReader]],
         loads: asyncio.Queue[asyncio.Task[_Loaded] | None],
         group: asyncio.TaskGroup,
     ) -> None:
@@ -127,7 +128,7 @@ class FetchScheduler:
             loads.put_nowait(group.create_task(self._load(planned, turn)))
         loads.put_nowait(None)
 
-    def _plan(self, fetch: Fetch, readers: list[list[ArrayReader]]) -> _Planned:
+    def _plan(self, fetch: Fetch, readers: list[Sequence[ArrayReader | RowReader]]) -> _Planned:
         rows, n_stores = fetch.rows, len(self._ends)
         at = dict(shares(self._ends, rows)) if n_stores else {}
         of_arrays = [readers[first : first + n_stores] for first in range(0, len(readers), max(1, n_stores))]
@@ -224,7 +225,7 @@ class FetchScheduler:
         taken = loaded.planned.fetch.order[cuts[0] : cuts[-1]]
         tokens = self._recipe.tokens
         n_bytes = 0
-        for name, rows in zip(self._recipe.x, loaded.planned.x, strict=True):
+        for name, rows in zip(self._recipe.x, (each.planned for each in loaded.x), strict=True):
             if self._is_wanted(name):
                 n_bytes += self._bytes_of(name, rows, taken)
             if tokens is not None and tokens.x == name:

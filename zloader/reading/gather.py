@@ -27,15 +27,19 @@ from zloader.reading.loops import (
     compress_rows,
     copy_rows,
     count_nonzero,
+    decode_rows,
     fits,
     limits_of,
     map_rows,
+    scatter_coded,
     scatter_rows,
     select_columns,
     select_values,
     sort_rows,
+    values_of,
 )
 from zloader.selecting.genes import ChosenGenes
+from zloader.storage.coded_rows import Views
 
 Empty = Callable[[int, np.dtype[Any]], NDArray[Any]]  # makes an array of a length and a dtype, with any contents
 _MOST_INT32 = np.iinfo(np.int32).max
@@ -56,7 +60,8 @@ class StoreRows:
     elements of `genes` from `starts[0][i]` on. It becomes the minibatch's row `at[i]`.
 
     `columns` has the column of each gene in x; None if the genes are the columns. `unsorted` says that the columns of a
-    row may not ascend although its genes do.
+    row may not ascend although its genes do. If the rows are `coded` there, row i begins at byte `starts[1][i]`, and
+    `genes` and `values` only have the dtypes.
     """
 
     at: Rows | slice
@@ -66,6 +71,7 @@ class StoreRows:
     lengths: Rows
     columns: Columns | None = None
     unsorted: bool = False
+    coded: Views | None = None
 
     def n_values(self) -> Rows:
         """Values per row in CSR form, which for dense rows are the nonzero values."""
@@ -136,7 +142,10 @@ def _require_fit(part: StoreRows, limits: Limits | None, beyond: int, n_rows: in
     """Raises UnfitValue unless `beyond`, which the kernels return, is -1. Otherwise it is a row of the part."""
     if beyond >= 0:
         first = part.starts[1][beyond]
-        values = part.values[first : first + part.lengths[beyond]]
+        if part.coded is None:
+            values = part.values[first : first + part.lengths[beyond]]
+        else:
+            values = values_of(part.coded, first, part.lengths[beyond])
         value = next(value for value in values if not fits(value, limits))
         raise UnfitValue(int(np.arange(n_rows)[part.at][beyond]), value)
 
@@ -166,7 +175,9 @@ def csr_rows(
     values = (np.empty if dtype in HALVES else empty)(int(indptr[-1]), gathering)  # half floats are narrowed later
     for part in parts:
         to, limits = indptr[:-1][part.at], limits_of(part.values.dtype, dtype)
-        if part.genes is None:
+        if part.coded is not None:
+            beyond = decode_rows(part.coded, part.starts[1], part.lengths, to, (indices, values), limits)
+        elif part.genes is None:
             beyond = compress_rows(part.values, part.starts[1], part.lengths, to, indices, values, limits)
         elif part.unsorted:
             mapped, out = (part.genes, part.columns, n_genes), (indices, values)
@@ -193,7 +204,9 @@ def dense_rows(parts: Sequence[StoreRows], n_rows: int, *, n_genes: int, dtype: 
     out = (np.zeros if sparse else np.empty)((n_rows, n_genes), gathering)
     for part in parts:
         to, limits = np.arange(n_rows)[part.at], limits_of(part.values.dtype, dtype)
-        if part.genes is None:
+        if part.coded is not None:
+            beyond = scatter_coded(part.coded, part.starts[1], part.lengths, to, out, limits)
+        elif part.genes is None:
             flat = out.reshape(-1)
             beyond = copy_rows(part.values, part.starts[1], part.lengths, to * n_genes, flat, limits)
         else:

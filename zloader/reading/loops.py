@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from zloader.common.compiled import compiled, count_bits
 from zloader.common.records import Rows
+from zloader.storage.coded_rows import Views, take_genes, take_values
 
 # The smallest and the largest value that fit, in the stored dtype, and whether the value must be a whole number, which
 # rules out fractions, NaN and infinities.
@@ -300,3 +301,56 @@ def compress_rows(
                 out_values[to] = taken[i]
                 to += 1
     return -1
+
+
+# ---- coded rows
+
+
+@compiled
+def _values_within(rows: Views, head: int, at: int, given: NDArray[Any], limits: Limits | None) -> bool:
+    """Decodes the values of a row, and says whether all of them are within the limits."""
+    if limits is None:
+        take_values(rows, head, at, given)
+        return True
+    stored = np.empty(len(given), rows[2].dtype)
+    take_values(rows, head, at, stored)
+    for i in range(len(given)):
+        given[i] = stored[i]
+    return all_fit(stored, limits)
+
+
+@compiled
+def decode_rows(
+    rows: Views, heads: Rows, lengths: Rows, at: Rows, out: tuple[NDArray[Any], NDArray[Any]], limits: Limits | None
+) -> int:
+    """Decodes rows until one has a value beyond the limits. Returns that row, or -1 if all values fit."""
+    genes, values = out
+    for row in range(len(heads)):
+        n, to = lengths[row], at[row]
+        end = take_genes(rows, heads[row], genes[to : to + n])
+        if not _values_within(rows, heads[row], end, values[to : to + n], limits):
+            return row
+    return -1
+
+
+@compiled
+def scatter_coded(rows: Views, heads: Rows, lengths: Rows, at: Rows, out: NDArray[Any], limits: Limits | None) -> int:
+    most = lengths.max() if len(lengths) else 0
+    columns, values = np.empty(most, np.uint32), np.empty(most, out.dtype)
+    for row in range(len(heads)):
+        n = lengths[row]
+        end = take_genes(rows, heads[row], columns[:n])
+        if not _values_within(rows, heads[row], end, values[:n], limits):
+            return row
+        given = out[at[row]]
+        for i in range(n):
+            given[columns[i]] += values[i]
+    return -1
+
+
+@compiled
+def values_of(rows: Views, head: int, length: int) -> NDArray[Any]:
+    """The values of a row in the stored dtype."""
+    genes, values = np.empty(length, rows[1].dtype), np.empty(length, rows[2].dtype)
+    take_values(rows, head, take_genes(rows, head, genes), values)
+    return values

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.chunk_file import ChunkFile
+from zloader.caching.leases import Leases
 from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource
 from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.filling import MirrorFiller
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
+from zloader.reading.row_reader import RowReader
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.layout import MatrixLayout, RowOffsets
 from zloader.storage.placement import ObjectIndex
@@ -51,7 +53,7 @@ class MatrixPart:
 @contextlib.contextmanager
 def opened_readers(
     parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: bool
-) -> Iterator[list[list[ArrayReader]]]:
+) -> Iterator[list[Sequence[ArrayReader | RowReader]]]:
     """The readers of each part's arrays. They share threads and one bound on the bytes in flight.
 
     `sweeping` says that every part will be read completely. On leaving, the mirrors record the chunks whose checksums
@@ -61,7 +63,7 @@ def opened_readers(
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="zloader-decode"))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        readers = []
+        readers: list[Sequence[ArrayReader | RowReader]] = []
         for part in parts:
             resources = Resources(
                 url=part.url,
@@ -75,12 +77,18 @@ def opened_readers(
                 own_buffers=own_buffers,
                 indexes=part.indexes,
             )
-            mirrored: Mapping[str, ChunkFile] = {}
             leases = None
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)
-                mirrored, leases = part.mirror.arrays, stack.enter_context(contextlib.closing(part.mirror.leases()))
-            readers.append(
-                [ArrayReader(array, mirrored.get(array.path), leases, resources) for array in part.matrix.arrays]
-            )
+                leases = stack.enter_context(contextlib.closing(part.mirror.leases()))
+            readers.append(_readers(part, leases, resources))
         yield readers
+
+
+def _readers(part: MatrixPart, leases: Leases | None, resources: Resources) -> Sequence[ArrayReader | RowReader]:
+    mirrored = {} if part.mirror is None else part.mirror.arrays
+    arrays = [ArrayReader(array, mirrored.get(array.path), leases, resources) for array in part.matrix.arrays]
+    if part.mirror is None or part.mirror.rows is None or leases is None:
+        return arrays
+    filler = MirrorFiller(part.mirror.rows, leases, resources)
+    return [RowReader(part.matrix, part.indptr, arrays, filler, part.genes, resources)]

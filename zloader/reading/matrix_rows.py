@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zloader.caching.row_blocks import CodedRows
 from zloader.common import page_cache
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows, X
@@ -23,8 +24,10 @@ from zloader.reading.forms import Form, Transforming
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.read_plan import Elements
 from zloader.reading.reader import ArrayReader, Needed
+from zloader.reading.row_reader import NeededRows, RowReader
 from zloader.selecting.genes import ChosenGenes
 from zloader.selecting.groups import by_value, shares
+from zloader.storage.coded_rows import Views, views_of
 from zloader.storage.layout import chunks_of
 from zloader.transforms.transform import RefusedValue
 
@@ -36,12 +39,13 @@ class PlannedRows:
     """The rows of a fetch in one matrix, before its reads.
 
     For each part that the rows touch, `at` has the positions of its rows, and `needed` the elements needed from each of
-    its arrays: genes (CSR only), then values. `lengths` are the elements per row.
+    its arrays: genes (CSR only), then values; or the rows of a mirror of coded rows. `lengths` are the elements per
+    row.
     """
 
     parts: Sequence[MatrixPart]
     at: Shares
-    needed: dict[int, list[Needed]]
+    needed: dict[int, list[Needed | NeededRows]]
     lengths: Rows
 
     @property
@@ -82,7 +86,7 @@ class PlannedRows:
     def _copied_bytes(self, n_elements: int, n_rows: int) -> int:
         """Bytes of the copies that `gather.choose` and `gather.widened` make, at most."""
         per_element = per_row = 0
-        for part in (self.parts[number] for number in self.needed):
+        for part in (self.parts[number] for number, needed in self.needed.items() if not _are_coded(needed)):
             itemsize = part.matrix.values.dtype.itemsize
             if part.genes is not None and part.indptr is None:
                 per_row = max(per_row, itemsize * part.n_columns)
@@ -92,8 +96,17 @@ class PlannedRows:
         return n_rows * per_row + n_elements * (per_element + widened)
 
 
+def _are_coded(needed: Sequence[Needed | NeededRows]) -> bool:
+    """Whether the rows come from a mirror of coded rows, whose genes are the columns of x."""
+    return isinstance(needed[0], NeededRows)
+
+
 def plan_rows(
-    parts: Sequence[MatrixPart], readers: Sequence[Sequence[ArrayReader]], rows: Rows, at: Shares, ends: Rows
+    parts: Sequence[MatrixPart],
+    readers: Sequence[Sequence[ArrayReader | RowReader]],
+    rows: Rows,
+    at: Shares,
+    ends: Rows,
 ) -> PlannedRows:
     """Plans the reads of some rows. Part k has `readers[k]` and ends before row `ends[k]`."""
     lengths = np.zeros(len(rows), np.int64)
@@ -105,7 +118,7 @@ def plan_rows(
         if isinstance(part.indptr, np.ndarray):
             page_cache.release(part.indptr)
         lengths[here] = stops - starts
-        needed[number] = [reader.needed(starts, stops) for reader in readers[number]]
+        needed[number] = [reader.needed(of_part, starts, stops) for reader in readers[number]]
     return PlannedRows(parts=parts, at=at, needed=needed, lengths=lengths)
 
 
@@ -130,7 +143,8 @@ class UnitedStores:
     """The arrays of one or several stores whose rows are gathered alike.
 
     `genes` is None for dense stores, `chosen` where genes are columns of x. `columns` has the tables `column_of` of all
-    these stores. `kept` are the arrays themselves, which `genes`, `values` and `columns` may only span.
+    these stores. `coded` are coded rows of mirrors; then `genes` and `values` only have their dtypes. `kept` are the
+    arrays themselves, which `genes`, `values` and `columns` may only span.
     """
 
     genes: NDArray[Any] | None
@@ -138,23 +152,34 @@ class UnitedStores:
     chosen: ChosenGenes | None
     columns: NDArray[Any] | None
     kept: Sequence[NDArray[Any]]
+    coded: Views | None = None
 
 
-def alike(part: MatrixPart, arrays: Sequence[NDArray[Any]]) -> Hashable:
-    """The same for all stores whose rows can be gathered in one loop. `arrays` has the genes (CSR only) and values."""
+def alike(part: MatrixPart, loaded: Sequence[Elements | CodedRows]) -> Hashable:
+    """The same for all stores whose rows can be gathered in one loop. `loaded` are the genes (CSR only) and values."""
     how: Hashable = None
+    arrays = [each.source for each in loaded]
+    if isinstance(loaded[0], CodedRows):
+        return loaded[0].dtypes
     if part.genes is not None:
         how = (part.genes.takes_all, part.genes.ascending) if len(arrays) == 2 else id(part.genes)
     return how, *((array.dtype, array.ctypes.data % array.itemsize) for array in arrays)
 
 
 def united(
-    parts: Sequence[MatrixPart], arrays: Sequence[Sequence[NDArray[Any]]]
+    parts: Sequence[MatrixPart], loaded: Sequence[Sequence[Elements | CodedRows]]
 ) -> tuple[UnitedStores, list[tuple[int, ...]]]:
     """The stores of parts that are alike, and for each part the shifts of its elements and of its table of columns."""
-    of_kinds = list(zip(*arrays, strict=True))  # genes and values, or values alone
+    arrays = [[each.source for each in of_part] for of_part in loaded]
+    of_kinds = list(zip(*arrays, strict=True))  # genes and values, or values or coded rows alone
     kept = [array for of_kind in of_kinds for array in of_kind]
     spans = [spanning(of_kind) for of_kind in of_kinds]
+    first = loaded[0][0]
+    if isinstance(first, CodedRows):
+        ((span, starts),) = spans
+        views = views_of(span, *first.dtypes)
+        coded = UnitedStores(genes=views[1], values=views[2], chosen=None, columns=None, kept=kept, coded=views)
+        return coded, [(start, 0) for start in starts]
     chosen, columns, table_starts = parts[0].genes, None, [0] * len(parts)
     if chosen is not None and len(spans) == 2:
         tables = [part.genes.column_of for part in parts if part.genes is not None]
@@ -228,6 +253,7 @@ class LoadedRows:
             values=stores.values,
             starts=(self.starts[0][taken], self.starts[1][taken]),
             lengths=self.planned.lengths[taken],
+            coded=stores.coded,
         )
         if stores.chosen is None:
             return rows
@@ -235,16 +261,18 @@ class LoadedRows:
         return gather.choose(rows, stores.chosen, columns)
 
 
-async def load_elements(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int) -> Mapping[int, list[Elements]]:
+async def load_elements(
+    planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: int
+) -> Mapping[int, list[Elements | CodedRows]]:
     """Loads the elements of planned rows, by part and array, into a buffer of `n_bytes`, unless a mirror has them."""
     used = 0
-    loads: dict[int, list[asyncio.Task[Elements]]] = {number: [] for number in planned.needed}
+    loads: dict[int, list[asyncio.Task[Elements | CodedRows]]] = {number: [] for number in planned.needed}
     async with asyncio.TaskGroup() as group:
         for number, arrays in planned.needed.items():
             for needed in arrays:
                 slot = buffer[used : used + needed.buffer_bytes]
                 used += needed.buffer_bytes
-                loads[number].append(group.create_task(needed.reader.load(needed, slot, turn=turn)))
+                loads[number].append(group.create_task(needed.load(slot, turn=turn)))
     return {number: [load.result() for load in of_part] for number, of_part in loads.items()}
 
 
@@ -253,25 +281,28 @@ async def load_rows(planned: PlannedRows, buffer: NDArray[np.uint8], *, turn: in
     return _loaded(planned, await load_elements(planned, buffer, turn=turn))
 
 
-def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements]]) -> LoadedRows:
+def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements | CodedRows]]) -> LoadedRows:
     """The rows whose elements have been loaded, with stores united, and where each row is in them."""
     n_rows = len(planned.lengths)
     starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
+    lengths = planned.lengths.copy()
     groups: dict[Hashable, list[int]] = {}
     for number, loaded in elements.items():
-        key = alike(planned.parts[number], [array.source for array in loaded])
+        key = alike(planned.parts[number], loaded)
         groups.setdefault(key, []).append(number)
     stores: list[UnitedStores] = []
     store_of = np.zeros(n_rows, np.min_scalar_type(len(groups)))
     for numbers in groups.values():
-        arrays = [[array.source for array in elements[number]] for number in numbers]
-        store, shifts = united([planned.parts[number] for number in numbers], arrays)
+        store, shifts = united([planned.parts[number] for number in numbers], [elements[number] for number in numbers])
         for number, (*of_arrays, of_table) in zip(numbers, shifts, strict=True):
             at = planned.at[number]
             store_of[at], tables[at] = len(stores), of_table
             for into, array, shift in zip(starts[-len(of_arrays) :], elements[number], of_arrays, strict=True):
                 into[at] = array.starts + shift
+                if isinstance(array, CodedRows):
+                    lengths[at] = array.lengths
         stores.append(store)
+    planned = replace(planned, lengths=lengths)  # a panel has fewer elements than the store
     return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables)
 
 
@@ -285,6 +316,10 @@ def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows)
         for parts in matrices:
             part = parts[number]
             of_part = rows[at] - (ends[number] - part.matrix.n_rows)
+            if part.mirror is not None and part.mirror.rows is not None:
+                blocks = part.mirror.rows.blocks(of_part)
+                needed, held = needed + len(blocks), held + part.mirror.rows.n_held(blocks)
+                continue
             starts, stops = part.matrix.elements_of(of_part, part.indptr)
             for array in part.matrix.arrays:
                 chunks = chunks_of(starts, stops, array.chunk_elements)

@@ -17,10 +17,11 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.chunk_file import ChunkFile
+from zloader.caching.chunk_file import ArrayFile
 from zloader.caching.leases import Leases
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
+from zloader.reading.filling import MirrorFiller
 from zloader.reading.read_plan import Elements, Slots, batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.reading.shard_indexes import ShardIndexes, explained
@@ -36,9 +37,6 @@ _BATCHES_IN_FLIGHT = 8
 # Decoded bytes that a thread holds on their way to the mirror. Memory that is used again costs no page faults. A group
 # of this size costs 0.2 ms of interpreter time, so smaller ones slow the threads down.
 _SCRATCH_BYTES = 8 << 20
-# How often a fetch checks whether the chunks that it waits for have arrived. It has to poll: other processes share only
-# the mirror's files with this one, so they cannot notify it.
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +70,10 @@ class Needed:
         """The memory that the elements take until they are gathered, in the buffer or in the page cache."""
         return self.buffer_bytes or int((self.stops - self.starts).sum()) * self.layout.dtype.itemsize
 
+    async def load(self, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
+        """Loads the elements, as `reader` does."""
+        return await self.reader.load(self, buffer, turn=turn)
+
     def slots(self, buffer: NDArray[np.uint8]) -> Slots:
         """Slots for the chunks in a buffer of at least `n_bytes`."""
         firsts, stops = self.bounds
@@ -85,14 +87,14 @@ class ArrayReader:
     def __init__(
         self,
         layout: ArrayLayout,
-        mirror: ChunkFile | None,
+        mirror: ArrayFile | None,
         leases: Leases | None,
         resources: Resources,
     ) -> None:
         """`leases` are the epoch's leases on chunks of the mirror."""
         self._layout = layout
-        self._mirror = mirror
-        self._leases = leases
+        self.mirror = mirror
+        self._filler = None if mirror is None or leases is None else MirrorFiller(mirror, leases, resources)
         self._resources = resources
         self._decoder = Decoder(layout)
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
@@ -101,8 +103,8 @@ class ArrayReader:
         self._indexes = ShardIndexes(layout, resources.object_sizes, resources.url, known=known, rereads=self._rereads)
         self._planner = planner_of(layout, resources.options, resources.object_sizes, sweeping=resources.sweeping)
 
-    def needed(self, starts: Rows, stops: Rows) -> Needed:
-        """The elements `[start, stop)` of each row, to be loaded."""
+    def needed(self, rows: Rows, starts: Rows, stops: Rows) -> Needed:
+        """The elements `[start, stop)` of each of some rows, to be loaded."""
         chunks = self._planner.chunks(starts, stops)
         return Needed(reader=self, layout=self._layout, starts=starts, stops=stops, chunks=chunks)
 
@@ -111,16 +113,16 @@ class ArrayReader:
 
     def has_in_place(self, chunks: Rows) -> bool:
         """Whether `load` needs no buffer for these chunks, because a mirror has their elements in place, or will."""
-        mirror = self._mirror
+        mirror = self.mirror
         return mirror is not None and mirror.in_place and (mirror.writable or mirror.contains(chunks))
 
     async def load(self, needed: Needed, buffer: NDArray[np.uint8], *, turn: int) -> Elements:
         """The needed elements of each row. Reads with a smaller `turn` go first."""
-        mirror, chunks = self._mirror, needed.chunks
+        mirror, chunks = self.mirror, needed.chunks
         missing = chunks
-        if mirror is not None:
+        if mirror is not None and self._filler is not None:
             downloaded = await self.fill_mirror(chunks, turn) if mirror.writable else chunks[:0]
-            missing = await self._missing(mirror, chunks)
+            missing = await self._filler.missing(chunks)
             self._count_mirrored(chunks[~np.isin(chunks, np.concatenate([downloaded, missing]))])
             if mirror.in_place and not len(missing):
                 (source, positions), _ = await self._resources.run(mirror.rows, needed.starts, needed.stops)
@@ -134,7 +136,7 @@ class ArrayReader:
 
     async def _take_mirrored(self, chunks: Rows, slots: Slots, turn: int) -> None:
         """Fills the slots of chunks that the mirror has."""
-        mirror, run = self._mirror, self._resources.run
+        mirror, run = self.mirror, self._resources.run
         if mirror is None or not len(chunks):
             return
         await run(mirror.prefetch, chunks)
@@ -152,42 +154,17 @@ class ArrayReader:
 
         Returns the chunks that were read here.
         """
-        mirror = self._mirror
+        mirror, filler = self.mirror, self._filler
         assert mirror is not None
-        assert self._leases is not None
+        assert filler is not None
         if mirror.contains(chunks):
             return chunks[:0]
         wanted = self._planner.chunks_to_mirror(chunks, first_fetch=not turn)
-        left = await self._missing(mirror, wanted)
         if mirror.needs_places:
-            await self._place(mirror, left, turn)
-        downloaded = [chunks[:0]]
-        waited_s = 0.0
-        while len(left):
-            mine, others = await self._claim(mirror, left, waited_s)
-            downloaded.append(mine)
-            try:
-                await self._read_chunks(mine, None, turn)
-            finally:
-                mirror.release(mine, self._leases)
-            # Of the chunks that others are reading, this fetch waits only for those that it needs.
-            left = await self._missing(mirror, others[np.isin(others, chunks)])
-            if len(left):
-                await asyncio.sleep(_POLL_S)
-                waited_s += _POLL_S
-        return np.concatenate(downloaded)
+            await self._place(mirror, await filler.missing(wanted), turn)
+        return await filler.fill(chunks, wanted, lambda mine: self._read_chunks(mine, None, turn))
 
-    async def _claim(self, mirror: ChunkFile, chunks: Rows, waited_s: float) -> tuple[Rows, Rows]:
-        """The chunks to read here and the chunks that others are reading; after the deadline, all are read here."""
-        if waited_s > self._resources.options.deadline_s:
-            return chunks, chunks[:0]
-        assert self._leases is not None
-        if not mirror.limited:
-            return mirror.acquire(chunks, self._leases)
-        claimed, _ = await self._resources.run(mirror.acquire, chunks, self._leases)  # allocates space on disk
-        return claimed
-
-    async def _place(self, mirror: ChunkFile, chunks: Rows, turn: int) -> None:
+    async def _place(self, mirror: ArrayFile, chunks: Rows, turn: int) -> None:
         """Tells the mirror where the chunks are in their objects."""
         per_shard = self._layout.chunks_per_shard
         for shard, index in (await self._indexes_of(chunks, turn)).items():
@@ -195,13 +172,6 @@ class ArrayReader:
             stored, offsets, sizes = index.ranges(here % per_shard)
             mirror.place(here[stored], offsets, sizes)
             mirror.place(here[~stored], 0, 0)
-
-    async def _missing(self, mirror: ChunkFile, chunks: Rows) -> Rows:
-        """The chunks that the mirror lacks; checksums that have to be compared are compared in a thread."""
-        if not mirror.has_unverified(chunks):
-            return mirror.missing(chunks)
-        missing, _ = await self._resources.run(mirror.missing, chunks)
-        return missing
 
     def _count_mirrored(self, chunks: Rows) -> None:
         first, last = self._layout.chunk_bounds(chunks)
@@ -274,8 +244,8 @@ class ArrayReader:
         for chunk in absent[:, None]:
             filled = self._scratch(chunk) if slots is None else slots
             filled.of(chunk)[0][:] = self._layout.fill_value
-            if slots is None and self._mirror is not None:
-                self._mirror.keep(chunk, filled.jobs(chunk), [b""], filled.elements)
+            if slots is None and self.mirror is not None:
+                self.mirror.keep(chunk, filled.jobs(chunk), [b""], filled.elements)
 
     def _decode_to_mirror(
         self,
@@ -289,7 +259,7 @@ class ArrayReader:
 
         Returns the position and the error of each corrupt chunk.
         """
-        assert self._mirror is not None
+        assert self.mirror is not None
         corrupt = []
         for here in self._few_of(np.argsort(chunks, kind="stable")):
             slots = self._scratch(chunks[here])
@@ -297,7 +267,7 @@ class ArrayReader:
             errors = self._decoder.decode_all(stored, jobs, slots.elements)
             corrupt += [(int(here[position]), error) for position, error in errors]
             kept = np.delete(np.arange(len(here)), [position for position, _ in errors])
-            self._mirror.keep(chunks[here[kept]], jobs[kept], stored, slots.elements)
+            self.mirror.keep(chunks[here[kept]], jobs[kept], stored, slots.elements)
         return corrupt
 
     def _few_of(self, chunks: Rows) -> list[Rows]:

@@ -1,0 +1,182 @@
+"""A form of the mirror that is laid out by rows: blocks of coded rows, of all genes of a matrix or of a panel.
+
+NAME.rows is a sparse file in which each block has room for the most that its rows may take, so every process knows
+where a block belongs. NAME.blocks beside it has a word for each block, and its offset and size (checksums.py).
+storage/coded_rows.py describes a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caching.atomic_files import cached_path
+from zloader.caching.checksums import bounds_of
+from zloader.caching.chunk_file import ChunkFile
+from zloader.caching.directory import MirrorDirectory
+from zloader.common import page_cache
+from zloader.common.compiled import compiled
+from zloader.common.records import Rows
+from zloader.storage.coded_rows import ALIGNED, ENTRY, ENTRY_BYTES, most_bytes
+from zloader.storage.layout import ArrayLayout, MatrixLayout, distinct
+
+# Rows of a block, which takes 50 to 100 KB, so that little of its last page is unused. It is read from the store as a
+# whole, even if a fetch needs a single row.
+_BLOCK_ROWS, _PANEL_ROWS = 32, 128
+_APART = 128  # bytes between the rooms of two blocks, at least, so that each begins at a multiple of 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowForm:
+    """The rows that are kept, by `name`: their dtypes, and how many of them are in a block."""
+
+    name: str
+    genes: np.dtype[Any]
+    values: np.dtype[Any]
+    block_rows: int
+
+    @classmethod
+    def of(cls, matrix: MatrixLayout, panel: NDArray[Any] | None) -> RowForm | None:
+        """The form of a CSR matrix, or of a panel: the column of each of its genes. None if its rows are not coded."""
+        dtype = matrix.values.dtype
+        if matrix.genes is None or dtype.kind not in "iuf" or dtype == np.float16:
+            return None
+        if panel is None:
+            return cls(name=matrix.path, genes=matrix.genes.dtype, values=dtype, block_rows=_BLOCK_ROWS)
+        digest = hashlib.sha256(f"{panel.dtype.str} {len(panel)}".encode() + panel.tobytes()).hexdigest()
+        name = f"{matrix.path}/panel {digest[:16]}"
+        return cls(name=name, genes=panel.dtype, values=dtype, block_rows=_PANEL_ROWS)
+
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
+        """The dtypes of genes and values."""
+        return self.genes, self.values
+
+    @property
+    def itemsizes(self) -> int:
+        """The bytes of a gene and a value."""
+        return int(self.genes.itemsize + self.values.itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedRows:
+    """Some coded rows: row i begins at byte `starts[i]` of `source` and has `lengths[i]` elements.
+
+    `entries` is the table of these rows, and `dtypes` are those of genes and values.
+    """
+
+    source: NDArray[np.uint8]
+    starts: Rows
+    entries: NDArray[Any]
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]]
+
+    @property
+    def lengths(self) -> Rows:
+        return self.entries["length"].astype(np.int64)
+
+
+@compiled
+def _entries(words: NDArray[np.uint64], blocks: Rows, rows: Rows, out: NDArray[np.uint64]) -> None:
+    """Copies the entries of some rows; row i is number `rows[i]` of the block at byte `blocks[i]`."""
+    n_words = ENTRY_BYTES // 8
+    for i in range(len(rows)):
+        first = blocks[i] // 8 + rows[i] * n_words
+        for k in range(n_words):
+            out[i, k] = words[first + k]
+
+
+class RowBlocks(ChunkFile):
+    """Blocks of coded rows of one matrix. Raises OSError if its files cannot be created or opened.
+
+    A chunk of its `layout` is a block, and an element is a row.
+    """
+
+    def __init__(self, directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -> None:
+        self.form, self._n_values = form, matrix.values.n_elements
+        layout = ArrayLayout.plain(
+            form.name, "uint8", n_elements=matrix.n_rows, chunk_elements=form.block_rows, chunks_per_shard=1 << 30
+        )
+        path, words_path = (cached_path(directory.path, form.name, suffix) for suffix in ("rows", "blocks"))
+        rooms = most_bytes(matrix.n_rows, matrix.values.n_elements, form.itemsizes)
+        super().__init__(directory, layout, path, words_path, int(rooms + _APART * (layout.n_chunks + 1)))
+
+    def room(self, blocks: Rows, first_values: Rows) -> Rows:
+        """The first byte of the room of each block, whose first row begins at these values of the matrix."""
+        most = most_bytes(blocks * self.form.block_rows, first_values, self.form.itemsizes)
+        return np.asarray(most + _APART * blocks)
+
+    def bounds(self, chunks: Rows) -> tuple[Rows, Rows]:
+        """The first byte of each block in the file, and the byte after its last. Known only for present blocks."""
+        offsets, sizes = self._places
+        return bounds_of(np.stack([offsets[chunks], sizes[chunks]]), len(self.content))
+
+    def _allocated(self, chunks: Rows) -> Rows:
+        """How much space a block needs is known when its rows are coded: see `keep`."""
+        return chunks if self.writable else chunks[:0]
+
+    def keep(self, block: int, offset: int, content: NDArray[np.uint8]) -> None:
+        """Writes a block into its room. After a failure (full disk) or at the limits, writes no more."""
+        if not self.writable or not self._has_space(offset, len(content)) or not self._write(offset, content):
+            return
+        self._places[0][block], self._places[1][block] = offset, len(content)
+        self._mark_present(block, content)
+
+    def _has_space(self, offset: int, n_bytes: int) -> bool:
+        if not self.limited:
+            return True
+        try:
+            if self._directory.space.allocate(self._file, [(offset, n_bytes)]):
+                return True
+        except OSError as error:
+            self._stop_writing(error)
+        else:
+            self._stop_at_limits()
+        return False
+
+    @property
+    def bytes_in_all(self) -> int:
+        """Coded bytes of all blocks, estimated from those that are present."""
+        held = self.n_present
+        return self.present_bytes * self.layout.n_chunks // held if held else 0
+
+    @property
+    def present_bytes(self) -> int:
+        """Coded bytes of the present blocks."""
+        sizes = self._places[1]
+        return sum(int(sizes[first : first + len(held)][held].sum()) for first, held in self._present_windows())
+
+    @property
+    def decoded_chunk_bytes(self) -> int:
+        """Bytes of the rows of a block, on average, before they are coded."""
+        return max(1, self._n_values * self.form.itemsizes // max(1, self.layout.n_chunks))
+
+    def blocks(self, rows: Rows) -> Rows:
+        """The blocks of some rows, ascending."""
+        return distinct(rows // self.form.block_rows)
+
+    def coded_bytes(self, blocks: Rows) -> int:
+        """Bytes of present blocks."""
+        return int(self._places[1][blocks].sum())
+
+    def rows(self, rows: Rows) -> CodedRows:
+        """Some rows of present blocks."""
+        blocks, within = np.divmod(rows, self.form.block_rows)
+        starts, stops = self.bounds(blocks)
+        self._prefetch(starts, stops, within)
+        entries = np.empty(len(rows), ENTRY)
+        words = self.content[: len(self.content) // ALIGNED * ALIGNED].view(np.uint64)
+        _entries(words, starts, within, entries.view(np.uint64).reshape(len(rows), -1))
+        self.count_mapped(int(entries["length"].sum()) * 2)
+        found = starts + entries["offset"]
+        return CodedRows(source=self.content, starts=found, entries=entries, dtypes=self.form.dtypes)
+
+    def _prefetch(self, starts: Rows, stops: Rows, within: Rows) -> None:
+        """Makes the kernel load what will be read: the tables of all blocks, and about where the rows are."""
+        tables = ENTRY_BYTES * self.form.block_rows
+        mean = (stops - starts - tables) // self.form.block_rows
+        rows = starts + tables + within * mean
+        page_cache.prefetch(self._file, np.concatenate([starts, rows]), np.concatenate([starts + tables, rows + mean]))

@@ -1,0 +1,217 @@
+"""Rows of a CSR matrix coded one by one: a row takes about half its bytes, and can be decoded alone. Pure.
+
+A coded row is, in this order:
+
+- its head: two uint16, the numbers of exceptions among its genes and among its values, RAW for what is not coded
+- its genes, as steps from each to the next: the lowest byte of each step, then the exceptions
+- its values: the lowest half byte of each, those of the second half of the row in the upper half bytes, and then the
+  exceptions. If they would be shorter with whole bytes, as genes are, bit 15 of the head says so
+
+An exception is two uint16: the position of a step or value that is too large, and the rest of it without its lowest
+bits. Whole numbers are coded in any dtype. Whatever does not fit (fractions, negative values and steps, rows of more
+than 32 767 elements), or would not be shorter, is raw: in the stored dtype, aligned to it. Decoding gives back the same
+bits.
+
+A block is some rows one after another, behind a table with an entry for each of them (ENTRY).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.common.compiled import compiled
+from zloader.common.records import Rows
+
+# The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
+# elements and the sum.
+ENTRY = np.dtype([("offset", "<u4"), ("length", "<u4"), ("whole_length", "<u8"), ("whole_sum", "<f8")])
+ENTRY_BYTES = ENTRY.itemsize
+ALIGNED = 8  # rows and blocks begin at multiples of it
+RAW = 0xFFFF  # exceptions
+_HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
+_BYTES = 0x8000  # set where values have whole bytes
+_MOST = 0x7FFF  # elements of a row that is coded
+
+# The bytes of coded rows as they are, and the same memory in the dtypes of genes and values.
+Views: TypeAlias = tuple[NDArray[np.uint8], NDArray[Any], NDArray[Any]]
+
+
+def views_of(content: NDArray[np.uint8], genes: np.dtype[Any], values: np.dtype[Any]) -> Views:
+    """Coded rows with genes and values of these dtypes. The memory is aligned to 8 bytes."""
+    whole = content[: len(content) // ALIGNED * ALIGNED]
+    return content, whole.view(genes), whole.view(values)
+
+
+def most_bytes(n_rows: Any, n_values: Any, itemsizes: int) -> Any:
+    """An upper bound of the bytes of a block. `itemsizes` are the bytes of a gene and a value. A multiple of 64."""
+    return -(-(n_rows * (ENTRY_BYTES + _HEAD_BYTES + 3 * ALIGNED) + n_values * itemsizes + ALIGNED) // 64) * 64
+
+
+@compiled
+def _put_word(out: NDArray[np.uint8], at: int, word: Any) -> None:
+    out[at], out[at + 1] = word & 0xFF, word >> 8
+
+
+@compiled
+def _word_at(content: NDArray[np.uint8], at: int) -> Any:
+    return np.int64(content[at]) | (np.int64(content[at + 1]) << 8)
+
+
+@compiled
+def _aligned(at: int, to: int) -> int:
+    return (at + to - 1) // to * to
+
+
+# ---- coding
+
+
+@compiled
+def _coded_bits(numbers: NDArray[Any], in_steps: bool) -> int:
+    """The bits of each number, or of its step, with which all of them are shortest; 0 if they are raw."""
+    n, over_half, over_byte = len(numbers), 0, 0
+    before = most = np.int64(0)
+    for i in range(n):
+        number = np.int64(numbers[i])
+        rest = number - before
+        if numbers[i] != number or np.signbit(numbers[i]) or rest < 0:
+            return 0
+        over_half += int(rest > 0xF)
+        over_byte += int(rest > 0xFF)
+        most = max(most, rest)
+        if in_steps:
+            before = number
+    halves, whole = (n + 1) // 2 + _EXCEPTION_BYTES * over_half, n + _EXCEPTION_BYTES * over_byte
+    bits = 4 if halves < whole and not in_steps and most >> 4 <= 0xFFFF else 8
+    shorter = (halves if bits == 4 else whole) < n * numbers.itemsize
+    return bits if n <= _MOST and most >> bits <= 0xFFFF and shorter else 0
+
+
+@compiled
+def _put(
+    numbers: NDArray[Any], in_steps: bool, out: NDArray[np.uint8], typed: NDArray[Any], at: int
+) -> tuple[int, int]:
+    """Writes numbers from byte `at` on. Returns their part of the head, and the byte after them."""
+    n, bits = len(numbers), _coded_bits(numbers, in_steps)
+    if bits == 0:
+        first = _aligned(at, numbers.itemsize) // numbers.itemsize
+        typed[first : first + n] = numbers
+        return RAW, (first + n) * numbers.itemsize
+    n_low = n if bits == 8 else (n + 1) // 2
+    low, most = out[at : at + n_low], (1 << bits) - 1
+    exceptions, before = 0, np.int64(0)
+    for i in range(n):
+        number = np.int64(numbers[i])
+        rest = number - before
+        if i < n_low:
+            low[i] = rest & most
+        else:
+            low[i - n_low] |= (rest & most) << 4
+        if rest > most:
+            place = at + n_low + _EXCEPTION_BYTES * exceptions
+            _put_word(out, place, i)
+            _put_word(out, place + 2, rest >> bits)
+            exceptions += 1
+        before = number if in_steps else before
+    flag = _BYTES if bits == 8 and not in_steps else 0
+    return exceptions | flag, at + n_low + _EXCEPTION_BYTES * exceptions
+
+
+@compiled
+def code_rows(
+    genes: NDArray[Any], values: NDArray[Any], starts: tuple[Rows, Rows], lengths: Rows, table: NDArray[Any], out: Views
+) -> int:
+    """Codes rows as a block at the beginning of `out`, with a copy of their entries in `table`. Returns its bytes."""
+    content, typed_genes, typed_values = out
+    to = _aligned(len(lengths) * ENTRY_BYTES, ALIGNED)
+    for row in range(len(lengths)):
+        n, head = lengths[row], to
+        of_genes = genes[starts[0][row] : starts[0][row] + n]
+        of_values = values[starts[1][row] : starts[1][row] + n]
+        table[row].offset, table[row].length = head, n
+        exceptions, to = _put(of_genes, True, content, typed_genes, head + _HEAD_BYTES)
+        _put_word(content, head, exceptions)
+        exceptions, to = _put(of_values, False, content, typed_values, to)
+        _put_word(content, head + 2, exceptions)
+        to = _aligned(to, ALIGNED)
+    return to
+
+
+# ---- decoding
+
+
+@compiled
+def row_bytes(rows: Views, heads: Rows, lengths: Rows) -> Rows:
+    """The bytes of each row at byte `heads[i]`, a multiple of ALIGNED."""
+    content, typed_genes, typed_values = rows
+    found = np.empty(len(heads), np.int64)
+    for row in range(len(heads)):
+        n, at = lengths[row], heads[row] + _HEAD_BYTES
+        exceptions = _word_at(content, heads[row])
+        if exceptions == RAW:
+            at = _aligned(at, typed_genes.itemsize) + n * typed_genes.itemsize
+        else:
+            at += n + _EXCEPTION_BYTES * exceptions
+        exceptions = _word_at(content, heads[row] + 2)
+        if exceptions == RAW:
+            at = _aligned(at, typed_values.itemsize) + n * typed_values.itemsize
+        else:
+            low = n if exceptions & _BYTES else (n + 1) // 2
+            at += low + _EXCEPTION_BYTES * (exceptions & (_BYTES - 1))
+        found[row] = _aligned(at, ALIGNED) - heads[row]
+    return found
+
+
+@compiled
+def _take_raw(typed: NDArray[Any], at: int, given: NDArray[Any]) -> int:
+    first = _aligned(at, typed.itemsize) // typed.itemsize
+    taken = typed[first : first + len(given)]
+    for i in range(len(given)):
+        given[i] = taken[i]
+    return int(first + len(given)) * typed.itemsize
+
+
+@compiled
+def take_genes(rows: Views, head: int, given: NDArray[Any]) -> int:
+    """Decodes the genes of the row at byte `head`. Returns the byte after them."""
+    content, typed, _ = rows
+    exceptions, n, at = _word_at(content, head), len(given), head + _HEAD_BYTES
+    if exceptions == RAW:
+        return _take_raw(typed, at, given)
+    steps, gene, begin = content[at : at + n], np.int64(0), 0
+    for exception in range(exceptions + 1):
+        place = at + n + _EXCEPTION_BYTES * exception
+        stop = _word_at(content, place) if exception < exceptions else n
+        taken, of_run = steps[begin:stop], given[begin:stop]
+        for i in range(len(of_run)):
+            gene += taken[i]
+            of_run[i] = gene
+        if exception < exceptions:
+            gene += steps[stop] + (_word_at(content, place + 2) << 8)
+            given[stop] = gene
+        begin = stop + 1
+    return int(at + n) + _EXCEPTION_BYTES * int(exceptions)
+
+
+@compiled
+def take_values(rows: Views, head: int, at: int, given: NDArray[Any]) -> None:
+    """Decodes the values at byte `at` of the row at byte `head`, in the stored dtype or one that holds its values."""
+    content, _, typed = rows
+    exceptions, n = _word_at(content, head + 2), len(given)
+    if exceptions == RAW:
+        _take_raw(typed, at, given)
+        return
+    bits = 8 if exceptions & _BYTES else 4
+    exceptions &= _BYTES - 1
+    n_low = n if bits == 8 else (n + 1) // 2
+    low, first, last = content[at : at + n_low], given[:n_low], given[n_low:]
+    for i in range(n_low):
+        first[i] = low[i] & 0xF if bits == 4 else low[i]
+    for i in range(n - n_low):
+        last[i] = low[i] >> 4
+    for place in range(at + n_low, at + n_low + _EXCEPTION_BYTES * exceptions, _EXCEPTION_BYTES):
+        i = _word_at(content, place)
+        lowest = low[i] & ((1 << bits) - 1) if i < n_low else low[i - n_low] >> 4
+        given[i] = lowest + (_word_at(content, place + 2) << bits)
