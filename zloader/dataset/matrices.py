@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -196,6 +196,20 @@ class Matrices:
         return concurrently(
             lambda of_store: of_store[0].part(of_store[1], options, of_store[2]), self._of_stores(x, genes)
         )
+
+    def parts_for(
+        self, x: str, options: FetchOptions, transforming: Transforming
+    ) -> tuple[list[MatrixPart], Transforming]:
+        """The parts of x for transforms that look at whole rows, and how x is made of them.
+
+        They have all genes, and those of x are chosen afterwards, unless mirrors keep the totals of whole rows and the
+        transforms need no more.
+        """
+        if self.rule.as_stored and transforming.needs_only_totals:
+            parts = self.parts(x, options, transforming.genes)
+            if all(part.has_totals(transforming.gathering_dtype) for part in parts):
+                return parts, replace(transforming, genes=None, by_totals=True)
+        return self.parts(x, options), transforming
 
     def _of_stores(
         self, x: str, genes: ChosenGenes | None

@@ -173,7 +173,8 @@ def called(what: str, function: Callable[[Any], Any], argument: Any, rows: Rows)
 class Transforming:
     """How x of one matrix is made of gathered rows. `transforms` are bound to the columns of x.
 
-    `genes` are the columns to choose among all genes, if the rows are gathered with all of them.
+    `genes` are the columns to choose among all genes, if the rows are gathered with all of them. `by_totals` says that
+    they are gathered with the chosen genes, and that the totals of whole rows are known.
     """
 
     transforms: Sequence[Transform]
@@ -182,6 +183,12 @@ class Transforming:
     dense: bool
     dtype: str
     genes: ChosenGenes | None = None
+    by_totals: bool = False
+
+    @property
+    def needs_only_totals(self) -> bool:
+        """Whether x of the chosen genes and the totals of whole rows are enough."""
+        return self._n_first == 1 and self.transforms[0].row_totals
 
     @property
     def _n_first(self) -> int:
@@ -208,10 +215,16 @@ class Transforming:
             more = max(more, gathered_bytes)
         return more + (gathered_bytes // 2 if self.dtype in HALVES else 0)
 
-    def x(self, gathered: X, rows: Rows) -> X:
-        """x of the gathered rows, which are `rows` of the dataset. Uses up their memory. Raises RefusedValue."""
+    def x(self, gathered: X, rows: Rows, totals: NDArray[np.float64]) -> X:
+        """x of the gathered rows, which are `rows` of the dataset and have these totals.
+
+        Uses up their memory. Raises RefusedValue.
+        """
         x = _summed(gathered) if isinstance(gathered, CsrArrays) else gathered
         numbered = list(enumerate(self.transforms))
+        if self.by_totals:
+            x = self._applied(numbered[:1], x, rows, totals)
+            numbered = numbered[1:]
         if self.genes is not None:
             x = self._chosen(self._applied(numbered[: self._n_first], x, rows), rows, self.genes)
             numbered = numbered[self._n_first :]
@@ -221,9 +234,16 @@ class Transforming:
             return replace(x, values=self._narrowed(x.values, x.indptr))
         return self._narrowed(x, np.arange(len(x) + 1) * x.shape[1])
 
-    def _applied(self, numbered: Sequence[tuple[int, Transform]], x: X, rows: Rows) -> X:
+    def _applied(
+        self,
+        numbered: Sequence[tuple[int, Transform]],
+        x: X,
+        rows: Rows,
+        totals: NDArray[np.float64] | None = None,
+    ) -> X:
         for number, transform in numbered:
             given = RowValues.of(x, rows, seed=self.seed, epoch=self.epoch, number=number)
+            given.totals = totals
             values = given.values
             made = called(f"transform {type(transform).__name__}", transform.apply, given, rows)
             if not (made is None or made is values) or given.values is not values:

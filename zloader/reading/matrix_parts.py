@@ -49,6 +49,11 @@ class MatrixPart:
         """Columns of x, the same in all parts of a matrix."""
         return self.matrix.n_genes if self.genes is None else len(self.genes)
 
+    def has_totals(self, dtype: str) -> bool:
+        """Whether the mirror knows the totals that whole rows have in a dtype, to the last bit."""
+        has_rows = self.mirror is not None and self.mirror.rows is not None
+        return has_rows and np.can_cast(self.matrix.values.dtype, dtype, "safe")
+
 
 @contextlib.contextmanager
 def opened_readers(

@@ -195,6 +195,7 @@ class LoadedRows:
     """The rows of a fetch in one matrix, in memory. Row i has `planned.lengths[i]` elements in store `store_of[i]`.
 
     Its genes and values begin at `starts[0][i]` and `starts[1][i]` there, and the columns of its genes at `tables[i]`.
+    Coded rows have the total of the row with all genes in `totals[i]`.
     """
 
     planned: PlannedRows
@@ -202,6 +203,7 @@ class LoadedRows:
     store_of: NDArray[np.unsignedinteger]
     starts: tuple[Rows, Rows]
     tables: Rows
+    totals: NDArray[np.float64]
 
     def x(self, taken: Rows, rows: Rows, form: Form) -> X:
         """x for the positions `taken` of the fetch, which are `rows` of the dataset.
@@ -223,7 +225,7 @@ class LoadedRows:
         form = Form(dense=transforming.gathers_dense, dtype=transforming.gathering_dtype)
         gathered = self.x(taken, rows, form)
         try:
-            return transforming.x(gathered, rows)
+            return transforming.x(gathered, rows, self.totals[taken])
         except RefusedValue as refused:
             if not 0 <= refused.row < len(rows):
                 raise OptionError(
@@ -285,7 +287,7 @@ def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements | Cod
     """The rows whose elements have been loaded, with stores united, and where each row is in them."""
     n_rows = len(planned.lengths)
     starts, tables = (np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)), np.zeros(n_rows, np.int64)
-    lengths = planned.lengths.copy()
+    lengths, totals = planned.lengths.copy(), np.zeros(n_rows)
     groups: dict[Hashable, list[int]] = {}
     for number, loaded in elements.items():
         key = alike(planned.parts[number], loaded)
@@ -300,10 +302,10 @@ def _loaded(planned: PlannedRows, elements: Mapping[int, Sequence[Elements | Cod
             for into, array, shift in zip(starts[-len(of_arrays) :], elements[number], of_arrays, strict=True):
                 into[at] = array.starts + shift
                 if isinstance(array, CodedRows):
-                    lengths[at] = array.lengths
+                    lengths[at], totals[at] = array.lengths, array.entries["whole_sum"]
         stores.append(store)
     planned = replace(planned, lengths=lengths)  # a panel has fewer elements than the store
-    return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables)
+    return LoadedRows(planned=planned, stores=stores, store_of=store_of, starts=starts, tables=tables, totals=totals)
 
 
 def held_share(matrices: Iterable[Sequence[MatrixPart]], ends: Rows, rows: Rows) -> float:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
 from zloader.storage.coded_rows import ALIGNED, ENTRY, code_rows, most_bytes, row_bytes, views_of
 from zloader.storage.layout import MatrixLayout, RowOffsets, align_to_runs, expand, fill_gaps
+from zloader.transforms.normalizing import sum_of
 
 _BATCH_BYTES = 8 << 20  # decoded bytes of the rows that are read and coded together
 
@@ -101,13 +102,13 @@ class RowReader:
         counters.chunks_from_mirror += len(blocks)
         counters.bytes_from_mirror += self.mirror.coded_bytes(blocks)
 
-    def _joined(self, rows: Rows, absent: NDArray[np.bool_], read: gather.StoreRows) -> CodedRows:
+    def _joined(self, rows: Rows, absent: NDArray[np.bool_], read: _ReadRows) -> CodedRows:
         """Rows in memory: those that were read, and copies of those in the mirror."""
         kept = self.mirror.rows(rows[~absent])
         sizes = row_bytes(views_of(kept.source, *kept.dtypes), kept.starts, kept.lengths)
         begins = np.cumsum(sizes) - sizes
-        memory = self._memory(int(absent.sum()), int(read.lengths.sum()), int(sizes.sum()))
-        entries, n_coded = self._coded(read, memory)
+        memory = self._memory(len(read.entries), read.n_values, int(sizes.sum()))
+        n_coded, entries = self._coded(read, memory), read.entries
         _copy(kept.source, kept.starts, begins + n_coded, sizes, memory)
         found = np.empty(len(rows), ENTRY)
         found[absent], found[~absent] = entries, kept.entries
@@ -157,7 +158,7 @@ class RowReader:
             _, seconds = await self._resources.run(self._keep, blocks, starts[::size], read)
             self._resources.counters.decode_s += seconds
 
-    async def _read(self, starts: Rows, stops: Rows, turn: int) -> gather.StoreRows:
+    async def _read(self, starts: Rows, stops: Rows, turn: int) -> _ReadRows:
         """Rows from the store, with the genes as the mirror keeps them."""
         loads = []
         async with asyncio.TaskGroup() as group:
@@ -169,32 +170,61 @@ class RowReader:
         read, _ = await self._resources.run(self._arranged, genes, values, stops - starts)
         return read
 
-    def _arranged(self, genes: Elements, values: Elements, lengths: Rows) -> gather.StoreRows:
+    def _arranged(self, genes: Elements, values: Elements, lengths: Rows) -> _ReadRows:
         rows = _rows(genes.source, values.source, genes.starts, values.starts, lengths)
+        entries = np.zeros(len(lengths), ENTRY)
+        entries["whole_length"] = lengths
+        _totals(rows.values, values.starts, lengths, entries["whole_sum"])
         if self._chosen is None:
-            return rows
+            return _ReadRows(rows, entries)
         form, chosen = self.mirror.form, gather.choose(rows, self._chosen)
         x = gather.csr_rows([chosen], len(lengths), n_genes=len(self._chosen), dtype=form.values.name, genes=form.genes)
         starts = x.indptr[:-1].astype(np.int64)
-        return _rows(x.indices, x.values, starts, starts, np.diff(x.indptr).astype(np.int64))
+        return _ReadRows(_rows(x.indices, x.values, starts, starts, np.diff(x.indptr).astype(np.int64)), entries)
 
-    def _keep(self, blocks: Rows, first_values: Rows, read: gather.StoreRows) -> None:
+    def _keep(self, blocks: Rows, first_values: Rows, read: _ReadRows) -> None:
         rooms, size = self.mirror.room(blocks, first_values), self.mirror.form.block_rows
         for number, (block, room) in enumerate(zip(blocks.tolist(), rooms.tolist(), strict=True)):
-            some = slice(number * size, (number + 1) * size)
-            starts = read.starts[0][some], read.starts[1][some]
-            rows = replace(read, starts=starts, lengths=read.lengths[some])
-            memory = self._memory(len(rows.lengths), int(rows.lengths.sum()))
-            _, n_bytes = self._coded(rows, memory)
+            some = read.some(slice(number * size, (number + 1) * size))
+            memory = self._memory(len(some.entries), some.n_values)
+            n_bytes = self._coded(some, memory)
             self.mirror.keep(block, room, memory[:n_bytes])
 
-    def _coded(self, rows: gather.StoreRows, memory: NDArray[np.uint8]) -> tuple[NDArray[Any], int]:
-        """Codes rows as a block at the beginning of some memory. Returns their entries, and the bytes of the block."""
-        entries = np.zeros(len(rows.lengths), ENTRY)
+    def _coded(self, read: _ReadRows, memory: NDArray[np.uint8]) -> int:
+        """Codes rows as a block at the beginning of some memory, and completes their entries. Returns its bytes."""
+        rows, entries = read
         assert rows.genes is not None
         n_bytes = code_rows(rows.genes, rows.values, rows.starts, rows.lengths, entries, self._views(memory))
         memory[: entries.nbytes] = entries.view(np.uint8)
-        return entries, n_bytes
+        return int(n_bytes)
+
+
+class _ReadRows(NamedTuple):
+    """Rows that were read, and their entries without places."""
+
+    rows: gather.StoreRows
+    entries: NDArray[Any]
+
+    @property
+    def n_values(self) -> int:
+        return int(self.rows.lengths.sum())
+
+    def some(self, which: slice) -> _ReadRows:
+        """Some consecutive rows."""
+        genes, values = self.rows.starts
+        some = replace(self.rows, starts=(genes[which], values[which]), lengths=self.rows.lengths[which])
+        return _ReadRows(some, self.entries[which])
+
+
+@compiled
+def _totals(values: NDArray[Any], starts: Rows, lengths: Rows, out: NDArray[np.float64]) -> None:
+    """The sum of each row, or a negative value that it has."""
+    for row in range(len(starts)):
+        of_row = values[starts[row] : starts[row] + lengths[row]]
+        out[row] = sum_of(of_row)
+        for i in range(len(of_row)):
+            if of_row[i] < 0:
+                out[row] = of_row[i]
 
 
 def _rows(

@@ -195,12 +195,15 @@ class Contents:
     ) -> Recipe:
         """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get."""
         transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}
-        # Transforms that look at whole rows get all genes, and those of x are chosen afterwards.
-        later = {name for name, each in transforms.items() if each.genes is not None}
-        genes = {name: genes for name, genes in self._genes.items() if name not in later}
-        matrices = self.dataset.matrices.of_all_genes
+        x, matrices = {}, self.dataset.matrices.of_all_genes
+        for name in self.x.loaded:
+            genes, transforming = self._genes.get(name), transforms.get(name)
+            if transforming is None or transforming.genes is None:
+                x[name] = matrices.parts(name, options, genes)
+            else:
+                x[name], transforms[name] = matrices.parts_for(name, options, transforming)
         return Recipe(
-            x={name: matrices.parts(name, options, genes.get(name)) for name in self.x.loaded},
+            x=x,
             form=self.form.gathered(lent),
             transforms=transforms,
             wanted=self.x.names,

@@ -74,11 +74,20 @@ def _factor(values: NDArray[Any], target_sum: float) -> float:
 
 
 @compiled
-def _normalize(values: NDArray[Any], starts: Rows, target_sum: float) -> int:
+def _factor_in(values: NDArray[Any], totals: NDArray[np.float64] | None, row: int, target_sum: float) -> float:
+    """As `_factor`, of a row whose total is known if `totals` is not None."""
+    if totals is None:
+        return _factor(values, target_sum)
+    total = totals[row]
+    return -1.0 if total < 0 else target_sum / total if total != 0 else 0.0
+
+
+@compiled
+def _normalize(values: NDArray[Any], starts: Rows, totals: NDArray[np.float64] | None, target_sum: float) -> int:
     """Scales each row to a total of `target_sum`. Returns a row with a negative value, or -1."""
     for row in range(len(starts) - 1):
         of_row = values[starts[row] : starts[row + 1]]
-        factor = _factor(of_row, target_sum)
+        factor = _factor_in(of_row, totals, row, target_sum)
         if factor < 0:
             return row
         for i in range(len(of_row)):
@@ -87,11 +96,13 @@ def _normalize(values: NDArray[Any], starts: Rows, target_sum: float) -> int:
 
 
 @compiled
-def _log_normalize(values: NDArray[np.float32], starts: Rows, target_sum: float, unit: Any) -> int:
+def _log_normalize(
+    values: NDArray[np.float32], starts: Rows, totals: NDArray[np.float64] | None, target_sum: float, unit: Any
+) -> int:
     """As `_normalize`, and then the logarithm times `unit`, or the natural logarithm if that is None."""
     for row in range(len(starts) - 1):
         of_row = values[starts[row] : starts[row + 1]]
-        factor = _factor(of_row, target_sum)
+        factor = _factor_in(of_row, totals, row, target_sum)
         if factor < 0:
             return row
         if factor > _MOST:  # float32 may not hold it
@@ -125,7 +136,7 @@ class Normalize(Transform):
 
     target_sum: float
 
-    whole_rows = makes_fractions = True
+    whole_rows = row_totals = makes_fractions = True
 
     def __post_init__(self) -> None:
         number = self.target_sum
@@ -135,15 +146,16 @@ class Normalize(Transform):
 
     def apply(self, x: RowValues) -> None:
         """Changes the values in place. Raises RefusedValue for a negative value."""
-        self._refuse(x, _normalize(x.values, x.starts, self.target_sum))
+        self._refuse(x, _normalize(x.values, x.starts, x.totals, self.target_sum))
 
     def _refuse(self, x: RowValues, row: int) -> None:
         """Raises RefusedValue for a row with a negative value; -1 stands for none."""
         if row >= 0:
             of_row = x.values[x.starts[row] : x.starts[row + 1]]
+            negative = of_row[of_row < 0][0] if x.totals is None else x.values.dtype.type(x.totals[row])
             raise RefusedValue(
                 row,
-                of_row[of_row < 0][0],
+                negative,
                 f"{type(self).__name__} takes no negative values, because counts have none: these data are normalised "
                 "or scaled already. Name the matrix of counts, such as x='raw/X', or load them as they are",
             )
@@ -175,7 +187,7 @@ class LogNormalize(Normalize):
         unit = None if self.base is None else 1.0 / math.log(self.base)
         if x.values.dtype == np.float32:
             single = None if unit is None else np.float32(unit)
-            self._refuse(x, _log_normalize(x.values, x.starts, self.target_sum, single))
+            self._refuse(x, _log_normalize(x.values, x.starts, x.totals, self.target_sum, single))
         else:
             super().apply(x)
             _log(x.values, unit or 1.0)

@@ -49,6 +49,8 @@ class RowValues:
     - `columns`: the column of each value in CSR form, where most zeros are left out; None if the rows are dense.
     - `rows`: the rows of the whole dataset, int64.
     - `seed`, `epoch`, `number`: for random draws. `number` is the place of the transform in its list.
+    - `totals`: the sum of each row with all genes (float64), or one of its negative values if it has any. None if x has
+      all genes.
     """
 
     values: NDArray[Any]
@@ -58,6 +60,7 @@ class RowValues:
     seed: int
     epoch: int
     number: int
+    totals: NDArray[np.float64] | None = None
 
     @classmethod
     def of(cls, x: X, rows: Rows, *, seed: int = 0, epoch: int = 0, number: int = 0) -> RowValues:
@@ -108,6 +111,7 @@ class Transform(ABC):
     without `genes`.
 
     - `whole_rows`: it looks at other values of the row, so that it must see all genes, also if the loader has `genes`.
+    - `row_totals`: of the genes that x lacks it needs only `x.totals`.
     - `by_gene`: it has a value for each column of x.
     - `needs_counts`: it takes whole numbers of at least 0 only.
     - `makes_fractions`: whole numbers may become fractions.
@@ -117,6 +121,7 @@ class Transform(ABC):
     """
 
     whole_rows: ClassVar[bool] = False
+    row_totals: ClassVar[bool] = False
     by_gene: ClassVar[bool] = False
     needs_counts: ClassVar[bool] = False
 
