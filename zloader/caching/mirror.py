@@ -33,7 +33,7 @@ from zloader.caching.checksums import bounds_of, map_file
 from zloader.caching.chunk_file import ArrayFile, ChunkFile
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
-from zloader.caching.row_blocks import RowBlocks, RowForm
+from zloader.caching.row_blocks import RowBlocks, RowForm, has_rows
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.common.records import Held, Rows
@@ -222,14 +222,25 @@ def contents_of(arrays: Iterable[ChunkFile]) -> MirrorContents:
 class Mirror:
     """The mirror of some arrays of one store, by path, or of the rows of one matrix.
 
-    Beside `rows` there may be arrays that were mirrored earlier. They are read, but not filled any more.
+    Beside `rows` there may be arrays that were mirrored earlier, and rows with all genes in `whole`. They are read, but
+    not filled any more.
     """
 
-    def __init__(self, directory: MirrorDirectory, arrays: Sequence[ArrayFile], rows: RowBlocks | None = None) -> None:
-        self._directory, self.rows = directory, rows
+    def __init__(
+        self,
+        directory: MirrorDirectory,
+        arrays: Sequence[ArrayFile],
+        rows: RowBlocks | None = None,
+        whole: RowBlocks | None = None,
+    ) -> None:
+        self._directory, self.rows, self.whole = directory, rows, whole
         self.arrays: Mapping[str, ArrayFile] = {array.layout.path: array for array in arrays}
-        for array in () if rows is None else arrays:
-            array.writable = False
+        for file in () if rows is None else self._others:
+            file.writable = False
+
+    @property
+    def _others(self) -> Sequence[ChunkFile]:
+        return [*self.arrays.values(), *([] if self.whole is None else [self.whole])]
 
     @property
     def files(self) -> Sequence[ChunkFile]:
@@ -242,7 +253,7 @@ class Mirror:
 
     def record_verified(self) -> None:
         """Records the verified files, so that no process has to compare their checksums again."""
-        for file in (*self.arrays.values(), *self.files):
+        for file in {*self._others, *self.files}:
             file.record_verified()
 
 
@@ -272,12 +283,13 @@ def open_mirror(
 
 
 def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -> Mirror | None:
-    """The mirror of rows of a matrix; None, with a warning, if its files cannot be created."""
+    """The mirror of rows of a matrix, beside those that there are; None, with a warning, if it cannot be created."""
     try:
-        rows = RowBlocks(directory, matrix, form)
+        rows, whole = RowBlocks(directory, matrix, form), RowForm.of(matrix, None)
         held = all(has_array(directory, layout.path) for layout in matrix.arrays)
         arrays = [MirrorArray(directory, layout) for layout in matrix.arrays] if held else []
-        return Mirror(directory, arrays, rows)
+        has_whole = whole is not None and whole != form and has_rows(directory, whole)
+        return Mirror(directory, arrays, rows, RowBlocks(directory, matrix, whole) if whole and has_whole else None)
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)
         return None

@@ -62,6 +62,11 @@ class RowForm:
         return int(self.genes.itemsize + self.values.itemsize)
 
 
+def has_rows(directory: MirrorDirectory, form: RowForm) -> bool:
+    """Whether the mirror has files of these rows, with some of their blocks or none."""
+    return all(cached_path(directory.path, form.name, suffix).exists() for suffix in ("rows", "blocks"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CodedRows:
     """Some coded rows: row i begins at byte `starts[i]` of `source` and has `lengths[i]` elements.

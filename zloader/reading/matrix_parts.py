@@ -96,4 +96,5 @@ def _readers(part: MatrixPart, leases: Leases | None, resources: Resources) -> S
     if part.mirror is None or part.mirror.rows is None or leases is None:
         return arrays
     filler = MirrorFiller(part.mirror.rows, leases, resources)
-    return [RowReader(part.matrix, part.indptr, arrays, filler, part.genes, resources)]
+    whole = None if part.mirror.whole is None else MirrorFiller(part.mirror.whole, leases, resources)
+    return [RowReader(part.matrix, part.indptr, arrays, filler, whole, part.genes, resources)]

@@ -55,7 +55,10 @@ class NeededRows:
 
 
 class RowReader:
-    """Loads rows of one matrix. `arrays` load its genes and values; the mirror keeps the genes in `chosen`, or all."""
+    """Loads rows of one matrix. `arrays` load its genes and values; the mirror keeps the genes in `chosen`, or all.
+
+    `whole` has a mirror of rows with all genes, if there is one. It is not filled any more.
+    """
 
     def __init__(
         self,
@@ -63,11 +66,13 @@ class RowReader:
         indptr: NDArray[np.integer] | RowOffsets | None,
         arrays: Sequence[ArrayReader],
         filler: MirrorFiller[RowBlocks],
+        whole: MirrorFiller[RowBlocks] | None,
         chosen: ChosenGenes | None,
         resources: Resources,
     ) -> None:
         self._matrix, self._indptr, self._chosen = matrix, indptr, chosen
         self._genes, self._values = arrays
+        self._whole = whole
         self._filler, self.mirror, self._resources = filler, filler.mirror, resources
         self._coding = asyncio.Semaphore(resources.options.threads + 2)  # bounds the memory of `_read`
         stored_bytes = sum(
@@ -93,7 +98,7 @@ class RowReader:
             rows, _ = await self._resources.run(mirror.rows, needed.rows)
             return rows
         absent = np.isin(needed.rows // mirror.form.block_rows, missing)
-        read = await self._read(needed.starts[absent], needed.stops[absent], turn)
+        read = await self._read(needed.rows[absent], needed.starts[absent], needed.stops[absent], turn)
         rows, _ = await self._resources.run(self._joined, needed.rows, absent, read)
         return rows
 
@@ -154,12 +159,15 @@ class RowReader:
                 starts, stops = self._matrix.elements_of(rows, self._indptr)
             else:  # may read from the store
                 starts, stops = await aside(self._matrix.elements_of, rows, self._indptr)
-            read = await self._read(starts, stops, turn)
+            read = await self._read(rows, starts, stops, turn)
             _, seconds = await self._resources.run(self._keep, blocks, starts[::size], read)
             self._resources.counters.decode_s += seconds
 
-    async def _read(self, starts: Rows, stops: Rows, turn: int) -> _ReadRows:
-        """Rows from the store, with the genes as the mirror keeps them."""
+    async def _read(self, rows: Rows, starts: Rows, stops: Rows, turn: int) -> _ReadRows:
+        """Rows from a mirror of whole rows or else from the store, with the genes as the mirror keeps them."""
+        if self._whole is not None and not len(await self._whole.missing(self._whole.mirror.blocks(rows))):
+            read, _ = await self._resources.run(self._of_whole, self._whole.mirror, rows)
+            return read
         loads = []
         async with asyncio.TaskGroup() as group:
             for array in (self._genes, self._values):
@@ -169,6 +177,18 @@ class RowReader:
         genes, values = (load.result() for load in loads)
         read, _ = await self._resources.run(self._arranged, genes, values, stops - starts)
         return read
+
+    def _of_whole(self, whole: RowBlocks, rows: Rows) -> _ReadRows:
+        found = whole.rows(rows)
+        views, lengths = views_of(found.source, *found.dtypes), found.lengths
+        coded = replace(_rows(views[1], views[2], found.starts, found.starts, lengths), coded=views)
+        x = gather.csr_rows(
+            [coded], len(rows), n_genes=self._matrix.n_genes, dtype=found.dtypes[1].name, genes=found.dtypes[0]
+        )
+        starts = x.indptr[:-1].astype(np.int64)
+        return self._arranged(
+            Elements(source=x.indices, starts=starts), Elements(source=x.values, starts=starts), lengths
+        )
 
     def _arranged(self, genes: Elements, values: Elements, lengths: Rows) -> _ReadRows:
         rows = _rows(genes.source, values.source, genes.starts, values.starts, lengths)
