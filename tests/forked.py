@@ -192,6 +192,6 @@ class Forked:
             watchdog.cancel()
 
     def _signal_all(self, number: int) -> None:
-        """Sends a signal to the process and to those that it started. A pipe stays open as long as one of them lives."""
+        """Sends a signal to the process and to those that it started, any of which may hold a pipe open."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)

@@ -1,13 +1,14 @@
 """Warm epochs of two stores with different genes, opened with `join="outer"`, in turns with one store of the same rows.
 
-    python -m benchmarks.questions.joined DIRECTORY [--rows 20000] [--turns 7] [--layout csr]
+    python -m benchmarks.questions.joined DIRECTORY [--rows 20000] [--turns 7] [--layout csr] [--form compact]
 
 Each of the two stores has half of the rows and 30 000 genes, 20 000 of which the other store has too, with about 1 800
 values per row. They are written to DIRECTORY, together with one store of all rows and the 40 000 genes of both
 (`zl.Selection(join="outer")`), and deleted afterwards.
 
 - one store: the limit. Its genes are the columns of x.
-- sorted: the genes of both stores are sorted by name, as the 40 000 genes are. Genes are looked up in a table.
+- sorted: the genes of both stores are sorted by name, as the 40 000 genes are. Genes are looked up in a table, unless
+  the form of the cache keeps them as columns of x.
 - not sorted: the genes of both stores are in random order. Each row is also sorted by its new columns.
 
 A turn is several warm epochs of the default order, in one process. CPU seconds (user and system, of all threads) shake
@@ -49,9 +50,9 @@ def counts(n_rows: int, names: np.ndarray, *, seed: int) -> ad.AnnData:
     return ad.AnnData(x, obs, pd.DataFrame(index=names))
 
 
-def loaders(folder: Path, rows: int, layout: str) -> dict[str, zl.Loader]:
+def loaders(folder: Path, rows: int, layout: str, form: str) -> dict[str, zl.Loader]:
     """Writes the stores. Returns a loader of each kind."""
-    made = {}
+    made, cache = {}, zl.Cache(folder / "cache", form=form)
     names = np.array([f"gene{number:05}" for number in range(2 * N_GENES - N_SHARED)])
     shuffled = np.random.default_rng(0).permutation(names)
     chosen = [shuffled[:N_GENES], shuffled[-N_GENES:]]
@@ -62,8 +63,8 @@ def loaders(folder: Path, rows: int, layout: str) -> dict[str, zl.Loader]:
             zl.convert(half, path, progress=False)
         if not made:
             zl.convert(halves, folder / "one.zarr", select=zl.Selection(join="outer"), progress=False)
-            made["one store"] = zl.Loader(zl.open_dataset(folder / "one.zarr", cache=folder / "cache"), layout=layout)
-        made[name] = zl.Loader(zl.open_dataset(paths, join="outer", cache=folder / "cache"), layout=layout)
+            made["one store"] = zl.Loader(zl.open_dataset(folder / "one.zarr", cache=cache), layout=layout)
+        made[name] = zl.Loader(zl.open_dataset(paths, join="outer", cache=cache), layout=layout)
     return made
 
 
@@ -82,10 +83,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--layout", default="csr")
+    parser.add_argument("--form", default="decoded")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        made = loaders(Path(folder), options.rows, options.layout)
+        made = loaders(Path(folder), options.rows, options.layout, options.form)
         for loader in made.values():
             cpu_s(loader, 2)  # fills the mirror, and reads it once
         turns = [{name: cpu_s(loader, EPOCHS) for name, loader in made.items()} for _ in range(options.turns)]
@@ -98,7 +100,7 @@ def main() -> None:
         for name in made
     ]
     table([list(figures[0]), *(list(map(str, each.values())) for each in figures)])
-    print(json.dumps({"rows": options.rows, "layout": options.layout, "figures": figures}))
+    print(json.dumps({"rows": options.rows, "layout": options.layout, "form": options.form, "figures": figures}))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class WarmFlags:
         str,
         typer.Option(
             metavar="FORM",
-            help="How to keep values: decoded, compact (rows in 40 % of the space), or stored (decoded in every epoch).",
+            help="How to keep values: decoded, compact (40 % of the space), or stored (decoded in every epoch).",
         ),
     ] = "decoded"
     genes: Annotated[
