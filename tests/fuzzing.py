@@ -64,6 +64,9 @@ def random_anndata(rng: np.random.Generator, prefix: str = "cell", *, like: ad.A
     )
 
 
+FORMS = ["decoded", "compact", "stored"]
+
+
 class Round:
     """A store and its oracle. `log` lists the actions, to help to explain a failure."""
 
@@ -132,9 +135,9 @@ class Round:
     # --- Reading
 
     def open(self) -> zl.Dataset:
-        """Opens the dataset with a cache of either form, sometimes a small one, or without."""
+        """Opens the dataset with a cache of any form, sometimes a small one, or without."""
         most = [None, 400_000][int(self.rng.random() < 0.3)]
-        form: Any = ["decoded", "stored"][int(self.rng.random() < 0.4)]
+        form = str(self.rng.choice(FORMS))
         cache = zl.Cache(self.cache, max_bytes=most, form=form) if self.rng.random() < 0.7 else None
         self.note(cache=cache or "none")
         return zl.open_dataset(self.store, cache=cache)
@@ -252,15 +255,16 @@ class Round:
     def killed_reader(self) -> None:
         """Kills a process while it fills the mirror."""
         after = int(self.rng.integers(1, 4))
-        self.note(killed_after=after)
-        subprocess.run([sys.executable, "-c", _KILLED, str(self.store), str(self.cache), str(after)], check=False)
+        form = str(self.rng.choice(FORMS))
+        self.note(killed_after=after, form=form)
+        subprocess.run([sys.executable, "-c", _KILLED, str(self.store), str(self.cache), str(after), form], check=False)
         self.read()
 
 
 _KILLED = """
 import os, signal, sys
 import zloader as zl
-dataset = zl.open_dataset(sys.argv[1], cache=sys.argv[2])
+dataset = zl.open_dataset(sys.argv[1], cache=zl.Cache(sys.argv[2], form=sys.argv[4]))
 for number, minibatch in enumerate(zl.Loader(dataset, batch_size=16, fetch_factor=1)):
     if number == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)

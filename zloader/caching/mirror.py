@@ -285,10 +285,15 @@ def open_mirror(
 def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -> Mirror | None:
     """The mirror of rows of a matrix, beside those that there are; None, with a warning, if it cannot be created."""
     try:
+        is_new = not has_rows(directory, form)
         rows, whole = RowBlocks(directory, matrix, form), RowForm.of(matrix, None)
         held = all(has_array(directory, layout.path) for layout in matrix.arrays)
         arrays = [MirrorArray(directory, layout) for layout in matrix.arrays] if held else []
         has_whole = whole is not None and whole != form and has_rows(directory, whole)
+        if is_new and not has_whole and not held:
+            log.info(
+                "%s has no rows of %s with these genes yet: they are read from the store", directory.path, matrix.path
+            )
         return Mirror(directory, arrays, rows, RowBlocks(directory, matrix, whole) if whole and has_whole else None)
     except OSError as error:
         log.warning("cannot keep a mirror in %s (%s): every epoch will read from the store", directory.path, error)

@@ -174,7 +174,7 @@ class RowBlocks(ChunkFile):
         self._prefetch(starts, stops, within)
         entries = np.empty(len(rows), ENTRY)
         words = self.content[: len(self.content) // ALIGNED * ALIGNED].view(np.uint64)
-        _entries(words, starts, within, entries.view(np.uint64).reshape(len(rows), -1))
+        _entries(words, starts, within, entries.view(np.uint64).reshape(len(rows), ENTRY_BYTES // 8))
         self.count_mapped(int(entries["length"].sum()) * 2)
         found = starts + entries["offset"]
         return CodedRows(source=self.content, starts=found, entries=entries, dtypes=self.form.dtypes)

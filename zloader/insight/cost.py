@@ -51,7 +51,10 @@ class EpochCost:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCosts:
-    """The cost of an epoch without a mirror, and of the first epoch that fills one. Later epochs read nothing."""
+    """The cost of an epoch without a mirror, and of the first epoch that fills one. Later epochs read nothing.
+
+    The mirror is one of chunks. A compact one reads blocks of rows, and the chunks at their ends with both neighbours.
+    """
 
     unmirrored: EpochCost
     first_mirrored: EpochCost

@@ -30,7 +30,7 @@ from zloader.storage.coded_rows import ALIGNED, ENTRY, code_rows, most_bytes, ro
 from zloader.storage.layout import MatrixLayout, RowOffsets, align_to_runs, expand, fill_gaps
 from zloader.transforms.normalizing import sum_of
 
-_BATCH_BYTES = 8 << 20  # decoded bytes of the rows that are read and coded together
+_BATCH_BYTES = 4 << 20  # decoded bytes of the rows that are read and coded together, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,8 @@ class RowReader:
 
     async def _fill(self, blocks: Rows, turn: int) -> None:
         """Reads blocks, codes their rows and keeps them, a few consecutive ones at a time."""
-        few = max(1, _BATCH_BYTES // self.mirror.decoded_chunk_bytes)
+        most = min(_BATCH_BYTES, self._resources.options.in_flight_bytes)
+        few = max(1, most // self.mirror.decoded_chunk_bytes)
         apart = (np.diff(blocks, prepend=-2) != 1).cumsum() * len(blocks) + np.arange(len(blocks)) // few
         async with asyncio.TaskGroup() as group:
             for batch in np.split(blocks, np.flatnonzero(np.diff(apart)) + 1):
