@@ -9,8 +9,8 @@ A coded row is, in this order:
 
 An exception is two uint16: the position of a step or value that is too large, and the rest of it without its lowest
 bits. Whole numbers are coded in any dtype. Whatever does not fit (fractions, negative values and steps, rows of more
-than 32 767 elements), or would not be shorter, is raw: in the stored dtype, aligned to it. Decoding gives back the same
-bits.
+than 32 766 elements), or would not be shorter, is raw: in the stored dtype, aligned to it. Decoding gives back the same
+bits. Unused bytes are 0, so that the same rows are the same bytes, whoever codes them.
 
 A block is some rows one after another, behind a table with an entry for each of them (ENTRY).
 """
@@ -33,7 +33,7 @@ ALIGNED = 8  # rows and blocks begin at multiples of it
 RAW = 0xFFFF  # exceptions
 _HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
 _BYTES = 0x8000  # set where values have whole bytes
-_MOST = 0x7FFF  # elements of a row that is coded
+_MOST = 0x7FFE  # elements of a row that is coded; with one more, _BYTES and its exceptions could be RAW
 
 # The bytes of coded rows as they are, and the same memory in the dtypes of genes and values.
 Views: TypeAlias = tuple[NDArray[np.uint8], NDArray[Any], NDArray[Any]]
@@ -69,6 +69,15 @@ def _aligned(at: int, to: int) -> int:
 
 
 @compiled
+def _padded(out: NDArray[np.uint8], at: int, to: int) -> int:
+    """The next multiple of `to`, with zeros before it."""
+    end = _aligned(at, to)
+    for i in range(at, end):
+        out[i] = 0
+    return int(end)
+
+
+@compiled
 def _coded_bits(numbers: NDArray[Any], in_steps: bool) -> int:
     """The bits of each number, or of its step, with which all of them are shortest; 0 if they are raw."""
     n, over_half, over_byte = len(numbers), 0, 0
@@ -96,7 +105,7 @@ def _put(
     """Writes numbers from byte `at` on. Returns their part of the head, and the byte after them."""
     n, bits = len(numbers), _coded_bits(numbers, in_steps)
     if bits == 0:
-        first = _aligned(at, numbers.itemsize) // numbers.itemsize
+        first = _padded(out, at, numbers.itemsize) // numbers.itemsize
         typed[first : first + n] = numbers
         return RAW, (first + n) * numbers.itemsize
     n_low = n if bits == 8 else (n + 1) // 2
@@ -135,7 +144,7 @@ def code_rows(
         _put_word(content, head, exceptions)
         exceptions, to = _put(of_values, False, content, typed_values, to)
         _put_word(content, head + 2, exceptions)
-        to = _aligned(to, ALIGNED)
+        to = _padded(content, to, ALIGNED)
     return to
 
 
