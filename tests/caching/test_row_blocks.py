@@ -1,0 +1,563 @@
+"""A compact cache gives what the store gives, in all bits: cold, warm, offline, damaged, full, shared and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import h5py
+import numpy as np
+import pytest
+import scipy.sparse
+from helpers import assert_same_minibatches, check_minibatch, counts, dense, write_store
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import zloader as zl
+from zloader.caching.directory import cache_bytes, drop, mirrors
+from zloader.caching.inspection import inspect_mirror, verify
+from zloader.caching.row_blocks import RowForm
+from zloader.common.errors import CorruptChunkError, OptionError
+
+pytestmark = pytest.mark.any_version
+
+N_ROWS, N_GENES = 300, 60
+SIZES: dict[str, Any] = {"batch_size": 16, "fetch_factor": 4, "sampling": zl.BlockShuffling(4), "seed": 3}
+SOME = ["gene 50", "gene 3", "gene 59", "gene 4", "gene 0"]
+REVERSED = [f"gene {gene}" for gene in reversed(range(N_GENES))]
+
+
+def source() -> ad.AnnData:
+    adata = counts(N_ROWS, N_GENES, seed=1)
+    adata.layers["halves"] = adata.X / 2
+    adata.layers["dense"] = adata.X.toarray()
+    return adata
+
+
+ADATA = source()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write_store(ADATA, folder / "a.zarr", folder)
+    other = counts(N_ROWS // 3, 40, seed=2)[:, ::-1].copy()  # lacks genes, and has them in another order
+    other.obs_names = [f"other {row}" for row in range(other.n_obs)]
+    write_store(other, folder / "b.zarr", folder / "of b")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(folder) -> Path:
+    return folder / "a.zarr"
+
+
+def compact(directory: Path, **options: Any) -> zl.Cache:
+    return zl.Cache(directory, form="compact", **options)
+
+
+def opened(url, cache=None, **options: Any) -> zl.Dataset:
+    return zl.open_dataset(url, cache=cache, **options)
+
+
+def check_epochs(plain: zl.Dataset, cached: zl.Dataset, **options: Any) -> zl.Loader:
+    """Compares two epochs with those without a cache. The second has to come from the cache alone."""
+    wanted, loader = (zl.Loader(dataset, **SIZES | options) for dataset in (plain, cached))
+    assert_same_minibatches(loader, wanted)
+    assert_same_minibatches(loader, wanted)
+    assert loader.statistics().gets == 0
+    return loader
+
+
+def files_of(cache: Path, suffix: str) -> list[Path]:
+    return sorted(cache.glob(f"*/*.{suffix}"))
+
+
+# ---- the same values as without a cache
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "whole rows": {},
+    "dense": {"layout": "dense"},
+    "packed": {"layout": "packed"},
+    "all genes reversed": {"genes": REVERSED},
+    "some genes": {"genes": SOME},
+    "some genes, dense": {"genes": SOME, "layout": "dense"},
+    "some genes, packed": {"genes": SOME, "layout": "packed"},
+    "one gene": {"genes": ["gene 7"]},
+    "genes that most cells lack": {"genes": ["gene 7", "gene 8"], "layout": "packed"},
+    "float64": {"dtype": "float64"},
+    "int64": {"dtype": "int64", "genes": SOME},
+    "half": {"dtype": "bfloat16", "layout": "dense"},
+    "fractions": {"x": "layers/halves"},
+    "fractions of some genes": {"x": "layers/halves", "genes": SOME, "layout": "dense"},
+    "two matrices": {"x": ["X", "layers/halves"]},
+    "a dense matrix": {"x": "layers/dense", "layout": "dense"},
+    "genes of a dense matrix": {"x": "layers/dense", "genes": SOME},
+    "normalized": {"transforms": [zl.transforms.LogNormalize(50)]},
+    "normalized genes": {"transforms": [zl.transforms.LogNormalize(50)], "genes": SOME, "layout": "dense"},
+    "obs": {"obs": ["cell_type", "donor", "lane"]},
+}
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_epochs_are_those_without_a_cache(store, tmp_path, choice):
+    check_epochs(opened(store), opened(store, compact(tmp_path)), **CHOICES[choice])
+    files = files_of(tmp_path, "rows")
+    coded = choice not in ("a dense matrix", "genes of a dense matrix")
+    assert len(files) == (0 if not coded else 2 if choice == "two matrices" else 1)
+
+
+def test_one_cache_takes_all_choices(store, shared_cache):
+    for choice in ("whole rows", "some genes", "all genes reversed", "one gene", "some genes, dense", "fractions"):
+        check_epochs(opened(store), opened(store, compact(shared_cache)), **CHOICES[choice])
+    assert len(files_of(shared_cache, "rows")) == 5
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    genes=st.lists(st.integers(0, N_GENES - 1), min_size=1, unique=True),
+    rows=st.lists(st.integers(0, N_ROWS - 1), min_size=1, max_size=40),
+)
+def test_any_rows_of_any_panel(store, shared_cache, genes, rows):
+    dataset = opened(store, compact(shared_cache))
+    for _ in range(2):
+        found = dataset[:, genes].read_rows(np.array(rows))
+        np.testing.assert_array_equal(
+            dense(found.X if isinstance(found, ad.AnnData) else found), ADATA.X[rows][:, genes].toarray()
+        )
+
+
+def test_a_panel_is_cached_like_the_genes_of_a_loader(store, tmp_path):
+    dataset = opened(store, compact(tmp_path))
+    check_epochs(opened(store)[:, SOME], dataset[:, SOME])
+    loader = zl.Loader(dataset, genes=SOME, **SIZES)
+    assert_same_minibatches(loader, zl.Loader(opened(store), genes=SOME, **SIZES))
+    assert loader.statistics().gets == 0
+    assert len(files_of(tmp_path, "rows")) == 1
+
+
+@pytest.mark.parametrize("join", ["outer", "inner"])
+@pytest.mark.parametrize("choice", ["whole rows", "dense", "some genes, packed"])
+def test_joined_stores(folder, tmp_path, join, choice):
+    urls = [folder / "a.zarr", folder / "b.zarr"]
+    plain, cached = (opened(urls, cache, genes=join) for cache in (None, compact(tmp_path)))
+    options = CHOICES[choice]
+    if "genes" in options:
+        options = options | {"genes": ["gene 30", "gene 2", "gene 5"]}
+    check_epochs(plain, cached, **options)
+    assert len(files_of(tmp_path, "rows")) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", ">f4", "uint8", "float16", "bool"])
+def test_h5ad_files_in_place(tmp_path, dtype):
+    adata = counts(70, 30, seed=5)
+    adata.X = adata.X.astype("float32")
+    adata.X.data = np.minimum(adata.X.data, 200)
+    adata.write_h5ad(tmp_path / "a.h5ad", convert_strings_to_categoricals=False)
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        values = file["X/data"][:].astype(dtype)
+        del file["X/data"]
+        file["X"].create_dataset("data", data=values, chunks=(50,))
+    for options in ({}, {"genes": ["gene 9", "gene 2"]}, {"dtype": "float64", "layout": "dense"}):
+        cached = opened(tmp_path / "a.h5ad", compact(tmp_path / "cache"))
+        check_epochs(opened(tmp_path / "a.h5ad"), cached, **options)
+
+
+def unsorted(path: Path) -> Path:
+    """An .h5ad file of which rows have genes in any order, and twice."""
+    x = scipy.sparse.csr_matrix(
+        (
+            np.array([1e-3, 0.1, 7, 0.7, 2, 3, 1e9, 1e-9, 5], np.float64),
+            np.array([5, 2, 5, 2, 2, 0, 3, 3, 1], np.int32),
+            np.array([0, 4, 4, 8, 9]),
+        ),
+        shape=(4, 6),
+    )
+    ad.AnnData(scipy.sparse.csr_matrix((4, 6), dtype=np.float64)).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        del file["X"]
+        ad.io.write_elem(file, "X", scipy.sparse.csr_matrix((4, 6), dtype=np.float64))
+        for name, values in (("data", x.data), ("indices", x.indices), ("indptr", x.indptr)):
+            del file["X"][name]
+            file["X"].create_dataset(name, data=values)
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "dense"}, {"genes": ["3", "2", "5"]}, {"dtype": "float64"}])
+def test_genes_in_any_order_and_repeated_ones(tmp_path, options):
+    path = unsorted(tmp_path / "a.h5ad")
+    check_epochs(opened(path), opened(path, compact(tmp_path / "cache")), **options)
+    if "layout" in options:  # and the sums are those of the other dtypes of minibatches
+        for dtype in ("float64", "float16", "bfloat16"):
+            check_epochs(opened(path), opened(path, compact(tmp_path / "cache")), dtype="float32", layout="dense")
+            with pytest.raises(OptionError) if dtype == "float16" else pytest.MonkeyPatch.context():
+                list(zl.Loader(opened(path, compact(tmp_path / "cache")), **SIZES, dtype=dtype, layout="dense"))
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"dtype": "int64"}])
+@pytest.mark.parametrize("genes", [None, ["gene 2", "gene 1"]])
+def test_values_that_a_dtype_cannot_hold_cause_the_same_error(tmp_path, options, genes):
+    adata = counts(50, 10, seed=4)
+    adata.X[20, 2] = 70_000.5
+    adata.X = adata.X.tocsr()
+    write_store(adata, tmp_path / "a.zarr", tmp_path)
+    said = []
+    for cache in (None, compact(tmp_path / "cache"), compact(tmp_path / "cache")):
+        with pytest.raises(OptionError, match="cannot hold") as error:
+            list(zl.Loader(opened(tmp_path / "a.zarr", cache), **SIZES, genes=genes, **options))
+        said.append(str(error.value))
+    assert len(set(said)) == 1
+    check_epochs(opened(tmp_path / "a.zarr"), opened(tmp_path / "a.zarr", compact(tmp_path / "cache")), genes=genes)
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 33])
+@pytest.mark.parametrize("empty", [False, True])
+def test_few_rows_and_empty_ones(tmp_path, n_rows, empty):
+    adata = counts(n_rows, 20, seed=7)
+    if empty:
+        adata.X = scipy.sparse.csr_matrix((n_rows, 20), dtype=np.float32)
+    write_store(adata, tmp_path / "a.zarr", tmp_path)
+    for options in ({}, {"genes": ["gene 9"], "layout": "dense"}):
+        check_epochs(opened(tmp_path / "a.zarr"), opened(tmp_path / "a.zarr", compact(tmp_path / "cache")), **options)
+
+
+# ---- warm, offline, resumed, in other processes
+
+
+@pytest.mark.parametrize("genes", [None, SOME])
+def test_a_warm_cache_needs_no_store(store, tmp_path, genes):
+    moved = tmp_path / "moved.zarr"
+    shutil.copytree(store, moved)
+    cache, wanted = compact(tmp_path / "cache"), list(zl.Loader(opened(store), **SIZES, genes=genes, obs=["lane"]))
+    dataset = opened(moved, cache)
+    panel = dataset if genes is None else dataset[:, genes]
+    before = panel.cache_statistics()
+    assert (before.chunks_held, before.bytes_held, before.share) == (0, 0, 0.0)
+    warmed = zl.warm(panel)
+    assert (warmed.chunks_held, warmed.bytes_held, warmed.full) == (warmed.chunks, warmed.bytes_in_all, False)
+    assert warmed.gets
+    assert zl.warm(panel).gets == 0
+    after = panel.cache_statistics()
+    assert (after.chunks_held, after.share) == (after.chunks, 1.0)
+    assert 0 < after.bytes_held < 4 * ADATA.X.nnz + 60 * N_ROWS
+    loader = zl.Loader(panel, **SIZES, obs=["lane"])
+    assert_same_minibatches(loader, wanted)
+    assert loader.statistics().gets == 0
+    shutil.rmtree(moved)
+    offline = opened(moved, cache, offline=True)
+    offline = pickle.loads(pickle.dumps(offline if genes is None else offline[:, genes]))
+    loader = zl.Loader(offline, **SIZES, obs=["lane"])
+    assert_same_minibatches(loader, wanted)
+    assert loader.statistics().gets == 0
+
+
+@pytest.mark.parametrize("genes", [None, SOME])
+def test_a_loader_resumes_as_without_a_cache(store, tmp_path, genes):
+    wanted, loader = (zl.Loader(opened(store, cache), **SIZES, genes=genes) for cache in (None, compact(tmp_path)))
+    for each in (wanted, loader):
+        iterator = iter(each)
+        for _ in range(5):
+            next(iterator)
+        iterator.close()
+    state = loader.state_dict()
+    assert state == wanted.state_dict()
+    resumed = [zl.Loader(opened(store, cache), **SIZES, genes=genes) for cache in (None, compact(tmp_path))]
+    for each in resumed:
+        each.load_state_dict(state)
+    assert_same_minibatches(resumed[1], resumed[0])
+
+
+@pytest.mark.slow
+def test_workers_share_the_cache(store, tmp_path):
+    loader = zl.Loader(opened(store, compact(tmp_path)), **SIZES, genes=SOME)
+    for _ in range(2):
+        rows = [
+            check_minibatch(minibatch, ADATA[:, SOME])
+            for minibatch in DataLoader(loader, batch_size=None, num_workers=2)
+        ]
+        assert np.sort(np.concatenate(rows)).tolist() == list(range(N_ROWS))
+    loader = zl.Loader(opened(store, compact(tmp_path)), **SIZES, genes=SOME)
+    list(loader)
+    assert loader.statistics().gets == 0
+
+
+def test_loaders_of_two_panels_at_once(store, tmp_path):
+    dataset, barrier = opened(store, compact(tmp_path)), threading.Barrier(4)
+
+    def epoch(genes):
+        barrier.wait()
+        loader = zl.Loader(dataset, **SIZES, genes=genes)
+        return [check_minibatch(minibatch, ADATA[:, genes]) for minibatch in loader]
+
+    with ThreadPoolExecutor(4) as threads:
+        for rows in threads.map(epoch, [SOME, REVERSED, SOME, REVERSED]):
+            assert np.sort(np.concatenate(rows)).tolist() == list(range(N_ROWS))
+    assert len(files_of(tmp_path, "rows")) == 2
+    assert zl.warm(dataset[:, SOME]).gets == 0
+
+
+def test_little_memory_and_one_thread_are_enough(store, tmp_path):
+    options = zl.FetchOptions(memory="16MiB", threads=1, in_flight_bytes=1, buffer_bytes=1, ready_bytes=1)
+    for genes in (None, SOME):
+        check_epochs(opened(store), opened(store, compact(tmp_path)), genes=genes, options=options)
+
+
+def test_chunks_that_another_form_keeps_are_used(store, tmp_path):
+    list(zl.Loader(opened(store, tmp_path), **SIZES))
+    loader = zl.Loader(opened(store, compact(tmp_path)), **SIZES, genes=SOME)
+    assert_same_minibatches(loader, zl.Loader(opened(store), **SIZES, genes=SOME))
+    assert loader.statistics().gets == 0
+    assert files_of(tmp_path, "rows")
+
+
+_FILLS = """
+import json, os, sys
+import zloader as zl
+store, cache, genes = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=zl.Cache(cache, form="compact"))
+options = zl.FetchOptions(least_read_bytes=1, prefetch=1, gap_bytes=0)
+loader = zl.Loader(dataset, batch_size=8, fetch_factor=1, sampling=zl.BlockShuffling(4), genes=genes, options=options)
+for minibatch in loader:
+    os.write(1, b".")
+    sys.stdin.read(1)
+"""
+
+
+@pytest.mark.parametrize(("minibatches", "genes"), [(3, None), (1, SOME)])
+def test_a_process_killed_while_filling_leaves_right_values_and_blocks_nobody(
+    interpreter, store, tmp_path, minibatches, genes
+):
+    with interpreter.running(_FILLS, json.dumps([str(store), str(tmp_path), genes])) as process:
+        for _ in range(minibatches):
+            assert process.stdout.read(1) == "."
+            process.stdin.write("x")
+            process.stdin.flush()
+        process.kill()
+        process.wait()
+    (mirror,) = mirrors(tmp_path)
+    assert inspect_mirror(mirror).chunks_held
+    assert verify(mirror.directory) == []
+    check_epochs(opened(store), opened(store, compact(tmp_path)), genes=genes)
+
+
+# ---- damage
+
+
+@pytest.fixture(scope="module", params=[None, SOME], ids=["whole rows", "panel"])
+def full(request, store, tmp_path_factory):
+    """A full cache, and the genes that it has."""
+    cache = tmp_path_factory.mktemp("full")
+    dataset = opened(store, compact(cache))
+    zl.warm(dataset if request.param is None else dataset[:, request.param])
+    return cache, request.param
+
+
+@pytest.fixture
+def copied(full, tmp_path):
+    shutil.copytree(full[0], tmp_path / "copy", symlinks=True, dirs_exist_ok=True)
+    return tmp_path / "copy", full[1]
+
+
+def held(cache: Path) -> dict[str, int]:
+    (mirror,) = mirrors(cache)
+    return {name: array.chunks_held for name, array in inspect_mirror(mirror).arrays.items() if name.endswith("(rows)")}
+
+
+def present_blocks(cache: Path) -> list[tuple[int, int]]:
+    """The first byte of each block, and the byte after its last."""
+    (path,) = files_of(cache, "blocks")
+    words = np.fromfile(path, "<u8")[8:].reshape(3, -1)
+    return list(zip(words[1].tolist(), (words[1] + words[2]).tolist(), strict=True))
+
+
+def flip(path: Path, at: int, change: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= change
+    path.write_bytes(content)
+
+
+def check_after_damage(store: Path, cache: Path, genes: Any) -> None:
+    loader = zl.Loader(opened(store, compact(cache)), **SIZES, genes=genes)
+    wanted = zl.Loader(opened(store), **SIZES, genes=genes)
+    assert_same_minibatches(loader, wanted)
+    assert loader.statistics().gets
+    assert_same_minibatches(loader, wanted)
+    assert loader.statistics().gets == 0
+    (mirror,) = mirrors(cache)
+    assert verify(mirror.directory) == []
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_flipped_byte_of_any_block_is_noticed(store, copied, where, caplog):
+    cache, genes = copied
+    (rows,) = files_of(cache, "rows")
+    blocks = present_blocks(cache)
+    assert len(blocks) == (10 if genes is None else 3)
+    for begin, end in blocks:
+        flip(rows, begin if where == "first" else end - 1)
+    check_after_damage(store, cache, genes)
+    assert caplog.text.count("differs from its checksum") == len(blocks)
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1, exclude_max=True), block=st.integers(0, 9), change=st.integers(1, 255))
+def test_verify_finds_any_flipped_byte(full, tmp_path_factory, share, block, change):
+    cache = tmp_path_factory.mktemp("flipped")
+    shutil.copytree(full[0], cache, dirs_exist_ok=True)
+    (rows,), blocks = files_of(cache, "rows"), present_blocks(cache)
+    block %= len(blocks)
+    begin, end = blocks[block]
+    flip(rows, begin + int(share * (end - begin)), change)
+    (mirror,) = mirrors(cache)
+    (problem,) = verify(mirror.directory)
+    assert problem.endswith(f"(rows): chunk {block} differs from its checksum")
+    assert sum(held(cache).values()) == len(blocks) - 1
+    assert verify(mirror.directory) == []
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.99])
+@pytest.mark.parametrize("suffix", ["rows", "blocks"])
+def test_truncated_files(store, copied, suffix, share):
+    cache, genes = copied
+    (path,) = files_of(cache, suffix)
+    end = path.stat().st_size if suffix == "blocks" else present_blocks(cache)[-1][1]
+    os.truncate(path, int(share * end))
+    check_after_damage(store, cache, genes)
+
+
+@pytest.mark.parametrize("suffix", ["rows", "blocks"])
+def test_deleted_files(store, copied, suffix):
+    cache, genes = copied
+    files_of(cache, suffix)[0].unlink()
+    check_after_damage(store, cache, genes)
+
+
+@pytest.mark.parametrize("word", [0, 7, 8, "offset", "size"])
+def test_a_damaged_sidecar(store, copied, word):
+    """In the header, the word of a block, its offset, or its size, which may then be anywhere."""
+    cache, genes = copied
+    (path,), n_blocks = files_of(cache, "blocks"), len(present_blocks(cache))
+    word = {"offset": 8 + n_blocks, "size": 8 + 2 * n_blocks}.get(word, word)
+    for byte in (0, 4, 7):
+        flip(path, 8 * word + byte, 0x81)
+    (mirror,) = mirrors(cache)
+    inspect_mirror(mirror)
+    check_after_damage(store, cache, genes)
+
+
+def test_blocks_of_another_panel_are_not_taken(store, copied):
+    """A renamed file belongs to another array."""
+    cache, genes = copied
+    (rows,), (blocks,) = files_of(cache, "rows"), files_of(cache, "blocks")
+    loader = zl.Loader(opened(store, compact(cache)), **SIZES, genes=REVERSED)
+    next(iter(loader))
+    for path, suffix in ((rows, "rows"), (blocks, "blocks")):
+        (other,) = set(files_of(cache, suffix)) - {path}
+        other.write_bytes(path.read_bytes())
+    check = zl.Loader(opened(store, compact(cache)), **SIZES, genes=REVERSED)
+    assert_same_minibatches(check, zl.Loader(opened(store), **SIZES, genes=REVERSED))
+    if genes is None:
+        assert check.statistics().gets
+
+
+def test_a_damaged_store_causes_the_same_error_as_without_a_cache(store, tmp_path):
+    broken = tmp_path / "broken.zarr"
+    shutil.copytree(store, broken)
+    for shard in (broken / "X" / "data").rglob("c/*"):
+        content = bytearray(shard.read_bytes())
+        content[: len(content) // 2] = bytes(len(content) // 2)
+        shard.write_bytes(content)
+    said = []
+    for cache in (None, compact(tmp_path / "cache")):
+        for genes in (None, SOME):
+            with pytest.raises(CorruptChunkError) as error:
+                list(zl.Loader(opened(broken, cache), **SIZES, genes=genes))
+            said.append(type(error.value))
+    assert len(set(said)) == 1
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize("genes", [None, SOME])
+@pytest.mark.parametrize("most", [1_000, 330_000, 355_000, 400_000])
+def test_a_small_cache_keeps_its_limit_and_values_are_right(store, tmp_path, most, genes):
+    cache = compact(tmp_path, max_bytes=most)
+    for _ in range(2):
+        loader = zl.Loader(opened(store, cache), **SIZES, genes=genes)
+        assert_same_minibatches(loader, zl.Loader(opened(store), **SIZES, genes=genes))
+        assert cache_bytes(tmp_path) <= max(most, 40_000)
+
+
+def test_a_cache_that_is_partly_full_serves_what_it_has(store, tmp_path, monkeypatch):
+    """Rows of a fetch that are kept, and others that are not, in one array."""
+    dataset = opened(store, compact(tmp_path))
+    for _ in range(2):
+        list(zl.Loader(dataset[: N_ROWS // 2], **SIZES))
+    part = opened(store, compact(tmp_path))
+    mirror = part.store.mirror(part.store.matrix("X"))
+    mirror.rows.writable = False
+    n_present = mirror.rows.n_present
+    assert 0 < n_present < mirror.rows.layout.n_chunks
+    for options in ({}, {"layout": "dense", "dtype": "float64"}):
+        loader = zl.Loader(part, **SIZES | options)
+        assert_same_minibatches(loader, zl.Loader(opened(store), **SIZES | options))
+        statistics = loader.statistics()
+        assert statistics.gets
+        assert statistics.chunks_from_mirror
+    assert mirror.rows.n_present == n_present
+
+
+# ---- inspected and dropped
+
+
+def test_a_mirror_is_inspected_and_verified(full):
+    cache, genes = full
+    (mirror,) = mirrors(cache)
+    inspected = inspect_mirror(mirror)
+    ((name, rows),) = ((name, array) for name, array in inspected.arrays.items() if name.endswith("(rows)"))
+    assert name == "X (rows)" if genes is None else name.startswith("X/panel ")
+    assert rows.chunks_held == rows.chunks == len(present_blocks(cache))
+    assert rows.bytes_held == rows.bytes_in_all == rows.bytes_in_file
+    seen = []
+    assert verify(mirror.directory, seen.append) == []
+    assert sum(seen) == inspected.checked_bytes
+
+
+def test_dropping_a_mirror_leaves_nothing(copied):
+    cache, _ = copied
+    (mirror,) = mirrors(cache)
+    assert files_of(cache, "rows")
+    assert drop(mirror.directory)
+    assert not mirror.directory.exists()
+
+
+def test_a_mirror_that_is_not_in_use_makes_room(store, tmp_path):
+    whole = tmp_path / "whole"
+    zl.warm(opened(store, compact(whole)))
+    other = tmp_path / "other.zarr"
+    shutil.copytree(store, other)
+    cache = compact(tmp_path / "cache", max_bytes=int(1.5 * cache_bytes(whole)) + 300_000)
+    for url in (store, other):
+        assert zl.warm(opened(url, cache)).full is False
+    (mirror,) = mirrors(cache.directory)
+    assert mirror.url == str(other)
+
+
+def test_only_sparse_matrices_are_coded(store):
+    dataset = opened(store).store
+    forms = [RowForm.of(dataset.matrix(name), None) for name in ("X", "layers/halves", "layers/dense")]
+    assert [form is None for form in forms] == [False, False, True]
