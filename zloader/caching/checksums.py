@@ -142,7 +142,9 @@ class Sidecar:
 
     def bytes_in_all(self, chunks_held: int, bytes_held: int) -> int:
         """Decoded bytes of all chunks; of coded rows the bytes in the file, estimated from the blocks that are held."""
-        return bytes_held * self.n_chunks // max(1, chunks_held) if self._of_rows else self.decoded_bytes
+        if not self._of_rows:
+            return self.decoded_bytes
+        return bytes_held * self.n_chunks // chunks_held if chunks_held else self.n_bytes
 
     def windows(self) -> Iterator[Places]:
         """All chunks, in windows."""

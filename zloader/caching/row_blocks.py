@@ -144,9 +144,9 @@ class RowBlocks(ChunkFile):
 
     @property
     def bytes_in_all(self) -> int:
-        """Coded bytes of all blocks, estimated from those that are present."""
+        """Coded bytes of all blocks, estimated from those that are present; without any, the most they may take."""
         held = self.n_present
-        return self.present_bytes * self.layout.n_chunks // held if held else 0
+        return self.present_bytes * self.layout.n_chunks // held if held else self._n_bytes
 
     @property
     def present_bytes(self) -> int:
