@@ -432,7 +432,7 @@ def test_a_store_can_have_mirrors_of_both_forms(store, tmp_path):
         assert (statistics.share, statistics.chunks_held) == (1.0, statistics.chunks)
     assert sizes[0] < _stored(store) + 500_000  # blocks of the file system, obs columns and metadata
     assert sizes[1] - sizes[0] > 4 * ADATA.X.nnz
-    with pytest.raises(OptionError, match="form must be one of 'decoded', 'stored', not 'zipped'"):
+    with pytest.raises(OptionError, match="form must be one of 'decoded', 'compact', 'stored', not 'zipped'"):
         Cache(tmp_path, form="zipped")
 
 

@@ -108,7 +108,7 @@ def test_warm_keeps_chunks_in_the_form_asked_for(store, tmp_path):
     assert {"X/data (stored)", "X/indices (stored)", "X/indptr"} <= listed["arrays"].keys()
     assert not {"X/data", "X/indices"} & listed["arrays"].keys()
     done = zloader("warm", store, "--cache", tmp_path, "--cache-form", "zipped", status=1)
-    assert "form must be one of 'decoded', 'stored', not 'zipped'" in done.stderr
+    assert "form must be one of 'decoded', 'compact', 'stored', not 'zipped'" in done.stderr
 
 
 def test_warm_keeps_to_limits(store, tmp_path):

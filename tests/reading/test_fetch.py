@@ -215,7 +215,7 @@ def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
     starts, stops = part.matrix.elements_of(np.array(rows), part.indptr)
     with opened_readers([part], zl.FetchOptions(), Counters(), sweeping=False) as [readers]:
         for reader in readers:
-            needed = reader.needed(starts, stops)
+            needed = reader.needed(np.array(rows), starts, stops)
             assert 0 <= needed.buffer_bytes - needed.n_bytes < 64
             assert needed.buffer_bytes % 64 == 0
             assert needed.ahead_bytes == needed.buffer_bytes

@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from zloader.reading import gather
 from zloader.reading.matrix_parts import MatrixPart
 from zloader.reading.matrix_rows import alike, spanning, united
+from zloader.reading.read_plan import Elements
 from zloader.selecting.genes import ChosenGenes
 
 pytestmark = pytest.mark.any_version
@@ -48,6 +49,10 @@ def test_a_span_has_the_elements_of_every_array(lengths, dtype):
         assert span[start : start + len(array)].tolist() == array.tolist()
 
 
+def elements(*arrays: np.ndarray) -> list[Elements]:
+    return [Elements(source=array, starts=np.zeros(0, np.int64)) for array in arrays]
+
+
 @pytest.mark.parametrize("kind", ["sorted", "unsorted", "left out"])
 @given(data=st.data(), n_stores=st.integers(1, 4), seed=st.integers(0, 99))
 def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_stores, seed):
@@ -61,7 +66,7 @@ def test_rows_of_several_stores_are_gathered_as_those_of_one(kind, data, n_store
 
     csr = [scipy.sparse.csr_matrix(matrix) for matrix in stored]
     parts = [part_of(genes) for genes in chosen]
-    arrays = [[matrix.indices.astype("uint16"), matrix.data] for matrix in csr]
+    arrays = [elements(matrix.indices.astype("uint16"), matrix.data) for matrix in csr]
     assert len({alike(part, each) for part, each in zip(parts, arrays, strict=True)}) == 1
     source, shifts = united(parts, arrays)
     of, within = (np.array([each[k] for each in taken], np.int64) for k in range(2))
@@ -89,8 +94,9 @@ def test_stores_that_are_gathered_in_other_ways_are_not_alike():
     rng = np.random.default_rng(0)
     genes, values = np.zeros(1, np.uint16), np.zeros(1, np.uint8)
     kinds = [part_of(choice(rng, kind)) for kind in ("sorted", "unsorted", "left out")] + [part_of(None)]
-    keys = [alike(part, [genes, values]) for part in kinds]
-    keys += [alike(part, [values]) for part in kinds]  # dense stores differ in the positions of their genes
-    keys += [alike(kinds[0], [genes, values.astype("int8")]), alike(kinds[0], [genes.astype("int32"), values])]
+    keys = [alike(part, elements(genes, values)) for part in kinds]
+    keys += [alike(part, elements(values)) for part in kinds]  # dense stores differ in the positions of their genes
+    others = [(genes, values.astype("int8")), (genes.astype("int32"), values)]
+    keys += [alike(kinds[0], elements(*arrays)) for arrays in others]
     assert len(set(keys)) == len(keys)
-    assert alike(part_of(choice(rng, "sorted")), [genes, values]) == keys[0]
+    assert alike(part_of(choice(rng, "sorted")), elements(genes, values)) == keys[0]

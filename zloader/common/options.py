@@ -162,7 +162,7 @@ class Cache:
             object.__setattr__(self, "max_bytes", parse_size(self.max_bytes, "max_bytes"))
             require_count(max_bytes=self.most)
         object.__setattr__(self, "min_free_bytes", parse_size(self.min_free_bytes, "min_free_bytes"))
-        require_one_of(("decoded", "stored", "compact"), form=self.form)
+        require_one_of(("decoded", "compact", "stored"), form=self.form)
 
     @property
     def most(self) -> int:

@@ -215,8 +215,8 @@ class Transforming:
             more = max(more, gathered_bytes)
         return more + (gathered_bytes // 2 if self.dtype in HALVES else 0)
 
-    def x(self, gathered: X, rows: Rows, totals: NDArray[np.float64]) -> X:
-        """x of the gathered rows, which are `rows` of the dataset and have these totals.
+    def x(self, gathered: X, rows: Rows, totals: NDArray[np.float64] | None = None) -> X:
+        """x of the gathered rows, which are `rows` of the dataset and have these totals, needed `by_totals` only.
 
         Uses up their memory. Raises RefusedValue.
         """
