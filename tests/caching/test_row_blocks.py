@@ -112,6 +112,7 @@ def shared_cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_epochs_are_those_without_a_cache(store, tmp_path, choice):
     check_epochs(opened(store), opened(store, compact(tmp_path)), **CHOICES[choice])
@@ -148,6 +149,7 @@ def test_a_panel_is_cached_like_the_genes_of_a_loader(store, tmp_path):
     assert len(files_of(tmp_path, "rows")) == 1
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("join", ["outer", "inner"])
 @pytest.mark.parametrize("choice", ["whole rows", "dense", "some genes, packed"])
 def test_joined_stores(folder, tmp_path, join, choice):
@@ -196,6 +198,7 @@ def unsorted(path: Path) -> Path:
     return path
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("options", [{}, {"layout": "dense"}, {"genes": ["3", "2", "5"]}, {"dtype": "float64"}])
 def test_genes_in_any_order_and_repeated_ones(tmp_path, options):
     path = unsorted(tmp_path / "a.h5ad")
@@ -220,6 +223,7 @@ def test_values_that_a_dtype_cannot_hold_cause_the_same_error(tmp_path, options,
     check_epochs(opened(tmp_path / "a.zarr"), opened(tmp_path / "a.zarr", compact(tmp_path / "cache")), genes=genes)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("n_rows", [1, 2, 33])
 @pytest.mark.parametrize("empty", [False, True])
 def test_few_rows_and_empty_ones(tmp_path, n_rows, empty):
@@ -414,7 +418,7 @@ def test_a_flipped_byte_of_any_block_is_noticed(store, copied, where, caplog):
     assert caplog.text.count("differs from its checksum") == len(blocks)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1, exclude_max=True), block=st.integers(0, 9), change=st.integers(1, 255))
 def test_verify_finds_any_flipped_byte(full, tmp_path_factory, share, block, change):
     cache = tmp_path_factory.mktemp("flipped")
@@ -430,6 +434,7 @@ def test_verify_finds_any_flipped_byte(full, tmp_path_factory, share, block, cha
     assert verify(mirror.directory) == []
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("share", [0, 0.3, 0.99])
 @pytest.mark.parametrize("suffix", ["rows", "blocks"])
 def test_truncated_files(store, copied, suffix, share):
@@ -447,6 +452,7 @@ def test_deleted_files(store, copied, suffix):
     check_after_damage(store, cache, genes)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("word", [0, 7, 8, "offset", "size"])
 def test_a_damaged_sidecar(store, copied, word):
     """In the header, the word of a block, its offset, or its size, which may then be anywhere."""
@@ -494,6 +500,7 @@ def test_a_damaged_store_causes_the_same_error_as_without_a_cache(store, tmp_pat
 # ---- limits
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("genes", [None, SOME])
 @pytest.mark.parametrize("most", [1_000, 330_000, 355_000, 400_000])
 def test_a_small_cache_keeps_its_limit_and_values_are_right(store, tmp_path, most, genes):
