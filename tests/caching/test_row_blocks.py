@@ -121,6 +121,7 @@ def test_epochs_are_those_without_a_cache(store, tmp_path, choice):
     assert len(files) == (0 if not coded else 2 if choice == "two matrices" else 1)
 
 
+@pytest.mark.slow
 def test_one_cache_takes_all_choices(store, shared_cache):
     for choice in ("whole rows", "some genes", "all genes reversed", "one gene", "some genes, dense", "fractions"):
         check_epochs(opened(store), opened(store, compact(shared_cache)), **CHOICES[choice])
@@ -162,6 +163,7 @@ def test_joined_stores(folder, tmp_path, join, choice):
     assert len(files_of(tmp_path, "rows")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", ["float64", "int64", ">f4", "uint8", "float16", "bool"])
 def test_h5ad_files_in_place(tmp_path, dtype):
@@ -477,8 +479,7 @@ def test_blocks_of_another_panel_are_not_taken(store, copied):
         other.write_bytes(path.read_bytes())
     check = zl.Loader(opened(store, compact(cache)), **SIZES, genes=REVERSED)
     assert_same_minibatches(check, zl.Loader(opened(store), **SIZES, genes=REVERSED))
-    if genes is None:
-        assert check.statistics().gets
+    assert bool(check.statistics().gets) == (genes is not None)  # whole rows have all values of a panel
 
 
 def test_a_damaged_store_causes_the_same_error_as_without_a_cache(store, tmp_path):

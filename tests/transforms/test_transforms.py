@@ -290,7 +290,7 @@ def test_the_logarithm_is_exact_to_the_last_digits():
     x = x.astype(np.float32)
     found = x.copy()
     total = sum_of(x)  # of one row, which is therefore not scaled
-    assert _log_normalize(found, np.array([0, len(x)]), total, None) == -1
+    assert _log_normalize(found, np.array([0, len(x)]), None, total, None) == -1
     np.testing.assert_allclose(found, np.log1p(x.astype(np.float64)), rtol=1.2e-7)
 
 

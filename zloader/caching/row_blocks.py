@@ -176,7 +176,7 @@ class RowBlocks(ChunkFile):
         words = self.content[: len(self.content) // ALIGNED * ALIGNED].view(np.uint64)
         _entries(words, starts, within, entries.view(np.uint64).reshape(len(rows), ENTRY_BYTES // 8))
         self.count_mapped(int(entries["length"].sum()) * 2)
-        found = starts + entries["offset"]
+        found = starts + entries["offset"].astype(np.int64)
         return CodedRows(source=self.content, starts=found, entries=entries, dtypes=self.form.dtypes)
 
     def _prefetch(self, starts: Rows, stops: Rows, within: Rows) -> None:

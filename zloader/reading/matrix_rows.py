@@ -98,7 +98,7 @@ class PlannedRows:
 
 def _are_coded(needed: Sequence[Needed | NeededRows]) -> bool:
     """Whether the rows come from a mirror of coded rows, whose genes are the columns of x."""
-    return isinstance(needed[0], NeededRows)
+    return any(isinstance(each, NeededRows) for each in needed)
 
 
 def plan_rows(

@@ -27,7 +27,7 @@ from zloader.common.records import Rows
 
 # The entry of a row: its first byte, counted from its block, and its elements; then, of the row with all genes, the
 # elements and the sum.
-ENTRY = np.dtype([("offset", "<u4"), ("length", "<u4"), ("whole_length", "<u8"), ("whole_sum", "<f8")])
+ENTRY = np.dtype([("offset", "<u8"), ("length", "<u4"), ("whole_length", "<u4"), ("whole_sum", "<f8")])
 ENTRY_BYTES = ENTRY.itemsize
 ALIGNED = 8  # rows and blocks begin at multiples of it
 RAW = 0xFFFF  # exceptions
