@@ -200,6 +200,7 @@ def test_slow_decoding_is_no_slow_disk(root, hangs):
             in_flight=ByteBudget(100),
             sweeping=False,
             own_buffers=threading.local(),
+            coding=asyncio.Semaphore(),
         )
         try:
             return await resources.decode([Span(key="b", start=0, stop=4)], decode)

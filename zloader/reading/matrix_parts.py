@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,7 @@ def opened_readers(
     were verified, and the leases are released, so that other processes may download the remaining chunks.
     """
     in_flight, own_buffers = ByteBudget(options.in_flight_bytes), threading.local()
+    coding = asyncio.Semaphore(options.threads + 2)
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="zloader-decode"))
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -80,6 +82,7 @@ def opened_readers(
                 in_flight=in_flight,
                 sweeping=sweeping,
                 own_buffers=own_buffers,
+                coding=coding,
                 indexes=part.indexes,
             )
             leases = None

@@ -33,7 +33,7 @@ from zloader.storage.placement import ObjectIndex
 PADDING_BYTES = 4096
 # What costs little to read may cost much to decode: sorted labels shrink to a hundredth. Reads are not extended by more
 # decoded bytes than this for each stored byte of the options.
-_MOST_SHRUNK = 16
+MOST_SHRUNK = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def planner_of(
     The average size of a stored chunk, from `object_sizes` (bytes per key), converts the options' bytes to chunks.
     """
     decoded_bytes = layout.chunk_elements * layout.dtype.itemsize
-    most_in_run = max(1, _MOST_SHRUNK * options.least_read_bytes // decoded_bytes)
-    most_in_gap = _MOST_SHRUNK * options.gap_bytes // decoded_bytes
+    most_in_run = max(1, MOST_SHRUNK * options.least_read_bytes // decoded_bytes)
+    most_in_gap = MOST_SHRUNK * options.gap_bytes // decoded_bytes
     return ReadPlanner(
         layout=layout,
         run_chunks=min(most_in_run, layout.chunks_in(options.least_read_bytes, object_sizes)) if sweeping else 1,

@@ -85,6 +85,7 @@ class Resources:
     # Whether this process will need the whole store. Then the chunks beside a block are worth mirroring with it.
     sweeping: bool
     own_buffers: threading.local  # of each thread, shared by all stores of the epoch
+    coding: asyncio.Semaphore  # whose turn it is to have rows in memory that will be coded, shared by all stores
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)  # that were read, by array and shard
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from zloader.common.concurrent_calls import aside
 from zloader.common.records import Rows
 from zloader.reading import gather
 from zloader.reading.filling import MirrorFiller
-from zloader.reading.read_plan import Elements
+from zloader.reading.read_plan import MOST_SHRUNK, Elements
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
@@ -74,12 +74,13 @@ class RowReader:
         self._genes, self._values = arrays
         self._whole = whole
         self._filler, self.mirror, self._resources = filler, filler.mirror, resources
-        self._coding = asyncio.Semaphore(resources.options.threads + 2)  # bounds the memory of `_read`
         stored_bytes = sum(
             array.chunk_bytes(resources.object_sizes) / array.chunk_elements * matrix.values.n_elements
             for array in matrix.arrays
         )
-        block_bytes = max(1.0, stored_bytes / len(matrix.arrays) / max(1, self.mirror.layout.n_chunks))
+        block_bytes = stored_bytes / len(matrix.arrays) / max(1, self.mirror.layout.n_chunks)
+        # What costs little to read may cost much to decode (zloader.reading.read_plan).
+        block_bytes = max(block_bytes, self.mirror.decoded_chunk_bytes / MOST_SHRUNK)
         options = resources.options
         self._run = max(1, round(options.least_read_bytes / block_bytes)) if resources.sweeping else 1
         self._gap = int(options.gap_bytes / block_bytes)
@@ -155,7 +156,7 @@ class RowReader:
         size, n_rows = self.mirror.form.block_rows, self._matrix.n_rows
         firsts = blocks * size
         rows = expand(firsts, np.minimum(firsts + size, n_rows) - firsts)
-        async with self._coding:
+        async with self._resources.coding:
             if isinstance(self._indptr, np.ndarray):
                 starts, stops = self._matrix.elements_of(rows, self._indptr)
             else:  # may read from the store
