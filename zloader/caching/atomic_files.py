@@ -24,6 +24,11 @@ def cached_path(directory: Path, name: str, suffix: str) -> Path:
     return directory / f"{(first + slash + escaped).replace('/', '%2F')}.{suffix}"
 
 
+def has_files(directory: Path, name: str, *suffixes: str) -> bool:
+    """Whether all files that cache an array or rows called `name` are there."""
+    return all(cached_path(directory, name, suffix).exists() for suffix in suffixes)
+
+
 def qualified_name(path: Path) -> bytes:
     """The name of a mirror and of a file in it. Checksums include it, so that a moved or renamed file is detected."""
     return os.fsencode(f"{path.parent.name}/{path.name}\n")

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.atomic_files import cached_path
+from zloader.caching.atomic_files import cached_path, has_files
 from zloader.caching.checksums import bounds_of, map_file
 from zloader.caching.chunk_file import ArrayFile, ChunkFile
 from zloader.caching.directory import MirrorDirectory
@@ -302,7 +302,7 @@ def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -
 
 def has_array(directory: MirrorDirectory, path: str) -> bool:
     """Whether the mirror has files of a decoded array, with some of its chunks or none."""
-    return all(cached_path(directory.path, path, suffix).exists() for suffix in ("flat", "sums"))
+    return has_files(directory.path, path, "flat", "sums")
 
 
 def open_array(directory: MirrorDirectory, layout: ArrayLayout) -> MirrorArray | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zloader.caching.atomic_files import cached_path
+from zloader.caching.atomic_files import cached_path, has_files
 from zloader.caching.checksums import bounds_of
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.directory import MirrorDirectory
@@ -64,7 +64,7 @@ class RowForm:
 
 def has_rows(directory: MirrorDirectory, form: RowForm) -> bool:
     """Whether the mirror has files of these rows, with some of their blocks or none."""
-    return all(cached_path(directory.path, form.name, suffix).exists() for suffix in ("rows", "blocks"))
+    return has_files(directory.path, form.name, "rows", "blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
