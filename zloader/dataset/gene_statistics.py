@@ -27,7 +27,7 @@ from zloader.reading.fetch import FetchScheduler
 from zloader.reading.forms import Form
 from zloader.reading.recipe import Cutting, Recipe, RowColumns
 from zloader.reading.resources import BufferPool
-from zloader.selecting.columns import ObsColumn
+from zloader.selecting.columns import ObsColumn, is_time
 from zloader.transforms.statistics import GeneStatistics, Moments, Numbers, statistics_of
 from zloader.transforms.transform import Transform, transforms_of
 
@@ -106,8 +106,8 @@ class Batches:
 
 
 def _places(values: NDArray[Any], of_rows: NDArray[Any]) -> dict[int, Any]:
-    """The rows that have each of some ascending values, by the number of the value."""
-    numbers = np.searchsorted(values, of_rows)
+    """The rows that have each of some ascending values, by the number of the value. Dates of rows are int64."""
+    numbers = np.searchsorted(values.view(np.int64) if is_time(values.dtype) else values, of_rows)
     return {int(number): np.flatnonzero(numbers == number) for number in np.unique(numbers)}
 
 

@@ -91,7 +91,7 @@ def renamed_by(new: Mapping[str, str], names: Iterable[Any], at: str) -> pd.Inde
             f"genes_by names several genes of {at} alike: {listed(alike, 3)}. Leave all but one of them out of it, so "
             "that they keep their names"
         )
-    return pd.Index(made, dtype=object)
+    return pd.Index(made)
 
 
 def renamed(var: pd.DataFrame, names: pd.Index) -> pd.DataFrame:
