@@ -93,7 +93,7 @@ def test_it_runs(committed, tmp_path):
                 pytest.skip(f'{package} is not installed: pip install "zloader[{package}]"')
     before = pictures(committed)
     client = NotebookClient(
-        committed, timeout=PATIENCE_S, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        committed, timeout=3 * PATIENCE_S, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
     assert pictures(committed) == before

@@ -143,14 +143,12 @@ class RowReader:
         return await self._filler.fill(blocks, wanted, lambda mine: self._fill(mine, turn))
 
     async def _fill(self, blocks: Rows, turn: int) -> None:
-        """Reads blocks, codes their rows and keeps them, a few consecutive ones at a time."""
+        """Reads blocks, codes their rows and keeps them, a few at a time."""
         most = min(_BATCH_BYTES, self._resources.options.in_flight_bytes)
         few = max(1, most // self.mirror.decoded_chunk_bytes)
-        apart = (np.diff(blocks, prepend=-2) != 1).cumsum() * len(blocks) + np.arange(len(blocks)) // few
         async with asyncio.TaskGroup() as group:
-            for batch in np.split(blocks, np.flatnonzero(np.diff(apart)) + 1):
-                if len(batch):
-                    group.create_task(self._fill_few(batch, turn))
+            for first in range(0, len(blocks), few):
+                group.create_task(self._fill_few(blocks[first : first + few], turn))
 
     async def _fill_few(self, blocks: Rows, turn: int) -> None:
         size, n_rows = self.mirror.form.block_rows, self._matrix.n_rows

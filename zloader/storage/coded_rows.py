@@ -33,6 +33,7 @@ ALIGNED = 8  # rows and blocks begin at multiples of it
 RAW = 0xFFFF  # exceptions
 _HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
 _BYTES = 0x8000  # set where values have whole bytes
+_LARGE = 1 << 30  # a larger gene or value is raw
 _MOST = 0x7FFE  # elements of a row that is coded; with one more, _BYTES and its exceptions could be RAW
 
 # The bytes of coded rows as they are, and the same memory in the dtypes of genes and values.
@@ -77,25 +78,34 @@ def _padded(out: NDArray[np.uint8], at: int, to: int) -> int:
     return int(end)
 
 
+# Loops without branches, over int32, because processors do several elements of such a loop at a time.
+
+
 @compiled
-def _coded_bits(numbers: NDArray[Any], in_steps: bool) -> int:
-    """The bits of each number, or of its step, with which all of them are shortest; 0 if they are raw."""
-    n, over_half, over_byte = len(numbers), 0, 0
-    before = most = np.int64(0)
+def _take_rests(numbers: NDArray[Any], in_steps: bool, rests: NDArray[np.int32]) -> bool:
+    """Takes each number, or its step from the one before. Returns whether all are whole, and from 0 to _LARGE."""
+    unfit, before = False, np.int32(0)
+    for i in range(len(numbers)):
+        below = numbers[i] if numbers[i] < _LARGE else _LARGE
+        number = np.int32(below if below > 0 else 0)
+        rests[i] = number - before
+        unfit |= (numbers[i] != number) | np.signbit(numbers[i]) | (rests[i] < 0)
+        before = number if in_steps else before
+    return not unfit
+
+
+@compiled
+def _coded_bits(rests: NDArray[np.int32], in_steps: bool, itemsize: int) -> tuple[int, int]:
+    """The bits of each number, or of its step, with which all are shortest (0: raw), and the number of exceptions."""
+    n, over_half, over_byte, most = len(rests), np.int32(0), np.int32(0), np.int32(0)
     for i in range(n):
-        number = np.int64(numbers[i])
-        rest = number - before
-        if numbers[i] != number or np.signbit(numbers[i]) or rest < 0:
-            return 0
-        over_half += int(rest > 0xF)
-        over_byte += int(rest > 0xFF)
-        most = max(most, rest)
-        if in_steps:
-            before = number
+        over_half += np.int32(rests[i] > 0xF)
+        over_byte += np.int32(rests[i] > 0xFF)
+        most = max(most, rests[i])
     halves, whole = (n + 1) // 2 + _EXCEPTION_BYTES * over_half, n + _EXCEPTION_BYTES * over_byte
     bits = 4 if halves < whole and not in_steps and most >> 4 <= 0xFFFF else 8
-    shorter = (halves if bits == 4 else whole) < n * numbers.itemsize
-    return bits if n <= _MOST and most >> bits <= 0xFFFF and shorter else 0
+    shorter = (halves if bits == 4 else whole) < n * itemsize
+    return bits if most >> bits <= 0xFFFF and shorter else 0, int(over_half if bits == 4 else over_byte)
 
 
 @compiled
@@ -103,29 +113,34 @@ def _put(
     numbers: NDArray[Any], in_steps: bool, out: NDArray[np.uint8], typed: NDArray[Any], at: int
 ) -> tuple[int, int]:
     """Writes numbers from byte `at` on. Returns their part of the head, and the byte after them."""
-    n, bits = len(numbers), _coded_bits(numbers, in_steps)
+    n, bits, exceptions = len(numbers), 0, 0
+    rests = np.empty(n if n <= _MOST else 0, np.int32)
+    if n <= _MOST and _take_rests(numbers, in_steps, rests):
+        bits, exceptions = _coded_bits(rests, in_steps, numbers.itemsize)
     if bits == 0:
         first = _padded(out, at, numbers.itemsize) // numbers.itemsize
         typed[first : first + n] = numbers
         return RAW, (first + n) * numbers.itemsize
     n_low = n if bits == 8 else (n + 1) // 2
-    low, most = out[at : at + n_low], (1 << bits) - 1
-    exceptions, before = 0, np.int64(0)
-    for i in range(n):
-        number = np.int64(numbers[i])
-        rest = number - before
-        if i < n_low:
-            low[i] = rest & most
-        else:
-            low[i - n_low] |= (rest & most) << 4
-        if rest > most:
-            place = at + n_low + _EXCEPTION_BYTES * exceptions
-            _put_word(out, place, i)
-            _put_word(out, place + 2, rest >> bits)
-            exceptions += 1
-        before = number if in_steps else before
-    flag = _BYTES if bits == 8 and not in_steps else 0
-    return exceptions | flag, at + n_low + _EXCEPTION_BYTES * exceptions
+    low, first_half, others = out[at : at + n_low], rests[:n_low], rests[n_low:]
+    most, end = (1 << bits) - 1, at + n_low + _EXCEPTION_BYTES * exceptions
+    for i in range(n_low):
+        low[i] = first_half[i] & most
+    for i in range(len(others)):
+        low[i] |= (others[i] & most) << 4
+    if exceptions:
+        _put_exceptions(rests, bits, out[at + n_low : end])
+    return exceptions | (_BYTES if bits == 8 and not in_steps else 0), end
+
+
+@compiled
+def _put_exceptions(rests: NDArray[np.int32], bits: int, out: NDArray[np.uint8]) -> None:
+    to, most = 0, (1 << bits) - 1
+    for i in range(len(rests)):
+        if rests[i] > most:
+            _put_word(out, to, i)
+            _put_word(out, to + 2, rests[i] >> bits)
+            to += _EXCEPTION_BYTES
 
 
 @compiled
