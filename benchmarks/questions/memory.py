@@ -87,6 +87,16 @@ class Case:
     warm: bool = False
 
 
+def all_of_these(form: str) -> Case:
+    """Two matrices, tokens, names and transforms of a join, while a mirror of this form is filled."""
+
+    def options(dataset: zl.Dataset) -> dict[str, Any]:
+        words = tokenizer("scGPT", dataset)
+        return {"x": BOTH, "obs_names": True, "tokens": words, "transforms": {LAYER: [LOG]}}
+
+    return Case(stores=UNSORTED, join="outer", form=form, options=options)
+
+
 SORTED, UNSORTED = ("sorted 0", "sorted 1"), ("not sorted 0", "not sorted 1")
 BOTH = ["X", LAYER]
 CASES = {
@@ -119,14 +129,12 @@ CASES = {
     "warm mirror": Case(form="decoded", warm=True),
     "filling a mirror, stored form": Case(form="stored"),
     "warm mirror, stored form": Case(form="stored", warm=True),
-    "all of these, filling a mirror": Case(
-        stores=UNSORTED,
-        join="outer",
-        form="decoded",
-        options=lambda dataset: {
-            "x": BOTH, "obs_names": True, "tokens": tokenizer("scGPT", dataset), "transforms": {LAYER: [LOG]}
-        },
-    ),
+    "filling a mirror, compact form": Case(form="compact"),
+    "warm mirror, compact form": Case(form="compact", warm=True),
+    "2 000 genes, dense, filling a compact mirror": Case(form="compact", options=some_genes(2000)),
+    "join, not sorted, filling a compact mirror": Case(stores=UNSORTED, join="outer", form="compact"),
+    "all of these, filling a mirror": all_of_these("decoded"),
+    "all of these, filling a compact mirror": all_of_these("compact"),
 }  # fmt: skip
 
 
