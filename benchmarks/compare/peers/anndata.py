@@ -50,6 +50,8 @@ def epochs(options: Request) -> Epochs:
     def minibatches() -> Iterator[Any]:
         if not held:
             adata = anndata.read_h5ad(options["store"])
+            if "genes" in options:
+                adata = adata[:, options["genes"]].copy()
             held[:] = [adata.X, adata.obs[options["obs"]].cat.codes.to_numpy()]
         x, codes = held
         order = rng.permutation(x.shape[0])
