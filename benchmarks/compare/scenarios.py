@@ -77,6 +77,16 @@ def random(session: Session) -> None:
         kept(session, "random", data, case, session.sizes(block=1))
 
 
+def panel(session: Session) -> None:
+    """Minibatches of the most variable genes alone, of several sizes and of blocks of 64 rows."""
+    data, genes = inputs.panel(session.data["synthetic"], session.preset.panel_genes)
+    cases = [{"genes": len(genes), "batch_size": size} for size in session.preset.batch_sizes]
+    for case in session.left("panel", data.name, cases):
+        fetch = max(case["batch_size"], session.preset.fetch_rows)
+        options = {**session.sizes(batch_size=case["batch_size"], fetch_rows=fetch), "genes": genes}
+        kept(session, "panel", data, case, options)
+
+
 def tokens(session: Session) -> None:
     """Tokens instead of values."""
     data = session.data["synthetic"]
@@ -141,6 +151,7 @@ SCENARIOS: dict[str, Callable[[Session], None]] = {
         order,
         minibatch,
         random,
+        panel,
         tokens,
         sets,
         first,

@@ -18,6 +18,10 @@ _HOW = (
     "pipeline with its default number of threads. chunk_size is the size of blocks, preload_nchunks chunks are a "
     "fetch. Minibatches are torch tensors if its environment has torch, and scipy matrices otherwise."
 )
+_PANEL = (
+    "Genes can be chosen only when a store is written (var_subset): those of a panel are cut out of each minibatch, a "
+    "scipy matrix."
+)
 
 PEER = Peer(
     requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"),
@@ -25,17 +29,18 @@ PEER = Peer(
     least_python=(3, 12),
     sides={
         "annbatch": Side(
-            how=_HOW,
+            how=f"{_HOW} {_PANEL}",
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
-            scenarios=(*EPOCHS, "order", "scaling", "processes", "conversion"),
+            scenarios=(*EPOCHS, "order", "panel", "scaling", "processes", "conversion"),
             order=_BLOCKS,
         ),
         "annbatch, chunks of 512": Side(
-            how=f"{_HOW} Chunks of 512 rows, 32 at a time: the store was shuffled when written, so that they mix well.",
+            how=f"{_HOW} Chunks of 512 rows, 32 at a time: the store was shuffled when written, so that they mix well. "
+            f"{_PANEL}",
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
-            scenarios=("cold_warm_local", "minibatch"),
+            scenarios=("cold_warm_local", "minibatch", "panel"),
             options=_OF_512,
             order=_CHUNKS,
         ),

@@ -18,10 +18,11 @@ PEER = Peer(
     packages=("scdataset", "torch", "anndata", "zarr", "h5py", "s3fs", "numpy"),
     sides={
         "scDataset, h5ad": Side(
-            how=_HOW,
+            how=f"{_HOW} The genes of a panel are cut out of each fetch (fetch_transform), as its page on transforms "
+            "advises for heavy operations.",
             format=".h5ad, uncompressed",
             store=None,
-            scenarios=(*EPOCHS, "in_place", "order", "processes"),
+            scenarios=(*EPOCHS, "in_place", "order", "panel", "processes"),
         ),
         "scDataset, Zarr": Side(
             how=_HOW,

@@ -15,6 +15,7 @@ _HOW = (
     "and one obs column"
 )
 _MIRRORED = f"{_HOW}. The mirror is on the local disk."
+_COMPACT = f"{_MIRRORED} It is compact and has the chosen genes only, those of dataset[:, genes] (docs/cache.md)."
 
 _VALUES = {"csr": lambda one: one.x.values(), "dense": lambda one: one.x, "packed": lambda one: one.x.values}
 
@@ -63,6 +64,22 @@ PEER = Peer(
             mirrored=True,
             options={"layout": "packed"},
             scenarios=("cold_warm_local", "minibatch"),
+        ),
+        "zloader, compact": Side(
+            how=_COMPACT,
+            format=_FORMAT,
+            store="zloader",
+            mirrored=True,
+            options={"form": "compact"},
+            scenarios=("panel",),
+        ),
+        "zloader, compact, dense": Side(
+            how=f"{_COMPACT} Minibatches are dense float32.",
+            format=_FORMAT,
+            store="zloader",
+            mirrored=True,
+            options={"form": "compact", "layout": "dense"},
+            scenarios=("panel",),
         ),
     },
 )
