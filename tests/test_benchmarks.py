@@ -244,6 +244,8 @@ def test_a_panel_is_checked_against_the_values_of_its_genes(run, tmp_path):
     chosen = adata.X[:, genes]
     assert (genes, data.genes) == (sorted(set(genes)), 20)
     assert (data.values, data.total) == (chosen.nnz, chosen.sum())
+    written = run.inputs.of_genes(data, genes, tmp_path / "panel" / "a.h5ad")
+    assert replace(written, name="a", path=path) == data
     options = {"store": str(path), "obs": "cell_type", "batch_size": 64, "genes": genes}
     epochs, side = run.peers.module("anndata").epochs(options), run.peers.Side(how="", format="", store=None)
     given = run.readers.measured(epochs, {"check": True}, first_fetch=1)

@@ -69,6 +69,13 @@ def panel(data: Data, n_genes: int) -> tuple[Data, list[int]]:
     return replace(data, genes=len(genes), values=values, total=total), genes
 
 
+def of_genes(data: Data, genes: list[int], path: Path) -> Data:
+    """The rows of a data set with some genes alone, in a file of their own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    in_new_process(_write_genes, data.path, path, genes)
+    return of_file(path, "panel")
+
+
 def compressed(path: Path, compression: str) -> Path:
     """The same file as anndata writes it with a compression, beside it. It is kept for further runs."""
     target = path.with_name(f"{path.stem}-{compression}.h5ad")
@@ -81,6 +88,12 @@ def _compress(path: Path, target: Path, compression: str) -> None:
     import anndata
 
     anndata.read_h5ad(path).write_h5ad(target, compression=compression)
+
+
+def _write_genes(path: Path, target: Path, genes: list[int]) -> None:
+    import anndata
+
+    anndata.read_h5ad(path)[:, genes].copy().write_h5ad(target)
 
 
 def _generate(path: Path, rows: int, genes: int) -> None:

@@ -19,8 +19,8 @@ _HOW = (
     "fetch. Minibatches are torch tensors if its environment has torch, and scipy matrices otherwise."
 )
 _PANEL = (
-    "Genes can be chosen only when a store is written (var_subset): those of a panel are cut out of each minibatch, a "
-    "scipy matrix."
+    "Genes can be chosen only when a store is written (var_subset): out of a store of all genes, those of a panel are "
+    "cut from each minibatch, a scipy matrix."
 )
 
 PEER = Peer(
