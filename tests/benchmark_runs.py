@@ -28,6 +28,7 @@ CASES: list[tuple[str, Record, float]] = [  # scenario, case and how much slower
     *(("order", {"block_rows": block, "fetch_factor": factor}, 64 / block) for block in (16, 64) for factor in (4, 64)),
     *(("minibatch", {"batch_size": size}, 64 / size) for size in (64, 1024)),
     ("random", {}, 3.0),
+    *(("panel", {"genes": 20, "batch_size": size}, 32 / size) for size in (64, 1024)),
     *(("tokens", {"tokenizer": name}, 8.0) for name in ("Geneformer", "scGPT")),
     ("sets", {}, 4.0),
     ("first", {}, 0.01),

@@ -46,7 +46,7 @@ def page(whole: Results) -> Page:
 
 def test_the_page_has_every_scenario_and_tool(whole, page):
     headings = [section.title for section in tables.sections(whole)]
-    assert len(whole.scenarios) == 12
+    assert len(whole.scenarios) == 13
     for name in whole.scenarios:
         assert tables.scenario(name).title in headings
     for heading in headings:

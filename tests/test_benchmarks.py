@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from helpers import PATIENCE_S, fill_bucket
+from helpers import PATIENCE_S, counts, fill_bucket
 
 import zloader as zl
 from benchmarks.compare.reporting import records
@@ -233,6 +233,25 @@ def test_an_epoch_ends_after_so_many_rows(run):
     figures = run.readers.measured(lambda _: epoch, {"rows": 8}, first_fetch=1)
     assert (figures["rows"], figures["ended"]) == (8, False)
     assert len(list(epoch.minibatches)) == 1
+
+
+def test_a_panel_is_checked_against_the_values_of_its_genes(run, tmp_path):
+    adata, path = counts(300, 80), tmp_path / "a.h5ad"
+    adata.write_h5ad(path)
+    figures = {"rows": 300, "genes": 80, "values": adata.X.nnz, "total": float(adata.X.sum())}
+    whole = run.inputs.Data(name="a", path=path, label="cell_type", **figures)
+    data, genes = run.inputs.panel(whole, 20)
+    chosen = adata.X[:, genes]
+    assert (genes, data.genes) == (sorted(set(genes)), 20)
+    assert (data.values, data.total) == (chosen.nnz, chosen.sum())
+    written = run.inputs.of_genes(data, genes, tmp_path / "panel" / "a.h5ad")
+    assert replace(written, name="a", path=path) == data
+    options = {"store": str(path), "obs": "cell_type", "batch_size": 64, "genes": genes}
+    epochs, side = run.peers.module("anndata").epochs(options), run.peers.Side(how="", format="", store=None)
+    given = run.readers.measured(epochs, {"check": True}, first_fetch=1)
+    run.session.expect(given, data, side)
+    with pytest.raises(run.session.WrongRows, match="the values of an epoch add up to"):
+        run.session.expect(given, whole, side)
 
 
 # ---- a run that is stopped and resumed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness.measuring import in_new_process
@@ -63,6 +63,19 @@ def of_file(path: Path, name: str, *, treated: bool = False) -> Data:
     return Data(name=name, path=path.absolute(), **found)
 
 
+def panel(data: Data, n_genes: int) -> tuple[Data, list[int]]:
+    """The most variable genes of a data set (seurat_v3): its figures with these genes alone, and their positions."""
+    genes, values, total = in_new_process(_panel, data.path, n_genes)
+    return replace(data, genes=len(genes), values=values, total=total), genes
+
+
+def of_genes(data: Data, genes: list[int], path: Path) -> Data:
+    """The rows of a data set with some genes alone, in a file of their own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    in_new_process(_write_genes, data.path, path, genes)
+    return of_file(path, "panel")
+
+
 def compressed(path: Path, compression: str) -> Path:
     """The same file as anndata writes it with a compression, beside it. It is kept for further runs."""
     target = path.with_name(f"{path.stem}-{compression}.h5ad")
@@ -75,6 +88,12 @@ def _compress(path: Path, target: Path, compression: str) -> None:
     import anndata
 
     anndata.read_h5ad(path).write_h5ad(target, compression=compression)
+
+
+def _write_genes(path: Path, target: Path, genes: list[int]) -> None:
+    import anndata
+
+    anndata.read_h5ad(path)[:, genes].copy().write_h5ad(target)
 
 
 def _generate(path: Path, rows: int, genes: int) -> None:
@@ -99,6 +118,24 @@ def _write_screen(path: Path, cell_lines: int, drugs: int, genes: int) -> None:
 
     size = screens.Screen(cell_lines=cell_lines, drugs=drugs, genes=genes, rows_per_group=2 * SCREEN_SET)
     screens.write(path, size, obsm=True)
+
+
+def _panel(path: Path, n_genes: int) -> tuple[list[int], int, float]:
+    """The positions of the genes, ascending, and the number and the sum of their values."""
+    import h5py
+    import numpy as np
+
+    import zloader as zl
+
+    table = zl.open_dataset(path).highly_variable_genes(n_genes, flavor="seurat_v3", progress=False)
+    chosen = table["highly_variable"].to_numpy()
+    values, total = 0, 0.0
+    with h5py.File(path) as file:
+        for start in range(0, len(file["X/data"]), _WINDOW):
+            here = slice(start, start + _WINDOW)
+            window = file["X/data"][here][chosen[file["X/indices"][here]]]
+            values, total = values + len(window), total + float(window.sum(dtype=np.float64))
+    return np.flatnonzero(chosen).tolist(), values, total
 
 
 def _counted(path: Path, treated: bool) -> dict[str, object] | str:

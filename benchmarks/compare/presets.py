@@ -20,6 +20,7 @@ class Preset:
     - `most_s` ends a measured epoch early, `check_s` a checked one, both counted from the first minibatch. `deadline_s`
       ends a process that does not answer.
     - `main_sides`: only the first side of each tool takes part. Over data that are not synthetic that is always so.
+    - `panel_genes`: the number of genes in the scenario `panel`.
     - `one_data`: scenarios with two data sets take only the real one.
     """
 
@@ -35,6 +36,7 @@ class Preset:
     blocks: Sequence[int]
     factors: Sequence[int]
     batch_sizes: Sequence[int]
+    panel_genes: int
     tokenizers: Sequence[str]
     scaling: Sequence[int]
     metadata: Sequence[int]
@@ -55,7 +57,7 @@ QUICK = Preset(
     rows=20_000,
     genes=62_710,
     turns=2,
-    other_turns={"conversion": 1, "memory": 1, "first": 1, "minibatch": 1},
+    other_turns={"conversion": 1, "memory": 1, "first": 1, "minibatch": 1, "panel": 1},
     peer_s=40,
     most_s=1.5,
     check_s=6,
@@ -64,6 +66,7 @@ QUICK = Preset(
     blocks=(4, 64),
     factors=(16, 64),
     batch_sizes=(64, 1024),
+    panel_genes=2000,
     tokenizers=("Geneformer", "scGPT"),
     scaling=(10_000, 100_000),
     metadata=(10_000_000,),
@@ -85,6 +88,7 @@ FULL = Preset(
     blocks=(4, 64),
     factors=(16, 256),
     batch_sizes=(64, 1024),
+    panel_genes=2000,
     tokenizers=("Geneformer", "scGPT"),
     scaling=(10_000, 100_000),
     metadata=(10_000_000, 100_000_000),
@@ -104,6 +108,7 @@ TINY = Preset(
     blocks=(16,),
     factors=(4,),
     batch_sizes=(256,),
+    panel_genes=200,
     tokenizers=("Geneformer",),
     scaling=(1_000,),
     metadata=(20_000,),

@@ -77,6 +77,21 @@ def random(session: Session) -> None:
         kept(session, "random", data, case, session.sizes(block=1))
 
 
+def panel(session: Session) -> None:
+    """Minibatches of the most variable genes alone, of several sizes and of blocks of 64 rows.
+
+    They are chosen from the data of all genes, and then read from data that have no others.
+    """
+    data, genes = inputs.panel(session.data["synthetic"], session.preset.panel_genes)
+    written = inputs.of_genes(data, genes, session.work / "panel" / "data.h5ad")
+    cases = [{"genes": len(genes), "batch_size": size} for size in session.preset.batch_sizes]
+    for each, chosen in ((data, {"genes": genes}), (written, {})):
+        for case in session.left("panel", each.name, cases):
+            fetch = max(case["batch_size"], session.preset.fetch_rows)
+            options = {**session.sizes(batch_size=case["batch_size"], fetch_rows=fetch), **chosen}
+            kept(session, "panel", each, case, options)
+
+
 def tokens(session: Session) -> None:
     """Tokens instead of values."""
     data = session.data["synthetic"]
@@ -141,6 +156,7 @@ SCENARIOS: dict[str, Callable[[Session], None]] = {
         order,
         minibatch,
         random,
+        panel,
         tokens,
         sets,
         first,

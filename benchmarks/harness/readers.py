@@ -22,8 +22,10 @@ since the process started. Other requests may contain:
 
 The options that every tool knows are `store`, `batch_size` (64), `obs` (the column of labels), and the sizes of blocks
 and fetches, `chunk_size` and `preload_nchunks`. Each tool returns its cheapest form. zloader also accepts a `mirror`
-for the loader that it keeps between epochs, another `layout`, `genes` to select, and `tokens`: the tokenizer whose
-tokens it returns instead of X, by name. Its vocabulary has all genes. With `set_size` it yields sets with controls.
+for the loader that it keeps between epochs, the `form` of that mirror (see zl.Cache), another `layout`, and `tokens`:
+the tokenizer whose tokens it returns instead of X, by name. Its vocabulary has all genes. With `set_size` it yields
+sets with controls. `genes` are the positions of the genes, ascending, of which minibatches consist; zloader, annbatch,
+scDataset and the AnnData in memory know it.
 
 "plain" reads exactly the bytes that zloader's epochs read from a mirror, with as many threads: the bytes of each block
 in the given `way` (see ranges.py), or all files from start to end if the way is "sequential". Linux only.

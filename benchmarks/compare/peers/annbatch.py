@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.compare.peers import EPOCHS, Epoch, Epochs, Peer, Request, Side
@@ -18,6 +18,10 @@ _HOW = (
     "pipeline with its default number of threads. chunk_size is the size of blocks, preload_nchunks chunks are a "
     "fetch. Minibatches are torch tensors if its environment has torch, and scipy matrices otherwise."
 )
+_PANEL = (
+    "Genes can be chosen only when a store is written (var_subset): out of a store of all genes, those of a panel are "
+    "cut from each minibatch, a scipy matrix."
+)
 
 PEER = Peer(
     requirements=("annbatch[zarrs]", "numcodecs[pcodec]", "obstore"),
@@ -25,17 +29,18 @@ PEER = Peer(
     least_python=(3, 12),
     sides={
         "annbatch": Side(
-            how=_HOW,
+            how=f"{_HOW} {_PANEL}",
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
-            scenarios=(*EPOCHS, "order", "scaling", "processes", "conversion"),
+            scenarios=(*EPOCHS, "order", "panel", "scaling", "processes", "conversion"),
             order=_BLOCKS,
         ),
         "annbatch, chunks of 512": Side(
-            how=f"{_HOW} Chunks of 512 rows, 32 at a time: the store was shuffled when written, so that they mix well.",
+            how=f"{_HOW} Chunks of 512 rows, 32 at a time: the store was shuffled when written, so that they mix well. "
+            f"{_PANEL}",
             format=_FORMAT,
             store="annbatch-shuffled-zarrs",
-            scenarios=("cold_warm_local", "minibatch"),
+            scenarios=("cold_warm_local", "minibatch", "panel"),
             options=_OF_512,
             order=_CHUNKS,
         ),
@@ -105,7 +110,8 @@ def epochs(options: Request) -> Epochs:
         obs = ad.io.read_elem(group["obs"])
         return ad.AnnData(X=ad.io.sparse_dataset(group["X"]), obs=obs[[options["obs"]]])
 
-    torch = importlib.util.find_spec("torch") is not None
+    # the columns of torch's CSR tensors cannot be chosen
+    torch = "genes" not in options and importlib.util.find_spec("torch") is not None
     loader = annbatch.Loader(
         chunk_size=options["chunk_size"],
         preload_nchunks=options["preload_nchunks"],
@@ -116,11 +122,17 @@ def epochs(options: Request) -> Epochs:
         rng=np.random.default_rng(0),
     ).use_collection(annbatch.DatasetCollection(where), load_adata=load)
     return lambda _: Epoch(
-        minibatches=iter(loader),
+        minibatches=_of_genes(loader, np.array(options["genes"])) if "genes" in options else iter(loader),
         size=lambda minibatch: minibatch["X"].shape[0],
         values=lambda minibatch: minibatch["X"].values() if torch else minibatch["X"].data,
         labels=lambda minibatch: minibatch["obs"][options["obs"]],
     )
+
+
+def _of_genes(minibatches: Any, genes: Any) -> Iterator[Any]:
+    """The minibatches with the columns of some genes only."""
+    for minibatch in minibatches:
+        yield {**minibatch, "X": minibatch["X"][:, genes]}
 
 
 def _in_s3(url: str, given: Request) -> Any:

@@ -14,10 +14,11 @@ PEER = Peer(
     sides={
         "AnnData in memory": Side(
             how="anndata.read_h5ad, then scipy's rows of the CSR matrix by a random permutation of all rows, and the "
-            "codes of one obs column. The first epoch includes reading the file. Minibatches are scipy matrices.",
+            "codes of one obs column. The first epoch includes reading the file. Minibatches are scipy matrices. A "
+            "panel of genes is copied once, as adata[:, genes].copy().",
             format=".h5ad, held in memory",
             store=None,
-            scenarios=EPOCHS,
+            scenarios=(*EPOCHS, "panel"),
             order="single random cells",
         ),
         "anndata.write_zarr": Side(
@@ -50,6 +51,8 @@ def epochs(options: Request) -> Epochs:
     def minibatches() -> Iterator[Any]:
         if not held:
             adata = anndata.read_h5ad(options["store"])
+            if "genes" in options:
+                adata = adata[:, options["genes"]].copy()
             held[:] = [adata.X, adata.obs[options["obs"]].cat.codes.to_numpy()]
         x, codes = held
         order = rng.permutation(x.shape[0])

@@ -18,10 +18,11 @@ PEER = Peer(
     packages=("scdataset", "torch", "anndata", "zarr", "h5py", "s3fs", "numpy"),
     sides={
         "scDataset, h5ad": Side(
-            how=_HOW,
+            how=f"{_HOW} The genes of a panel are cut out of each fetch (fetch_transform), as its page on transforms "
+            "advises for heavy operations.",
             format=".h5ad, uncompressed",
             store=None,
-            scenarios=(*EPOCHS, "in_place", "order", "processes"),
+            scenarios=(*EPOCHS, "in_place", "order", "panel", "processes"),
         ),
         "scDataset, Zarr": Side(
             how=_HOW,
@@ -57,6 +58,7 @@ def epochs(options: Request) -> Epochs:
         obs = anndata.io.read_elem(group()["obs"])
         opened = lambda: anndata.io.sparse_dataset(group()["X"])  # noqa: E731
     rows = _Rows(opened, obs[options["obs"]].cat.codes.to_numpy())
+    genes = np.array(options.get("genes", ()))
     factor = max(1, options["chunk_size"] * options["preload_nchunks"] // options["batch_size"])
     dataset = scDataset(
         rows,
@@ -64,6 +66,7 @@ def epochs(options: Request) -> Epochs:
         batch_size=options["batch_size"],
         fetch_factor=factor,
         fetch_callback=lambda rows, numbers: (rows.x[np.asarray(numbers)], rows.codes[np.asarray(numbers)]),
+        fetch_transform=(lambda fetched: (fetched[0][:, genes], fetched[1])) if "genes" in options else None,
         batch_callback=lambda fetched, numbers: (fetched[0][numbers], fetched[1][numbers]),
         seed=0,
     )

@@ -15,6 +15,7 @@ _HOW = (
     "and one obs column"
 )
 _MIRRORED = f"{_HOW}. The mirror is on the local disk."
+_COMPACT = f"{_MIRRORED} It is compact and has the chosen genes only, those of dataset[:, genes] (docs/cache.md)."
 
 _VALUES = {"csr": lambda one: one.x.values(), "dense": lambda one: one.x, "packed": lambda one: one.x.values}
 
@@ -64,6 +65,22 @@ PEER = Peer(
             options={"layout": "packed"},
             scenarios=("cold_warm_local", "minibatch"),
         ),
+        "zloader, compact": Side(
+            how=_COMPACT,
+            format=_FORMAT,
+            store="zloader",
+            mirrored=True,
+            options={"form": "compact"},
+            scenarios=("panel",),
+        ),
+        "zloader, compact, dense": Side(
+            how=f"{_COMPACT} Minibatches are dense float32.",
+            format=_FORMAT,
+            store="zloader",
+            mirrored=True,
+            options={"form": "compact", "layout": "dense"},
+            scenarios=("panel",),
+        ),
     },
 )
 
@@ -86,14 +103,14 @@ def epochs(options: Request) -> Epochs:
     torch.set_num_threads(1)
 
     def opened(mirror: str | None) -> zl.Loader:
-        dataset = zl.open_dataset(options["store"], cache=mirror, storage_options=options.get("storage_options"))
+        dataset = _dataset(options, mirror)
         rows = _sets(dataset, options["set_size"]) if "set_size" in options else {"dataset": dataset}
         return zl.Loader(
             batch_size=options["batch_size"],
             fetch_factor=fetch_rows(options) // options["batch_size"],
             **{"sampling": zl.BlockShuffling(options["chunk_size"]), **rows},
             obs=[options["obs"]] if "obs" in options else [],
-            **{name: options[name] for name in ("layout", "genes") if name in options},
+            **({"layout": options["layout"]} if "layout" in options else {}),
             **({"x": None, "tokens": tokenizer(options["tokens"], dataset)} if "tokens" in options else {}),
         )
 
@@ -118,6 +135,15 @@ def epochs(options: Request) -> Epochs:
         )
 
     return epoch
+
+
+def _dataset(options: Request, mirror: str | None) -> Any:
+    """The store, with a mirror in a directory if one is given, or the chosen genes of it."""
+    import zloader as zl
+
+    cache = zl.Cache(mirror, form=options.get("form", zl.Cache.form)) if mirror else None
+    dataset = zl.open_dataset(options["store"], cache=cache, storage_options=options.get("storage_options"))
+    return dataset[:, options["genes"]] if "genes" in options else dataset
 
 
 def _sets(dataset: Any, set_size: int) -> Request:

@@ -168,6 +168,14 @@ SCENARIOS: Mapping[str, Scenario] = {
         limits=("memcpy",),
         of="in random order",
     ),
+    "panel": Scenario(
+        title="A panel of genes",
+        question="How fast are warm epochs of the most variable genes alone, on which many models train? From the data "
+        "of all genes, zloader keeps only the values of these genes in its compact mirror; the other loaders read "
+        "whole cells, and the genes are cut out of what they have read. The data set called panel has no other genes: "
+        "it was written once for this panel, converted for each tool, and another panel needs another one.",
+        of="of a panel of genes",
+    ),
     "tokens": Scenario(
         title="Tokens",
         question="How fast are cells turned into tokens for a transformer?",
