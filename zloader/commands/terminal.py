@@ -131,6 +131,8 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
             array.codecs,
         )
     console.print(table)
+    about = "at most about" if matrix.at_most else "about"
+    console.print(f"mirror: {size(matrix.decoded_bytes)} decoded, {about} {size(matrix.compact_bytes)} compact")
 
 
 def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
