@@ -21,6 +21,7 @@ from helpers import PATIENCE_S, check_minibatch, counts, digest
 
 import zloader as zl
 from zloader.caching.directory import MirrorDirectory, cache_bytes, drop, mirrors
+from zloader.caching.inspection import inspect_mirror
 from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
 from zloader.common.errors import CacheError, OptionError, ReadError
@@ -36,7 +37,7 @@ ADATA = counts(ROWS, 400, density=0.5, seed=3)
 ADATA.obsm["X_pca"] = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
 
 
-EITHER_FORM = pytest.mark.parametrize("form", ["decoded", "stored"])
+EVERY_FORM = pytest.mark.parametrize("form", ["decoded", "compact", "stored"])
 
 
 def _convert(adata, dest: Path) -> Path:
@@ -194,8 +195,8 @@ def _run_at_once(interpreter, requests):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("as_ranks", "form"),
-    [(True, "decoded"), (False, "decoded"), (False, "stored")],
-    ids=["ranks", "jobs of their own", "jobs of their own, stored"],
+    [(True, "decoded"), (False, "decoded"), (False, "compact"), (False, "stored")],
+    ids=["ranks", "jobs of their own", "jobs of their own, compact", "jobs of their own, stored"],
 )
 def test_four_processes_on_one_cold_mirror_read_each_chunk_about_once(
     interpreter, store, sim, tmp_path, as_ranks, form
@@ -231,7 +232,11 @@ for minibatch in loader:
 @pytest.mark.parametrize("suffix", [".zarr", ".h5ad"])
 @pytest.mark.parametrize(
     ("form", "minibatches"),
-    [("decoded", 0), ("decoded", 3), ("decoded", 20), ("decoded", 60), ("stored", 3), ("stored", 20)],
+    [
+        *(("decoded", minibatches) for minibatches in (0, 3, 20, 60)),
+        *(("compact", minibatches) for minibatches in (3, 20)),
+        *(("stored", minibatches) for minibatches in (3, 20)),
+    ],
 )
 def test_loaders_killed_while_filling_leave_no_wrong_values_and_block_nobody(
     interpreter, store, sim, tmp_path, form, minibatches, suffix
@@ -311,7 +316,7 @@ def test_a_mirror_fills_up_to_its_limit_and_the_rest_is_read_from_the_store(stor
     assert digest(_loader(store, cache)) == digest(_loader(store, None))
 
 
-@EITHER_FORM
+@EVERY_FORM
 def test_processes_share_one_limit(store, tmp_path, form):
     """Four loaders fill the mirrors of two stores, two loaders per store."""
     other = _convert(counts(2000, 300, density=0.5, seed=9), tmp_path / "bucket" / "other.zarr")
@@ -324,7 +329,7 @@ def test_processes_share_one_limit(store, tmp_path, form):
 
 
 @pytest.mark.every(3)
-@EITHER_FORM
+@EVERY_FORM
 @pytest.mark.parametrize("limit", ["1KB", "100KB", "350KB"])
 def test_a_limit_below_one_fetch_disables_the_mirror(store, tmp_path, limit, form):
     cache = Cache(directory=tmp_path / "cache", max_bytes=limit, form=form)
@@ -384,23 +389,26 @@ def test_dropping_keeps_files_that_zloader_did_not_create(store, tmp_path):
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path):
-    loader = _loader(store, tmp_path / "cache")
+@EVERY_FORM
+def test_a_directory_that_is_deleted_while_in_use_does_no_harm(store, tmp_path, form):
+    cache = Cache(tmp_path / "cache", form=form)
+    loader = _loader(store, cache)
     iterator = iter(loader)
     next(iterator)
     shutil.rmtree(tmp_path / "cache")
     assert sum(map(len, iterator)) == ROWS - 32
     assert _epoch(loader).rows == ROWS
-    assert _epoch(_loader(store, tmp_path / "cache")).rows == ROWS
+    assert _epoch(_loader(store, cache)).rows == ROWS
 
 
-@pytest.mark.parametrize(("form", "max_bytes"), [("decoded", "1.5MB"), ("stored", "1MB")])
+@pytest.mark.parametrize(("form", "max_bytes"), [("decoded", "1.5MB"), ("compact", "1MB"), ("stored", "1MB")])
 def test_warm_caches_whole_rows_if_not_all_fit(store, tmp_path, monkeypatch, form, max_bytes):
     monkeypatch.setattr(sys.modules["zloader.dataset.warm"], "_WINDOW_BYTES", 50_000)
     dataset = zl.open_dataset(store, cache=Cache(tmp_path, max_bytes=max_bytes, form=form))
     assert warm(dataset).full
-    arrays = dataset.store.mirror(dataset.store.matrix("X")).arrays.values()
-    shares = [array.n_present / array.layout.n_chunks for array in arrays]
+    (entry,) = mirrors(tmp_path)
+    arrays = inspect_mirror(entry).arrays
+    shares = [array.share for name, array in arrays.items() if name.split()[0] in ("X", "X/data", "X/indices")]
     assert 0.2 < min(shares) <= max(shares) < min(shares) + 0.3
 
 
@@ -450,7 +458,7 @@ def _mounted(directory: Path, *arguments: str):
 
 
 @pytest.mark.every(3)
-@EITHER_FORM
+@EVERY_FORM
 @pytest.mark.parametrize("size", ["64k", "1m"])
 def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, caplog, size, form):
     with _mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={size}", "tmpfs") as disk:
@@ -460,7 +468,7 @@ def test_a_full_disk_causes_a_warning_and_reading_continues(store, tmp_path, cap
     assert digest(_loader(store, tmp_path / "cache")) == digest(_loader(store, None))
 
 
-@EITHER_FORM
+@EVERY_FORM
 def test_a_mirror_on_a_read_only_disk_is_used(store, tmp_path, form):
     warm(zl.open_dataset(store, cache=Cache(tmp_path / "cache", form=form)))
     with _mounted(tmp_path / "cache", "--bind", "-o", "ro", str(tmp_path / "cache")) as cache:
@@ -487,7 +495,7 @@ def test_changed_objects_get_a_new_mirror(store, tmp_path, caplog):
     assert loader.statistics().gets
 
 
-@EITHER_FORM
+@EVERY_FORM
 def test_offline_opens_and_reads_the_mirror(store, tmp_path, form):
     cache = Cache(tmp_path / "cache", form=form)
     moved = tmp_path / "bucket" / "moved.zarr"
@@ -506,25 +514,29 @@ def test_offline_opens_and_reads_the_mirror(store, tmp_path, form):
     assert again.n_obs == ROWS
 
 
-def test_offline_errors_name_what_is_missing(store, tmp_path):
+@EVERY_FORM
+def test_offline_errors_name_what_is_missing(store, tmp_path, form):
+    cache = Cache(tmp_path / "cache", form=form)
     with pytest.raises(CacheError, match=r"no mirror of .*counts\.zarr.*zloader warm"):
-        zl.open_dataset(store, cache=tmp_path / "cache", offline=True)
+        zl.open_dataset(store, cache=cache, offline=True)
     with pytest.raises(OptionError, match="give cache="):
         zl.open_dataset(store, offline=True)
-    _first_minibatch(store, tmp_path / "cache")
-    dataset = zl.open_dataset(store, cache=tmp_path / "cache", offline=True)
+    _first_minibatch(store, cache)
+    dataset = zl.open_dataset(store, cache=cache, offline=True)
     with pytest.raises(ReadError, match=r"reading X/(data|indices)/.*opened offline.*zloader warm"):
         list(zl.Loader(dataset, batch_size=32, fetch_factor=8))
     with pytest.raises(CacheError, match="not in the mirror"):
         dataset.obs()
 
 
-def test_opening_with_a_warm_cache_only_requests_a_listing(store, sim, tmp_path):
+@EVERY_FORM
+def test_opening_with_a_warm_cache_only_requests_a_listing(store, sim, tmp_path, form):
     server = sim(root=store.parent.parent)
     url = f"s3://{store.parent.name}/{store.name}"
 
     def opened() -> zl.Loader:
-        dataset = zl.open_dataset(url, cache=tmp_path / "cache", storage_options=_options(server))
+        cache = Cache(tmp_path / "cache", form=form)
+        dataset = zl.open_dataset(url, cache=cache, storage_options=_options(server))
         return zl.Loader(dataset, batch_size=32, fetch_factor=8, obs=["cell_type"])
 
     _epoch(opened())
@@ -536,12 +548,12 @@ def test_opening_with_a_warm_cache_only_requests_a_listing(store, sim, tmp_path)
 # ---- permissions and secrets
 
 
-def test_all_files_are_private_and_contain_no_secret(store, sim, tmp_path):
+@EVERY_FORM
+def test_all_files_are_private_and_contain_no_secret(store, sim, tmp_path, form):
     server = sim(root=store.parent.parent)
     options = _options(server) | {"key": "AKIAVERYSECRETKEY", "secret": "sesame-open-now"}
-    dataset = zl.open_dataset(
-        f"s3://{store.parent.name}/{store.name}", cache=tmp_path / "cache", storage_options=options
-    )
+    cache = Cache(tmp_path / "cache", form=form)
+    dataset = zl.open_dataset(f"s3://{store.parent.name}/{store.name}", cache=cache, storage_options=options)
     warm(dataset)
     for path in (tmp_path / "cache").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 or path.name == "CACHEDIR.TAG", path
@@ -570,7 +582,7 @@ import sys
 from IPython.core.interactiveshell import InteractiveShell
 import zloader as zl
 kept = []
-for form in ("decoded", "stored"):
+for form in ("decoded", "compact", "stored"):
     dataset = zl.open_dataset(sys.argv[1], cache=zl.Cache(f"{sys.argv[2]}/{form}", form=form))
     whole, begun, never = (zl.Loader(dataset, batch_size=64, obs=["cell_type"]) for _ in range(3))
     kept += [dataset, dataset[:100], never, list(whole), next(minibatches := iter(begun)), minibatches]

@@ -42,16 +42,22 @@ def source() -> ad.AnnData:
     return adata
 
 
-ADATA = source()
+def other() -> ad.AnnData:
+    """Lacks genes, and has them in another order."""
+    other = counts(N_ROWS // 3, 40, seed=2)[:, ::-1].copy()
+    other.obs_names = [f"other {row}" for row in range(other.n_obs)]
+    other.layers["halves"] = other.X / 2
+    return other
+
+
+ADATA, OTHER = source(), other()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("rows")
     write_store(ADATA, folder / "a.zarr", folder)
-    other = counts(N_ROWS // 3, 40, seed=2)[:, ::-1].copy()  # lacks genes, and has them in another order
-    other.obs_names = [f"other {row}" for row in range(other.n_obs)]
-    write_store(other, folder / "b.zarr", folder / "of b")
+    write_store(OTHER, folder / "b.zarr", folder / "of b")
     return folder
 
 
@@ -161,6 +167,32 @@ def test_joined_stores(folder, tmp_path, join, choice):
         options = options | {"genes": ["gene 30", "gene 2", "gene 5"]}
     check_epochs(plain, cached, **options)
     assert len(files_of(tmp_path, "rows")) == 2
+
+
+NORMALIZED: dict[str, Any] = {"transforms": [zl.transforms.Normalize(50)], "dtype": "float64", "layout": "dense"}
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(genes=st.lists(st.integers(0, 39), min_size=1, unique=True), join=st.sampled_from(["outer", "inner"]))
+def test_any_normalized_panel_of_joined_stores(folder, shared_cache, genes, join):
+    urls, names = [folder / "a.zarr", folder / "b.zarr"], [f"gene {gene}" for gene in genes]
+    plain, cached = (opened(urls, cache, join=join) for cache in (None, compact(shared_cache)))
+    check_epochs(plain, cached, genes=names, **NORMALIZED)
+    joined = ad.concat([ad.AnnData(each.X, each.obs[[]], each.var[[]]) for each in (ADATA, OTHER)], join=join)
+    totals = np.asarray(joined.X.sum(axis=1), np.float64)
+    wanted = joined[:, names].X.toarray() * np.divide(50, totals, out=np.zeros_like(totals), where=totals > 0)
+    loader = zl.Loader(cached, genes=names, shuffle=False, **NORMALIZED)
+    found = np.concatenate([minibatch.x.numpy() for minibatch in loader])
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("join", "x", "enough"), [("outer", "X", 1), ("inner", "X", 0), ("outer", "layers/halves", 0)])
+def test_totals_of_stores_are_enough_if_a_join_keeps_them(folder, tmp_path, join, x, enough):
+    """An inner join leaves out genes of the first store, and sums of fractions depend on the order of genes."""
+    urls, names = [folder / "a.zarr", folder / "b.zarr"], ["gene 7", "gene 2"]
+    plain, cached = (opened(urls, cache, join=join) for cache in (None, compact(tmp_path)))
+    check_epochs(plain, cached, genes=names, x=x, **NORMALIZED)
+    assert cached[:, names].cache_statistics(x).share == enough
 
 
 @pytest.mark.slow

@@ -111,6 +111,19 @@ def test_warm_keeps_chunks_in_the_form_asked_for(store, tmp_path):
     assert "form must be one of 'decoded', 'compact', 'stored', not 'zipped'" in done.stderr
 
 
+def test_ls_lists_the_panels_of_a_mirror(store, tmp_path):
+    flags = ("--cache", tmp_path / "cache", "--cache-form", "compact", "--genes", tmp_path / "genes.txt")
+    names = zl.open_dataset(store).var_names
+    for some in (names[:5], names[3:9]):
+        (tmp_path / "genes.txt").write_text("\n".join(some))
+        assert documented("warm", store, *flags)["gets"]
+    assert documented("warm", store, *flags)["gets"] == 0
+    lines = [line.split() for line in zloader("cache", "ls", tmp_path / "cache").stdout.splitlines()]
+    panels = [line for line in lines if line and line[0] == "X/panel"]
+    assert len(panels) == 2
+    assert all("100%" in line for line in panels)
+
+
 def test_warm_keeps_to_limits(store, tmp_path):
     done = zloader("warm", store, "--cache", tmp_path, "--max-bytes", "340kB", "--json")
     seen = json.loads(done.stdout)

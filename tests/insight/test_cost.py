@@ -157,6 +157,32 @@ def test_summary(tmp_path):
     assert data.codecs == "bytes, blosc(lz4, bitshuffle), crc32c"
     assert x.bytes_per_value == (indices.stored_bytes + data.stored_bytes) / adata.X.nnz
     assert summary.others == ["obsm/X_pca"]
+    assert x.decoded_bytes == indices.decoded_bytes + data.decoded_bytes
+    assert matrices["layers/dense"].compact_bytes == matrices["layers/dense"].decoded_bytes
+
+
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.3])
+def test_the_size_of_a_compact_mirror_is_foretold(tmp_path, density):
+    adata = counts(500, 5_000, density=density)
+    adata.X.data[:] = 1 + np.random.default_rng(0).geometric(0.5, adata.X.nnz)
+    write_store(adata, tmp_path / "cells.zarr", tmp_path)
+    (x,) = summarize(zl.open_dataset(tmp_path / "cells.zarr")).matrices
+    compact = zl.Cache(tmp_path / "cache", form="compact")
+    held = zl.warm(zl.open_dataset(tmp_path / "cells.zarr", cache=compact)).bytes_held
+    assert x.compact_bytes == pytest.approx(held, rel=0.2)
+    assert not x.at_most
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["fractions", "counts as floats"])
+def test_floats_may_be_counts_so_the_size_of_their_compact_mirror_is_a_bound(tmp_path, whole):
+    adata = counts(300, 2_000, density=0.1)
+    adata.X = adata.X.astype(np.float32) * (1 if whole else 0.3)
+    write_plainly(adata, tmp_path / "cells.zarr")
+    (x,) = summarize(zl.open_dataset(tmp_path / "cells.zarr")).matrices
+    compact = zl.Cache(tmp_path / "cache", form="compact")
+    held = zl.warm(zl.open_dataset(tmp_path / "cells.zarr", cache=compact)).bytes_held
+    assert x.at_most
+    assert (0.3 if whole else 0.9) * x.compact_bytes < held < 1.05 * x.compact_bytes
 
 
 def test_a_matrix_that_cannot_be_read_is_shown_with_the_reason(tmp_path):

@@ -131,6 +131,8 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
             array.codecs,
         )
     console.print(table)
+    about = "at most about" if matrix.at_most else "about"
+    console.print(f"mirror: {size(matrix.decoded_bytes)} decoded, {about} {size(matrix.compact_bytes)} compact")
 
 
 def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
@@ -167,11 +169,12 @@ def new_table(*columns: str) -> Table:
 
 
 def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInspection]]) -> None:
-    """The mirrors of a cache with their sizes, and the totals."""
+    """The mirrors of a cache with their sizes, their panels of genes, and the totals."""
     table = new_table("mirror", ">cached", ">share", ">on disk", "last used", "")
     table.columns[0].overflow = "fold"
     for entry, inspection in found:
-        mirror = Text.assemble(entry.url, "\n", (entry.directory.name, "dim"))
+        lines = [entry.directory.name, *_panels(inspection)]
+        mirror = Text.assemble(entry.url, *((f"\n{line}", "dim") for line in lines))
         share = _share(inspection.share) if inspection.bytes_in_all else ""
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
         sizes = (size(inspection.bytes_held), share, size(entry.allocated_bytes))
@@ -183,6 +186,12 @@ def show_mirrors(console: Console, found: Sequence[tuple[MirrorEntry, MirrorInsp
     share = _share(held_bytes / in_all) if in_all else ""
     table.add_row(f"mirrors: {len(found)}", size(held_bytes), share, on_disk, "", "", style="bold")
     console.print(table)
+
+
+def _panels(inspection: MirrorInspection) -> list[str]:
+    """A line for each panel of genes, and for the rows of all genes, that a mirror keeps coded."""
+    coded = {name: array for name, array in inspection.arrays.items() if name.endswith(" (rows)")}
+    return [f"{name}: {size(array.bytes_held)}, {_share(array.share)}" for name, array in coded.items()]
 
 
 # ---- bench

@@ -8,12 +8,14 @@ from typing import Any
 
 import zarr
 
+from zloader.caching.row_blocks import RowForm
 from zloader.common.errors import FormatError, MissingColumnError
 from zloader.dataset.dataset import Dataset
 from zloader.dataset.store import OpenedStore
 from zloader.storage import hdf5_filters
+from zloader.storage.coded_rows import likely_bytes
 from zloader.storage.coders import PREFIX
-from zloader.storage.layout import ArrayLayout
+from zloader.storage.layout import ArrayLayout, MatrixLayout
 from zloader.storage.metadata import stored_length
 
 _OTHERS = ("obsm", "varm", "obsp", "varp", "uns")
@@ -44,6 +46,7 @@ class MatrixSummary:
     """One matrix: X, a layer or raw/X. `values` counts the stored values; `problem` says why it cannot be read.
 
     `bytes_per_value` is the stored size of `arrays` per value, so for CSR that of an index and a value together.
+    `compact_bytes` is the size of a compact mirror, about; `at_most` says that it is smaller if floats are counts.
     """
 
     name: str
@@ -54,7 +57,14 @@ class MatrixSummary:
     density: float
     bytes_per_value: float
     arrays: Sequence[ArraySummary]
+    compact_bytes: int = 0
+    at_most: bool = False
     problem: str | None = None
+
+    @property
+    def decoded_bytes(self) -> int:
+        """The size of a decoded mirror."""
+        return sum(array.decoded_bytes for array in self.arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +171,7 @@ def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
     except FormatError as error:
         problem = str(error)
     summaries = [] if problem else [_array(name, alike) for alike in arrays.values()]
+    compact = [] if problem else [_compact(store.matrix(name)) for store in stores]
     return MatrixSummary(
         name=name,
         encoding=_all(encodings),
@@ -170,8 +181,18 @@ def _matrix(dataset: Dataset, name: str) -> MatrixSummary:
         density=values / (rows * genes) if rows * genes else 0.0,
         bytes_per_value=sum(array.stored_bytes for array in summaries) / values if values else 0.0,
         arrays=summaries,
+        compact_bytes=sum(n_bytes for n_bytes, _ in compact),
+        at_most=any(at_most for _, at_most in compact),
         problem=problem,
     )
+
+
+def _compact(matrix: MatrixLayout) -> tuple[int, bool]:
+    """The bytes of a compact mirror, about, and whether they may be much fewer."""
+    form = RowForm.of(matrix, None)
+    if form is None:  # kept decoded
+        return sum(array.n_elements * array.dtype.itemsize for array in matrix.arrays), False
+    return likely_bytes(matrix.n_rows, matrix.values.n_elements, matrix.n_genes, form.dtypes)
 
 
 def _values(store: OpenedStore, matrix: str) -> Any:

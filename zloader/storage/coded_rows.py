@@ -34,6 +34,7 @@ RAW = 0xFFFF  # exceptions
 _HEAD_BYTES, _EXCEPTION_BYTES = 4, 4
 _BYTES = 0x8000  # set where values have whole bytes
 _LARGE = 1 << 30  # a larger gene or value is raw
+_COUNT_BYTES = 0.6  # of a coded count, about: 0.5 up to 15, as most are, 4.5 or 1 above
 _MOST = 0x7FFE  # elements of a row that is coded; with one more, _BYTES and its exceptions could be RAW
 
 # The bytes of coded rows as they are, and the same memory in the dtypes of genes and values.
@@ -49,6 +50,21 @@ def views_of(content: NDArray[np.uint8], genes: np.dtype[Any], values: np.dtype[
 def most_bytes(n_rows: Any, n_values: Any, itemsizes: int) -> Any:
     """An upper bound of the bytes of a block. `itemsizes` are the bytes of a gene and a value. A multiple of 64."""
     return -(-(n_rows * (ENTRY_BYTES + _HEAD_BYTES + 3 * ALIGNED) + n_values * itemsizes + ALIGNED) // 64) * 64
+
+
+def likely_bytes(
+    n_rows: int, n_values: int, n_genes: int, dtypes: tuple[np.dtype[Any], np.dtype[Any]]
+) -> tuple[int, bool]:
+    """The bytes of coded rows, about, and whether they may be much fewer, as where floats turn out to be counts.
+
+    Integers are taken for counts, and the steps from gene to gene for those of genes at random.
+    """
+    genes, values = dtypes
+    long_steps = (1 - n_values / max(1, n_rows * n_genes)) ** 255
+    gene_bytes = min(genes.itemsize, 1 + _EXCEPTION_BYTES * long_steps)
+    value_bytes = values.itemsize if values.kind == "f" else _COUNT_BYTES
+    per_row = ENTRY_BYTES + _HEAD_BYTES + ALIGNED
+    return round(n_rows * per_row + n_values * (gene_bytes + value_bytes)), values.kind == "f"
 
 
 @compiled
