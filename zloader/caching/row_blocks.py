@@ -27,6 +27,7 @@ from zloader.storage.layout import ArrayLayout, MatrixLayout, distinct
 # Rows of a block, which takes 50 to 100 KB, so that little of its last page is unused. It is read from the store as a
 # whole, even if a fetch needs a single row.
 _BLOCK_ROWS, _PANEL_ROWS = 32, 128
+_ROWS_OF_WHOLE = 8  # rows of a block, on average, for which all of it is prefetched
 _APART = 128  # bytes between the rooms of two blocks, at least, so that each begins at a multiple of 64
 
 
@@ -180,8 +181,13 @@ class RowBlocks(ChunkFile):
         return CodedRows(source=self.content, starts=found, entries=entries, dtypes=self.form.dtypes)
 
     def _prefetch(self, starts: Rows, stops: Rows, within: Rows) -> None:
-        """Makes the kernel load what will be read: the tables of all blocks, and about where the rows are."""
+        """Makes the kernel load what will be read: whole blocks, or their tables and about where single rows are."""
+        few = np.flatnonzero(np.diff(starts, prepend=-1))  # the first row of each block
+        if len(few) * _ROWS_OF_WHOLE < len(starts):
+            page_cache.prefetch(self._file, starts[few], stops[few])
+            return
         tables = ENTRY_BYTES * self.form.block_rows
         mean = (stops - starts - tables) // self.form.block_rows
         rows = starts + tables + within * mean
-        page_cache.prefetch(self._file, np.concatenate([starts, rows]), np.concatenate([starts + tables, rows + mean]))
+        begins, ends = np.concatenate([starts[few], rows]), np.concatenate([starts[few] + tables, rows + mean])
+        page_cache.prefetch(self._file, begins, ends)
