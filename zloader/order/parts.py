@@ -24,8 +24,8 @@ from zloader.common.records import Rows
 from zloader.order.permutation import key_of, words_at
 from zloader.order.sampling import Sampling, Unseen, WrappedSampling
 
-# With 64 regions of a part, minibatches of rows sorted by 14 labels have 0.01 bits less than those of all rows. Smaller
-# regions than blocks of 64 rows cost reads and mix no better; larger ones than these bring no longer reads.
+# Minibatches of rows sorted by 14 labels have 0.005 bits less than those of a global order with 64 regions of a part, and
+# 0.03 less with 32. The chunks at the ends of a region are read by two machines, a few percent of 500 rows.
 _REGIONS, _LEAST_ROWS, _MOST_ROWS = 64, 64, 8192
 
 
