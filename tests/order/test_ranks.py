@@ -1,4 +1,4 @@
-"""Ranks: equal numbers of minibatches, dropped and repeated rows, parts per machine, and real gloo processes."""
+"""Ranks: equal numbers of minibatches, dropped and repeated rows, and real gloo processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import zloader as zl
 from zloader.common.errors import OptionError
 from zloader.order.plan import Plan
-from zloader.order.ranks import RankPlacement, placement_of
+from zloader.order.ranks import placement_of
 from zloader.testing import assert_resumes_anywhere
 
 N_ROWS = 101
@@ -109,91 +109,7 @@ def test_padding_resumes_anywhere(store):
     assert_resumes_anywhere(lambda: ranks(dataset, 3, remainder="pad")[2])
 
 
-# ---- machines
-
-
-def machines(dataset, world_size, local, **options) -> list[list[zl.Loader]]:
-    loaders = ranks(dataset, world_size, locality="machine", local_world_size=local, **options)
-    return [loaders[begin : begin + local] for begin in range(0, world_size, local)]
-
-
-@pytest.mark.parametrize("remainder", ["keep", "pad"])
-def test_a_machine_keeps_to_its_part(store, remainder):
-    dataset = zl.open_dataset(store)
-    parts = machines(dataset, 4, 2, remainder=remainder)
-    kept, left_out, orders = [set(), set()], [], []
-    for _ in range(4):
-        made = [[listed(loader) for loader in loaders] for loaders in parts]
-        assert {len(minibatches) for loaders in made for minibatches in loaders} == {len(parts[0][0])}
-        rows = [[row for minibatches in loaders for rows in minibatches for row in rows] for loaders in made]
-        for number, own in enumerate(rows):
-            kept[number] |= set(own)
-            assert remainder == "pad" or len(set(own)) == len(own) == 50
-        left_out.append(frozenset(range(N_ROWS)) - {row for own in rows for row in own})
-        orders.append(rows)
-    assert kept == [set(range(50)), set(range(50, N_ROWS))]
-    assert {len(rows) for rows in left_out} == {1}  # 101 rows for two machines
-    assert len(set(left_out)) > 1
-    assert all(orders[0] != order for order in orders[1:])
-    assert [row - 50 for row in orders[0][1]] != orders[0][0]  # the orders of the machines are independent
-
-
-@pytest.mark.parametrize("sampling", [zl.Streaming(), zl.BlockShuffling(3), zl.MixtureOfScanners(3, block_size=2)])
-@pytest.mark.parametrize("n_machines", [2, 3, 7])
-def test_two_epochs_see_every_row_of_every_part(sampling, n_machines):
-    places = [RankPlacement(rank=0, world_size=1, machine=number, machines=n_machines) for number in range(n_machines)]
-    parts = [place.keep_to_part(sampling, N_ROWS) for place in places]
-    often = np.zeros(N_ROWS, int)
-    for epoch in range(2):
-        for part in parts:
-            seen = part.rows(0, part.n_rows(N_ROWS), dataset_rows=N_ROWS, seed=0, epoch=epoch)
-            assert len(set(seen)) == len(seen) == N_ROWS // n_machines
-            often[seen] += 1
-    assert often.min() == 1  # rows left out once; a part with an extra row has two of them
-    assert often.max() == 2
-
-
-def test_a_row_more_than_other_machines_have_is_left_out_in_turns(store):
-    dataset = zl.open_dataset(store)
-    parts = machines(dataset, 2, 1, sampling=zl.Streaming())
-    epochs = [[row for (loader,) in parts for rows in listed(loader) for row in rows] for _ in range(51)]
-    assert all(rows == sorted(rows) for rows in epochs)
-    left_out = [row for rows in epochs for row in set(range(N_ROWS)) - set(rows)]
-    assert sorted(left_out) == list(range(50, N_ROWS))
-    assert_resumes_anywhere(lambda: machines(dataset, 2, 1, sampling=zl.Streaming())[1][0])
-
-
-def test_parts_of_machines_are_all_that_their_mirrors_hold(store, tmp_path):
-    sizes = []
-    for machine in range(2):
-        dataset = zl.open_dataset(store, cache=tmp_path / f"{machine}")
-        loader = machines(dataset, 2, 1, x="X")[machine][0]
-        for _ in range(2):
-            list(loader)
-        assert loader.statistics().gets == 0 or machine == 1  # one of 51 rows may come only in the second epoch
-        sizes.append(loader.statistics().bytes_from_mirror)
-    everything = zl.Loader(zl.open_dataset(store, cache=tmp_path / "all"), **SIZES)
-    for _ in range(2):
-        list(everything)
-    assert max(sizes) < 0.7 * everything.statistics().bytes_from_mirror
-
-
-def test_machines_resume_anywhere_and_with_other_ranks(store):
-    dataset = zl.open_dataset(store)
-    assert_resumes_anywhere(lambda: machines(dataset, 4, 2)[1][0])
-    seen = []
-    for loaders in machines(dataset, 4, 2):
-        for loader in loaders:
-            minibatches = iter(loader)
-            seen += [row for _ in range(3) for row in next(minibatches).index.tolist()]
-            state = loader.state_dict()
-    for loaders in machines(dataset, 6, 3):
-        for loader in loaders:
-            loader.load_state_dict(state)
-            seen += [row for rows in listed(loader) for row in rows]
-    assert len(set(seen)) == len(seen) == 100
-    with pytest.raises(OptionError, match="machines was 2, is 4"):
-        machines(dataset, 4, 1)[0][0].load_state_dict(state)
+# ---- places
 
 
 def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
@@ -202,9 +118,9 @@ def test_ranks_come_from_arguments_or_the_environment(monkeypatch):
     here = placement_of(None, None, "global", None)
     assert (here.rank, here.world_size, here.machines) == (5, 6, 1)
     here = placement_of(None, None, "machine", None)
-    assert (here.rank, here.world_size, here.machine, here.machines) == (2, 3, 1, 2)
-    here = placement_of(3, 4, "machine", 2)
-    assert (here.rank, here.world_size, here.machine, here.machines) == (1, 2, 1, 2)
+    assert (here.rank, here.world_size, here.machines, here.parts) == (5, 6, 2, 2)
+    here = placement_of(3, 4, "machine", 2, 64)
+    assert (here.rank, here.world_size, here.machines, here.parts) == (3, 4, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +152,7 @@ def test_a_world_of_one_needs_no_rank(monkeypatch, variables):
         monkeypatch.setenv(name, value)
     for locality in ("global", "machine"):
         here = placement_of(None, None, locality, None)
-        assert (here.rank, here.world_size, here.machine, here.machines) == (0, 1, 0, 1)
+        assert (here.rank, here.world_size, here.machines, here.parts) == (0, 1, 1, 1)
 
 
 class Backwards(zl.Sampling):
@@ -278,12 +194,6 @@ REFUSED = {
     ),
     "one's own": ({"locality": "machine", "local_world_size": 2, "sampling": Backwards()}, "not Backwards: use one of"),
 }
-
-
-def test_machines_share_out_the_view_that_stands_for_indices(store):
-    view = zl.open_dataset(store).where([3, 5, 8, 13, 21, 34])
-    parts = machines(view, 2, 1)
-    assert [sorted(row for rows in listed(loader) for row in rows) for (loader,) in parts] == [[3, 5, 8], [13, 21, 34]]
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
@@ -360,6 +270,7 @@ _RUNS = {
     "2": (2, 0, {}),
     "3 padded": (3, 0, {"remainder": "pad"}),
     "2 with workers": (2, 2, {"drop_last": True}),
+    "3 machines": (3, 0, {"locality": "machine", "local_world_size": 1}),
 }
 
 
@@ -390,7 +301,7 @@ def test_gloo_processes_in_lock_step(processes, name):
         for rows, values in seen:
             np.testing.assert_array_equal(values, sums[rows])
         rows = [row for of_minibatch, _ in seen for row in of_minibatch]
-        assert len(rows) == {"2": N_ROWS, "3 padded": 108, "2 with workers": 96}[name]
+        assert len(rows) == {"3 padded": 108, "2 with workers": 96}.get(name, N_ROWS)
         assert len(set(rows)) == (96 if options == {"drop_last": True} else N_ROWS)
     for rank in told:
         assert rank["epochs"][0] != rank["epochs"][1]

@@ -140,7 +140,7 @@ def test_what_is_left_costs_what_a_fetch_costs():
     plan = Plan(dataset_rows=10**12, sampling=zl.BlockShuffling(64), batch_size=64, fetch_factor=4, world_size=8)
     now, _ = resumed(dataclasses.replace(plan, world_size=3), [(8, 10**6 + 1)])
     assert now.n_rows == 10**12 - 8 * 64 * (10**6 + 1)
-    assert len(now.sampling.first) == 8 * 64 * 3
+    assert len(now.sampling.pieces[0][0]) == 8 * 64 * 3
     assert len(now.fetch(10**6).rows) == 256
 
 

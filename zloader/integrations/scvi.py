@@ -52,7 +52,7 @@ from zloader.training.minibatch import Minibatch
 __all__ = ["DataModule"]
 
 _TRAINING_ONLY = ("sampling", "drop_last", "remainder")  # options of a Loader for shuffled rows
-_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "options")
+_OPTIONS = (*_TRAINING_ONLY, "fetch_factor", "transforms", "locality", "local_world_size", "parts", "redeal", "options")
 _DEVICES = ("cuda", "xpu", "mps")  # to which a Loader delivers
 
 

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 
 from zloader.common.errors import OptionError
-from zloader.order.resume import MAX_STRETCHES, Position
+from zloader.order.resume import MAX_STRETCHES, Position, Stretch
 
 _MAX_WORKERS = 1024
+_NUMBERS = len(Stretch._fields)
 _WORD = 1 << 24  # maximum number of epochs counted
 Ticket: TypeAlias = tuple[int, int]  # of an iteration: its process, and its number there
 
@@ -30,8 +31,8 @@ class EpochCount:
         self._first = torch.zeros(1, dtype=torch.int64)
         self._words = torch.zeros(1 + _MAX_WORKERS, dtype=torch.int64)
         self._pids = torch.zeros(1 + _MAX_WORKERS, dtype=torch.int64)
-        # The part of the first epoch already received: pairs of a world size and the minibatches per rank, flattened.
-        self._stretches = torch.zeros(2 * MAX_STRETCHES, dtype=torch.int64)
+        # The part of the first epoch already received: the numbers of each Stretch, flattened.
+        self._stretches = torch.zeros(_NUMBERS * MAX_STRETCHES, dtype=torch.int64)
         self._iterations = 0  # in this process
         self._share()
 
@@ -57,7 +58,7 @@ class EpochCount:
         flat = [number for stretch in position.stretches for number in stretch]
         with self._lock:
             # One write, because workers that get the same position later may already be reading.
-            self._stretches.copy_(torch.tensor(flat + [0] * (2 * MAX_STRETCHES - len(flat))))
+            self._stretches.copy_(torch.tensor(flat + [0] * (_NUMBERS * MAX_STRETCHES - len(flat))))
             self._first[0] = position.epoch
             self._words.zero_()
             self._last = None
@@ -88,7 +89,7 @@ class EpochCount:
         epoch = int(self._first[0]) + begun - 1
         if begun > 1:
             return Position(epoch=epoch)
-        stretches = [(size, done) for size, done in self._stretches.view(-1, 2).tolist() if size]
+        stretches = [Stretch(*each) for each in self._stretches.view(-1, _NUMBERS).tolist() if each[0]]
         return Position(epoch=epoch, stretches=tuple(stretches))
 
     def begin(self, worker: Any) -> tuple[Position, Ticket]:

@@ -12,6 +12,9 @@ yields the same number of minibatches:
   shuffled epoch drops different rows.
 - `remainder="pad"` fills every minibatch of every rank by repeating the first rows of the order.
 
+With several `machines`, each of them has a stretch of the order of its own (parts.py), from which its ranks get their
+fetches. All else is as with one. So all ranks of all machines yield the same number of minibatches.
+
 A resumed run skips the minibatches that each rank has received (`Plan.fetches`). If the number of ranks has changed,
 the rows not yet received form an order of their own (`Unseen`), which is dealt to the new ranks like any other order.
 
@@ -23,7 +26,7 @@ Planning a fetch costs time and memory in proportion to its rows, however many r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -105,18 +108,21 @@ class Plan:
     epoch: int = 0
     rank: int = 0
     world_size: int = 1
+    machines: int = 1
     drop_last: bool = False
     remainder: Literal["keep", "pad"] = "keep"
     controls: AddsControls | None = None
 
     def __post_init__(self) -> None:
-        require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor, world_size=self.world_size)
+        require_count(batch_size=self.batch_size, fetch_factor=self.fetch_factor)
+        require_count(world_size=self.world_size, machines=self.machines)
         for name in ("seed", "epoch", "rank"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
                 raise OptionError(f"{name} must be a whole number of at least 0, not {value!r}")
         # NumPy integers overflow; Python integers do not.
-        for name in ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size"):
+        sizes = ("dataset_rows", "batch_size", "fetch_factor", "seed", "epoch", "rank", "world_size", "machines")
+        for name in sizes:
             object.__setattr__(self, name, int(getattr(self, name)))
         sampling = fitted(self.sampling, fetch_rows=self.fetch_rows, batch_size=self.batch_size)
         object.__setattr__(self, "sampling", sampling)
@@ -124,6 +130,8 @@ class Plan:
             raise OptionError(
                 f"rank {self.rank} does not exist in a world of {self.world_size}: ranks are numbered from 0"
             )
+        if self.world_size % self.machines:
+            raise OptionError(f"{self.world_size} ranks cannot be divided evenly among {self.machines} machines")
         block_size = self.sampling.block_size
         require_count(block_size=block_size)
         if block_size > self.fetch_rows:
@@ -245,14 +253,30 @@ class Plan:
         """Minibatches in a fetch."""
         return self._first_minibatch(number + 1) - self._first_minibatch(number)
 
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The number of this rank's machine, and of the rank on it."""
+        return divmod(self.rank, self.world_size // self.machines)
+
+    @property
+    def _stretch(self) -> slice:
+        """The positions in the order of the epoch that belong to this rank's machine: all, if there is one."""
+        (size, longer), (machine, _) = divmod(self.n_rows, self.machines), self._place
+        begin = machine * size + min(machine, longer)
+        return slice(begin, begin + size + (machine < longer))
+
     def _span(self, number: int) -> tuple[int, int]:
-        """Positions `[start, stop)` of a fetch. With padding, those from `n_rows` on stand for the first rows again."""
-        start = self._first_minibatch(number) * self._round_units
+        """Positions `[start, stop)` of a fetch within the stretch of the machine.
+
+        With padding, those after the end of the stretch stand for its first rows again.
+        """
+        start, (machine, local) = self._first_minibatch(number) * self._round_units, self._place
         share, extra = self._size(number) * self._minibatch_units, 0
         if number == self.n_fetches - 1 and not self._all_full:
             share, extra = divmod(self._n_units - start, self.world_size)
-        start += self.rank * share + min(self.rank, extra)
-        return start * self._unit, (start + share + (self.rank < extra)) * self._unit
+        longer = -(-max(0, extra - machine) // self.machines)  # ranks of this machine with one of the extra units
+        start = start // self.machines + local * share + min(local, longer)
+        return start * self._unit, (start + share + (local < longer)) * self._unit
 
     def _cuts(self, number: int) -> NDArray[np.int64]:
         """The cuts of a fetch into minibatches. Every rank gets the same number of minibatches."""
@@ -270,16 +294,18 @@ class Plan:
         return shuffled(n_rows, key_of(self.seed, self.epoch, number * self.world_size + self.rank))
 
     def _rows(self, start: int, stop: int) -> Rows:
-        """The rows at positions `[start, stop)`. With padding, positions wrap around after the last row."""
+        """The rows at positions `[start, stop)` of the stretch. With padding, positions wrap around after its end."""
         pieces: list[Rows] = []
-        n_rows = self.n_rows
+        stretch = self._stretch
+        n_rows = stretch.stop - stretch.start
         while start < stop or not pieces:
             first = start % n_rows if self.pads else start
             size = min(stop - start, n_rows - first)
+            begin = stretch.start + first
             rows = self.sampling.rows(
-                first, first + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
+                begin, begin + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
             )
-            pieces.append(require_rows(rows, self.sampling, first, first + size, self.dataset_rows))
+            pieces.append(require_rows(rows, self.sampling, begin, begin + size, self.dataset_rows))
             start += size
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -332,18 +358,26 @@ class Plan:
     def unseen(self, done: int) -> Unseen:
         """The rows that no rank has received after the first `done` minibatches of each rank."""
         number, received = self._fetch_of(done)
+        local = self.world_size // self.machines
         ranks = [replace(self, rank=rank) for rank in range(self.world_size)]
-        begin = min(ranks[0]._span(number)[0], self.n_rows)
-        if not received:
-            return Unseen(sampling=self.sampling, first=np.empty(0, np.int64), begin=begin)
-        left, repeated = [], []
-        for rank in ranks:
-            start, stop = rank._span(number)
-            positions, cut = start + rank._order(number, stop - start), rank._cuts(number)[received]
-            repeated.append(positions[:cut][positions[:cut] >= self.n_rows] % self.n_rows)
-            left.append(np.sort(positions[cut:][positions[cut:] < self.n_rows]))  # later positions are padding
-        end = min(stop, self.n_rows)
-        unseen = np.concatenate(left)
-        unseen = unseen[~np.isin(unseen, np.concatenate(repeated))]  # if one fetch is longer than the epoch
-        first = self._rows(begin, end)[unseen - begin]
-        return Unseen(sampling=self.sampling, first=first, begin=end)
+        pieces = [_left(ranks[first : first + local], number, received) for first in range(0, len(ranks), local)]
+        return Unseen(sampling=self.sampling, pieces=tuple(pieces))
+
+
+def _left(ranks: Sequence[Plan], number: int, received: int) -> tuple[Rows, int, int]:
+    """What the ranks of a machine have not received after `received` minibatches of a fetch: a piece of Unseen."""
+    one, stretch = ranks[0], ranks[0]._stretch
+    n_rows = stretch.stop - stretch.start
+    begin = min(one._span(number)[0], n_rows)
+    if not received:
+        return np.empty(0, np.int64), stretch.start + begin, stretch.stop
+    left, repeated = [], []
+    for rank in ranks:
+        start, stop = rank._span(number)
+        positions, cut = start + rank._order(number, stop - start), rank._cuts(number)[received]
+        repeated.append(positions[:cut][positions[:cut] >= n_rows] % n_rows)
+        left.append(np.sort(positions[cut:][positions[cut:] < n_rows]))  # later positions are padding
+    end = min(stop, n_rows)
+    unseen = np.concatenate(left)
+    unseen = unseen[~np.isin(unseen, np.concatenate(repeated))]  # if one fetch is longer than the epoch
+    return one._rows(begin, end)[unseen - begin], stretch.start + end, stretch.stop

@@ -1,4 +1,4 @@
-"""The rank of this process, and the part of the rows that its machine reads."""
+"""The rank of this process, and the parts of the rows that its machine reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch.distributed
 
 from zloader.common.checks import require_count, require_one_of, require_whole
 from zloader.common.errors import OptionError
-from zloader.common.records import Rows
 from zloader.order.draws import Draws
-from zloader.order.permutation import key_of
-from zloader.order.sampling import Sampling, WrappedSampling
+from zloader.order.parts import DealtParts
+from zloader.order.sampling import Sampling
 from zloader.order.shuffling import BlockShuffling, MixtureOfScanners, Streaming
 
 Locality = Literal["global", "machine"]
@@ -21,16 +20,20 @@ Locality = Literal["global", "machine"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """A rank among the `world_size` ranks that divide the same rows: all ranks, or the ranks of one machine."""
+    """A rank among the `world_size` ranks that divide the rows. Each of `machines` has some `parts` of them if not 1.
+
+    `redeal` is the share of the parts that is dealt anew in each epoch.
+    """
 
     rank: int
     world_size: int
-    machine: int = 0
     machines: int = 1
+    parts: int = 1
+    redeal: float = 0.0
 
-    def keep_to_part(self, sampling: Sampling, dataset_rows: int) -> Sampling:
-        """The sampling restricted to this machine's part of the rows. Raises OptionError if it cannot be restricted."""
-        if self.machines == 1:
+    def keep_to_parts(self, sampling: Sampling, dataset_rows: int) -> Sampling:
+        """The sampling within the parts of each machine. Raises OptionError if it cannot be restricted."""
+        if self.parts == 1:
             return sampling
         if not isinstance(sampling, Streaming | BlockShuffling | MixtureOfScanners):
             kind = "weighted sampling" if isinstance(sampling, Draws) else type(sampling).__name__
@@ -48,44 +51,25 @@ class RankPlacement:
                 f"{dataset_rows} rows cannot be divided among {self.machines} machines: use fewer machines or "
                 "locality='global'"
             )
-        begin, end = (dataset_rows * number // self.machines for number in (self.machine, self.machine + 1))
-        return RankShare(
-            sampling=sampling, begin=begin, end=end, size=dataset_rows // self.machines, number=self.machine
+        return DealtParts(
+            sampling=sampling, n_obs=dataset_rows, machines=self.machines, parts=self.parts, redeal=self.redeal
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankShare(WrappedSampling):
-    """A sampling of the rows `[begin, end)`. Each epoch takes `size` rows, the same number on every machine.
-
-    If the part has one row more than `size`, each epoch leaves one row out, and the next epoch the row after it. Two
-    successive epochs therefore cover all rows, with any sampling. `indices` remains None, so `zl.quality` compares the
-    minibatches with random rows of the whole dataset, which shows what it costs to mix within the part only.
-    """
-
-    begin: int
-    end: int
-    size: int
-    number: int
-
-    def n_rows(self, dataset_rows: int) -> int:
-        """Number of rows per epoch on this machine."""
-        return self.sampling.n_rows(self.size)
-
-    def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
-        machine_seed, n_rows = key_of(seed, self.number), self.end - self.begin
-        left_out = (machine_seed + epoch) % n_rows if n_rows > self.size else n_rows
-        options = {"dataset_rows": self.size, "seed": machine_seed, "epoch": epoch}
-        return self._renumbered(lambda rows: self.begin + rows + (rows >= left_out), start, stop, **options)
-
-
 def placement_of(
-    rank: int | None, world_size: int | None, locality: Locality, local_world_size: int | None
+    rank: int | None,
+    world_size: int | None,
+    locality: Locality,
+    local_world_size: int | None,
+    parts: int | None = None,
+    redeal: float = 0.0,
 ) -> RankPlacement:
-    """The rank from the arguments, torch.distributed or the environment; with "machine", the rank on its machine."""
+    """The rank from the arguments, torch.distributed or the environment; with "machine", the machines and parts."""
     require_one_of(["global", "machine"], locality=locality)
     rank, world_size = _rank_and_world_size(rank, world_size)
     if locality == "global":
+        if parts is not None or redeal:
+            raise OptionError("parts and redeal are for locality='machine': give that, too, or leave them out")
         return RankPlacement(rank=rank, world_size=world_size)
     if local_world_size is None:
         local_world_size = _variable("LOCAL_WORLD_SIZE")
@@ -99,7 +83,19 @@ def placement_of(
         )
     if rank >= world_size:
         raise OptionError(f"rank {rank} does not exist in a world of {world_size}: ranks are numbered from 0")
-    return RankPlacement(rank=rank % local, world_size=local, machine=rank // local, machines=world_size // local)
+    machines = world_size // local
+    n_parts = machines if parts is None else parts
+    require_count(parts=n_parts)
+    if n_parts % machines:
+        raise OptionError(
+            f"{n_parts} parts cannot be divided evenly among {machines} machines: give parts a multiple of every "
+            "number of machines that this run may have, such as 64 or 60"
+        )
+    if isinstance(redeal, bool) or not isinstance(redeal, (int, float)) or not 0 <= redeal <= 1:
+        raise OptionError(
+            f"redeal is the share of the parts that is dealt anew each epoch, from 0 to 1, not {redeal!r}"
+        )
+    return RankPlacement(rank=rank, world_size=world_size, machines=machines, parts=int(n_parts), redeal=float(redeal))
 
 
 def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:

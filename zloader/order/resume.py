@@ -3,7 +3,8 @@
 In lock-step training all ranks have received the same number of minibatches. One number therefore describes all ranks,
 and it is enough to save the state of one rank. With the same number of ranks, each rank continues where it was, bit for
 bit. With another number of ranks, the rows of the epoch that no rank has received are dealt to the new ranks. The state
-then has one stretch per number of ranks: the world size, and the minibatches received by each rank.
+then has one stretch per number of ranks: the world size, the minibatches received by each rank, and the number of
+machines if these have parts of the rows.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import functools
 import hashlib
 import re
 import reprlib
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zloader.common.errors import OptionError
+from zloader.order.parts import for_machines
 from zloader.order.plan import Plan
 from zloader.order.sampling import Sampling
 
@@ -28,16 +30,24 @@ MAX_STRETCHES = 16  # per epoch
 _NUMBERS = ("epoch", "stretches", "worker", "of_workers", "of_ranks", "worker_minibatches")
 
 
+class Stretch(NamedTuple):
+    """Minibatches received per rank, in a world of so many ranks on so many machines with parts (1 without parts)."""
+
+    world_size: int
+    minibatches: int
+    machines: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """What the consumer has received of an epoch.
 
-    `stretches` are pairs of a world size and the minibatches received per rank. In a DataLoader worker that is one of
-    several, `worker_minibatches` counts this worker's minibatches since then, in a world of `of_ranks` ranks.
+    In a DataLoader worker that is one of several, `worker_minibatches` counts this worker's minibatches since the
+    stretches, in a world of `of_ranks` ranks.
     """
 
     epoch: int
-    stretches: tuple[tuple[int, int], ...] = ()
+    stretches: tuple[Stretch, ...] = ()
     worker: int = 0
     of_workers: int = 1
     of_ranks: int = 1
@@ -55,32 +65,33 @@ class Position:
                 "need them; only Loader.state_dict without workers fits any number".format(*then, *now)
             )
 
-    def later(self, world_size: int, n_minibatches: int) -> Position:
+    def later(self, world_size: int, machines: int, n_minibatches: int) -> Position:
         """The position `n_minibatches` later on each of `world_size` ranks, or in this one of several workers."""
         if self.of_workers > 1:
             return replace(self, worker_minibatches=self.worker_minibatches + n_minibatches)
-        before, done = _split(self.stretches, world_size)
+        before, done = _split(self.stretches, world_size, machines)
         if not done + n_minibatches:
             return self
-        return replace(self, stretches=(*before, (world_size, done + n_minibatches)))
+        return replace(self, stretches=(*before, Stretch(world_size, done + n_minibatches, machines)))
 
 
-def _split(stretches: Sequence[tuple[int, int]], world_size: int) -> tuple[Sequence[tuple[int, int]], int]:
-    """The earlier stretches, and the minibatches of the last stretch if it has this world size (else 0)."""
-    if stretches and stretches[-1][0] == world_size:
-        return stretches[:-1], stretches[-1][1]
+def _split(stretches: Sequence[Stretch], world_size: int, machines: int) -> tuple[Sequence[Stretch], int]:
+    """The earlier stretches, and the minibatches of the last stretch if it has these ranks and machines (else 0)."""
+    if stretches and (stretches[-1].world_size, stretches[-1].machines) == (world_size, machines):
+        return stretches[:-1], stretches[-1].minibatches
     return stretches, 0
 
 
-def resumed(plan: Plan, stretches: Sequence[tuple[int, int]]) -> tuple[Plan, int]:
+def resumed(plan: Plan, stretches: Iterable[Sequence[int]]) -> tuple[Plan, int]:
     """The plan of the rest of an epoch, and the number of its minibatches that this rank has received.
 
     Reads nothing. If the number of ranks has changed, it takes the memory of one fetch per former rank. Raises
     OptionError if the stretches do not fit the epoch.
     """
-    before, done = _split(stretches, plan.world_size)
-    for world_size, minibatches in before:
-        then = replace(plan, rank=0, world_size=world_size)
+    before, done = _split([Stretch(*each) for each in stretches], plan.world_size, plan.machines)
+    for world_size, minibatches, machines in before:
+        sampling = for_machines(plan.sampling, machines)
+        then = replace(plan, rank=0, world_size=world_size, machines=machines, sampling=sampling)
         _require_position(then, minibatches)
         plan = replace(plan, sampling=then.unseen(minibatches))
     _require_position(plan, done)
@@ -97,7 +108,7 @@ def _require_position(plan: Plan, done: int) -> None:
 
 def as_state(position: Position, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The result of `state_dict`: numbers, strings, and lists of these."""
-    stretches = [list(stretch) for stretch in position.stretches]
+    stretches = [list(stretch if stretch.machines > 1 else stretch[:2]) for stretch in position.stretches]
     return {"version": VERSION, **dataclasses.asdict(position), "stretches": stretches, **identity}
 
 
@@ -124,7 +135,7 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
             "epoch with set_epoch"
         )
     try:
-        stretches = tuple((_whole(world_size), _whole(minibatches)) for world_size, minibatches in state["stretches"])
+        stretches = tuple(Stretch(*map(_whole, stretch)) for stretch in state["stretches"])
         numbers = {name: _whole(state[name]) for name in _NUMBERS if name != "stretches"}
     except (TypeError, ValueError) as error:
         raise OptionError(f"the state is damaged: {error}") from error

@@ -186,23 +186,29 @@ def require_rows(rows: Any, sampling: Sampling, start: int, stop: int, n_rows: i
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unseen(WrappedSampling):
-    """The rest of an epoch as a sampling: the rows `first`, then the order of `sampling` from position `begin` on.
+    """The rest of an epoch as a sampling: a piece for each machine, one after another.
 
-    It is valid only for the seed and the epoch from which `first` was computed.
+    A piece is some rows, and then the order of `sampling` at positions `[begin, end)`. It is valid only for the seed
+    and the epoch from which the rows were computed.
     """
 
-    first: Rows
-    begin: int
+    pieces: Sequence[tuple[Rows, int, int]]
 
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows left in the epoch."""
-        return len(self.first) + self.sampling.n_rows(dataset_rows) - self.begin
+        return sum(len(first) + end - begin for first, begin, end in self.pieces)
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the rest of the epoch."""
-        shift = self.begin - len(self.first)
-        begin, end = max(start + shift, self.begin), stop + shift
-        if begin >= end:
-            return self.first[start:stop]
-        rest = self.sampling.rows(begin, end, dataset_rows=dataset_rows, seed=seed, epoch=epoch)
-        return np.concatenate([self.first[start:stop], rest])
+        found = []
+        for first, begin, end in self.pieces:
+            size = len(first) + end - begin
+            low, high = max(start, 0), min(stop, size)  # positions within this piece
+            if low < high:
+                found.append(first[low:high])
+                low, high = max(low - len(first), 0), high - len(first)
+                if low < high:
+                    of = {"dataset_rows": dataset_rows, "seed": seed, "epoch": epoch}
+                    found.append(self.sampling.rows(begin + low, begin + high, **of))
+            start, stop = start - size, stop - size
+        return np.concatenate(found) if found else np.empty(0, np.int64)

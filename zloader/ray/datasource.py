@@ -80,7 +80,7 @@ def read(
 
 def _loader_of(dataset: Dataset, fields: Sequence[str], options: Mapping[str, Any]) -> Loader:
     refused = options.keys() & {"x", "obs", "obsm", "obs_names", "tokens", "device", "fetch_transform"}
-    refused |= options.keys() & {"batch_transform", "locality", "local_world_size", "remainder"}
+    refused |= options.keys() & {"batch_transform", "locality", "local_world_size", "parts", "redeal", "remainder"}
     if refused:
         raise OptionError(f"zr.read does not take {sorted(refused)[0]}=: it reads columns, named by fields=")
     sampling = options.get("sampling")

@@ -40,6 +40,7 @@ class EpochRecord:
     counters: Counters = field(default_factory=Counters)
     begun_at: Position = field(default_factory=lambda: Position(epoch=0))
     world_size: int = 1
+    machines: int = 1
     finished: bool = False
     requests: int = 0  # for a minibatch
     rows: int = 0
@@ -61,7 +62,7 @@ class EpochRecord:
         """The consumer's position in the epoch, before the last `unused` minibatches that it has received."""
         if not 0 <= unused <= self.minibatches:
             raise OptionError(f"{unused} minibatches cannot be unused of {self.minibatches} received")
-        return self.begun_at.later(self.world_size, self.minibatches - unused)
+        return self.begun_at.later(self.world_size, self.machines, self.minibatches - unused)
 
     def statistics(self) -> Statistics:
         """The figures so far."""

@@ -105,9 +105,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         rank, world_size: the number of this training process, and how many there are. Default: from torch.distributed
             if it is initialised, else from RANK and WORLD_SIZE in the environment, else 0 and 1.
         remainder: `"keep"` for smaller minibatches at the end, or `"pad"` to fill them with rows that come again.
-        locality: `"global"`, or `"machine"` to give the ranks of each machine the same contiguous part of the rows in
-            every epoch, which its mirror then holds, and its minibatches mix.
+        locality: `"global"`, or `"machine"` to give the ranks of each machine the same part of the rows in every epoch,
+            which its mirror then holds, and its minibatches mix. A part has regions from all over the dataset.
         local_world_size: ranks per machine, for `locality="machine"`. Default: LOCAL_WORLD_SIZE, else 1.
+        parts: the number of parts, for `locality="machine"`: a multiple of the number of machines, which may then
+            change while the parts stay. Default: the number of machines.
+        redeal: the share of the parts that is dealt anew in each epoch, from 0 to 1, for `locality="machine"`. It mixes
+            more from epoch to epoch, and about this share of the rows is read from the store again.
         options: memory, threads, retries and deadlines of reads (see FetchOptions).
 
     Raises OptionError, MissingColumnError or FormatError when it is constructed. Iterating raises any ReadError,
@@ -140,6 +144,8 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     remainder: Literal["keep", "pad"] = "keep"
     locality: Locality = "global"
     local_world_size: int | None = None
+    parts: int | None = None
+    redeal: float = 0.0
     options: FetchOptions = field(default_factory=FetchOptions)
 
     def __post_init__(self) -> None:
@@ -200,13 +206,14 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         place = self._placement()
         return Plan(
             dataset_rows=self.dataset.whole.n_obs,
-            sampling=self.dataset.sampled(place.keep_to_part(self._sampling, self.dataset.n_obs)),
+            sampling=self.dataset.sampled(place.keep_to_parts(self._sampling, self.dataset.n_obs)),
             batch_size=self.batch_size,
             fetch_factor=self.fetch_factor,
             seed=self.seed,
             epoch=epoch,
             rank=place.rank,
             world_size=place.world_size,
+            machines=place.machines,
             drop_last=self.drop_last,
             remainder=self.remainder,
             controls=self._controls,
@@ -215,7 +222,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
     def _placement(self) -> RankPlacement:
         if self._pickled_placement is not None and torch.utils.data.get_worker_info() is not None:
             return self._pickled_placement  # torch.distributed is initialised in the rank, not in its workers
-        return placement_of(self.rank, self.world_size, self.locality, self.local_world_size)
+        return placement_of(self.rank, self.world_size, self.locality, self.local_world_size, self.parts, self.redeal)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pickled_placement": self._placement()}
@@ -265,7 +272,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
             "drop_last": bool(self.drop_last),
             "remainder": self.remainder,
             "locality": self.locality,
-            "machines": place.machines,
+            **({"machines": 1} if self.locality == "global" else {"parts": place.parts, "redeal": place.redeal}),
         }
 
     def __len__(self) -> int:
@@ -312,7 +319,13 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         skip = position.worker_minibatches
         if n_workers > 1:
             position = replace(position, worker=worker_id, of_workers=n_workers, of_ranks=plan.world_size)
-        record = EpochRecord(epoch=plan.epoch, begun_at=position, world_size=plan.world_size, controlled=self._controls)
+        record = EpochRecord(
+            epoch=plan.epoch,
+            begun_at=position,
+            world_size=plan.world_size,
+            machines=plan.machines,
+            controlled=self._controls,
+        )
         self._progress.follow(record)  # before the slow steps below: another thread may ask for the state during them
 
         # A function of the user's own gets minibatches from the recipe, which converts them.
