@@ -33,7 +33,7 @@ from zloader.caching.checksums import bounds_of, map_file
 from zloader.caching.chunk_file import ArrayFile, ChunkFile
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
-from zloader.caching.row_blocks import RowBlocks, RowForm, has_rows
+from zloader.caching.row_blocks import RowBlocks, RowForm, has_panels, has_rows
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.common.records import Held, Rows
@@ -285,14 +285,17 @@ def open_mirror(
 def open_rows(directory: MirrorDirectory, matrix: MatrixLayout, form: RowForm) -> Mirror | None:
     """The mirror of rows of a matrix, beside those that there are; None, with a warning, if it cannot be created."""
     try:
-        is_new = not has_rows(directory, form)
+        is_another = not has_rows(directory, form) and has_panels(directory, matrix)
         rows, whole = RowBlocks(directory, matrix, form), RowForm.of(matrix, None)
         held = all(has_array(directory, layout.path) for layout in matrix.arrays)
         arrays = [MirrorArray(directory, layout) for layout in matrix.arrays] if held else []
         has_whole = whole is not None and whole != form and has_rows(directory, whole)
-        if is_new and not has_whole and not held:
-            log.info(
-                "%s has no rows of %s with these genes yet: they are read from the store", directory.path, matrix.path
+        if is_another and not has_whole and not held:
+            log.warning(
+                "%s has %s with other genes, and not with these: the store is read again. A mirror of all genes, as "
+                "zl.warm of the whole dataset makes, serves every choice of genes",
+                directory.path,
+                matrix.path,
             )
         return Mirror(directory, arrays, rows, RowBlocks(directory, matrix, whole) if whole and has_whole else None)
     except OSError as error:

@@ -27,6 +27,7 @@ from zloader.storage.layout import ArrayLayout, MatrixLayout, distinct
 # Rows of a block, which takes 50 to 100 KB, so that little of its last page is unused. It is read from the store as a
 # whole, even if a fetch needs a single row.
 _BLOCK_ROWS, _PANEL_ROWS = 32, 128
+_PANEL = "/panel "  # in names, before the digest of its genes
 _ROWS_OF_WHOLE = 8  # rows of a block, on average, for which all of it is prefetched
 _APART = 128  # bytes between the rooms of two blocks, at least, so that each begins at a multiple of 64
 
@@ -49,7 +50,7 @@ class RowForm:
         if panel is None:
             return cls(name=matrix.path, genes=matrix.genes.dtype, values=dtype, block_rows=_BLOCK_ROWS)
         digest = hashlib.sha256(f"{panel.dtype.str} {len(panel)}".encode() + panel.tobytes()).hexdigest()
-        name = f"{matrix.path}/panel {digest[:16]}"
+        name = f"{matrix.path}{_PANEL}{digest[:16]}"
         return cls(name=name, genes=panel.dtype, values=dtype, block_rows=_PANEL_ROWS)
 
     @property
@@ -66,6 +67,12 @@ class RowForm:
 def has_rows(directory: MirrorDirectory, form: RowForm) -> bool:
     """Whether the mirror has files of these rows, with some of their blocks or none."""
     return has_files(directory.path, form.name, "rows", "blocks")
+
+
+def has_panels(directory: MirrorDirectory, matrix: MatrixLayout) -> bool:
+    """Whether the mirror has rows of the matrix with some of its genes."""
+    first = cached_path(directory.path, f"{matrix.path}{_PANEL}", "rows").stem
+    return any(path.name.startswith(first) for path in directory.path.glob("*.rows"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from zloader.common.records import Rows
 from zloader.order.permutation import key_of, words_at
 from zloader.order.sampling import Sampling, Unseen, WrappedSampling
 
-# Minibatches of rows sorted by 14 labels have 0.005 bits less than those of a global order with 64 regions of a part, and
+# Minibatches of rows sorted by 14 labels have 0.005 bits less than in a global order with 64 regions of a part, and
 # 0.03 less with 32. The chunks at the ends of a region are read by two machines, a few percent of 500 rows.
 _REGIONS, _LEAST_ROWS, _MOST_ROWS = 64, 64, 8192
 

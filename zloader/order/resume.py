@@ -136,6 +136,10 @@ def position_of(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Positi
         )
     try:
         stretches = tuple(Stretch(*map(_whole, stretch)) for stretch in state["stretches"])
+        if any(each.machines > 1 and identity.get("locality") != "machine" for each in stretches):
+            raise ValueError("its stretches are of several machines with parts")
+        if any(each.machines < 1 or each.world_size % each.machines for each in stretches):
+            raise ValueError("its machines have different numbers of ranks")
         numbers = {name: _whole(state[name]) for name in _NUMBERS if name != "stretches"}
     except (TypeError, ValueError) as error:
         raise OptionError(f"the state is damaged: {error}") from error
