@@ -1,6 +1,6 @@
 """The benefit of shuffling for a model: a linear drug classifier, trained on rows that are sorted by plate.
 
-    python -m benchmarks.training.shuffling [--rows 200000] [--seeds 3] [--by-drug]
+    python -m benchmarks.training.shuffling [--rows 200000] [--seeds 3] [--by-drug] [--machines 8]
 
 Rows are counts of 300 genes, sorted by plate. Each of 14 plates has its own four drugs in random order, and shifts the
 genes a little. In storage order the model sees four drugs at a time, and after the last plate it has forgotten the
@@ -14,11 +14,15 @@ three epochs while the rate falls to 0, as in real training. macro-F1 is the mea
 is never predicted has 0. The scDataset paper reports 0.0023 for streaming, 0.0304 for blocks of 16 x 256 and 0.0299 for
 random rows, on the 380 drugs of Tahoe-100M. Only the ratio to random rows is comparable. The last line is one JSON
 document.
+
+With --machines, that many ranks of one machine each train together: a step takes a minibatch of every rank. The default
+order is then divided in three ways: globally, in the parts that `locality="machine"` deals, and in stretches.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -79,16 +83,27 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
     return torch.log1p(x * (GENES / x.sum(dim=1, keepdim=True).clamp(min=1)))
 
 
-def trained(loader: zl.Loader, *, epochs: int, falling: bool) -> torch.nn.Linear:
+def loaders_of(dataset: zl.Dataset, way: str, machines: int, **options: Any) -> list[zl.Loader]:
+    """The loaders of all ranks, which together have the rows of the dataset."""
+    if way != "stretches":
+        place = {} if way == "global" else {"locality": "machine", "local_world_size": 1}
+        return [zl.Loader(dataset, rank=rank, world_size=machines, **place, **options) for rank in range(machines)]
+    cuts = np.linspace(0, dataset.n_obs, machines + 1).astype(int).tolist()
+    return [zl.Loader(dataset[first:last], **options) for first, last in itertools.pairwise(cuts)]
+
+
+def trained(loaders: list[zl.Loader], *, epochs: int, falling: bool) -> torch.nn.Linear:
     """Trains a linear layer. With `falling`, the learning rate falls linearly to 0 at the last step."""
     model = torch.nn.Linear(GENES, DRUGS)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
     optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1, 0 if falling else 1, epochs * len(loader))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1, 0 if falling else 1, epochs * len(loaders[0]))
     for _ in range(epochs):
-        for minibatch in loader:
-            loss = torch.nn.functional.cross_entropy(model(scaled(minibatch.x)), minibatch.obs["drug"])
+        for minibatches in zip(*loaders, strict=False):  # stretches may differ by a minibatch
+            x = scaled(torch.cat([minibatch.x for minibatch in minibatches]))
+            drugs = torch.cat([minibatch.obs["drug"] for minibatch in minibatches])
+            loss = torch.nn.functional.cross_entropy(model(x), drugs)
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -116,7 +131,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--by-drug", action="store_true")
+    parser.add_argument("--machines", type=int, default=1)
     options = parser.parse_args()
+    ways: dict[str, tuple[str, Any]] = {name: ("global", sampling) for name, sampling in SAMPLINGS.items()}
+    if options.machines > 1:
+        ways = {way: (way, SAMPLINGS["the defaults"]) for way in ("global", "parts", "stretches")}
     torch.set_num_threads(1)  # the steps are too small for more threads
 
     rng = np.random.default_rng(0)
@@ -131,16 +150,15 @@ def main() -> None:
             drugs = drugs // DRUGS_PER_PLATE * DRUGS_PER_PLATE + rng.integers(0, DRUGS_PER_PLATE, options.rows)
         zl.convert(rows_of(drugs, means, rng), store, progress=False)
         dataset = zl.open_dataset(store, cache=Path(folder) / "cache")  # random rows are slow without a mirror
-        for name, (sampling, fetch_factor) in SAMPLINGS.items():
+        for name, (way, (sampling, fetch_factor)) in ways.items():
             scores: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
             for seed in range(options.seeds):
                 for recipe, schedule in RECIPES.items():
-                    loader = zl.Loader(
-                        dataset, sampling=sampling, fetch_factor=fetch_factor, obs=["drug"], layout="dense", seed=seed
-                    )
-                    predicted = trained(loader, **schedule)(test).argmax(dim=1).numpy()
+                    wanted = {"sampling": sampling, "fetch_factor": fetch_factor, "obs": ["drug"], "layout": "dense"}
+                    loaders = loaders_of(dataset, way, options.machines, seed=seed, **wanted)
+                    predicted = trained(loaders, **schedule)(test).argmax(dim=1).numpy()
                     scores[recipe].append(macro_f1(predicted, test_drugs))
-            entropy = zl.quality(dataset.obs_column("plate").values, loader.plan(0)).entropy_bits
+            entropy = zl.quality(dataset.obs_column("plate").values, loaders[0].plan(0)).entropy_bits
             figures.append({"sampling": name, "plate entropy": round(entropy, 2)} | _summary(scores))
     table([list(figures[0]), *(list(map(str, each.values())) for each in figures)])
     print(json.dumps({"rows": options.rows, "seeds": options.seeds, "by_drug": options.by_drug, "figures": figures}))
