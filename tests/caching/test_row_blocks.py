@@ -544,6 +544,34 @@ def test_a_small_cache_keeps_its_limit_and_values_are_right(store, tmp_path, mos
         assert cache_bytes(tmp_path) <= max(most, 40_000)
 
 
+_SHARES = """
+import json, sys
+import zloader as zl
+store, cache, genes, most = json.loads(sys.argv[1])
+dataset = zl.open_dataset(store, cache=zl.Cache(cache, form="compact", max_bytes=most))
+for _ in range(2):
+    rows, loader = {}, zl.Loader(dataset, batch_size=16, fetch_factor=4, genes=genes, layout="dense")
+    for minibatch in loader:
+        rows |= dict(zip(minibatch.index.tolist(), minibatch.x.tolist(), strict=True))
+print(json.dumps([rows[row] for row in sorted(rows)]))
+"""
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("most", [340_000, 10_000_000])
+def test_processes_with_two_panels_share_one_limit(interpreter, store, tmp_path, most):
+    panels = [SOME, REVERSED[::2]]
+    arguments = [json.dumps([str(store), str(tmp_path), genes, most]) for genes in panels]
+    with interpreter.running(_SHARES, arguments[0]) as one, interpreter.running(_SHARES, arguments[1]) as other:
+        for genes, process in zip(panels, (one, other), strict=True):
+            out, errors = process.communicate()
+            assert not process.wait(), errors
+            np.testing.assert_array_equal(json.loads(out), ADATA[:, genes].X.toarray())
+    assert cache_bytes(tmp_path) <= most
+    (mirror,) = mirrors(tmp_path)
+    assert verify(mirror.directory) == []
+
+
 def test_a_cache_that_is_partly_full_serves_what_it_has(store, tmp_path, monkeypatch):
     """Rows of a fetch that are kept, and others that are not, in one array."""
     dataset = opened(store, compact(tmp_path))
