@@ -301,6 +301,7 @@ class Plan:
         while start < stop or not pieces:
             first = start % n_rows if self.pads else start
             size = min(stop - start, n_rows - first)
+            assert size > 0 or start == stop, "a fetch lies beyond the rows of its machine"
             begin = stretch.start + first
             rows = self.sampling.rows(
                 begin, begin + size, dataset_rows=self.dataset_rows, seed=self.seed, epoch=self.epoch
