@@ -179,6 +179,18 @@ def test_other_ranks_and_machines_get_exactly_what_nobody_has_seen(plan, first, 
         assert left_out < world_size * (plan.batch_size if plan.drop_last else 1)
 
 
+def test_the_rest_of_an_epoch_may_have_fewer_rows_than_machines():
+    """With padding, a machine without rows gets those of others."""
+    sampling = DealtParts(sampling=zl.BlockShuffling(2), n_obs=25, machines=1, parts=4, redeal=0.0)
+    plan = Plan(dataset_rows=25, sampling=sampling, batch_size=3, fetch_factor=2, remainder="pad")
+    here = dataclasses.replace(plan, machines=4, world_size=4, sampling=dataclasses.replace(sampling, machines=4))
+    now, _ = resumed(here, [(1, 8, 1)])
+    assert now.n_rows == 1
+    assert [len(rows_of(rank)) for rank in ranks_of(now)] == [3] * 4
+    again, _ = resumed(dataclasses.replace(plan, machines=2, world_size=2, sampling=sampling), [(1, 8, 1), (4, 1, 4)])
+    assert again.n_rows == 0
+
+
 def pairs(cuts: np.ndarray) -> list[tuple[int, int]]:
     return [*zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)]
 

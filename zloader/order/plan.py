@@ -297,6 +297,8 @@ class Plan:
         """The rows at positions `[start, stop)` of the stretch. With padding, positions wrap around after its end."""
         pieces: list[Rows] = []
         stretch = self._stretch
+        if self.pads and stretch.start == stretch.stop:  # the rest of an epoch, of fewer rows than machines
+            stretch = slice(0, self.n_rows)
         n_rows = stretch.stop - stretch.start
         while start < stop or not pieces:
             first = start % n_rows if self.pads else start
@@ -370,7 +372,7 @@ def _left(ranks: Sequence[Plan], number: int, received: int) -> tuple[Rows, int,
     one, stretch = ranks[0], ranks[0]._stretch
     n_rows = stretch.stop - stretch.start
     begin = min(one._span(number)[0], n_rows)
-    if not received:
+    if not received or not n_rows:
         return np.empty(0, np.int64), stretch.start + begin, stretch.stop
     left, repeated = [], []
     for rank in ranks:
