@@ -20,6 +20,7 @@ import torch.utils.data
 
 import zloader as zl
 from zloader.conversion.writing.encode import ConvertOptions
+from zloader.order.plan import Plan
 
 # Chunks of about 1 024 values and shards of two chunks, so that a few hundred rows cross many of both.
 SMALL = ConvertOptions(chunk_rows=1, shard_size=2048)
@@ -82,6 +83,16 @@ def dense(x: Any) -> np.ndarray:
     if isinstance(x, ad.AnnData):
         x = x.X
     return x.toarray() if scipy.sparse.issparse(x) else np.asarray(x)
+
+
+def check_seen_once(plan: Plan, seen: list[int], world_size: int) -> None:
+    """Asserts that an epoch that ended on `world_size` ranks had each row once, but for padding and what it drops."""
+    left_out = plan.n_rows - len(set(seen))
+    if plan.pads:
+        assert left_out == 0
+    else:
+        assert len(set(seen)) == len(seen)
+        assert left_out < world_size * (plan.batch_size if plan.drop_last else 1)
 
 
 def check_minibatch(minibatch: zl.Minibatch, adata: ad.AnnData) -> np.ndarray:

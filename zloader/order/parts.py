@@ -29,6 +29,13 @@ from zloader.order.sampling import Sampling, Unseen, WrappedSampling
 _REGIONS, _LEAST_ROWS, _MOST_ROWS = 64, 64, 8192
 
 
+def stretch_of(n_rows: int, machine: int, machines: int) -> slice:
+    """The positions of a machine in the order of an epoch: equal stretches, of which the first may have a row more."""
+    size, longer = divmod(n_rows, machines)
+    begin = machine * size + min(machine, longer)
+    return slice(begin, begin + size + (machine < longer))
+
+
 def _region_rows(part_rows: int) -> int:
     """About how many rows a region has."""
     return min(max(part_rows // _REGIONS, _LEAST_ROWS), _MOST_ROWS)
@@ -84,24 +91,22 @@ class DealtParts(WrappedSampling):
 
     def rows(self, start: int, stop: int, *, dataset_rows: int, seed: int, epoch: int) -> Rows:
         """The rows (int64) at positions `[start, stop)` in the orders of the machines."""
-        size, longer = divmod(self.n_obs, self.machines)  # the first machines have a row more
-        found, begin = [], 0
+        found = []
         for machine in range(self.machines):
-            end = begin + size + (machine < longer)
-            first, last = max(start, begin), min(stop, end)
+            here = stretch_of(self.n_obs, machine, self.machines)
+            first, last = max(start, here.start), min(stop, here.stop)
             if first < last:
                 renumbered = partial(self._of_machine, machine, seed, epoch)
-                of = {"dataset_rows": end - begin, "seed": key_of(seed, machine), "epoch": epoch}
-                found.append(self._renumbered(renumbered, first - begin, last - begin, **of))
-            begin = end
+                of = {"dataset_rows": here.stop - here.start, "seed": key_of(seed, machine), "epoch": epoch}
+                found.append(self._renumbered(renumbered, first - here.start, last - here.start, **of))
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def _of_machine(self, machine: int, seed: int, epoch: int, positions: Rows) -> Rows:
         """The rows at some positions among those of a machine."""
         part_rows, each = self.n_obs // self.parts, self.parts // self.machines
-        size, longer = divmod(self.n_obs, self.machines)
         dealt = each * part_rows  # rows of its parts; then come those that are left over
-        single = self.parts * part_rows + machine * (size - dealt) + min(machine, longer)
+        begin: int = stretch_of(self.n_obs, machine, self.machines).start
+        single = self.parts * part_rows + begin - machine * dealt  # after those of the machines before
         rows = single + positions - dealt
         if part_rows:
             deal = _dealt(part_rows, self.parts, self.redeal, seed, epoch if self.redeal else 0)

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
+from zloader.order.parts import stretch_of
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.sampling import Sampling, Unseen, fitted, require_rows
 
@@ -261,9 +262,7 @@ class Plan:
     @property
     def _stretch(self) -> slice:
         """The positions in the order of the epoch that belong to this rank's machine: all, if there is one."""
-        (size, longer), (machine, _) = divmod(self.n_rows, self.machines), self._place
-        begin = machine * size + min(machine, longer)
-        return slice(begin, begin + size + (machine < longer))
+        return stretch_of(self.n_rows, self._place[0], self.machines)
 
     def _span(self, number: int) -> tuple[int, int]:
         """Positions `[start, stop)` of a fetch within the stretch of the machine.
