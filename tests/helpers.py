@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.server
+import os
 import socket
 import threading
 import time
@@ -202,3 +203,16 @@ def digest(loader: Any) -> str:
             total.update(column.numpy().tobytes())
         total.update(b"|")
     return total.hexdigest()
+
+
+def processes_that_name(path: Path) -> list[str]:
+    """Command lines of running processes that mention a path."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes()
+        except OSError:  # the process has just ended
+            continue
+        if os.fsencode(path) in line:
+            found.append(line.replace(b"\0", b" ").decode())
+    return found

@@ -21,7 +21,7 @@ import pytest
 import scipy.sparse
 import torch
 from forked import CLI
-from helpers import PATIENCE_S, write_store
+from helpers import PATIENCE_S, processes_that_name, write_store
 
 import zloader as zl
 from zloader.commands.demo import running_demo_server, write_access
@@ -57,19 +57,6 @@ class Quiet:
 def environment(tmp: Path) -> dict[str, str]:
     tmp.mkdir()
     return {**os.environ, "TMPDIR": str(tmp), "AWS_PROFILE": "no-such-profile", "http_proxy": "http://127.0.0.1:1"}
-
-
-def processes_that_name(path: Path) -> list[str]:
-    """Command lines of running processes that mention a path."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes()
-        except OSError:  # the process has just ended
-            continue
-        if os.fsencode(path) in line:
-            found.append(line.replace(b"\0", b" ").decode())
-    return found
 
 
 def cells(n_rows: int, n_genes: int = 120, *, seed: int = 0) -> ad.AnnData:

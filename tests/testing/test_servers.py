@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import s3fs
-from helpers import PATIENCE_S, fill_bucket
+from helpers import PATIENCE_S, fill_bucket, processes_that_name
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -471,6 +471,21 @@ def test_seaweed_leaves_nothing_but_its_log(tmp_path):
     assert len(ports) == 5
     assert not [name for name in left for port in ports if f"-{port}." in name or f"-{port + 10_000}." in name]
     server.stop()
+
+
+def test_a_signal_while_the_server_is_forked_leaves_no_server(tmp_path, monkeypatch):
+    start = subprocess.Popen
+
+    def interrupted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        process = start(command, **options)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patient_server(tmp_path).start()
+    assert processes_that_name(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["weed.log"]
 
 
 def test_seaweed_keeps(tmp_path):

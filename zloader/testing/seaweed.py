@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -177,6 +178,12 @@ class SeaweedFS:
             "end_signal": signal.SIGTERM if self.keep else signal.SIGKILL,
             "leftovers": self._leftovers,
         }
+        # In a thread of its own: handlers of signals run in the main thread, and an exception of theirs between the
+        # fork and the assignment would leave a server that `stop` knows nothing of.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self._start_guard, spec).result()
+
+    def _start_guard(self, spec: _guard.Spec) -> None:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", _guard.__file__, json.dumps(spec)],
