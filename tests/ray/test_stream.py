@@ -34,7 +34,7 @@ from zloader.training.devices import PlainDevice
 zr = pytest.importorskip("zloader.ray", exc_type=ImportError, reason='Ray is not installed: pip install "zloader[ray]"')
 producers = pytest.importorskip("zloader.ray.producers")
 crew = pytest.importorskip("zloader.ray.crew")
-stream_module = pytest.importorskip("zloader.ray.stream")
+stream_module = pytest.importorskip("zloader.ray.streams")
 window = pytest.importorskip("zloader.producing.window")
 ray = pytest.importorskip("ray")
 

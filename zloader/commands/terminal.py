@@ -227,6 +227,7 @@ _FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "most_in_flight_bytes": ("peak in flight", size),
     "mirror_share": ("chunks from the mirror", _share),
     "bytes_from_mirror": ("read from the mirror", size),
+    "bytes_from_peers": ("sent by other machines", size),
     "decode_s": ("decoding, all threads", _seconds),
     "gather_s": ("gathering, all threads", _seconds),
     "cpu_s": ("processor, all threads", _seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from zloader.common.checks import (
     MAX_COUNT,
@@ -153,6 +154,8 @@ class Cache:
     min_free_bytes: int | str = 0
     form: str = "decoded"
 
+    forms: ClassVar[tuple[str, ...]] = ("decoded", "compact", "stored")
+
     def __post_init__(self) -> None:
         named = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None
         if not named or not isinstance(named, str) or "\0" in named:
@@ -162,7 +165,7 @@ class Cache:
             object.__setattr__(self, "max_bytes", parse_size(self.max_bytes, "max_bytes"))
             require_count(max_bytes=self.most)
         object.__setattr__(self, "min_free_bytes", parse_size(self.min_free_bytes, "min_free_bytes"))
-        require_one_of(("decoded", "compact", "stored"), form=self.form)
+        require_one_of(self.forms, form=self.form)
 
     @property
     def most(self) -> int:

@@ -17,7 +17,7 @@ from zloader.caching.mirror import Mirror
 from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource
 from zloader.reading.back_pressure import ByteBudget
-from zloader.reading.filling import MirrorFiller
+from zloader.reading.peers import Sharing
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
 from zloader.reading.row_reader import RowReader
@@ -33,7 +33,7 @@ class MatrixPart:
     `url` names the store in messages. `indptr` has the row offsets or looks them up; None for a dense matrix.
     `object_sizes` has the bytes per stored object. `genes` are the columns of x; None for the genes as stored.
     `indexes` grows by the shard indexes that are read, by array and shard, so that all readers of this part read each
-    of them once.
+    of them once. With `sharing`, the store is read together with other machines.
     """
 
     url: str
@@ -43,6 +43,7 @@ class MatrixPart:
     source: ByteSource
     mirror: Mirror | None
     genes: ChosenGenes | None = None
+    sharing: Sharing | None = None
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)
 
     @property
@@ -85,6 +86,8 @@ def opened_readers(
                 coding=coding,
                 indexes=part.indexes,
             )
+            if part.sharing is not None:
+                resources.shared = stack.enter_context(part.sharing.opened(resources))
             leases = None
             if part.mirror is not None:
                 stack.callback(part.mirror.record_verified)
@@ -98,6 +101,6 @@ def _readers(part: MatrixPart, leases: Leases | None, resources: Resources) -> S
     arrays = [ArrayReader(array, mirrored.get(array.path), leases, resources) for array in part.matrix.arrays]
     if part.mirror is None or part.mirror.rows is None or leases is None:
         return arrays
-    filler = MirrorFiller(part.mirror.rows, leases, resources)
-    whole = None if part.mirror.whole is None else MirrorFiller(part.mirror.whole, leases, resources)
+    filler = resources.filler(part.mirror.rows, leases)
+    whole = None if part.mirror.whole is None else resources.filler(part.mirror.whole, leases)
     return [RowReader(part.matrix, part.indptr, arrays, filler, whole, part.genes, resources)]

@@ -21,7 +21,6 @@ from zloader.caching.chunk_file import ArrayFile
 from zloader.caching.leases import Leases
 from zloader.common.errors import CorruptChunkError, MissingObjectError
 from zloader.common.records import Rows, Span
-from zloader.reading.filling import MirrorFiller
 from zloader.reading.read_plan import Elements, Slots, batches, planner_of
 from zloader.reading.resources import Resources
 from zloader.reading.shard_indexes import ShardIndexes, explained
@@ -94,7 +93,7 @@ class ArrayReader:
         """`leases` are the epoch's leases on chunks of the mirror."""
         self._layout = layout
         self.mirror = mirror
-        self._filler = None if mirror is None or leases is None else MirrorFiller(mirror, leases, resources)
+        self._filler = None if mirror is None or leases is None else resources.filler(mirror, leases)
         self._resources = resources
         self._decoder = Decoder(layout)
         # If a chunk is corrupt twice, the stored object is corrupt. Unlike a busy server, that does not pass.
@@ -198,7 +197,7 @@ class ArrayReader:
         try:
             for attempt in range(attempts):
                 decode = partial(self._decode, left, slots)
-                corrupt = await self._resources.decode([piece.span for piece in left], decode)
+                corrupt = await self._resources.decode([piece.span for piece in left], decode, again=attempt > 0)
                 if not corrupt:
                     break
                 left = [piece for piece, _ in corrupt]
@@ -290,7 +289,7 @@ class ArrayReader:
         resources.counters.retries += attempt > 0
         await resources.in_flight.acquire(span.size, turn)
         try:
-            (stored,) = await resources.read([span])
+            (stored,) = await resources.read([span], again=attempt > 0)
             return stored
         finally:
             resources.in_flight.release(span.size)

@@ -1,0 +1,436 @@
+"""`zr.cache`: the machines of a Ray cluster keep one copy of a store together.
+
+Each machine has a keeper, a named actor. It reads the stretches that its machine owns (zloader.reading.peers) from the
+store, keeps them in the cache of the machine, and sends them to the others through Ray's object store. The training
+processes of a machine use the same files, so they need no actor for what their own machine keeps. A keeper's name has
+the identity of a cache directory, and keepers are found by their names. A keeper ends with the process that started it.
+Then another process of the machine starts a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import ray
+import ray.exceptions
+import ray.util
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from zloader.caching.directory import MirrorDirectory
+from zloader.caching.leases import Leases
+from zloader.caching.mirror import MirrorArray
+from zloader.caching.place import identity_of, make_cache
+from zloader.common.checks import require_at_least, require_count
+from zloader.common.concurrent_calls import aside
+from zloader.common.errors import OptionError
+from zloader.common.options import FetchOptions
+from zloader.common.records import Rows, Span
+from zloader.reading.back_pressure import ByteBudget
+from zloader.reading.peers import Answer, Peer, PeerCache, SharedReads, SharedStore
+from zloader.reading.resources import Counters, Resources, timed
+from zloader.reading.stretches import KeptStretches, Stretches
+from zloader.storage.decode import checksum
+
+log = logging.getLogger("zloader")
+
+_NAMESPACE = "zloader"
+_LOOK_S = 5.0  # how often a process looks for machines that have come or gone
+_AVOIDED_S = 10.0  # how long a machine that did not answer is left out: about the time that Ray takes to restart it
+_LATE = 0.05  # the share of what a machine owns that it holds when it can be said to have begun
+_CALLS = 256  # at once, of a keeper
+_THREADS = 4  # of a keeper
+
+
+@dataclass(frozen=True)
+class SharedCache(PeerCache):
+    """What `zr.cache` returns. Give it to `zl.open_dataset`."""
+
+    _: KW_ONLY
+    machines: int = 1
+    wait_s: float = 60.0
+    deadline_s: float = 5.0
+    group: str = ""
+    address: str = field(default="auto", repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count(machines=self.machines)
+        require_at_least(0, wait_s=self.wait_s)
+        require_at_least(0.001, deadline_s=self.deadline_s)
+        if not isinstance(self.group, str) or "/" in self.group:
+            raise OptionError(f"group= is a name without '/', not {self.group!r:.100}")
+
+    def sharing(self, directory: MirrorDirectory, store: SharedStore) -> RaySharing:
+        """Shares the stretches of a store, of which this machine keeps some in `directory`."""
+        return RaySharing(self, directory, store)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all keepers of the group begin with."""
+        return f"keeper/{self.group}/"
+
+
+class RaySharing:
+    """Shares what this process reads of one store with the other machines of a Ray cluster."""
+
+    def __init__(self, cache: SharedCache, directory: MirrorDirectory, store: SharedStore) -> None:
+        self._cache, self._store = cache, store
+        self._stretches = Stretches(store.object_sizes)
+        self._directory = directory
+        self._mirror = MirrorArray(directory, self._stretches.layout)
+        self._peers = _StorePeers(machines_of(cache), store, self._stretches.n_bytes)
+
+    @contextlib.contextmanager
+    def opened(self, resources: Resources) -> Iterator[SharedReads]:
+        """What reads the store in an epoch."""
+        with contextlib.closing(Leases(self._directory.path)) as leases:
+            kept = KeptStretches(
+                self._stretches,
+                self._mirror,
+                leases,
+                read_store=resources.read_store,
+                run=resources.run,
+                deadline_s=resources.options.deadline_s,
+            )
+            yield SharedReads(
+                self._stretches,
+                kept,
+                self._peers,
+                read_store=resources.read_store,
+                counters=resources.counters,
+                deadline_s=self._cache.deadline_s,
+            )
+        self._mirror.record_verified()
+
+
+class Machines:
+    """The keepers of the machines that share a cache, looked up anew every few seconds. Thread-safe."""
+
+    def __init__(self, cache: SharedCache) -> None:
+        self._cache = cache
+        self.identity = identity_of(make_cache(cache.directory))
+        self._own: Any = None  # it ends when its creator drops the handle
+        self._keepers: dict[str, Any] = {}
+        self._avoided: dict[str, float] = {}
+        self._looked_s: float | None = None
+        self._lock = threading.Lock()
+
+    async def others(self) -> Mapping[str, Any]:
+        """The keepers of the other machines that are there and answer, by identity."""
+        if self._looked_s is None or time.monotonic() - self._looked_s > _LOOK_S:
+            await aside(self._look)
+        now_s = time.monotonic()
+        return {name: keeper for name, keeper in self._keepers.items() if self._avoided.get(name, 0) < now_s}
+
+    def avoid(self, identity: str) -> None:
+        """Leaves a machine out for a while."""
+        self._avoided[identity] = time.monotonic() + _AVOIDED_S
+
+    def _look(self) -> None:
+        with self._lock:
+            first = self._looked_s is None
+            if not first and time.monotonic() - (self._looked_s or 0) <= _LOOK_S:
+                return  # another thread has just looked
+            try:
+                self._wait() if first else self._find()
+            except Exception as error:  # noqa: BLE001 -- Ray raises errors of many kinds, and the store has the bytes
+                log.warning("cannot look for the other machines that share the cache: %s", error)
+            self._looked_s = time.monotonic()
+
+    def _wait(self) -> None:
+        """Waits until all machines are there, and their keepers answer."""
+        deadline = time.monotonic() + self._cache.wait_s
+        while self._find() < self._cache.machines:
+            if time.monotonic() > deadline:
+                log.warning(
+                    "%d of %d machines share the cache after %g s: the others read the store by themselves until they "
+                    "come",
+                    len(self._keepers) + 1,
+                    self._cache.machines,
+                    self._cache.wait_s,
+                )
+                break
+            time.sleep(0.1)
+        left_s = max(1.0, deadline - time.monotonic())
+        ray.wait([each.answer.remote() for each in self._keepers.values()] or [ray.put(None)], timeout=left_s)
+
+    def _find(self) -> int:
+        """Looks up the keepers, starts that of this machine if it is not there, and returns how many there are."""
+        found = _names_of(self._cache)
+        if self.identity not in found:
+            self._own = _start_keeper(self._cache, self.identity)
+        keepers = {}
+        for identity, name in found.items():
+            if identity != self.identity:
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    keepers[identity] = self._keepers.get(identity) or ray.get_actor(name, _NAMESPACE)
+        self._keepers = keepers
+        return len(keepers) + (self.identity in found)
+
+
+@lru_cache
+def machines_of(cache: SharedCache) -> Machines:
+    """The machines that share a cache. A process looks for them only once, however many stores it opens."""
+    return Machines(cache)
+
+
+def _names_of(cache: SharedCache) -> dict[str, str]:
+    """The names of the keepers that there are, by the identities of their machines."""
+    if not ray.is_initialized():  # a DataLoader worker, or another process that was given the dataset
+        ray.init(address=cache.address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
+    listed = [(each["name"], each["namespace"]) for each in ray.util.list_named_actors(all_namespaces=True)]
+    prefix = cache.prefix
+    return {
+        name.removeprefix(prefix): name for name, space in listed if space == _NAMESPACE and name.startswith(prefix)
+    }
+
+
+def _start_keeper(cache: SharedCache, identity: str) -> Any:
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: Mapping[str, Any] = {
+        "name": cache.prefix + identity,
+        "namespace": _NAMESPACE,
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_concurrency": _CALLS,
+        "scheduling_strategy": here,
+    }
+    return ray.remote(Keeper).options(**options).remote(cache)
+
+
+class _StorePeers:
+    """The other machines, as the keepers of one store."""
+
+    def __init__(self, machines: Machines, store: SharedStore, n_bytes: int) -> None:
+        self._machines, self._store, self._n_bytes = machines, store, n_bytes
+        self.identity = machines.identity
+        self.came_late: bool | None = None
+        self._peers: dict[str, RayPeer] = {}
+
+    async def present(self) -> Mapping[str, Peer | None]:
+        keepers = await self._machines.others()
+        for identity, keeper in keepers.items():
+            if identity not in self._peers or self._peers[identity].keeper is not keeper:
+                self._peers[identity] = RayPeer(keeper, self._store)
+        peers = {identity: self._peers[identity] for identity in keepers}
+        if self.came_late is None:
+            self.came_late = False
+            for peer in peers.values():
+                self.came_late |= await peer.held_bytes() > _LATE * self._n_bytes / (len(peers) + 1)
+        return {self.identity: None, **peers}
+
+    def avoid(self, identity: str) -> None:
+        self._machines.avoid(identity)
+
+
+class RayPeer:
+    """The keeper of another machine, asked for the bytes of one store."""
+
+    def __init__(self, keeper: Any, store: SharedStore) -> None:
+        self.keeper, self._store = keeper, store
+
+    async def ask(self, starts: Rows, stops: Rows, *, only_held: bool = False) -> Answer:
+        _require_ray()
+        answer = await self.keeper.ask.remote(self._store.fingerprint, starts, stops, only_held)
+        if answer is None:
+            await self.keeper.add.remote(self._store)
+            answer = await self.keeper.ask.remote(self._store.fingerprint, starts, stops, only_held)
+        return answer  # type: ignore[no-any-return]
+
+    async def held_bytes(self) -> int:
+        """The bytes of the store that the machine holds; 0 if it does not say."""
+        try:
+            _require_ray()
+            return int(await self.keeper.held_bytes.remote(self._store.fingerprint))
+        except Exception as error:  # noqa: BLE001 -- a peer that does not answer is avoided when it is asked for bytes
+            log.info("a machine does not say what it holds: %r", error)
+            return 0
+
+    def discard(self, starts: Rows) -> None:
+        with contextlib.suppress(Exception):  # it has ended, or Ray has
+            _require_ray()
+            self.keeper.discard.remote(self._store.fingerprint, starts)
+
+
+def _require_ray() -> None:
+    if not ray.is_initialized():  # a call would start another Ray
+        raise RuntimeError("Ray was shut down in this process")
+
+
+class Keeper:
+    """The actor of one machine, which keeps its stretches of all stores, and sends them to other machines."""
+
+    def __init__(self, cache: SharedCache) -> None:
+        self._cache, self._options = cache, FetchOptions(threads=_THREADS)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="zloader-keeper")
+        self._sending = ByteBudget(self._options.in_flight_bytes)
+        self._stores: dict[str, _KeptStore] = {}
+
+    async def answer(self) -> None:
+        """Does nothing. An error says that this process is dead."""
+
+    async def add(self, store: SharedStore) -> None:
+        """Opens the mirror of a store, so that its bytes can be asked for."""
+        if store.fingerprint not in self._stores:
+            run = partial(timed, self._threads)
+            self._stores[store.fingerprint] = _KeptStore(self._cache, store, self._options, run)
+
+    async def ask(self, fingerprint: str, starts: Rows, stops: Rows, only_held: bool) -> Answer | None:
+        """As Peer.ask; None for a store that was not added."""
+        store = self._stores.get(fingerprint)
+        if store is None:
+            return None
+        n_bytes = int((stops - starts).sum())
+        await self._sending.acquire(n_bytes)
+        try:
+            held = await store.kept.held(starts) if only_held else np.ones(len(starts), bool)
+            pieces, _ = await store.kept.read(starts[held], stops[held])
+            content = np.frombuffer(b"".join(pieces), np.uint8)
+            store.bytes_sent += len(content)
+            return held, content, checksum(content)
+        finally:
+            self._sending.release(n_bytes)
+
+    async def held_bytes(self, fingerprint: str) -> int:
+        """The bytes that this machine holds of a store."""
+        store = self._stores.get(fingerprint)
+        return 0 if store is None else store.mirror.present_bytes
+
+    async def discard(self, fingerprint: str, starts: Rows) -> None:
+        """As Peer.discard."""
+        if (store := self._stores.get(fingerprint)) is not None:
+            store.kept.discard(starts)
+
+    async def figures(self) -> list[dict[str, Any]]:
+        """Of each store its URL, what was read of it by this process, sent to others, and is held by the machine."""
+        return [
+            {
+                "url": store.url,
+                "gets": store.counters.gets,
+                "bytes_read": store.counters.bytes_read,
+                "bytes_from_peers": store.counters.bytes_from_peers,
+                "bytes_sent": store.bytes_sent,
+                "bytes_held": store.mirror.present_bytes,
+            }
+            for store in self._stores.values()
+        ]
+
+
+class _KeptStore:
+    """A store of which a keeper has a part."""
+
+    def __init__(self, cache: SharedCache, store: SharedStore, options: FetchOptions, run: Any) -> None:
+        self.url, self._source = store.url, store.source
+        directory = MirrorDirectory(cache, store.fingerprint, store.address)
+        stretches = Stretches(store.object_sizes)
+        self.mirror = MirrorArray(directory, stretches.layout)
+        self.counters, self.bytes_sent = Counters(), 0
+        self.kept = KeptStretches(
+            stretches,
+            self.mirror,
+            Leases(directory.path),
+            read_store=self._read_store,
+            run=run,
+            deadline_s=options.deadline_s,
+        )
+        # As a reader it is never used, but it asks others for the stretches that they owned before this machine came.
+        self._elders = SharedReads(
+            stretches,
+            self.kept,
+            _StorePeers(machines_of(cache), store, stretches.n_bytes),
+            read_store=self._read_store,
+            counters=self.counters,
+            deadline_s=cache.deadline_s,
+        )
+
+    async def _read_store(self, spans: Sequence[Span]) -> list[bytes]:
+        self.counters.gets += len(spans)
+        self.counters.bytes_read += sum(span.size for span in spans)
+        return await self._source.read(spans)
+
+
+def cache(
+    directory: Any,
+    *,
+    machines: int | None = None,
+    max_bytes: int | str | None = None,
+    min_free_bytes: int | str = 0,
+    wait_s: float = 60.0,
+    deadline_s: float = 5.0,
+    group: str = "",
+) -> SharedCache:
+    """A cache on a local disk of each machine, in which all machines of the Ray cluster keep one copy together.
+
+    >>> dataset = zl.open_dataset("s3://bucket/cells.zarr", cache=zr.cache("/nvme/zloader", machines=64))
+
+    Each piece of 512 KiB of a store has an owner among the machines, which reads it from the store once and keeps it.
+    The other machines ask the owner. The order and the values of minibatches stay as they are without it. If an owner
+    ends, does not answer or sends something wrong, its pieces are read from the store.
+
+    - `directory`, `max_bytes`, `min_free_bytes`: as for zl.Cache, for this machine.
+    - `machines`: before the first read, wait until so many machines are there, up to `wait_s` seconds. Default:
+      WORLD_SIZE / LOCAL_WORLD_SIZE, as torchrun sets them, else 1.
+    - `deadline_s`: seconds after which a machine that does not answer is passed over.
+    - `group`: machines share with those that give the same group.
+
+    Connects this process to the Ray that runs on this machine, unless it is connected already. Raises OptionError if
+    there is none, and for invalid arguments.
+    """
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
+        except (ConnectionError, RuntimeError) as error:
+            raise OptionError(
+                f"zr.cache needs Ray on this machine ({error}): run 'ray start --head' on one machine, and 'ray start "
+                "--address=ADDRESS' on the others"
+            ) from error
+    return SharedCache(
+        directory,
+        machines=_machines() if machines is None else machines,
+        max_bytes=max_bytes,
+        min_free_bytes=min_free_bytes,
+        wait_s=wait_s,
+        deadline_s=deadline_s,
+        group=group,
+        address=ray.get_runtime_context().gcs_address,
+    )
+
+
+def _machines() -> int:
+    """The machines that torchrun says there are; 1 if it says nothing."""
+    stated = [os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if not all(each.isdecimal() and int(each) for each in stated):
+        return 1
+    world, local = map(int, stated)
+    return -(-world // local)
+
+
+def keepers(cache: SharedCache, *, timeout_s: float = 10.0) -> dict[str, list[dict[str, Any]]]:
+    """What the keepers of all machines have read from stores, sent to others, and hold, by identity of the machine.
+
+    Each has a list with a dict for each store: `url`, `gets`, `bytes_read`, `bytes_from_peers`, `bytes_sent` and
+    `bytes_held`. What training processes have read is in their own `statistics()`. Keepers that do not answer within
+    `timeout_s` seconds are left out.
+    """
+    asked = {}
+    for identity, name in _names_of(cache).items():
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            asked[identity] = ray.get_actor(name, _NAMESPACE).figures.remote()
+    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    answers = {}
+    for identity, answer in asked.items():
+        with contextlib.suppress(ray.exceptions.RayError):
+            if answer in ready:
+                answers[identity] = ray.get(answer)
+    return answers

@@ -1,0 +1,214 @@
+"""Reads a store together with other machines, so that each of its bytes is read from the store by one of them.
+
+Each stretch of the store (zloader.reading.stretches) has an owner among the machines that are there: the one with the
+highest hash of its identity and the number of the stretch (rendezvous hashing). When a machine goes, only its stretches
+get other owners, and when one comes, it takes over an equal share from all. An owner keeps its stretches in its mirror.
+The others ask it for the bytes that they need, and keep no copy.
+
+An answer has a checksum. A peer that is dead, late or wrong is not asked again for a while, and what it was asked for
+is read from the store. So peers can make an epoch faster or slower, and never wrong: what a chunk is made of is checked
+again by the checksum that is stored with it, and if that fails, the chunk is read from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zloader.caching.directory import MirrorDirectory
+from zloader.common.options import Cache
+from zloader.common.records import ByteSource, Rows, Span
+from zloader.reading.resources import Counters, Resources
+from zloader.reading.stretches import STRETCH_BYTES, KeptStretches, ReadStore, Stretches
+from zloader.storage.decode import checksum
+
+log = logging.getLogger("zloader")
+
+# Which of some ranges are answered, the bytes of these, one after another, and their crc32c.
+Answer = tuple[NDArray[np.bool_], NDArray[np.uint8], int]
+
+
+class Peer(Protocol):
+    """The keeper of a machine's stretches of one store."""
+
+    async def ask(self, starts: Rows, stops: Rows, *, only_held: bool = False) -> Answer:
+        """The bytes `[start, stop)` of the store; with `only_held`, of those that the machine has read already."""
+
+    def discard(self, starts: Rows) -> None:
+        """Tells it that the stretches of these bytes are wrong. Does not wait."""
+
+
+class Peers(Protocol):
+    """The machines that share a store."""
+
+    identity: str  # of this machine
+
+    async def present(self) -> Mapping[str, Peer | None]:
+        """The machines that can be asked, by identity, this one among them as None."""
+
+    def avoid(self, identity: str) -> None:
+        """Leaves a machine out for a while."""
+
+    @property
+    def came_late(self) -> bool | None:
+        """Whether others had read parts of the store before this machine came, which may be parts that it owns now."""
+
+
+class Sharing(Protocol):
+    """How the machines that have opened a store share what they read of it."""
+
+    def opened(self, resources: Resources) -> AbstractContextManager[SharedReads]:
+        """What reads the store in an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedStore:
+    """What another machine has to know to read a store. `fingerprint` and `address` are those of its mirrors."""
+
+    fingerprint: str
+    url: str
+    address: str
+    object_sizes: Mapping[str, int]
+    source: ByteSource
+
+
+@dataclass(frozen=True)
+class PeerCache(Cache, ABC):
+    """A cache in which several machines keep one copy of a store together, as it is stored."""
+
+    form: str = "shared"
+    forms = ("shared",)
+
+    @abstractmethod
+    def sharing(self, directory: MirrorDirectory, store: SharedStore) -> Sharing:
+        """Shares the stretches of a store, of which this machine keeps some in `directory`."""
+
+
+@lru_cache(1024)
+def _seed(identity: str) -> int:
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "little")
+
+
+def owners_of(stretches: Rows, identities: Sequence[str]) -> NDArray[np.intp]:
+    """The position of the owner of each stretch among `identities`, of which there is at least one."""
+    seeds = np.array([_seed(identity) for identity in identities], np.uint64)
+    mixed = (stretches.astype(np.uint64)[:, None] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ seeds
+    # The last steps of splitmix64: https://prng.di.unimi.it/splitmix64.c
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(np.argmax(mixed ^ (mixed >> np.uint64(31)), axis=1))
+
+
+class SharedReads:
+    """Reads spans of a store from the machines that own them. Like a ByteSource, it has one verb.
+
+    `kept` are the stretches of this machine, and `read_store` reads the store itself. A peer that does not answer
+    within `deadline_s` is avoided.
+    """
+
+    def __init__(
+        self,
+        stretches: Stretches,
+        kept: KeptStretches,
+        peers: Peers,
+        *,
+        read_store: ReadStore,
+        counters: Counters,
+        deadline_s: float,
+    ) -> None:
+        self._stretches, self._kept, self._peers = stretches, kept, peers
+        self._read_store, self._counters, self._deadline_s = read_store, counters, deadline_s
+        kept.ask_elders = self._ask_elders
+
+    async def read(self, spans: Sequence[Span]) -> list[bytes]:
+        """The bytes of each span, in order. Raises what reading the store raises."""
+        of_span, starts, stops = self._stretches.pieces(spans)
+        pieces: list[bytes] = [b""] * len(starts)
+
+        async def read_of(owner: str, peer: Peer | None, where: Rows) -> None:
+            found = await self._read_of(owner, peer, starts[where], stops[where])
+            for position, piece in zip(where.tolist(), found, strict=True):
+                pieces[position] = piece
+
+        async with asyncio.TaskGroup() as group:
+            for each in _by_owner(starts // STRETCH_BYTES, await self._peers.present()):
+                group.create_task(read_of(*each))
+        joined: list[list[bytes]] = [[] for _ in spans]
+        for number, piece in zip(of_span.tolist(), pieces, strict=True):
+            joined[number].append(piece)
+        return [parts[0] if len(parts) == 1 else b"".join(parts) for parts in joined]
+
+    async def _read_of(self, owner: str, peer: Peer | None, starts: Rows, stops: Rows) -> Sequence[bytes]:
+        if peer is None:
+            found, from_mirror = await self._kept.read(starts, stops)
+            self._counters.bytes_from_mirror += from_mirror
+            return found
+        answer = await self._asked(owner, peer, starts, stops)
+        if answer is not None:
+            return answer[1]
+        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+        return await self._read_store([span for start, stop in bounds for span in self._stretches.spans(start, stop)])
+
+    async def _ask_elders(self, stretches: Rows) -> tuple[Rows, list[bytes]]:
+        """Of stretches that this machine owns, those that their earlier owners have, and the bytes of these."""
+        if not self._peers.came_late:
+            return stretches[:0], []
+        others = {owner: peer for owner, peer in (await self._peers.present()).items() if peer is not None}
+        held, contents = [stretches[:0]], []
+        for owner, peer, where in _by_owner(stretches, others):
+            assert peer is not None
+            starts = stretches[where] * STRETCH_BYTES
+            stops = np.minimum(starts + STRETCH_BYTES, self._stretches.n_bytes)
+            answer = await self._asked(owner, peer, starts, stops, only_held=True)
+            if answer is not None:
+                held.append(stretches[where][answer[0]])
+                contents += answer[1]
+        return np.concatenate(held), contents
+
+    async def _asked(
+        self, owner: str, peer: Peer, starts: Rows, stops: Rows, *, only_held: bool = False
+    ) -> tuple[NDArray[np.bool_], list[bytes]] | None:
+        """The answer of a peer: which ranges it has, and their bytes; None if it gives none, or a wrong one."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                held, content, stated = await peer.ask(starts, stops, only_held=only_held)
+            sizes = (stops - starts)[held]
+            if not (held.all() or only_held) or len(content) != sizes.sum() or checksum(content) != stated:
+                raise ValueError("its answer differs from its checksum")
+        except Exception as error:  # noqa: BLE001 -- whatever befalls a peer, the store has the bytes
+            log.info("the machine %s did not answer (%r): reading from the store", owner, error)
+            self._peers.avoid(owner)
+            return None
+        self._counters.bytes_from_peers += len(content)
+        ends = np.cumsum(sizes)
+        places = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
+        return held, [content[begin:end].tobytes() for begin, end in places]
+
+    async def discard(self, spans: Sequence[Span]) -> None:
+        """Makes the owners of some spans forget them, because chunks in them differ from their checksums."""
+        _, starts, _ = self._stretches.pieces(spans)
+        for _, peer, where in _by_owner(starts // STRETCH_BYTES, await self._peers.present()):
+            (self._kept if peer is None else peer).discard(starts[where])
+
+
+def _by_owner(
+    stretches: Rows, present: Mapping[str, Peer | None]
+) -> Iterator[tuple[str, Peer | None, NDArray[np.intp]]]:
+    """The machines that own some stretches, and the positions of these."""
+    if not present:
+        return
+    owners = owners_of(stretches, list(present))
+    for number, (owner, peer) in enumerate(present.items()):
+        where = np.flatnonzero(owners == number)
+        if len(where):
+            yield owner, peer, where
