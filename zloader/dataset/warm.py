@@ -26,6 +26,7 @@ from zloader.dataset.dataset import Dataset, require_dataset
 from zloader.dataset.paged_offsets import PagedOffsets
 from zloader.reading.bridge import Bridge, Put
 from zloader.reading.matrix_parts import MatrixPart, opened_readers
+from zloader.reading.peers import PeerCache
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters
 from zloader.reading.row_reader import RowReader
@@ -91,6 +92,8 @@ def warm(
     x = names_of(x=x)
     if dataset.cache is None:
         raise OptionError("the dataset has no cache to fill: open it with cache=")
+    if isinstance(dataset.cache, PeerCache):
+        raise OptionError("the cache is shared by several machines, and fills as machines read: train from it")
     bytes_per_s = parse_size(bytes_per_s, "bytes_per_s") if isinstance(bytes_per_s, str) else bytes_per_s
     if bytes_per_s is not None:
         require_count(bytes_per_s=bytes_per_s)

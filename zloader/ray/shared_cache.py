@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -58,7 +58,7 @@ class SharedCache(PeerCache):
     _: KW_ONLY
     machines: int = 1
     wait_s: float = 60.0
-    deadline_s: float = 5.0
+    deadline_s: float = 10.0
     group: str = ""
     address: str = field(default="auto", repr=False)
 
@@ -162,7 +162,8 @@ class Machines:
                 break
             time.sleep(0.1)
         left_s = max(1.0, deadline - time.monotonic())
-        ray.wait([each.answer.remote() for each in self._keepers.values()] or [ray.put(None)], timeout=left_s)
+        if answers := [each.answer.remote() for each in self._keepers.values()]:
+            ray.wait(answers, num_returns=len(answers), timeout=left_s)
 
     def _find(self) -> int:
         """Looks up the keepers, starts that of this machine if it is not there, and returns how many there are."""
@@ -225,9 +226,8 @@ class _StorePeers:
                 self._peers[identity] = RayPeer(keeper, self._store)
         peers = {identity: self._peers[identity] for identity in keepers}
         if self.came_late is None:
-            self.came_late = False
-            for peer in peers.values():
-                self.came_late |= await peer.held_bytes() > _LATE * self._n_bytes / (len(peers) + 1)
+            least = _LATE * self._n_bytes / (len(peers) + 1)
+            self.came_late = any([await peer.held_bytes() > least for peer in peers.values()])
         return {self.identity: None, **peers}
 
     def avoid(self, identity: str) -> None:
@@ -272,7 +272,7 @@ class Keeper:
     """The actor of one machine, which keeps its stretches of all stores, and sends them to other machines."""
 
     def __init__(self, cache: SharedCache) -> None:
-        self._cache, self._options = cache, FetchOptions(threads=_THREADS)
+        self._cache, self._options = replace(cache, machines=1), FetchOptions(threads=_THREADS)  # waits for nobody
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="zloader-keeper")
         self._sending = ByteBudget(self._options.in_flight_bytes)
         self._stores: dict[str, _KeptStore] = {}
@@ -367,7 +367,7 @@ def cache(
     max_bytes: int | str | None = None,
     min_free_bytes: int | str = 0,
     wait_s: float = 60.0,
-    deadline_s: float = 5.0,
+    deadline_s: float = 10.0,
     group: str = "",
 ) -> SharedCache:
     """A cache on a local disk of each machine, in which all machines of the Ray cluster keep one copy together.

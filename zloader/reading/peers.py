@@ -29,7 +29,7 @@ from zloader.caching.directory import MirrorDirectory
 from zloader.common.options import Cache
 from zloader.common.records import ByteSource, Rows, Span
 from zloader.reading.resources import Counters, Resources
-from zloader.reading.stretches import STRETCH_BYTES, KeptStretches, ReadStore, Stretches
+from zloader.reading.stretches import KeptStretches, ReadStore, Stretches
 from zloader.storage.decode import checksum
 
 log = logging.getLogger("zloader")
@@ -61,7 +61,10 @@ class Peers(Protocol):
 
     @property
     def came_late(self) -> bool | None:
-        """Whether others had read parts of the store before this machine came, which may be parts that it owns now."""
+        """Whether others had read parts of the store before this machine came, which it may own now.
+
+        None until `present` has been called.
+        """
 
 
 class Sharing(Protocol):
@@ -141,7 +144,7 @@ class SharedReads:
                 pieces[position] = piece
 
         async with asyncio.TaskGroup() as group:
-            for each in _by_owner(starts // STRETCH_BYTES, await self._peers.present()):
+            for each in _by_owner(starts // self._stretches.size, await self._peers.present()):
                 group.create_task(read_of(*each))
         joined: list[list[bytes]] = [[] for _ in spans]
         for number, piece in zip(of_span.tolist(), pieces, strict=True):
@@ -161,14 +164,15 @@ class SharedReads:
 
     async def _ask_elders(self, stretches: Rows) -> tuple[Rows, list[bytes]]:
         """Of stretches that this machine owns, those that their earlier owners have, and the bytes of these."""
+        present = await self._peers.present()
         if not self._peers.came_late:
             return stretches[:0], []
-        others = {owner: peer for owner, peer in (await self._peers.present()).items() if peer is not None}
+        others = {owner: peer for owner, peer in present.items() if peer is not None}
         held, contents = [stretches[:0]], []
         for owner, peer, where in _by_owner(stretches, others):
             assert peer is not None
-            starts = stretches[where] * STRETCH_BYTES
-            stops = np.minimum(starts + STRETCH_BYTES, self._stretches.n_bytes)
+            starts = stretches[where] * self._stretches.size
+            stops = np.minimum(starts + self._stretches.size, self._stretches.n_bytes)
             answer = await self._asked(owner, peer, starts, stops, only_held=True)
             if answer is not None:
                 held.append(stretches[where][answer[0]])
@@ -197,7 +201,7 @@ class SharedReads:
     async def discard(self, spans: Sequence[Span]) -> None:
         """Makes the owners of some spans forget them, because chunks in them differ from their checksums."""
         _, starts, _ = self._stretches.pieces(spans)
-        for _, peer, where in _by_owner(starts // STRETCH_BYTES, await self._peers.present()):
+        for _, peer, where in _by_owner(starts // self._stretches.size, await self._peers.present()):
             (self._kept if peer is None else peer).discard(starts[where])
 
 

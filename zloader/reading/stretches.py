@@ -19,7 +19,7 @@ from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
 from zloader.common.records import Rows, Span
 from zloader.reading.filling import MirrorFiller, Run
-from zloader.storage.layout import ArrayLayout, chunks_of, expand
+from zloader.storage.layout import ArrayLayout, distinct, expand
 
 # As long as other reads that fill a mirror (FetchOptions.least_read_bytes). A longer one delays the first minibatch.
 STRETCH_BYTES = 512 << 10
@@ -31,9 +31,10 @@ AskElders = Callable[[Rows], Awaitable[tuple[Rows, list[bytes]]]]
 
 
 class Stretches:
-    """Positions in the sequence of all bytes of a store, given the sizes of its objects."""
+    """Positions in the sequence of all bytes of a store, given the sizes of its objects, in stretches of `size`."""
 
-    def __init__(self, object_sizes: Mapping[str, int]) -> None:
+    def __init__(self, object_sizes: Mapping[str, int], size: int = STRETCH_BYTES) -> None:
+        self.size = size
         self._keys = sorted(object_sizes)
         self._ends = np.cumsum([object_sizes[key] for key in self._keys], dtype=np.int64)
 
@@ -45,19 +46,23 @@ class Stretches:
     @property
     def layout(self) -> ArrayLayout:
         """The layout of the sequence as an array of bytes, whose chunks are the stretches."""
-        return ArrayLayout.plain("stretches", "u1", n_elements=self.n_bytes, chunk_elements=STRETCH_BYTES)
+        return ArrayLayout.plain("stretches", "u1", n_elements=self.n_bytes, chunk_elements=self.size)
+
+    def of(self, starts: Rows) -> Rows:
+        """The distinct stretches that have these bytes, in ascending order."""
+        return distinct(starts // self.size)
 
     def pieces(self, spans: Sequence[Span]) -> tuple[Rows, Rows, Rows]:
         """The spans, cut where stretches end: of each piece its span, its first byte, and the byte after its last."""
         objects = np.array([bisect_left(self._keys, span.key) for span in spans], np.int64)
         sizes = np.array([span.size for span in spans], np.int64)
         begins = np.append(0, self._ends)[objects] + np.array([span.start for span in spans], np.int64)
-        first = begins // STRETCH_BYTES
-        counts = np.maximum((begins + sizes - 1) // STRETCH_BYTES + 1 - first, 1)
+        first = begins // self.size
+        counts = np.maximum((begins + sizes - 1) // self.size + 1 - first, 1)
         of_span = np.repeat(np.arange(len(spans)), counts)
         numbers = expand(first, counts)
-        starts = np.maximum(begins[of_span], numbers * STRETCH_BYTES)
-        return of_span, starts, np.minimum((begins + sizes)[of_span], (numbers + 1) * STRETCH_BYTES)
+        starts = np.maximum(begins[of_span], numbers * self.size)
+        return of_span, starts, np.minimum((begins + sizes)[of_span], (numbers + 1) * self.size)
 
     def spans(self, start: int, stop: int) -> list[Span]:
         """The bytes `[start, stop)` as spans of objects."""
@@ -96,19 +101,19 @@ class KeptStretches:
 
     async def read(self, starts: Rows, stops: Rows) -> tuple[list[bytes], int]:
         """The bytes `[start, stop)` of the store, none of which crosses a stretch, and how many were in the mirror."""
-        chunks = chunks_of(starts, stops, STRETCH_BYTES)
+        chunks = self._stretches.of(starts)
         filled = await self._filler.fill(chunks, chunks, self._fill)
         missing = await self._filler.missing(chunks)  # those for which the mirror has no room
-        lacking = np.isin(starts // STRETCH_BYTES, missing)
+        lacking = np.isin(starts // self._stretches.size, missing)
         content, _ = await self._run(self._taken, starts, stops, lacking)
         for position in np.flatnonzero(lacking).tolist():
             parts = await self._read_store(self._stretches.spans(int(starts[position]), int(stops[position])))
             content[position] = b"".join(parts)
-        held = ~np.isin(starts // STRETCH_BYTES, np.concatenate([filled, missing]))
+        held = ~np.isin(starts // self._stretches.size, np.concatenate([filled, missing]))
         return content, int((stops - starts)[held].sum())
 
     def _taken(self, starts: Rows, stops: Rows, lacking: NDArray[np.bool_]) -> list[bytes]:
-        self._mirror.prefetch(chunks_of(starts[~lacking], stops[~lacking], STRETCH_BYTES))
+        self._mirror.prefetch(self._stretches.of(starts[~lacking]))
         self._mirror.count_mapped(int((stops - starts)[~lacking].sum()))
         content = self._mirror.content
         places = zip(starts.tolist(), stops.tolist(), lacking.tolist(), strict=True)
@@ -116,12 +121,12 @@ class KeptStretches:
 
     async def held(self, starts: Rows) -> NDArray[np.bool_]:
         """Whether the stretch of each of these bytes is in the mirror."""
-        chunks = np.unique(starts // STRETCH_BYTES)
-        return ~np.isin(starts // STRETCH_BYTES, await self._filler.missing(chunks))
+        chunks = self._stretches.of(starts)
+        return ~np.isin(starts // self._stretches.size, await self._filler.missing(chunks))
 
     def discard(self, starts: Rows) -> None:
         """Forgets the stretches of these bytes, which have turned out to be wrong."""
-        self._mirror.discard(np.unique(starts // STRETCH_BYTES))
+        self._mirror.discard(self._stretches.of(starts))
 
     async def _fill(self, stretches: Rows) -> None:
         if self.ask_elders is not None and len(stretches):
@@ -129,13 +134,13 @@ class KeptStretches:
             for stretch, content in zip(held.tolist(), contents, strict=True):
                 await self._run(self._mirror.put, stretch, np.frombuffer(content, np.uint8))
             stretches = stretches[~np.isin(stretches, held)]
-        most = _MOST_BYTES // STRETCH_BYTES
+        most = _MOST_BYTES // self._stretches.size
         async with asyncio.TaskGroup() as group:
             for run in np.split(stretches, np.flatnonzero(np.diff(stretches) != 1) + 1):
                 for begin in range(0, len(run), most):
                     group.create_task(self._fill_run(run[begin : begin + most]))
 
     async def _fill_run(self, stretches: Rows) -> None:
-        start, stop = int(stretches[0]) * STRETCH_BYTES, (int(stretches[-1]) + 1) * STRETCH_BYTES
+        start, stop = int(stretches[0]) * self._stretches.size, (int(stretches[-1]) + 1) * self._stretches.size
         parts = await self._read_store(self._stretches.spans(start, min(stop, self._stretches.n_bytes)))
         await self._run(self._mirror.put, int(stretches[0]), np.frombuffer(b"".join(parts), np.uint8))
