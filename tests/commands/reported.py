@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zloader.commands.bench_results import BenchEpoch, BenchQuality, BenchRun, Sample
-from zloader.commands.bill import Prices
+from zloader.commands.bill_run import Prices
 from zloader.commands.demo_results import DemoRun, EpochFigures, LoadingFigures, Step
 from zloader.commands.quality_grid import Cell, QualityGrid
 from zloader.commands.report import Report

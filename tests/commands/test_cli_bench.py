@@ -20,7 +20,7 @@ import zloader as zl
 from zloader.commands import bench_run
 from zloader.commands.bench_results import BenchEpoch, medians
 from zloader.commands.bench_run import kind_of, run_epoch
-from zloader.commands.bill import Prices
+from zloader.commands.bill_run import Prices
 from zloader.common.errors import ZloaderError
 from zloader.order.shuffling import DEFAULT_BLOCK_SIZE, stratified
 from zloader.training.minibatch import DTYPES

@@ -11,7 +11,9 @@ import pytest
 from helpers import counts, write_store
 from test_cli import zloader
 
-from zloader.commands.bill import Run
+from zloader.commands.bill import BillFlags
+from zloader.commands.bill_run import Run, Setup
+from zloader.common.errors import OptionError
 
 pytestmark = pytest.mark.any_version
 
@@ -64,7 +66,7 @@ def test_a_gpu_takes_six_flops_per_parameter_and_token():
 )
 def test_the_slowest_part_sets_the_pace(change, cold, warm):
     run = dataclasses.replace(RUN, **change)
-    for epoch, (bound_by, rows_per_s) in ((run.epoch(cold=True), cold), (run.epoch(cold=False), warm)):
+    for epoch, (bound_by, rows_per_s) in ((run.epoch(0), cold), (run.epoch(1), warm)):
         assert (epoch.bound_by, epoch.rows_per_s) == (bound_by, rows_per_s)
         assert epoch.hours == pytest.approx(1000 / rows_per_s)
         assert epoch.gpu_wait_share == pytest.approx(1 - rows_per_s / (2 * run.gpu_rate))
@@ -72,7 +74,7 @@ def test_the_slowest_part_sets_the_pace(change, cold, warm):
 
 def test_dollars_by_item():
     run = dataclasses.replace(RUN, producers=4)  # 2000 rows/s: half an hour
-    cold, warm = run.epoch(cold=True), run.epoch(cold=False)
+    cold, warm = run.epoch(0), run.epoch(1)
     nvme = 36 * 7.3 * 0.5 / 730
     assert cold.dollars == pytest.approx({"GPUs": 2, "producers": 1, "GETs": 18, "egress": 0.36, "NVMe": nvme})
     assert warm.dollars == pytest.approx({"GPUs": 2, "producers": 1, "GETs": 0, "egress": 0, "NVMe": nvme})
@@ -81,14 +83,38 @@ def test_dollars_by_item():
 
 def test_without_a_mirror_every_epoch_reads_from_the_store():
     run = dataclasses.replace(RUN, mirror=False)
-    cold = run.epoch(cold=True)
+    cold = run.epoch(0)
     assert cold.dollars["NVMe"] == 0
     assert run.totals() == pytest.approx((3 * cold.hours, 3 * cold.total_dollars))
 
 
+def test_own_mirrors_read_what_a_machine_has_not_met():
+    run = dataclasses.replace(RUN, copies="own", machines=4)
+    assert [run.epoch(number).gigabytes for number in range(3)] == pytest.approx([3.6, 2.7, 2.025])
+    assert run.epoch(0).dollars["NVMe"] == pytest.approx(36 * 2.3125 * 7.3 * 0.5 / 730)
+    assert dataclasses.replace(run, machines=1).epoch(1).gigabytes == 0
+    assert "second epoch" in (text := zloader("bill", "--machines", 4, "--copies", "own").stdout)
+    assert "last epoch" in text
+
+
+def test_one_copy_is_sent_between_machines_and_decoded_in_every_epoch():
+    run = dataclasses.replace(RUN, copies="one", machines=4, gpu_rows_per_s=1e6, link_megabytes_per_s=1)
+    first, later = run.epoch(0), run.epoch(1)
+    assert (first.gigabytes, later.gigabytes) == pytest.approx((3.6, 0))
+    assert first.peer_gigabytes == later.peer_gigabytes == pytest.approx(2.7)
+    assert (first.bound_by, first.rows_per_s) == ("link", 4000)
+    assert (later.bound_by, later.rows_per_s) == ("peers", pytest.approx(4000 / 0.75))
+    assert later.dollars["NVMe"] == pytest.approx(3.6 * 7.3 * later.hours / 730)
+    fast = dataclasses.replace(run, link_megabytes_per_s=1e6).epoch(2)
+    assert (fast.bound_by, fast.rows_per_s) == ("loading", 6000)
+    assert "GB from other machines" in zloader("bill", "--machines", 4, "--copies", "one").stdout
+    with pytest.raises(OptionError, match="copies"):
+        BillFlags(setup=Setup(copies="two")).run()
+
+
 def test_flags_reach_the_run():
     flags = [name for name in RUN.__dataclass_fields__ if name not in ("mirror", "gpu_rows_per_s", "gpus")]
-    given = [word for name in flags for word in (f"--{name.replace('_', '-')}", repr(getattr(RUN, name)))]
+    given = [word for name in flags for word in (f"--{name.replace('_', '-')}", str(getattr(RUN, name)))]
     seen = bill(*given, "--gpus", 2)
     assert seen["run"] == dataclasses.asdict(RUN)
     assert (seen["hours"], seen["dollars"]) == pytest.approx(RUN.totals())

@@ -104,7 +104,7 @@ def test_machines_read_the_store_once_and_yield_the_same(cluster, bucket, tmp_pa
 
 
 @pytest.mark.slow  # a killed keeper takes seconds to come back
-@pytest.mark.parametrize("kills", [100])
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.long)])
 def test_kills_change_no_value(cluster, bucket, tmp_path, kills):
     expected = [digest(each) for each in (loader_of(bucket, rank=rank, world_size=2) for rank in range(2))]
     loaders = []

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from zloader.commands import terminal
 from zloader.commands.bench_results import BenchQuality, BenchRun, medians
-from zloader.commands.bill import Prices
+from zloader.commands.bill_run import Prices
 from zloader.commands.command import KEYS, EndedError, app, takes_flags
 from zloader.commands.flags import (
     Access,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zloader.commands.bench_advice import SHORT_S, Advice, Pace, advise, compare
-from zloader.commands.bill import Prices
+from zloader.commands.bill_run import Prices
 
 if TYPE_CHECKING:
     from zloader.insight.quality import Quality

@@ -1,13 +1,13 @@
 """`zloader bill`: the hours and dollars of a training run, and what bounds its speed, before it is started.
 
-Everything is arithmetic on the given figures. Defaults are Tahoe-100M, a model like scGPT, and rates that were measured
-with zloader (docs/performance.md). `--measured` takes the rates of the user's own store from `zloader bench --json`.
+Everything is arithmetic on the given figures (bill_run.py). Defaults are Tahoe-100M, a model like scGPT, and rates that
+were measured with zloader (docs/performance.md). `--measured` takes the rates of the user's own store from `zloader
+bench --json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Mapping
@@ -18,133 +18,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from zloader.commands.bill_run import Run, Setup, loading_option
 from zloader.commands.command import app, takes_flags
-from zloader.commands.flags import Json, price_option
+from zloader.commands.flags import Json
 from zloader.commands.terminal import new_table, print_result
+from zloader.common.checks import require_one_of
 from zloader.common.errors import OptionError
 
-_HOURS_PER_MONTH = 730
 _MAY_BE_ZERO = {
     "gpu_hour", "producer_hour", "thousand_gets", "gigabyte_egress", "nvme_gigabyte_month",
     "producers", "gets_per_row", "mirror_bytes_per_row", "mirror",
 }  # fmt: skip
 _MOST = 1e15  # larger figures are mistakes, and their products overflow
-_model_option = functools.partial(typer.Option, rich_help_panel="Model and GPUs")
-_loading_option = functools.partial(typer.Option, rich_help_panel="Loading")
-
-# ---- arithmetic
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """Prices in dollars. The defaults are for reading S3 within its region, a local disk, and a rented H100."""
-
-    gpu_hour: Annotated[float, price_option(help="A GPU for an hour.")] = 3.0
-    thousand_gets: Annotated[float, price_option(help="1000 GETs.")] = 0.0004
-    gigabyte_egress: Annotated[float, price_option(help="A GB read; 0 within a region.")] = 0.0
-    nvme_gigabyte_month: Annotated[float, price_option(help="A GB of local disk for a month.")] = 0.08
-
-    def dollars(
-        self, *, gets: float, gigabytes: float, mirrored_gigabytes: float, hours: float, gpus: int
-    ) -> dict[str, float]:
-        """The dollars of reading and computing for some hours, by item, without producers."""
-        return {
-            "GPUs": gpus * self.gpu_hour * hours,
-            "producers": 0.0,
-            "GETs": gets / 1000 * self.thousand_gets,
-            "egress": gigabytes * self.gigabyte_egress,
-            "NVMe": mirrored_gigabytes * self.nvme_gigabyte_month * hours / _HOURS_PER_MONTH,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup(Prices):
-    """The model, the machines and the prices of a run: what `zloader bench` does not measure."""
-
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs.")] = 3
-    parameters: Annotated[float, _model_option(help="Parameters of the model.")] = 51e6
-    tokens_per_row: Annotated[float, _model_option(help="Tokens per row.")] = 1024
-    gpus: Annotated[int, _model_option(min=1, help="GPUs.")] = 8
-    machines: Annotated[int, _model_option(min=1, help="Machines with GPUs.")] = 1
-    mfu: Annotated[float, _model_option(help="Share of a GPU's peak that is used.")] = 0.35
-    peak_tflops: Annotated[float, _model_option(help="Peak of a GPU: an H100 in bfloat16.")] = 989
-    gpu_rows_per_s: Annotated[
-        float | None, _model_option(help="Rows/s that one GPU trains, if measured.", show_default="from the FLOPs")
-    ] = None
-    mirror: Annotated[bool, _loading_option(help="Whether later epochs read from a mirror.")] = True
-    mirror_bytes_per_row: Annotated[float, _loading_option(help="Bytes of the mirror per row.")] = 7_400
-    producers: Annotated[int, _loading_option(min=0, help="Machines without GPUs that load all rows.")] = 0
-    producer_hour: Annotated[float, price_option(help="A producer for an hour.")] = 0.8
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochBill:
-    """One epoch. `bound_by` is the part that sets the rate: `gpu`, `link` or `loading`. `dollars` are by item."""
-
-    rows_per_s: float
-    bound_by: str
-    gpu_wait_share: float
-    hours: float
-    gets: float
-    gigabytes: float
-    dollars: Mapping[str, float]
-
-    @property
-    def total_dollars(self) -> float:
-        """The sum of all items."""
-        return sum(self.dollars.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(Setup):
-    """A training run. Rates are per GPU, and the link is per machine.
-
-    A GPU trains `gpu_rows_per_s` rows per second, or as many as its FLOPs allow: 6 per parameter and token, at the
-    given share of its peak. The process of each GPU loads its rows, unless there are producers, machines without GPUs
-    that load them all. With a mirror, only the first epoch reads from the store, and each machine mirrors the rows that
-    it loads (`locality="machine"`).
-    """
-
-    rows: float
-    cold_rows_per_s: float
-    warm_rows_per_s: float
-    link_megabytes_per_s: float
-    bytes_per_row: float
-    gets_per_row: float
-
-    @property
-    def gpu_rate(self) -> float:
-        """Rows per second that one GPU could train."""
-        if self.gpu_rows_per_s is not None:
-            return self.gpu_rows_per_s
-        return self.mfu * self.peak_tflops * 1e12 / (6 * self.parameters * self.tokens_per_row)
-
-    def epoch(self, *, cold: bool) -> EpochBill:
-        """The bill of an epoch that reads from the store, or of one that reads from the mirrors."""
-        link = (self.producers or self.machines) * self.link_megabytes_per_s * 1e6 / self.bytes_per_row
-        loading = (self.producers or self.gpus) * (self.cold_rows_per_s if cold else self.warm_rows_per_s)
-        rates = {"gpu": self.gpus * self.gpu_rate, **({"link": link} if cold else {}), "loading": loading}
-        bound_by = min(rates, key=lambda part: rates[part])
-        hours = self.rows / rates[bound_by] / 3600
-        gets = self.rows * self.gets_per_row if cold else 0.0
-        gigabytes = self.rows * self.bytes_per_row / 1e9 if cold else 0.0
-        mirrored = self.rows * self.mirror_bytes_per_row / 1e9 if self.mirror else 0.0
-        dollars = self.dollars(gets=gets, gigabytes=gigabytes, mirrored_gigabytes=mirrored, hours=hours, gpus=self.gpus)
-        dollars["producers"] = self.producers * self.producer_hour * hours
-        share = 1 - rates[bound_by] / rates["gpu"]
-        return EpochBill(
-            rows_per_s=rates[bound_by], bound_by=bound_by, gpu_wait_share=share, hours=hours, gets=gets,
-            gigabytes=gigabytes, dollars=dollars,
-        )  # fmt: skip
-
-    def totals(self) -> tuple[float, float]:
-        """Hours and dollars of the whole run."""
-        n_cold = 1 if self.mirror else self.epochs
-        parts = [(n_cold, self.epoch(cold=True)), (self.epochs - n_cold, self.epoch(cold=False))]
-        return sum(n * each.hours for n, each in parts), sum(n * each.total_dollars for n, each in parts)
-
-
-# ---- flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +47,17 @@ class BillFlags:
     ] = None
     rows: Annotated[float | None, typer.Option(help="Rows per epoch.", show_default="Tahoe-100M: 100_600_000")] = None
     cold_rows_per_s: Annotated[
-        float | None, _loading_option(help="Rows/s a process loads from the store.", show_default="120_000")
+        float | None, loading_option(help="Rows/s a process loads from the store.", show_default="120_000")
     ] = None
     warm_rows_per_s: Annotated[
-        float | None, _loading_option(help="Rows/s a process loads from the mirror.", show_default="400_000")
+        float | None, loading_option(help="Rows/s a process loads from the mirror.", show_default="400_000")
     ] = None
     link_megabytes_per_s: Annotated[
-        float | None, _loading_option(help="Speed of a machine's link to the store.", show_default="1_200")
+        float | None, loading_option(help="Speed of a machine's link to the store.", show_default="1_200")
     ] = None
-    bytes_per_row: Annotated[float | None, _loading_option(help="Bytes read per row.", show_default="2_600")] = None
+    bytes_per_row: Annotated[float | None, loading_option(help="Bytes read per row.", show_default="2_600")] = None
     gets_per_row: Annotated[
-        float | None, _loading_option(help="GETs per row.", show_default="0.0052, without mirror 0.031")
+        float | None, loading_option(help="GETs per row.", show_default="0.0052, without mirror 0.031")
     ] = None
     setup: Setup = field(default_factory=Setup)
     as_json: Json = False
@@ -195,7 +80,10 @@ class BillFlags:
 
 def _require_usable(run: Run) -> None:
     """Raises OptionError for figures that no run can have."""
+    require_one_of(("parts", "own", "one"), copies=run.copies)
     for name, value in dataclasses.asdict(run).items():
+        if name == "copies":
+            continue
         free = name in _MAY_BE_ZERO
         if value is None or 1 / _MOST <= value <= _MOST or (free and value == 0):
             continue
@@ -268,7 +156,7 @@ def bill(flags: BillFlags) -> None:
 
 
 def _document(run: Run) -> dict[str, Any]:
-    cold, warm = run.epoch(cold=True), run.epoch(cold=False)
+    cold, warm = run.epoch(0), run.epoch(1)
     document = {"run": dataclasses.asdict(run), "cold": dataclasses.asdict(cold)}
     document |= {"warm": dataclasses.asdict(warm)} if run.mirror else {}
     hours, dollars = run.totals()
@@ -294,6 +182,7 @@ def _figure(value: float) -> str:
 
 _ADVICE = {
     "gpu": "the GPUs set the pace: a faster loader would save nothing",
+    "peers": "the links between machines set the pace: locality='machine' needs none",
     "link": "the link to the store sets the pace: more machines or a mirror would help, more cores would not",
     "loading": "loading sets the pace: more processes, or producers on other machines, would help",
 }
@@ -301,12 +190,13 @@ _ADVICE = {
 
 def _verdict(run: Run) -> str:
     """What bounds the first epoch and the later ones, in plain words."""
-    cold = run.epoch(cold=True)
+    cold = run.epoch(0)
     sentence = f"In epochs that read from the store, {_ADVICE[cold.bound_by]} (they wait {cold.gpu_wait_share:.0%})."
     if not run.mirror or run.epochs == 1:
         return sentence
-    warm = run.epoch(cold=False)
-    return f"{sentence} In later epochs, {_ADVICE[warm.bound_by]} (they wait {warm.gpu_wait_share:.0%})."
+    warm = run.epoch(run.epochs - 1)
+    later = "the last epoch" if run.copies == "own" else "later epochs"
+    return f"{sentence} In {later}, {_ADVICE[warm.bound_by]} (they wait {warm.gpu_wait_share:.0%})."
 
 
 _RATES = {
@@ -324,15 +214,19 @@ def _rates(run: Run, sources: Mapping[str, str]) -> str:
 
 def _show(console: Console, run: Run, sources: Mapping[str, str]) -> None:
     console.print(f"{run.rows:,.0f} rows, {run.epochs} epochs, {run.gpus} GPUs of {run.gpu_rate:,.0f} rows/s each")
-    epochs = {"each epoch" if not run.mirror else "first epoch": run.epoch(cold=True)}
+    epochs = {"each epoch" if not run.mirror else "first epoch": run.epoch(0)}
     if run.mirror and run.epochs > 1:
-        epochs["each later epoch"] = run.epoch(cold=False)
+        changes = run.copies == "own" and run.machines > 1 and run.epochs > 2
+        epochs |= {"second epoch": run.epoch(1)} if changes else {}
+        epochs["last epoch" if changes else "each later epoch"] = run.epoch(run.epochs - 1)
     table = new_table("", *(f">{name}" for name in epochs))
     table.add_row("rows/s", *(f"{each.rows_per_s:,.0f}" for each in epochs.values()))
     table.add_row("set by", *({"gpu": "GPUs"}.get(each.bound_by, each.bound_by) for each in epochs.values()))
     table.add_row("hours", *(_figure(each.hours) for each in epochs.values()))
     table.add_row("GETs", *(f"{each.gets:,.0f}" for each in epochs.values()))
     table.add_row("GB read", *(f"{each.gigabytes:,.0f}" for each in epochs.values()))
+    if any(each.peer_gigabytes for each in epochs.values()):
+        table.add_row("GB from other machines", *(f"{each.peer_gigabytes:,.0f}" for each in epochs.values()))
     for item in next(iter(epochs.values())).dollars:
         table.add_row(f"$ {item}", *(_figure(each.dollars[item]) for each in epochs.values()))
     table.add_row("$ in all", *(_figure(each.total_dollars) for each in epochs.values()))
