@@ -22,7 +22,6 @@ from zloader.commands.bill_run import Run, Setup, loading_option
 from zloader.commands.command import app, takes_flags
 from zloader.commands.flags import Json
 from zloader.commands.terminal import new_table, print_result
-from zloader.common.checks import require_one_of
 from zloader.common.errors import OptionError
 
 _MAY_BE_ZERO = {
@@ -80,7 +79,8 @@ class BillFlags:
 
 def _require_usable(run: Run) -> None:
     """Raises OptionError for figures that no run can have."""
-    require_one_of(("parts", "own", "one"), copies=run.copies)
+    if run.copies not in ("parts", "own", "one"):
+        raise OptionError(f"--copies is parts, own or one, not {run.copies!r:.50}")
     for name, value in dataclasses.asdict(run).items():
         if name == "copies":
             continue

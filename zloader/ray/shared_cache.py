@@ -33,6 +33,7 @@ from zloader.caching.place import identity_of, make_cache
 from zloader.common.checks import require_at_least, require_count
 from zloader.common.concurrent_calls import aside
 from zloader.common.errors import OptionError
+from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
 from zloader.reading.back_pressure import ByteBudget
@@ -51,6 +52,7 @@ _CALLS = 256  # at once, of a keeper
 _THREADS = 4  # of a keeper
 
 
+@answers
 @dataclass(frozen=True)
 class SharedCache(PeerCache):
     """What `zr.cache` returns. Give it to `zl.open_dataset`."""
@@ -360,6 +362,7 @@ class _KeptStore:
         return await self._source.read(spans)
 
 
+@answers
 def cache(
     directory: Any,
     *,
@@ -416,6 +419,7 @@ def _machines() -> int:
     return -(-world // local)
 
 
+@answers
 def keepers(cache: SharedCache, *, timeout_s: float = 10.0) -> dict[str, list[dict[str, Any]]]:
     """What the keepers of all machines have read from stores, sent to others, and hold, by identity of the machine.
 
