@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -36,6 +37,8 @@ BATCH_SIZE, SEED = 64, 7
 
 def machine(options: argparse.Namespace) -> None:
     """Runs the epochs of one machine, and prints what it has read after each."""
+    logging.basicConfig(format=f"machine {options.machine}: %(message)s")
+    logging.getLogger("zloader").setLevel(logging.INFO)
     place = {"rank": options.machine, "world_size": options.machines}
     if options.way == "shared":
         import ray

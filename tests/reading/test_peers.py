@@ -86,12 +86,14 @@ class Machine:
     # ---- Peers
 
     async def present(self):
-        there = {name: machine for name, machine in self.others.items() if name not in self.avoided}
-        return {name: None if machine is self else machine for name, machine in there.items()}
+        return {name: None if machine is self else machine for name, machine in self.others.items()}
 
     def avoid(self, identity: str) -> None:
         assert identity != self.identity
         self.avoided.add(identity)
+
+    def avoids(self, identity: str) -> bool:
+        return identity in self.avoided
 
     # ---- Peer
 
@@ -223,6 +225,11 @@ def test_what_a_bad_peer_should_have_sent_is_read_from_the_store(tmp_path, fault
         asked = bad.asked
         assert read(one.reads.read(spans)) == [expected]
         assert bad.asked == asked
+        bad.fault = ""
+        one.avoided.clear()
+        assert read(one.reads.read(spans)) == [expected]
+        assert bad.asked == asked + 1
+        assert one.avoided == set()
 
 
 def test_errors_of_the_store_are_raised(tmp_path):
@@ -320,6 +327,9 @@ class Sharing:
 
     def avoid(self, identity: str) -> None:
         pass
+
+    def avoids(self, identity: str) -> bool:
+        return False
 
     async def _read_store(self, spans):
         self.bytes_read += sum(span.size for span in spans)

@@ -32,7 +32,7 @@ from zloader.caching.mirror import MirrorArray
 from zloader.caching.place import identity_of, make_cache
 from zloader.common.checks import require_at_least, require_count
 from zloader.common.concurrent_calls import aside
-from zloader.common.errors import OptionError
+from zloader.common.errors import OptionError, ZloaderError
 from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
 from zloader.common.records import Rows, Span
@@ -46,7 +46,7 @@ log = logging.getLogger("zloader")
 
 _NAMESPACE = "zloader"
 _LOOK_S = 5.0  # how often a process looks for machines that have come or gone
-_AVOIDED_S = 10.0  # how long a machine that did not answer is left out: about the time that Ray takes to restart it
+_PING_S = 2.0  # in which a keeper that is avoided has to answer in order to be asked again
 _LATE = 0.05  # the share of what a machine owns that it holds when it can be said to have begun
 _CALLS = 256  # at once, of a keeper
 _THREADS = 4  # of a keeper
@@ -90,7 +90,7 @@ class RaySharing:
         self._stretches = Stretches(store.object_sizes)
         self._directory = directory
         self._mirror = MirrorArray(directory, self._stretches.layout)
-        self._peers = _StorePeers(machines_of(cache), store, self._stretches.n_bytes)
+        self._peers = _StorePeers(cache, store, self._stretches.n_bytes)
 
     @contextlib.contextmanager
     def opened(self, resources: Resources) -> Iterator[SharedReads]:
@@ -123,20 +123,25 @@ class Machines:
         self.identity = identity_of(make_cache(cache.directory))
         self._own: Any = None  # it ends when its creator drops the handle
         self._keepers: dict[str, Any] = {}
-        self._avoided: dict[str, float] = {}
+        self._avoided: set[str] = set()
         self._looked_s: float | None = None
         self._lock = threading.Lock()
 
     async def others(self) -> Mapping[str, Any]:
-        """The keepers of the other machines that are there and answer, by identity."""
-        if self._looked_s is None or time.monotonic() - self._looked_s > _LOOK_S:
+        """The keepers of the other machines that there are, by identity. Only the first call waits for them."""
+        if self._looked_s is None:
             await aside(self._look)
-        now_s = time.monotonic()
-        return {name: keeper for name, keeper in self._keepers.items() if self._avoided.get(name, 0) < now_s}
+        elif time.monotonic() - self._looked_s > _LOOK_S and not self._lock.locked():
+            threading.Thread(target=self._look, name="zloader-look", daemon=True).start()
+        return self._keepers
 
     def avoid(self, identity: str) -> None:
-        """Leaves a machine out for a while."""
-        self._avoided[identity] = time.monotonic() + _AVOIDED_S
+        """Does not ask a machine until it answers again."""
+        self._avoided.add(identity)
+
+    def avoids(self, identity: str) -> bool:
+        """Whether a machine is not to be asked."""
+        return identity in self._avoided
 
     def _look(self) -> None:
         with self._lock:
@@ -145,6 +150,7 @@ class Machines:
                 return  # another thread has just looked
             try:
                 self._wait() if first else self._find()
+                self._ping()
             except Exception as error:  # noqa: BLE001 -- Ray raises errors of many kinds, and the store has the bytes
                 log.warning("cannot look for the other machines that share the cache: %s", error)
             self._looked_s = time.monotonic()
@@ -166,6 +172,16 @@ class Machines:
         left_s = max(1.0, deadline - time.monotonic())
         if answers := [each.answer.remote() for each in self._keepers.values()]:
             ray.wait(answers, num_returns=len(answers), timeout=left_s)
+
+    def _ping(self) -> None:
+        """Finds out which of the keepers that are avoided answer again."""
+        self._avoided &= self._keepers.keys()
+        asked = {self._keepers[identity].answer.remote(): identity for identity in self._avoided}
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PING_S) if asked else ([], [])
+        for answer in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(answer)
+                self._avoided.discard(asked[answer])
 
     def _find(self) -> int:
         """Looks up the keepers, starts that of this machine if it is not there, and returns how many there are."""
@@ -215,11 +231,13 @@ def _start_keeper(cache: SharedCache, identity: str) -> Any:
 class _StorePeers:
     """The other machines, as the keepers of one store."""
 
-    def __init__(self, machines: Machines, store: SharedStore, n_bytes: int) -> None:
-        self._machines, self._store, self._n_bytes = machines, store, n_bytes
-        self.identity = machines.identity
+    def __init__(self, cache: SharedCache, store: SharedStore, n_bytes: int) -> None:
+        self._machines, self._wait_s = machines_of(cache), cache.wait_s
+        self._store, self._n_bytes = store, n_bytes
+        self.identity = self._machines.identity
         self.came_late: bool | None = None
         self._peers: dict[str, RayPeer] = {}
+        self._lock = threading.Lock()
 
     async def present(self) -> Mapping[str, Peer | None]:
         keepers = await self._machines.others()
@@ -228,12 +246,29 @@ class _StorePeers:
                 self._peers[identity] = RayPeer(keeper, self._store)
         peers = {identity: self._peers[identity] for identity in keepers}
         if self.came_late is None:
-            least = _LATE * self._n_bytes / (len(peers) + 1)
-            self.came_late = any([await peer.held_bytes() > least for peer in peers.values()])
+            await aside(self._introduce, list(keepers.values()))
         return {self.identity: None, **peers}
+
+    def _introduce(self, keepers: Sequence[Any]) -> None:
+        """Has all keepers open the store, which can take them longer than an answer may take."""
+        with self._lock:
+            if self.came_late is not None:
+                return
+            late = False
+            try:
+                _require_ray()
+                asked = [keeper.add.remote(self._store) for keeper in keepers]
+                ready, _ = ray.wait(asked, num_returns=len(asked), timeout=self._wait_s) if asked else ([], [])
+                late = max(map(ray.get, ready), default=0) > _LATE * self._n_bytes / (len(keepers) + 1)
+            except Exception as error:  # noqa: BLE001 -- a keeper that does not answer is avoided when it is asked
+                log.info("a machine that shares the cache did not open the store: %r", error)
+            self.came_late = late
 
     def avoid(self, identity: str) -> None:
         self._machines.avoid(identity)
+
+    def avoids(self, identity: str) -> bool:
+        return self._machines.avoids(identity)
 
 
 class RayPeer:
@@ -245,19 +280,10 @@ class RayPeer:
     async def ask(self, starts: Rows, stops: Rows, *, only_held: bool = False) -> Answer:
         _require_ray()
         answer = await self.keeper.ask.remote(self._store.fingerprint, starts, stops, only_held)
-        if answer is None:
+        if answer is None:  # it has been started again
             await self.keeper.add.remote(self._store)
             answer = await self.keeper.ask.remote(self._store.fingerprint, starts, stops, only_held)
         return answer  # type: ignore[no-any-return]
-
-    async def held_bytes(self) -> int:
-        """The bytes of the store that the machine holds; 0 if it does not say."""
-        try:
-            _require_ray()
-            return int(await self.keeper.held_bytes.remote(self._store.fingerprint))
-        except Exception as error:  # noqa: BLE001 -- a peer that does not answer is avoided when it is asked for bytes
-            log.info("a machine does not say what it holds: %r", error)
-            return 0
 
     def discard(self, starts: Rows) -> None:
         with contextlib.suppress(Exception):  # it has ended, or Ray has
@@ -282,11 +308,14 @@ class Keeper:
     async def answer(self) -> None:
         """Does nothing. An error says that this process is dead."""
 
-    async def add(self, store: SharedStore) -> None:
-        """Opens the mirror of a store, so that its bytes can be asked for."""
+    async def add(self, store: SharedStore) -> int:
+        """Opens a store, so that its bytes can be asked for. Returns how many of them this machine holds."""
         if store.fingerprint not in self._stores:
             run = partial(timed, self._threads)
             self._stores[store.fingerprint] = _KeptStore(self._cache, store, self._options, run)
+            with contextlib.suppress(ZloaderError):  # raised again when it is asked for bytes
+                await self._stores[store.fingerprint].begin()
+        return self._stores[store.fingerprint].mirror.present_bytes
 
     async def ask(self, fingerprint: str, starts: Rows, stops: Rows, only_held: bool) -> Answer | None:
         """As Peer.ask; None for a store that was not added."""
@@ -303,11 +332,6 @@ class Keeper:
             return held, content, checksum(content)
         finally:
             self._sending.release(n_bytes)
-
-    async def held_bytes(self, fingerprint: str) -> int:
-        """The bytes that this machine holds of a store."""
-        store = self._stores.get(fingerprint)
-        return 0 if store is None else store.mirror.present_bytes
 
     async def discard(self, fingerprint: str, starts: Rows) -> None:
         """As Peer.discard."""
@@ -335,7 +359,7 @@ class _KeptStore:
     def __init__(self, cache: SharedCache, store: SharedStore, options: FetchOptions, run: Any) -> None:
         self.url, self._source = store.url, store.source
         directory = MirrorDirectory(cache, store.fingerprint, store.address)
-        stretches = Stretches(store.object_sizes)
+        self._stretches = stretches = Stretches(store.object_sizes)
         self.mirror = MirrorArray(directory, stretches.layout)
         self.counters, self.bytes_sent = Counters(), 0
         self.kept = KeptStretches(
@@ -350,11 +374,15 @@ class _KeptStore:
         self._elders = SharedReads(
             stretches,
             self.kept,
-            _StorePeers(machines_of(cache), store, stretches.n_bytes),
+            _StorePeers(cache, store, stretches.n_bytes),
             read_store=self._read_store,
             counters=self.counters,
             deadline_s=cache.deadline_s,
         )
+
+    async def begin(self) -> None:
+        """Connects to the store."""
+        await self._source.read(self._stretches.spans(0, min(1, self._stretches.n_bytes)))
 
     async def _read_store(self, spans: Sequence[Span]) -> list[bytes]:
         self.counters.gets += len(spans)

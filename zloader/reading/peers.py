@@ -5,9 +5,10 @@ highest hash of its identity and the number of the stretch (rendezvous hashing).
 get other owners, and when one comes, it takes over an equal share from all. An owner keeps its stretches in its mirror.
 The others ask it for the bytes that they need, and keep no copy.
 
-An answer has a checksum. A peer that is dead, late or wrong is not asked again for a while, and what it was asked for
-is read from the store. So peers can make an epoch faster or slower, and never wrong: what a chunk is made of is checked
-again by the checksum that is stored with it, and if that fails, the chunk is read from the store.
+An answer has a checksum. A peer that is late or wrong is not asked again until it answers a call of another kind. What
+it was asked for is read from the store, and kept by nobody, because the peer may come back in a moment. So peers can
+make an epoch slower, but not wrong. A chunk is also compared with the checksum that is stored with it, and if it
+differs, it is read from the store.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class Peers(Protocol):
         """The machines that can be asked, by identity, this one among them as None."""
 
     def avoid(self, identity: str) -> None:
-        """Leaves a machine out for a while."""
+        """Does not ask a machine until it answers again."""
+
+    def avoids(self, identity: str) -> bool:
+        """Whether a machine is not to be asked."""
 
     @property
     def came_late(self) -> bool | None:
@@ -183,6 +187,8 @@ class SharedReads:
         self, owner: str, peer: Peer, starts: Rows, stops: Rows, *, only_held: bool = False
     ) -> tuple[NDArray[np.bool_], list[bytes]] | None:
         """The answer of a peer: which ranges it has, and their bytes; None if it gives none, or a wrong one."""
+        if self._peers.avoids(owner):
+            return None
         try:
             async with asyncio.timeout(self._deadline_s):
                 held, content, stated = await peer.ask(starts, stops, only_held=only_held)
