@@ -72,14 +72,16 @@ def simulated(rows: int, machines: Sequence[int], *, peer_call_s: float = PEER_C
     """All tables. `rows` is the size of the store."""
     store, each = Store(rows), Many(peer_call_s=peer_call_s)
     everywhere, most = [Epoch(store, number) for number in range(N_EPOCHS)], replace(each, machines=machines[-1])
-    found = {
-        "ways": list(_ways(store, each, machines, everywhere)),
-        "options": list(_options(store, most, everywhere)),
-        "failures": list(_failures(store, most, everywhere[0])),
-    }
     stored = OneCopy(store, each).total
-    for title, runs in found.items():
-        _show(title, runs, stored)
+    tables = {
+        "ways": _ways(store, each, machines, everywhere),
+        "options": _options(store, most, everywhere),
+        "failures": _failures(store, most, everywhere[0]),
+    }
+    found: dict[str, list[Figures]] = {}
+    for title, runs in tables.items():
+        found[title] = list(runs)
+        _show(title, found[title], stored)
     return {"rows": rows, "stored_bytes": stored, **found}
 
 
