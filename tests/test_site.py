@@ -63,6 +63,32 @@ def test_the_table_of_rays_page_has_the_simulated_figures_of_its_picture(monkeyp
     )
 
 
+@pytest.mark.any_version
+def test_the_tables_of_many_machines_have_the_simulated_figures_of_its_picture(monkeypatch):
+    style = imported(PICTURES / "style.py", monkeypatch)
+    found = json.loads((PICTURES / "cluster.json").read_text())
+    names = {"a mirror each": "global", "one copy": "one copy", "parts": "parts"}
+    for limit, header in ((None, "any number of GETs"), (figure.S3_GETS_PER_S, "5 500 GETs/s")):
+        rows = style.table("many_machines", f"| {header}; machines |")
+        assert len(rows) == 2 * len(names)
+        for name, *cells in rows:
+            way, epoch = name.split(", epoch ")
+            of = (names[way], int(epoch), limit, "25 Gbit/s")
+            runs = [run for run in found["ways"] if (run["way"], run["epoch"], run["limit"], run["link"]) == of]
+            rates = {run["machines"]: run["rows_per_s"] for run in runs}
+            assert [style.number(cell) for cell in cells] == [round(rates[n], -3) for n in (1, 4, 16, 64)]
+    rows = style.table("many_machines", "| 64 machines, any number of GETs |")
+    for name, *cells in (row for row in rows if row[0].startswith("bytes from the bucket")):
+        of = [(way, None, 64, "25 Gbit/s") for way in names.values()]
+        runs = [[r for r in found["ways"] if (r["way"], r["limit"], r["machines"], r["link"]) == each] for each in of]
+        read = [sum(run["bucket_bytes"] for run in each) / found["stored_bytes"] for each in runs]
+        assert cells == [f"{share:.2f}" for share in read], name
+    rows = style.table("many_machines", "| | seconds |")
+    for limit, column in ((None, 1), (figure.S3_GETS_PER_S, 2)):
+        runs = [run for run in found["failures"] if run["limit"] == limit]
+        assert [row[column] for row in rows] == [f"{run['seconds']:.1f}" for run in runs]
+
+
 def test_every_script_has_its_picture():
     scripts = {path.stem for path in PICTURES.glob("*.py")} - {"style"}
     assert {path.stem for path in PICTURES.glob("*.svg")} == scripts

@@ -42,6 +42,7 @@ VALUES = 1840  # per row
 CHUNK = 16 * VALUES
 CHUNKS_PER_SHARD = (256 << 20) // (2 * CHUNK)  # 256 MiB of values of 2 bytes
 STORED = {"indices": 0.94, "data": 0.478}  # bytes per value; see LOG.md, codecs
+STORED_CHUNK = {path: round(CHUNK * stored) for path, stored in STORED.items()}  # bytes
 DECODED = 4  # bytes per value in a mirror
 BATCH, FACTOR = 64, 256
 GROUP = 128  # minibatches; a producer makes smaller groups, which would only make the simulation slow
@@ -97,9 +98,9 @@ class Store:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         options, self.planners = FetchOptions(memory="1GiB"), []
-        for path, stored in STORED.items():
+        for path in STORED:
             layout = _layout(path, rows)
-            size = round(CHUNK * stored)
+            size = STORED_CHUNK[path]
             sizes = dict.fromkeys(map(layout.shard_key, range(min(16, layout.n_shards))), size * CHUNKS_PER_SHARD)
             offsets = size * np.arange(CHUNKS_PER_SHARD)
             index = ObjectIndex(np.stack([offsets, np.full(CHUNKS_PER_SHARD, size)], axis=1).astype(np.uint64))
@@ -123,6 +124,13 @@ class Store:
         spans = [planner.spans(chunks, indexes, into_mirror=into_mirror)[0] for planner, indexes in self.planners]
         return sum(map(len, spans)), sum(map(total_bytes, spans))
 
+    def mirror_reads(self, chunks: NDArray[np.int64]) -> tuple[int, int]:
+        """The same as `reads` into a mirror, fast, for runs of chunks that are shorter than the longest read."""
+        if not len(chunks):
+            return 0, 0
+        apart = (np.diff(chunks) != 1) | (chunks[1:] % CHUNKS_PER_SHARD == 0)
+        return len(STORED) * (1 + int(np.count_nonzero(apart))), len(chunks) * sum(STORED_CHUNK.values())
+
 
 def _layout(path: str, rows: int) -> ArrayLayout:
     return ArrayLayout.plain(
@@ -133,11 +141,11 @@ def _layout(path: str, rows: int) -> ArrayLayout:
 class Epoch:
     """The plan of an epoch, and what each of its fetches needs."""
 
-    def __init__(self, store: Store, epoch: int) -> None:
+    def __init__(self, store: Store, epoch: int, **place: Any) -> None:
+        """`place` are options of the plan, such as the rank. By default, there is one rank."""
         self.store = store
-        self.plan = Plan(
-            dataset_rows=store.rows, sampling=stratified(), batch_size=BATCH, fetch_factor=FACTOR, epoch=epoch
-        )
+        options = {"sampling": stratified(), "batch_size": BATCH, "fetch_factor": FACTOR, **place}
+        self.plan = Plan(dataset_rows=store.rows, epoch=epoch, **options)
         self._chunks: dict[int, NDArray[np.int32]] = {}
         self._shards: dict[int, NDArray[np.int64]] = {}
 
@@ -202,7 +210,7 @@ class Machine:
             chunks = epoch.chunks(number)
             missing = chunks_to_read(self.store.planner, chunks, self.held)
             self.held[missing] = True
-            gets, n_bytes = self.store.reads(missing, into_mirror=True) if len(missing) else (0, 0)
+            gets, n_bytes = self.store.mirror_reads(missing)
             share, shards = len(missing) / len(chunks), np.unique(missing // CHUNKS_PER_SHARD)
         n_new = int(np.count_nonzero(~self.indexed[shards])) * len(STORED)
         self.indexed[shards] = True
@@ -402,11 +410,17 @@ async def _epoch(cluster: Cluster, epoch: Epoch, machines: Sequence[Machine]) ->
         "trainer's NIC": crew.trainer.busy_s,
         "training process": taking.busy_s,
     }
-    bound = max(busy, key=lambda name: busy[name])
+    bound, share = busiest(busy, seconds)
     return {
         "gets": sum(machine.gets for machine in machines),
         "bytes_read": sum(machine.bytes_read for machine in machines),
         "failures": crew.failures,
-        "bound": bound if busy[bound] > 0.8 * seconds else "order",
-        "bound_share": busy[bound] / seconds,
+        "bound": bound if share > 0.8 else "order",
+        "bound_share": share,
     }
+
+
+def busiest(busy_s: dict[str, float], seconds: float) -> tuple[str, float]:
+    """What was busy for longest, and for which share of the time."""
+    name = max(busy_s, key=lambda each: busy_s[each])
+    return name, busy_s[name] / seconds
