@@ -73,7 +73,13 @@ class Machine:
         )
         self.counters = Counters()
         self.reads = SharedReads(
-            self.stretches, self.kept, self, read_store=store.read, counters=self.counters, deadline_s=5.0
+            self.stretches,
+            self.kept,
+            self,
+            read_store=store.read,
+            counters=self.counters,
+            deadline_s=5.0,
+            patience_s=60.0,
         )
         others[self.identity] = self
 
@@ -101,8 +107,10 @@ class Machine:
         self.asked += 1
         if self.fault == "dies":
             raise ConnectionError("gone")
-        if self.fault == "hangs":
+        if self.fault in ("hangs", "never sends"):
             await asyncio.Event().wait()
+        if self.fault == "waits":
+            await asyncio.sleep(50)
         held = await self.kept.held(starts) if only_held else np.ones(len(starts), bool)
         pieces, _ = await self.kept.read(starts[held], stops[held])
         content = np.frombuffer(b"".join(pieces), np.uint8).copy()
@@ -117,6 +125,10 @@ class Machine:
             held, content = ~held, content[:0]
             stated = checksum(content)
         return (None, None, None) if self.fault == "says nothing" else (held, content, stated)
+
+    async def answer(self) -> None:
+        if self.fault == "hangs":
+            await asyncio.Event().wait()
 
     def discard(self, starts) -> None:
         self.discarded += starts.tolist()
@@ -212,7 +224,7 @@ def test_every_byte_is_read_from_the_store_once(tmp_path, n):
         assert all(2 * (1841 - m.mirror.present_bytes) <= each for m, each in zip(made, sent, strict=True))
 
 
-@pytest.mark.parametrize("fault", ["dies", "hangs", "flips", "cuts", "holds nothing", "says nothing"])
+@pytest.mark.parametrize("fault", ["dies", "hangs", "never sends", "flips", "cuts", "holds nothing", "says nothing"])
 def test_what_a_bad_peer_should_have_sent_is_read_from_the_store(tmp_path, fault):
     store = Store(contents({"a": 3000}))
     spans = every_span(store.sizes)
@@ -230,6 +242,16 @@ def test_what_a_bad_peer_should_have_sent_is_read_from_the_store(tmp_path, fault
         assert read(one.reads.read(spans)) == [expected]
         assert bad.asked == asked + 1
         assert one.avoided == set()
+
+
+def test_a_peer_that_waits_for_the_store_is_waited_for(tmp_path):
+    store = Store(contents({"a": 3000}))
+    spans = every_span(store.sizes)
+    with machines(tmp_path, store, 2) as (one, slow):
+        slow.fault = "waits"
+        assert read(one.reads.read(spans)) == [[store.objects["a"][span.start : span.stop] for span in spans]]
+        assert one.avoided == set()
+        assert store.most == 1
 
 
 def test_errors_of_the_store_are_raised(tmp_path):
@@ -319,7 +341,7 @@ class Sharing:
         with contextlib.closing(Leases(self.directory.path)) as leases:
             options = {"run": resources.run, "deadline_s": PATIENCE_S}
             kept = KeptStretches(self.stretches, self.mirror, leases, read_store=resources.read_store, **options)
-            options = {"counters": resources.counters, "deadline_s": PATIENCE_S}
+            options = {"counters": resources.counters, "deadline_s": PATIENCE_S, "patience_s": PATIENCE_S}
             yield SharedReads(self.stretches, kept, self, read_store=resources.read_store, **options)
 
     async def present(self):

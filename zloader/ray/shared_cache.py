@@ -111,6 +111,7 @@ class RaySharing:
                 read_store=resources.read_store,
                 counters=resources.counters,
                 deadline_s=self._cache.deadline_s,
+                patience_s=resources.options.deadline_s,
             )
         self._mirror.record_verified()
 
@@ -285,6 +286,10 @@ class RayPeer:
             answer = await self.keeper.ask.remote(self._store.fingerprint, starts, stops, only_held)
         return answer  # type: ignore[no-any-return]
 
+    async def answer(self) -> None:
+        _require_ray()
+        await self.keeper.answer.remote()
+
     def discard(self, starts: Rows) -> None:
         with contextlib.suppress(Exception):  # it has ended, or Ray has
             _require_ray()
@@ -378,6 +383,7 @@ class _KeptStore:
             read_store=self._read_store,
             counters=self.counters,
             deadline_s=cache.deadline_s,
+            patience_s=options.deadline_s,
         )
 
     async def begin(self) -> None:
@@ -412,7 +418,7 @@ def cache(
     - `directory`, `max_bytes`, `min_free_bytes`: as for zl.Cache, for this machine.
     - `machines`: before the first read, wait until so many machines are there, up to `wait_s` seconds. Default:
       WORLD_SIZE / LOCAL_WORLD_SIZE, as torchrun sets them, else 1.
-    - `deadline_s`: seconds after which a machine that does not answer is passed over.
+    - `deadline_s`: seconds after which a machine that does not answer, not even a ping, is passed over.
     - `group`: machines share with those that give the same group.
 
     Connects this process to the Ray that runs on this machine, unless it is connected already. Raises OptionError if

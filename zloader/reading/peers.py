@@ -45,6 +45,9 @@ class Peer(Protocol):
     async def ask(self, starts: Rows, stops: Rows, *, only_held: bool = False) -> Answer:
         """The bytes `[start, stop)` of the store; with `only_held`, of those that the machine has read already."""
 
+    async def answer(self) -> None:
+        """Returns as soon as the machine answers."""
+
     def discard(self, starts: Rows) -> None:
         """Tells it that the stretches of these bytes are wrong. Does not wait."""
 
@@ -119,8 +122,8 @@ def owners_of(stretches: Rows, identities: Sequence[str]) -> NDArray[np.intp]:
 class SharedReads:
     """Reads spans of a store from the machines that own them. Like a ByteSource, it has one verb.
 
-    `kept` are the stretches of this machine, and `read_store` reads the store itself. A peer that does not answer
-    within `deadline_s` is avoided.
+    `kept` are the stretches of this machine, and `read_store` reads the store itself. A peer that does not answer a
+    ping within `deadline_s`, or does not send what it was asked for within `patience_s`, is avoided.
     """
 
     def __init__(
@@ -132,9 +135,11 @@ class SharedReads:
         read_store: ReadStore,
         counters: Counters,
         deadline_s: float,
+        patience_s: float,
     ) -> None:
         self._stretches, self._kept, self._peers = stretches, kept, peers
-        self._read_store, self._counters, self._deadline_s = read_store, counters, deadline_s
+        self._read_store, self._counters = read_store, counters
+        self._deadline_s, self._patience_s = deadline_s, patience_s
         kept.ask_elders = self._ask_elders
 
     async def read(self, spans: Sequence[Span]) -> list[bytes]:
@@ -190,8 +195,7 @@ class SharedReads:
         if self._peers.avoids(owner):
             return None
         try:
-            async with asyncio.timeout(self._deadline_s):
-                held, content, stated = await peer.ask(starts, stops, only_held=only_held)
+            held, content, stated = await self._answer(peer, starts, stops, only_held=only_held)
             sizes = (stops - starts)[held]
             if not (held.all() or only_held) or len(content) != sizes.sum() or checksum(content) != stated:
                 raise ValueError("its answer differs from its checksum")
@@ -203,6 +207,21 @@ class SharedReads:
         ends = np.cumsum(sizes)
         places = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
         return held, [content[begin:end].tobytes() for begin, end in places]
+
+    async def _answer(self, peer: Peer, starts: Rows, stops: Rows, *, only_held: bool) -> Answer:
+        """What a peer answers. It may take as long as a read of the store, if it is there all the time.
+
+        It may be waiting for the store. If all others gave up then, they would read the same from the store again.
+        """
+        asking = asyncio.ensure_future(peer.ask(starts, stops, only_held=only_held))
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while not (await asyncio.wait({asking}, timeout=self._deadline_s))[0]:
+                    async with asyncio.timeout(self._deadline_s):
+                        await peer.answer()
+            return asking.result()
+        finally:
+            asking.cancel()
 
     async def discard(self, spans: Sequence[Span]) -> None:
         """Makes the owners of some spans forget them, because chunks in them differ from their checksums."""
