@@ -6,7 +6,8 @@ Rows are sorted by 14 plates. For each number of machines, the entropy of the pl
 mean over four machines) in a global order, in parts as `locality="machine"` deals them, and in stretches of the rows,
 which is what it dealt before. With `--store`, a loader for each machine runs two epochs over that store, each with a
 mirror of its own and half of a fetch of 16 384 rows, and `read` is what all of them read in the first epoch, in bytes
-of a single machine's first epoch; `again` is what they read in the second. The last line is one JSON document.
+of a single machine's first epoch; `again` is what they read in the second, and `GETs` are those of the first. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def entropies(n_rows: int, machines: int) -> dict[str, float]:
     return {name: round(statistics.mean(each), 3) for name, each in found.items()}
 
 
-def bytes_read(store: Path, machines: int) -> tuple[int, int]:
-    """The bytes that all machines read in the first epoch and in the second."""
-    read = [0, 0]
+def bytes_read(store: Path, machines: int) -> tuple[int, int, int]:
+    """The bytes that all machines read in the first epoch and in the second, and the GETs of the first."""
+    read, gets = [0, 0], 0
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(machines):
             dataset = zl.open_dataset(store, cache=Path(folder) / str(rank))
@@ -65,7 +66,8 @@ def bytes_read(store: Path, machines: int) -> tuple[int, int]:
                 for _ in loader:
                     pass
                 read[epoch] += loader.statistics().bytes_read
-    return read[0], read[1]
+                gets += 0 if epoch else loader.statistics().gets
+    return read[0], read[1], gets
 
 
 def main() -> None:
@@ -82,10 +84,11 @@ def main() -> None:
     table([list(figures[0]), *(list(map(str, figure.values())) for figure in figures)])
     reads: list[dict[str, Any]] = []
     if options.store:
-        alone, _ = bytes_read(options.store, 1)
+        alone, *_ = bytes_read(options.store, 1)
         for machines in options.machines:
-            first, again = bytes_read(options.store, machines)
-            reads.append({"machines": machines, "read": round(first / alone, 3), "again": round(again / alone, 3)})
+            first, again, gets = bytes_read(options.store, machines)
+            shares = {"read": round(first / alone, 3), "again": round(again / alone, 3)}
+            reads.append({"machines": machines, **shares, "GETs": gets})
         table([list(reads[0]), *(list(map(str, each.values())) for each in reads)])
     print(json.dumps({"entropy": figures, "reads": reads}))
 

@@ -105,7 +105,7 @@ class Store:
             offsets = size * np.arange(CHUNKS_PER_SHARD)
             index = ObjectIndex(np.stack([offsets, np.full(CHUNKS_PER_SHARD, size)], axis=1).astype(np.uint64))
             self.planners.append(
-                (planner_of(layout, options, sizes, sweeping=False), defaultdict(lambda index=index: index))
+                (planner_of(layout, options, sizes, sweeping=0.0), defaultdict(lambda index=index: index))
             )
 
     @cached_property

@@ -185,7 +185,7 @@ def test_chunks_whose_read_failed_are_left_to_others(store, tmp_path, form):
 
     async def run():
         parts, leases = [replace(part, source=failing, mirror=mirror)], others.leases()
-        with opened_readers(parts, zl.FetchOptions(), Counters(), sweeping=False) as [[_, reader]]:
+        with opened_readers(parts, zl.FetchOptions(), Counters(), sweeping=0) as [[_, reader]]:
             with pytest.raises(ExceptionGroup) as raised:
                 await reader.fill_mirror(chunks, 0)
             assert raised.group_contains(ReadError)
@@ -213,7 +213,7 @@ def test_a_corrupt_chunk_is_not_mirrored_and_the_others_are_right(store, tmp_pat
 def test_buffers_hold_what_is_needed_and_keep_the_next_one_aligned(store, rows):
     part = part_of(store)
     starts, stops = part.matrix.elements_of(np.array(rows), part.indptr)
-    with opened_readers([part], zl.FetchOptions(), Counters(), sweeping=False) as [readers]:
+    with opened_readers([part], zl.FetchOptions(), Counters(), sweeping=0) as [readers]:
         for reader in readers:
             needed = reader.needed(np.array(rows), starts, stops)
             assert 0 <= needed.buffer_bytes - needed.n_bytes < 64

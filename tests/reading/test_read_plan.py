@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zloader.common.options import FetchOptions
 from zloader.common.records import Span
-from zloader.reading.read_plan import batches
-from zloader.storage.layout import ChunkSpan
+from zloader.reading.read_plan import batches, planner_of
+from zloader.storage.layout import ArrayLayout, ChunkSpan
 
 pytestmark = pytest.mark.any_version
 
@@ -36,3 +37,17 @@ def test_a_batch_is_full_at_its_stored_or_at_its_decoded_bytes(sizes, stored_byt
     assert [each for batch in found for each in batch] == spans
     assert all(full(batch) for batch in found[:-1])
     assert not any(full(batch[:-1]) for batch in found)
+
+
+@pytest.mark.parametrize(
+    ("share", "run"),
+    [(1.0, 8), (0.0, 1), (0.5, 8), (96 / 1024, 8), (95 / 1024, 1)],
+    ids=["the whole array", "unknown", "half", "twelve runs", "fewer"],
+)
+def test_how_much_beside_a_block_is_read_for_a_mirror(share, run):
+    """Eight chunks are a run. In a piece of fewer than twelve runs, too many bytes are read that others need."""
+    layout = ArrayLayout.plain("a", "u1", n_elements=1024 * 1000, chunk_elements=1000, chunks_per_shard=1024)
+    options = FetchOptions(least_read_bytes=8000, gap_bytes=0)
+    planner = planner_of(layout, options, {layout.shard_key(0): 1024 * 1000}, sweeping=share)
+    wanted = planner.chunks_to_mirror(np.array([20]), first_fetch=False)
+    assert wanted.tolist() == (list(range(16, 24)) if run == 8 else [20])

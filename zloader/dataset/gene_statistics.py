@@ -188,7 +188,7 @@ class StatisticsPass:
             transforms={x: transforming} if listed else {},
             columns=self.batches.columns,
             cutting=Cutting(cut=cut, grows=len(self.batches.n_obs) > 1),
-            sweeping=self.n_obs == self.dataset_rows,
+            sweeping=self.n_obs if self.n_obs == self.dataset_rows else 0,
         )
 
     def _summed(self, recipe: Recipe, summing: Summing, n_genes: int) -> Numbers:

@@ -17,7 +17,7 @@ import numpy as np
 
 from zloader.caching.chunk_file import ChunkFile
 from zloader.caching.mirror import MirrorContents, contents_of
-from zloader.common.checks import names_of, parse_size, require_count
+from zloader.common.checks import MAX_COUNT, names_of, parse_size, require_count
 from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
 from zloader.common.options import FetchOptions
@@ -135,7 +135,7 @@ def _arrays(parts: Sequence[MatrixPart]) -> Iterator[ChunkFile]:
 async def _fill_all(parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, put: Put[None]) -> None:
     """Downloads all chunks, window by window, and puts one item after each window."""
     in_flight = asyncio.Semaphore(_WINDOWS)
-    with opened_readers(parts, options, counters, sweeping=True) as readers:
+    with opened_readers(parts, options, counters, sweeping=MAX_COUNT) as readers:
         async with asyncio.TaskGroup() as group:
 
             async def fill(reader: ArrayReader | RowReader, window: Rows) -> None:

@@ -83,7 +83,9 @@ def epoch_costs(
     for (store, matrix), fetches in zip(stores, taken * len(names), strict=True):
         steps = list(_chunks_by_array(matrix, store.offsets(matrix), fetches))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
-            planner = planner_of(array, options, store.object_sizes(), sweeping=plan.sweeps)
+            planner = planner_of(
+                array, options, store.object_sizes(), sweeping=min(1.0, plan.swept_rows / max(1, store.n_obs))
+            )
             indexes = read_indexes(store, array, _shards(planner, wanted), options)
             every.add(planner, wanted, indexes, into_mirror=False)
             first.add(planner, _unseen(planner, wanted), indexes, into_mirror=True)

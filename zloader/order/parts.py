@@ -85,6 +85,11 @@ class DealtParts(WrappedSampling):
     parts: int
     redeal: float
 
+    @property
+    def region_rows(self) -> int:
+        """The rows of a region, about."""
+        return _region_rows(self.n_obs // self.parts)
+
     def n_rows(self, dataset_rows: int) -> int:
         """Number of rows per epoch on all machines."""
         return self.sampling.n_rows(self.n_obs)

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from zloader.common.checks import require_count, require_flag, require_one_of
 from zloader.common.errors import OptionError
 from zloader.common.records import Rows
-from zloader.order.parts import stretch_of
+from zloader.order.parts import DealtParts, stretch_of
 from zloader.order.permutation import key_of, shuffled
 from zloader.order.sampling import Sampling, Unseen, fitted, require_rows
 
@@ -170,9 +170,13 @@ class Plan:
         return self.remainder == "pad"
 
     @property
-    def sweeps(self) -> bool:
-        """Whether this rank reads every row of the dataset in an epoch."""
-        return self.world_size == 1 and self.n_rows == self.dataset_rows and not self.sampling.repeats
+    def swept_rows(self) -> int:
+        """The rows, one after another, that the machine of this rank reads completely in an epoch; 0 if unknown."""
+        if self.n_rows != self.dataset_rows or self.sampling.repeats:
+            return 0
+        if isinstance(self.sampling, DealtParts):
+            return self.sampling.region_rows
+        return self.dataset_rows if self.world_size == 1 else 0
 
     @property
     def n_rows(self) -> int:

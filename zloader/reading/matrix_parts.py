@@ -59,12 +59,13 @@ class MatrixPart:
 
 @contextlib.contextmanager
 def opened_readers(
-    parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: bool
+    parts: Sequence[MatrixPart], options: FetchOptions, counters: Counters, *, sweeping: int
 ) -> Iterator[list[Sequence[ArrayReader | RowReader]]]:
     """The readers of each part's arrays. They share threads and one bound on the bytes in flight.
 
-    `sweeping` says that every part will be read completely. On leaving, the mirrors record the chunks whose checksums
-    were verified, and the leases are released, so that other processes may download the remaining chunks.
+    `sweeping` has the rows, one after another, that will be read completely. On leaving, the mirrors record the chunks
+    whose checksums were verified, and the leases are released, so that other processes may download the remaining
+    chunks.
     """
     in_flight, own_buffers = ByteBudget(options.in_flight_bytes), threading.local()
     coding = asyncio.Semaphore(options.threads + 2)
@@ -81,7 +82,7 @@ def opened_readers(
                 counters=counters,
                 threads=threads,
                 in_flight=in_flight,
-                sweeping=sweeping,
+                sweeping=min(1.0, sweeping / max(1, part.matrix.n_rows)),
                 own_buffers=own_buffers,
                 coding=coding,
                 indexes=part.indexes,

@@ -66,7 +66,8 @@ class Recipe:
 
     `x` has the parts of each matrix, in the order of their rows. All matrices have the same rows. `form` is that of all
     of them, but for those that have `transforms`. `tokens` makes tokens of a matrix, which may be left out of `wanted`,
-    the matrices that minibatches carry. `sweeping` says that the fetches make up a whole epoch.
+    the matrices that minibatches carry. `sweeping` is
+    Plan.swept_rows if the fetches make up a whole epoch, and else 0.
     """
 
     x: Mapping[str, Sequence[MatrixPart]]
@@ -76,7 +77,7 @@ class Recipe:
     tokens: BoundTokenizer | None = None
     columns: RowColumns = field(default_factory=RowColumns)
     cutting: Cutting = field(default_factory=Cutting)
-    sweeping: bool = False
+    sweeping: int = 0
 
     @property
     def parts(self) -> list[MatrixPart]:

@@ -97,8 +97,9 @@ class Resources:
     counters: Counters
     threads: ThreadPoolExecutor
     in_flight: ByteBudget  # shared by all stores of the epoch
-    # Whether this process will need the whole store. Then the chunks beside a block are worth mirroring with it.
-    sweeping: bool
+    # The share of the store's rows that this machine will read one after another: 1 if it needs the whole store, 0 if
+    # unknown. It says how many of the chunks beside a block are worth mirroring with it.
+    sweeping: float
     own_buffers: threading.local  # of each thread, shared by all stores of the epoch
     coding: asyncio.Semaphore  # whose turn it is to have rows in memory that will be coded, shared by all stores
     indexes: dict[str, dict[int, ObjectIndex]] = field(default_factory=dict)  # that were read, by array and shard

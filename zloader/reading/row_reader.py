@@ -22,7 +22,7 @@ from zloader.common.concurrent_calls import aside
 from zloader.common.records import Rows
 from zloader.reading import gather
 from zloader.reading.filling import MirrorFiller
-from zloader.reading.read_plan import MOST_SHRUNK, Elements
+from zloader.reading.read_plan import MOST_SHRUNK, Elements, run_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Resources
 from zloader.selecting.genes import ChosenGenes
@@ -82,7 +82,8 @@ class RowReader:
         # What costs little to read may cost much to decode (zloader.reading.read_plan).
         block_bytes = max(block_bytes, self.mirror.decoded_chunk_bytes / MOST_SHRUNK)
         options = resources.options
-        self._run = max(1, round(options.least_read_bytes / block_bytes)) if resources.sweeping else 1
+        run = max(1, round(options.least_read_bytes / block_bytes))
+        self._run = run_of(self.mirror.layout, run, resources.sweeping)
         self._gap = int(options.gap_bytes / block_bytes)
 
     def needed(self, rows: Rows, starts: Rows, stops: Rows) -> NeededRows:

@@ -191,7 +191,7 @@ class Contents:
         *,
         seed: int,
         lent: LentMemory | None = None,
-        sweeping: bool = False,
+        sweeping: int = 0,
     ) -> Recipe:
         """How to make the minibatches of an epoch. `converter` makes the minibatches that the user's functions get."""
         transforms = {name: replace(each, seed=int(seed), epoch=epoch) for name, each in self._transforming.items()}

@@ -331,7 +331,7 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         # A function of the user's own gets minibatches from the recipe, which converts them.
         convert: Callable[[Any], Any] = Transformed.yielded if self._contents.own else self._converter()
         lent = None if device is None else LentMemory(device)
-        sweeping = whole.sweeps and n_workers == 1 and not position.stretches
+        sweeping = whole.swept_rows if n_workers == 1 and not position.stretches else 0
         work = EpochWork(
             plan=plan,
             remaining=plan.remaining(done=done, worker=worker_id, n_workers=n_workers, skip=skip),
@@ -359,6 +359,6 @@ class Loader(torch.utils.data.IterableDataset[Minibatch]):
         """Makes tensors of arrays, with sets and controls."""
         return with_sets(self._contents.converter(), self.dataset, self._sampling, self._controls)
 
-    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: bool = False) -> Recipe:
+    def recipe(self, epoch: int, lent: LentMemory | None = None, *, sweeping: int = 0) -> Recipe:
         """How to make minibatches of an epoch, in this process or in another that has a copy of this loader."""
         return self._contents.recipe(epoch, self.options, self._converter, seed=self.seed, lent=lent, sweeping=sweeping)
