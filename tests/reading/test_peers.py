@@ -112,8 +112,7 @@ class Machine:
         if self.fault == "waits":
             await asyncio.sleep(50)
         held = await self.kept.held(starts) if only_held else np.ones(len(starts), bool)
-        pieces, _ = await self.kept.read(starts[held], stops[held])
-        content = np.frombuffer(b"".join(pieces), np.uint8).copy()
+        content, _ = await self.kept.read(starts[held], stops[held])
         stated = checksum(content)
         if self.fault in ("flips", "lies") and len(content):
             content[len(content) // 2] ^= 1
@@ -368,8 +367,7 @@ class Sharing:
             kept = KeptStretches(
                 self.stretches, self.mirror, leases, read_store=self._read_store, run=run, deadline_s=PATIENCE_S
             )
-            pieces, _ = await kept.read(starts, stops)
-        content = np.frombuffer(b"".join(pieces), np.uint8).copy()
+            content, _ = await kept.read(starts, stops)
         if self.fault == "lies" and len(content):
             content[:: max(1, len(content) // 50)] ^= 255
         return np.ones(len(starts), bool), content, checksum(content)

@@ -162,9 +162,9 @@ class SharedReads:
 
     async def _read_of(self, owner: str, peer: Peer | None, starts: Rows, stops: Rows) -> Sequence[bytes]:
         if peer is None:
-            found, from_mirror = await self._kept.read(starts, stops)
+            content, from_mirror = await self._kept.read(starts, stops)
             self._counters.bytes_from_mirror += from_mirror
-            return found
+            return _cut(content, stops - starts)
         answer = await self._asked(owner, peer, starts, stops)
         if answer is not None:
             return answer[1]
@@ -204,9 +204,7 @@ class SharedReads:
             self._peers.avoid(owner)
             return None
         self._counters.bytes_from_peers += len(content)
-        ends = np.cumsum(sizes)
-        places = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
-        return held, [content[begin:end].tobytes() for begin, end in places]
+        return held, _cut(content, sizes)
 
     async def _answer(self, peer: Peer, starts: Rows, stops: Rows, *, only_held: bool) -> Answer:
         """What a peer answers. It may take as long as a read of the store, if it is there all the time.
@@ -228,6 +226,12 @@ class SharedReads:
         _, starts, _ = self._stretches.pieces(spans)
         for _, peer, where in _by_owner(starts // self._stretches.size, await self._peers.present()):
             (self._kept if peer is None else peer).discard(starts[where])
+
+
+def _cut(content: NDArray[np.uint8], sizes: Rows) -> list[bytes]:
+    """The bytes of some ranges, which lie one after another."""
+    ends = np.cumsum(sizes)
+    return [content[begin:end].tobytes() for begin, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
 
 
 def _by_owner(

@@ -99,25 +99,31 @@ class KeptStretches:
         self._read_store = read_store
         self.ask_elders: AskElders | None = None
 
-    async def read(self, starts: Rows, stops: Rows) -> tuple[list[bytes], int]:
-        """The bytes `[start, stop)` of the store, none of which crosses a stretch, and how many were in the mirror."""
+    async def read(self, starts: Rows, stops: Rows) -> tuple[NDArray[np.uint8], int]:
+        """The bytes `[start, stop)` of the store, one after another, and how many of them were in the mirror.
+
+        None of these ranges crosses the end of a stretch.
+        """
         chunks = self._stretches.of(starts)
         filled = await self._filler.fill(chunks, chunks, self._fill)
         missing = await self._filler.missing(chunks)  # those for which the mirror has no room
         lacking = np.isin(starts // self._stretches.size, missing)
-        content, _ = await self._run(self._taken, starts, stops, lacking)
+        content, _ = await self._run(self._taken, starts, stops)
+        ends = np.cumsum(stops - starts)
         for position in np.flatnonzero(lacking).tolist():
-            parts = await self._read_store(self._stretches.spans(int(starts[position]), int(stops[position])))
-            content[position] = b"".join(parts)
+            start, stop = int(starts[position]), int(stops[position])
+            parts = await self._read_store(self._stretches.spans(start, stop))
+            content[ends[position] - (stop - start) : ends[position]] = np.frombuffer(b"".join(parts), np.uint8)
         held = ~np.isin(starts // self._stretches.size, np.concatenate([filled, missing]))
         return content, int((stops - starts)[held].sum())
 
-    def _taken(self, starts: Rows, stops: Rows, lacking: NDArray[np.bool_]) -> list[bytes]:
-        self._mirror.prefetch(self._stretches.of(starts[~lacking]))
-        self._mirror.count_mapped(int((stops - starts)[~lacking].sum()))
+    def _taken(self, starts: Rows, stops: Rows) -> NDArray[np.uint8]:
+        """A copy of what the mirror has at these places, which may be anything where a stretch is missing."""
+        self._mirror.prefetch(self._stretches.of(starts))
+        self._mirror.count_mapped(int((stops - starts).sum()))
         content = self._mirror.content
-        places = zip(starts.tolist(), stops.tolist(), lacking.tolist(), strict=True)
-        return [b"" if absent else content[start:stop].tobytes() for start, stop, absent in places]
+        ranges = [content[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        return np.concatenate(ranges) if ranges else np.empty(0, np.uint8)
 
     async def held(self, starts: Rows) -> NDArray[np.bool_]:
         """Whether the stretch of each of these bytes is in the mirror."""
