@@ -32,10 +32,11 @@ from benchmarks.scale.simulated import (
     until,
 )
 from zloader.order.permutation import key_of, words_at
+from zloader.reading.stretches import STRETCH_BYTES
 
 Figures = dict[str, Any]
 Ids = NDArray[np.int64]
-PEER_CALL_S = 1e-3  # processor time of a call between machines, on each side; assumed
+PEER_CALL_S = 2e-3  # processor time of a call between machines, on each side; measured on two cores
 MOST_READ = 8 << 20  # bytes of a read of stretches that lie side by side, and of the answer to a call
 
 
@@ -51,9 +52,9 @@ class Many(Cluster):
     put_mbps: float = 2100.0  # Ray's object store takes that from one process
     actors: int = 1
     peer_call_s: float = PEER_CALL_S
-    stretch_bytes: int = 1 << 20
+    stretch_bytes: int = STRETCH_BYTES
     gets_per_s: float = math.inf
-    deadline_s: float = 5.0  # of an answer of another machine; then the bucket is read
+    deadline_s: float = 10.0  # of an answer of another machine; then the bucket is read
     deadline_covers_bucket: bool = False  # whether an owner that waits for the bucket is late, too
 
 

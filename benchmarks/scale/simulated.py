@@ -33,9 +33,9 @@ from zloader.order.plan import Plan, Remaining
 from zloader.order.shuffling import stratified
 from zloader.producing.production import Production
 from zloader.producing.window import LostError, MeanBytes, Window
-from zloader.reading.read_plan import ReadPlanner, planner_of
+from zloader.reading.read_plan import ReadPlanner, planner_of, run_of
 from zloader.reading.resources import Counters
-from zloader.storage.layout import ArrayLayout, total_bytes
+from zloader.storage.layout import ArrayLayout, align_to_runs, total_bytes
 from zloader.storage.placement import ObjectIndex
 
 VALUES = 1840  # per row
@@ -162,6 +162,13 @@ class Epoch:
         return self._shards[number]
 
     @cached_property
+    def run(self) -> int:
+        """The chunks in a run that a mirror reads, if machines have parts."""
+        layout, options = self.store.planner.layout, FetchOptions(memory="1GiB")
+        swept = self.plan.swept_rows / self.store.rows if self.plan.machines > 1 else 0.0
+        return run_of(layout, round(options.least_read_bytes / max(STORED_CHUNK.values())), swept)
+
+    @cached_property
     def mean_reads(self) -> tuple[int, int]:
         """GETs and bytes of a fetch without a mirror, on average: of some, because they differ little."""
         numbers = np.unique(np.linspace(0, self.plan.n_fetches - 1, SAMPLED).astype(int)).tolist()
@@ -207,7 +214,7 @@ class Machine:
             gets, n_bytes, share = *epoch.mean_reads, 1.0
             shards = epoch.shards(number)
         else:
-            chunks = epoch.chunks(number)
+            chunks = align_to_runs(self.store.planner.layout, epoch.chunks(number), epoch.run)
             missing = chunks_to_read(self.store.planner, chunks, self.held)
             self.held[missing] = True
             gets, n_bytes = self.store.mirror_reads(missing)
