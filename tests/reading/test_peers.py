@@ -318,7 +318,7 @@ def test_any_mixture_of_faults(tmp_path_factory, data):
 class LocalPeers(PeerCache):
     """A cache whose peers are other machines of this process."""
 
-    others: dict[str, Machine] = field(default_factory=dict, hash=False, compare=False)
+    others: dict[str, dict[str, Sharing]] = field(default_factory=dict, hash=False, compare=False)
 
     def sharing(self, directory: MirrorDirectory, store: SharedStore) -> Sharing:
         return Sharing(self, directory, store)
@@ -333,7 +333,8 @@ class Sharing:
         self.cache, self.directory, self.store, self.came_late = cache, directory, store, False
         self.identity, self.fault, self.discarded = directory.path.parent.name, "", []
         self.bytes_read = 0
-        cache.others[self.identity] = self
+        self.others = cache.others.setdefault(store.fingerprint, {})
+        self.others[self.identity] = self
 
     @contextlib.contextmanager
     def opened(self, resources):
@@ -344,7 +345,7 @@ class Sharing:
             yield SharedReads(self.stretches, kept, self, read_store=resources.read_store, **options)
 
     async def present(self):
-        return {name: None if each is self else each for name, each in self.cache.others.items()}
+        return {name: None if each is self else each for name, each in self.others.items()}
 
     def avoid(self, identity: str) -> None:
         pass
@@ -384,7 +385,7 @@ def digest(loader: zl.Loader) -> list[tuple[bytes, bytes, bytes]]:
 
 
 def loaders(url, folder: Path, n: int, **options):
-    others: dict[str, Machine] = {}
+    others: dict[str, dict[str, Sharing]] = {}
     for rank in range(n):
         dataset = zl.open_dataset(url, cache=LocalPeers(folder / f"machine{rank}", others=others))
         yield zl.Loader(dataset, batch_size=16, seed=3, rank=rank, world_size=n, **options), others
@@ -399,7 +400,7 @@ def test_loaders_yield_the_same_as_without_peers(tmp_path, fault):
     sharings[1].fault = fault
     read_bytes, sent = [0, 0], 0
     for epoch in range(2):
-        for rank, (loader, _) in enumerate(made):
+        for rank, (loader, _others) in enumerate(made):
             plain = zl.Loader(zl.open_dataset(url), batch_size=16, seed=3, rank=rank, world_size=3)
             plain.set_epoch(epoch)
             assert digest(loader) == digest(plain)
@@ -415,6 +416,20 @@ def test_loaders_yield_the_same_as_without_peers(tmp_path, fault):
     if fault == "lies":
         assert sharings[1].discarded
     assert not list(tmp_path.glob("machine*/*/X%2Fdata.*"))
+
+
+@pytest.mark.slow
+def test_several_stores_and_files_in_place(tmp_path):
+    write_store(counts(300, 200, density=0.5), tmp_path / "cells.zarr", tmp_path / "source")
+    counts(200, 200, density=0.5, seed=1).write_h5ad(tmp_path / "more.h5ad", compression="gzip")
+    urls = [tmp_path / "cells.zarr", tmp_path / "more.h5ad"]
+    made = list(loaders(urls, tmp_path, 2))
+    for rank, (loader, _) in enumerate(made):
+        plain = zl.Loader(zl.open_dataset(urls), batch_size=16, seed=3, rank=rank, world_size=2)
+        assert digest(loader) == digest(plain)
+    sharings = [sharing for of_store in made[0][1].values() for sharing in of_store.values()]
+    assert sorted(sharing.store.url for sharing in sharings) == sorted(2 * list(map(str, urls)))
+    assert not any(sharing.discarded for sharing in sharings)
 
 
 def test_a_chunk_that_is_corrupt_in_the_store_is_an_error(tmp_path):
@@ -435,3 +450,5 @@ def test_there_is_no_mirror_to_warm(tmp_path):
     ((loader, _),) = loaders(url, tmp_path, 1)
     with pytest.raises(OptionError, match="fills as machines read"):
         zl.warm(loader.dataset)
+    with pytest.raises(OptionError, match=r"zr.keepers\(cache\) says what each of them holds"):
+        loader.dataset.cache_statistics()
