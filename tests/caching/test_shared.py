@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import PATIENCE_S, check_minibatch, counts, digest
+from rich.console import Console
 
 import zloader as zl
 from zloader.caching import checksums
@@ -22,6 +24,7 @@ from zloader.caching.checksums import word_offset
 from zloader.caching.directory import MirrorDirectory, drop, mirrors
 from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray, load_column, save_column
+from zloader.commands.terminal import show_mirrors
 from zloader.common import file_systems
 from zloader.common.file_systems import has_stable_inodes, shared_file_system
 from zloader.conversion.writing.encode import ConvertOptions
@@ -49,6 +52,12 @@ def store(tmp_path_factory) -> Path:
 def shared(monkeypatch) -> None:
     """Every file system counts as NFS."""
     monkeypatch.setattr("zloader.caching.directory.shared_file_system", lambda _: "nfs")
+
+
+@pytest.fixture
+def fuse(monkeypatch) -> None:
+    """Every file system counts as FUSE."""
+    monkeypatch.setattr("zloader.caching.directory.shared_file_system", lambda _: "fuse")
 
 
 @pytest.fixture
@@ -106,6 +115,13 @@ def test_a_missing_path_counts_as_local(tmp_path):
     assert shared_file_system(tmp_path / "missing") is None
 
 
+@pytest.mark.parametrize(("shared", "said"), [("nfs", True), (None, False)])
+def test_the_list_of_mirrors_says_that_other_machines_may_use_them(shared, said):
+    text = io.StringIO()
+    show_mirrors(Console(file=text, width=100), [], shared=shared)
+    assert ("on a shared file system (nfs): no mirror is evicted" in text.getvalue()) is said
+
+
 # ---- locks
 
 
@@ -144,6 +160,12 @@ def test_a_mirror_is_dropped_with_the_locks_of_nfs(tmp_path, nfs_locks):
 def test_chunks_are_written_through(tmp_path, shared):
     array = MirrorArray(_directory(tmp_path), LAYOUT)
     assert fcntl.fcntl(array._file, fcntl.F_GETFL) & os.O_DSYNC == os.O_DSYNC
+    assert not array._words.flags.writeable
+
+
+def test_fuse_need_not_write_each_piece_through(tmp_path, fuse):
+    array = MirrorArray(_directory(tmp_path), LAYOUT)
+    assert not fcntl.fcntl(array._file, fcntl.F_GETFL) & os.O_DSYNC
     assert not array._words.flags.writeable
 
 

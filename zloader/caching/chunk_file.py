@@ -2,8 +2,8 @@
 
 On a shared file system (directory.shared) several machines may fill a mirror, and each sees what the others wrote with
 a delay, or not at all while it has a page of the file in its cache. So there
-- chunks are written through to the server (O_DSYNC), and exactly their bytes: NFS would otherwise write whole pages,
-  with stale bytes of other chunks, and report a full disk only after the chunk was marked present;
+- chunks are written through to the server (O_DSYNC, except on FUSE), and exactly their bytes: NFS would otherwise write
+  whole pages, with stale bytes of other chunks, and report a full disk only after the chunk was marked present;
 - words are written with pwrite, because a page of a memory map is written back as a whole. On NFS words may still get
   lost, if two machines write to one page of them. Their chunks are read from the store again;
 - a chunk is compared with its checksum at every use, at the place that its process has found right;
@@ -97,7 +97,7 @@ class ChunkFile(ABC):
         self._path = path
         self._words_path = words_path
         self._shared = directory.shared
-        self._file = open_file(path, os.O_DSYNC if self._shared else 0)
+        self._file = open_file(path, os.O_DSYNC if directory.writes_through else 0)
         close_with(self, self._file)
         if os.fstat(self._file).st_size != n_bytes:
             os.truncate(self._file, n_bytes)

@@ -55,9 +55,10 @@ class MirrorDirectory:
     """The directory of one store's mirror, created if needed, and marked as in use for the life of this object.
 
     `path` is the directory, `place` the cache that it is in, `form` that of its chunks (see Cache). `shared` means that
-    other machines may use it too. `space` allocates disk space, and `verified` records which files match their
-    checksums. Raises OSError if the directory cannot be created or belongs to another store, and PermissionError if
-    other users could have written to it.
+    other machines may use it too, and `writes_through` that chunks must reach the server before they count as present.
+    `space` allocates disk space, and `verified` records which files match their checksums. Raises OSError if the
+    directory cannot be created or belongs to another store, and PermissionError if other users could have written to
+    it.
     """
 
     def __init__(self, cache: Cache, fingerprint: str, url: str) -> None:
@@ -68,6 +69,8 @@ class MirrorDirectory:
         self._describe(fingerprint, url)
         file_system = shared_file_system(self.path)
         self.shared = file_system is not None
+        # FUSE hands over what is written at once, in pieces of 4 KiB for some, and would sync each of them.
+        self.writes_through = self.shared and file_system != "fuse"
         if file_system is not None:
             _say_shared(self.place, file_system)
         self.space = DiskSpace(cache, self.place, shared=self.shared)
