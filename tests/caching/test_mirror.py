@@ -816,7 +816,7 @@ def test_a_column_is_cached(tmp_path, name, caplog):
     assert _equal(column, COLUMNS[name])
     assert not column.flags.writeable
     assert not caplog.records
-    files = {"users", "mirror.json", "owners", f"{name}.flat", f"{name}.sums", "proved.json"}
+    files = {"users", "mirror.json", "turn", f"{name}.flat", f"{name}.sums", "proved.json"}
     assert {file.name for file in directory.path.iterdir()} == files
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zloader.access.location import Location
-from zloader.access.stored_objects import StoredObject, has_stable_inodes, stored_file
+from zloader.access.stored_objects import StoredObject, stored_file
 from zloader.common import page_cache
 from zloader.common.errors import (
     AccessDeniedError,
@@ -30,6 +30,7 @@ from zloader.common.errors import (
     StoreError,
     TruncatedObjectError,
 )
+from zloader.common.file_systems import has_stable_inodes
 from zloader.common.options import FetchOptions
 from zloader.common.records import ReadClock, Span
 

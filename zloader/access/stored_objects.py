@@ -14,13 +14,11 @@ mount.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import itertools
 import logging
 import os
 import stat
-import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,26 +27,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zloader.common.file_systems import has_stable_inodes
+
 log = logging.getLogger("zloader")
 
 TRUSTED_SINCE = 1451606400  # 2016-01-01: Zarr is younger, so an earlier time is artificial, set to make copies equal
 _ANY = "surrogatepass"  # a header of a web server may hold any bytes
-# File systems with stable inode numbers, by the magic number in statfs(2). Others, such as FUSE and exFAT, may give a
-# file a new number each time it is looked up.
-_STABLE_INODES = {
-    0x0000EF53,  # ext2, ext3, ext4
-    0x58465342,  # xfs
-    0x9123683E,  # btrfs
-    0x2FC12FC1,  # zfs
-    0xCA451A4E,  # bcachefs
-    0xF2F52010,  # f2fs
-    0x01021994,  # tmpfs
-    0x794C7630,  # overlayfs
-    0x00006969,  # nfs
-    0x00C36400,  # ceph
-    0x0BD00BD0,  # lustre
-    0x47504653,  # gpfs
-}
 
 
 class StoredObject(NamedTuple):
@@ -195,15 +179,6 @@ def _digest(listed: Iterable[object]) -> str:
         separator = ", "
     hashed.update(b"]")
     return hashed.hexdigest()[:32]
-
-
-def has_stable_inodes(path: str) -> bool:
-    """Whether the file system of a path is known to keep a file's inode number for the life of the file."""
-    statfs = getattr(ctypes.CDLL(None), "statfs", None)
-    found = ctypes.create_string_buffer(256)  # struct statfs has 120 bytes, the magic number first
-    if not sys.platform.startswith("linux") or statfs is None or statfs(os.fsencode(path), found):
-        return False
-    return int.from_bytes(found.raw[:4], sys.byteorder) in _STABLE_INODES
 
 
 def stored_file(status: os.stat_result, *, stable_inode: bool) -> StoredObject:

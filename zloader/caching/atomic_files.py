@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -36,8 +36,8 @@ def qualified_name(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def draft_path(path: Path) -> Iterator[Path]:
-    """A path beside `path`, unique to this thread, to write and then rename. Deleted on exit unless renamed."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.draft")
+    """A unique path beside `path`, to write and then rename. Deleted on exit unless renamed."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.draft")
     try:
         yield draft
     finally:
@@ -57,7 +57,14 @@ def write_new(path: Path, content: bytes) -> None:
     with draft_path(path) as draft:
         draft.write_bytes(content)
         draft.chmod(0o600)
-        path.hardlink_to(draft)
+        try:
+            path.hardlink_to(draft)
+        except FileExistsError:
+            raise
+        except OSError:  # no hard links on this file system
+            if path.exists():
+                raise FileExistsError(path) from None
+            draft.replace(path)
 
 
 def checksum_of(path: Path, content: bytes) -> bytes:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from zloader.caching.atomic_files import draft_path, qualified_name
 from zloader.caching.directory import MirrorDirectory
+from zloader.caching.leases import open_lock
 from zloader.common.records import Rows
 from zloader.storage.decode import checksum
 from zloader.storage.layout import ArrayLayout
@@ -42,9 +43,9 @@ _HEADER = 8  # words
 _WINDOW = 1 << 20  # chunks read at a time
 
 
-def open_file(path: Path) -> int:
+def open_file(path: Path, flags: int = 0) -> int:
     """Opens a file for reading and writing, and creates it if needed; read-only if it cannot be opened for writing."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
     except OSError:
@@ -180,19 +181,17 @@ def map_words(directory: MirrorDirectory, path: Path, layout: ArrayLayout, n_byt
     """The words of all chunks in the first row, in memory shared with every process that maps them.
 
     For stored chunks, in a file of `n_bytes`, their offsets and sizes are in two more rows. A file that is damaged or
-    belongs to another array is replaced.
+    belongs to another array is replaced. On a shared file system the words are read-only: see ChunkFile.
     """
     header = _header(path, layout, n_bytes)
     size = 8 * (_HEADER + _WORDS[_suffix(path)] * layout.n_chunks)
     if _read_header(path, size) != header.tobytes():
         with _locked(directory.path):
             if _read_header(path, size) != header.tobytes():  # no other process has written it meanwhile
-                if path.exists():
-                    log.warning("%s is damaged or of another array: discarding all chunks of %s", path, layout.path)
-                _write_words(directory, path, header, size)
+                (_write_words_in_place if directory.shared else _write_words)(directory, path, header, size)
     file_number = open_file(path)
     try:
-        writable = os.access(path, os.W_OK)
+        writable = os.access(path, os.W_OK) and not directory.shared
         words = np.frombuffer(map_file(file_number, size, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ), "<u8")
     finally:
         os.close(file_number)
@@ -202,7 +201,7 @@ def map_words(directory: MirrorDirectory, path: Path, layout: ArrayLayout, n_byt
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Locks out other processes, so that no process maps a file that another one is about to replace."""
-    file = os.open(directory / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    file = open_lock(directory / "turn")
     try:
         with contextlib.suppress(OSError):  # this file system has no locks
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -213,6 +212,8 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _write_words(directory: MirrorDirectory, path: Path, header: NDArray[np.uint64], size: int) -> None:
     """Writes a file in which all chunks are absent. Replaces an invalid file."""
+    if path.exists():
+        log.warning("%s is damaged or of another array: discarding all its chunks", path)
     with draft_path(path) as draft:
         with draft.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
@@ -225,6 +226,24 @@ def _write_words(directory: MirrorDirectory, path: Path, header: NDArray[np.uint
             else:
                 file.write(bytes(size - header.nbytes))
         draft.replace(path)
+
+
+def _write_words_in_place(directory: MirrorDirectory, path: Path, header: NDArray[np.uint64], size: int) -> None:
+    """The same on a shared file system, where another machine may have created or mapped the file meanwhile.
+
+    Its file must not be replaced, and if its header is already there, its words stay.
+    """
+    if not directory.space.allocate(-1, [(0, size)]):
+        raise OSError(f"{path} does not fit into the cache")
+    file = open_file(path)
+    try:
+        if os.pread(file, header.nbytes, 0) not in (b"", header.tobytes()):
+            log.warning("%s is damaged or of another array: discarding all its chunks", path)
+            os.ftruncate(file, 0)
+        os.pwrite(file, header.tobytes(), 0)
+        os.ftruncate(file, size)
+    finally:
+        os.close(file)
 
 
 def _read_header(path: Path, size: int) -> bytes:

@@ -20,11 +20,12 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,7 +38,7 @@ from zloader.caching.row_blocks import RowBlocks, RowForm, has_panels, has_rows
 from zloader.common import page_cache
 from zloader.common.options import Cache
 from zloader.common.records import Held, Rows
-from zloader.storage.decode import Decoder
+from zloader.storage.decode import Decoder, checksum
 from zloader.storage.layout import ArrayLayout, MatrixLayout
 
 
@@ -62,8 +63,7 @@ class StoredChunks(ArrayFile):
         return bounds_of(np.stack([offsets[chunks], sizes[chunks]]), len(self.content))
 
     def place(self, chunks: Rows, offsets: Rows | int, sizes: Rows | int) -> None:
-        self._places[0][chunks] = self._begins[chunks // self.layout.chunks_per_shard] + offsets
-        self._places[1][chunks] = sizes
+        self._set_places(chunks, self._begins[chunks // self.layout.chunks_per_shard] + offsets, sizes)
 
     def keep(
         self, chunks: Rows, jobs: NDArray[Any], reads: Sequence[bytes | NDArray[np.uint8]], elements: NDArray[Any]
@@ -180,24 +180,31 @@ class MirrorArray(ArrayFile):
         """Writes consecutive decoded chunks from chunk `first` on. After a failure (full disk), writes no more."""
         width = self.layout.chunk_elements
         if self._write(first * width * self.layout.dtype.itemsize, elements):
-            for chunk, begin in enumerate(range(0, len(elements), width), first):
-                self._mark_present(chunk, elements[begin : begin + width])
+            checksums = [checksum(elements[begin : begin + width]) for begin in range(0, len(elements), width)]
+            self._mark_all_present(first, np.array(checksums, np.uint64))
 
     def fill(self, windows: Iterable[NDArray[Any]]) -> NDArray[Any] | None:
         """Writes all elements, given in windows of any size, and then marks all chunks as present.
 
         Returns all elements as `complete` does, or None after a failure (full disk).
         """
-        offset = 0
+        offset, checksums = 0, np.zeros(self.layout.n_chunks, np.uint64)
         for window in windows:
             content = np.ascontiguousarray(window, self.layout.dtype).reshape(-1).view(np.uint8)
             if not self.writable or not self._write(offset, content):
                 return None
+            # Of these bytes, not of the file, which another machine may write too.
+            for chunk, piece in _pieces(content, offset, self.decoded_chunk_bytes):
+                checksums[chunk] = google_crc32c.extend(int(checksums[chunk]), piece)
             offset += len(content)
-        chunks = np.arange(self.layout.n_chunks)
-        for chunk, first, last in zip(chunks.tolist(), *(bound.tolist() for bound in self.bounds(chunks)), strict=True):
-            self._mark_present(chunk, self.content[first:last])
+        self._mark_all_present(0, checksums)
         return self.complete()
+
+
+def _pieces(content: NDArray[np.uint8], offset: int, step: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """The parts of bytes from `offset` on that are in each chunk of `step` bytes, with the number of the chunk."""
+    for chunk in range(offset // step, -(-(offset + len(content)) // step)):
+        yield chunk, content[max(0, chunk * step - offset) : (chunk + 1) * step - offset]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,13 +169,16 @@ def _document(entry: MirrorEntry, inspection: MirrorInspection | None = None) ->
 def ls(flags: CacheFlags) -> None:
     """List the mirrors in a cache, in eviction order."""
     from zloader.caching.inspection import inspect_mirror
+    from zloader.common.file_systems import shared_file_system
 
     place, entries = _mirrors(flags.directory)
+    shared = shared_file_system(place)
     found = [(entry, inspect_mirror(entry)) for entry in entries]
     on_disk = sum(entry.allocated_bytes for entry, _ in found)
     mirrors = [_document(entry, inspection) for entry, inspection in found]
-    document = {"cache": place, "allocated_bytes": on_disk, "mirrors": mirrors}
-    terminal.print_result(document, functools.partial(terminal.show_mirrors, found=found), as_json=flags.as_json)
+    document = {"cache": place, "shared_file_system": shared, "allocated_bytes": on_disk, "mirrors": mirrors}
+    show = functools.partial(terminal.show_mirrors, found=found, shared=shared)
+    terminal.print_result(document, show, as_json=flags.as_json)
 
 
 @_cache.command()
@@ -287,11 +290,15 @@ def clear(flags: ClearFlags) -> None:
 
 
 def _ask(entries: Sequence[MirrorEntry]) -> None:
+    from zloader.common.file_systems import shared_file_system
+
     if not sys.stdin.isatty():
         raise OptionError(f"mirrors to delete: {len(entries)}. Add --yes, because there is no terminal to confirm on")
     for entry in entries:
         typer.echo(f"{entry.url}: {size(entry.allocated_bytes)} in {entry.directory}", err=True)
     on_disk = size(sum(entry.allocated_bytes for entry in entries))
+    if shared_file_system(entries[0].directory) is not None:
+        typer.echo("other machines may use these mirrors: their processes would be killed", err=True)
     typer.confirm(f"Delete these mirrors ({on_disk})?", abort=True, err=True)
 
 
