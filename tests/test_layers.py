@@ -70,6 +70,7 @@ MAY_IMPORT = {
         "zloader.ray.producers",
         "zloader.ray.alive",
         "zloader.ray.crew",
+        "zloader.ray.keeping",
         "zloader.ray.shared_cache",
         "zloader.ray.streams",
         "zloader.ray.datasource",

@@ -124,6 +124,10 @@ def test_kills_change_no_value(cluster, bucket, tmp_path, kills):
         for loader in loaders:
             loader.set_epoch(0)
         assert together(loaders, kill) == expected
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(loader.statistics().bytes_from_peers for loader in loaders):  # the keepers are found again
+        assert time.monotonic() < deadline
+        together(loaders)
 
 
 @pytest.mark.slow  # other drivers

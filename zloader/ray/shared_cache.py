@@ -1,10 +1,7 @@
 """`zr.cache`: the machines of a Ray cluster keep one copy of a store together.
 
-Each machine has a keeper, a named actor. It reads the stretches that its machine owns (zloader.reading.peers) from the
-store, keeps them in the cache of the machine, and sends them to the others through Ray's object store. The training
-processes of a machine use the same files, so they need no actor for what their own machine keeps. A keeper's name has
-the identity of a cache directory, and keepers are found by their names. A keeper ends with the process that started it.
-Then another process of the machine starts a new one.
+Each machine has a keeper (zloader.ray.keeping), which other machines ask for the stretches that it owns. The training
+processes of a machine use the same files, so they need no actor for what their own machine keeps.
 """
 
 from __future__ import annotations
@@ -12,74 +9,35 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import lru_cache, partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 import ray.exceptions
 import ray.util
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from zloader.caching.directory import MirrorDirectory
 from zloader.caching.leases import Leases
 from zloader.caching.mirror import MirrorArray
-from zloader.caching.place import identity_of, make_cache
-from zloader.common.checks import require_at_least, require_count
-from zloader.common.concurrent_calls import aside
-from zloader.common.errors import OptionError, ZloaderError
+from zloader.common.errors import OptionError
 from zloader.common.keywords import answers
-from zloader.common.options import FetchOptions
-from zloader.common.records import Rows, Span
-from zloader.reading.back_pressure import ByteBudget
-from zloader.reading.peers import Answer, Peer, PeerCache, SharedReads, SharedStore
-from zloader.reading.resources import Counters, Resources, timed
+from zloader.ray.keeping import NAMESPACE, ClusterCache, StorePeers, names_of
+from zloader.reading.peers import SharedReads, SharedStore
+from zloader.reading.resources import Resources
 from zloader.reading.stretches import KeptStretches, Stretches
-from zloader.storage.decode import checksum
 
 log = logging.getLogger("zloader")
-
-_NAMESPACE = "zloader"
-_LOOK_S = 5.0  # how often a process looks for machines that have come or gone
-_PING_S = 2.0  # in which a keeper that is avoided has to answer in order to be asked again
-_LATE = 0.05  # the share of what a machine owns that it holds when it can be said to have begun
-_CALLS = 256  # at once, of a keeper
-_THREADS = 4  # of a keeper
 
 
 @answers
 @dataclass(frozen=True)
-class SharedCache(PeerCache):
+class SharedCache(ClusterCache):
     """What `zr.cache` returns. Give it to `zl.open_dataset`."""
-
-    _: KW_ONLY
-    machines: int = 1
-    wait_s: float = 60.0
-    deadline_s: float = 10.0
-    group: str = ""
-    address: str = field(default="auto", repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count(machines=self.machines)
-        require_at_least(0, wait_s=self.wait_s)
-        require_at_least(0.001, deadline_s=self.deadline_s)
-        if not isinstance(self.group, str) or "/" in self.group:
-            raise OptionError(f"group= is a name without '/', not {self.group!r:.100}")
 
     def sharing(self, directory: MirrorDirectory, store: SharedStore) -> RaySharing:
         """Shares the stretches of a store, of which this machine keeps some in `directory`."""
         return RaySharing(self, directory, store)
-
-    @property
-    def prefix(self) -> str:
-        """What the names of all keepers of the group begin with."""
-        return f"keeper/{self.group}/"
 
 
 class RaySharing:
@@ -90,7 +48,7 @@ class RaySharing:
         self._stretches = Stretches(store.object_sizes)
         self._directory = directory
         self._mirror = MirrorArray(directory, self._stretches.layout)
-        self._peers = _StorePeers(cache, store, self._stretches.n_bytes)
+        self._peers = StorePeers(cache, store, self._stretches.n_bytes)
 
     @contextlib.contextmanager
     def opened(self, resources: Resources) -> Iterator[SharedReads]:
@@ -114,286 +72,6 @@ class RaySharing:
                 patience_s=resources.options.deadline_s,
             )
         self._mirror.record_verified()
-
-
-class Machines:
-    """The keepers of the machines that share a cache, looked up anew every few seconds. Thread-safe."""
-
-    def __init__(self, cache: SharedCache) -> None:
-        self._cache = cache
-        self.identity = identity_of(make_cache(cache.directory))
-        self._own: Any = None  # it ends when its creator drops the handle
-        self._keepers: dict[str, Any] = {}
-        self._avoided: set[str] = set()
-        self._looked_s: float | None = None
-        self._lock = threading.Lock()
-
-    async def others(self) -> Mapping[str, Any]:
-        """The keepers of the other machines that there are, by identity. Only the first call waits for them."""
-        if self._looked_s is None:
-            await aside(self._look)
-        elif time.monotonic() - self._looked_s > _LOOK_S and not self._lock.locked():
-            threading.Thread(target=self._look, name="zloader-look", daemon=True).start()
-        return self._keepers
-
-    def avoid(self, identity: str) -> None:
-        """Does not ask a machine until it answers again."""
-        self._avoided.add(identity)
-
-    def avoids(self, identity: str) -> bool:
-        """Whether a machine is not to be asked."""
-        return identity in self._avoided
-
-    def _look(self) -> None:
-        with self._lock:
-            first = self._looked_s is None
-            if not first and time.monotonic() - (self._looked_s or 0) <= _LOOK_S:
-                return  # another thread has just looked
-            try:
-                self._wait() if first else self._find()
-                self._ping()
-            except Exception as error:  # noqa: BLE001 -- Ray raises errors of many kinds, and the store has the bytes
-                log.warning("cannot look for the other machines that share the cache: %s", error)
-            self._looked_s = time.monotonic()
-
-    def _wait(self) -> None:
-        """Waits until all machines are there, and their keepers answer."""
-        deadline = time.monotonic() + self._cache.wait_s
-        while self._find() < self._cache.machines:
-            if time.monotonic() > deadline:
-                log.warning(
-                    "%d of %d machines share the cache after %g s: the others read the store by themselves until they "
-                    "come",
-                    len(self._keepers) + 1,
-                    self._cache.machines,
-                    self._cache.wait_s,
-                )
-                break
-            time.sleep(0.1)
-        left_s = max(1.0, deadline - time.monotonic())
-        if answers := [each.answer.remote() for each in self._keepers.values()]:
-            ray.wait(answers, num_returns=len(answers), timeout=left_s)
-
-    def _ping(self) -> None:
-        """Finds out which of the keepers that are avoided answer again."""
-        self._avoided &= self._keepers.keys()
-        asked = {self._keepers[identity].answer.remote(): identity for identity in self._avoided}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_PING_S) if asked else ([], [])
-        for answer in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(answer)
-                self._avoided.discard(asked[answer])
-
-    def _find(self) -> int:
-        """Looks up the keepers, starts that of this machine if it is not there, and returns how many there are."""
-        found = _names_of(self._cache)
-        if self.identity not in found:
-            self._own = _start_keeper(self._cache, self.identity)
-        keepers = {}
-        for identity, name in found.items():
-            if identity != self.identity:
-                with contextlib.suppress(ValueError):  # it has ended meanwhile
-                    keepers[identity] = self._keepers.get(identity) or ray.get_actor(name, _NAMESPACE)
-        self._keepers = keepers
-        return len(keepers) + (self.identity in found)
-
-
-@lru_cache
-def machines_of(cache: SharedCache) -> Machines:
-    """The machines that share a cache. A process looks for them only once, however many stores it opens."""
-    return Machines(cache)
-
-
-def _names_of(cache: SharedCache) -> dict[str, str]:
-    """The names of the keepers that there are, by the identities of their machines."""
-    if not ray.is_initialized():  # a DataLoader worker, or another process that was given the dataset
-        ray.init(address=cache.address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
-    listed = [(each["name"], each["namespace"]) for each in ray.util.list_named_actors(all_namespaces=True)]
-    prefix = cache.prefix
-    return {
-        name.removeprefix(prefix): name for name, space in listed if space == _NAMESPACE and name.startswith(prefix)
-    }
-
-
-def _start_keeper(cache: SharedCache, identity: str) -> Any:
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: Mapping[str, Any] = {
-        "name": cache.prefix + identity,
-        "namespace": _NAMESPACE,
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_concurrency": _CALLS,
-        "scheduling_strategy": here,
-    }
-    return ray.remote(Keeper).options(**options).remote(cache)
-
-
-class _StorePeers:
-    """The other machines, as the keepers of one store."""
-
-    def __init__(self, cache: SharedCache, store: SharedStore, n_bytes: int) -> None:
-        self._machines, self._wait_s = machines_of(cache), cache.wait_s
-        self._store, self._n_bytes = store, n_bytes
-        self.identity = self._machines.identity
-        self.came_late: bool | None = None
-        self._peers: dict[str, RayPeer] = {}
-        self._lock = threading.Lock()
-
-    async def present(self) -> Mapping[str, Peer | None]:
-        keepers = await self._machines.others()
-        for identity, keeper in keepers.items():
-            if identity not in self._peers or self._peers[identity].keeper is not keeper:
-                self._peers[identity] = RayPeer(keeper, self._store)
-        peers = {identity: self._peers[identity] for identity in keepers}
-        if self.came_late is None:
-            await aside(self._introduce, list(keepers.values()))
-        return {self.identity: None, **peers}
-
-    def _introduce(self, keepers: Sequence[Any]) -> None:
-        """Has all keepers open the store, which can take them longer than an answer may take."""
-        with self._lock:
-            if self.came_late is not None:
-                return
-            late = False
-            try:
-                _require_ray()
-                asked = [keeper.add.remote(self._store) for keeper in keepers]
-                ready, _ = ray.wait(asked, num_returns=len(asked), timeout=self._wait_s) if asked else ([], [])
-                late = max(map(ray.get, ready), default=0) > _LATE * self._n_bytes / (len(keepers) + 1)
-            except Exception as error:  # noqa: BLE001 -- a keeper that does not answer is avoided when it is asked
-                log.info("a machine that shares the cache did not open the store: %r", error)
-            self.came_late = late
-
-    def avoid(self, identity: str) -> None:
-        self._machines.avoid(identity)
-
-    def avoids(self, identity: str) -> bool:
-        return self._machines.avoids(identity)
-
-
-class RayPeer:
-    """The keeper of another machine, asked for the bytes of one store."""
-
-    def __init__(self, keeper: Any, store: SharedStore) -> None:
-        self.keeper, self._store = keeper, store
-
-    async def ask(self, starts: Rows, stops: Rows, *, only_held: bool = False) -> Answer:
-        _require_ray()
-        answer = await self.keeper.ask.remote(self._store.fingerprint, starts, stops, only_held)
-        if answer is None:  # it has been started again
-            await self.keeper.add.remote(self._store)
-            answer = await self.keeper.ask.remote(self._store.fingerprint, starts, stops, only_held)
-        return answer  # type: ignore[no-any-return]
-
-    async def answer(self) -> None:
-        _require_ray()
-        await self.keeper.answer.remote()
-
-    def discard(self, starts: Rows) -> None:
-        with contextlib.suppress(Exception):  # it has ended, or Ray has
-            _require_ray()
-            self.keeper.discard.remote(self._store.fingerprint, starts)
-
-
-def _require_ray() -> None:
-    if not ray.is_initialized():  # a call would start another Ray
-        raise RuntimeError("Ray was shut down in this process")
-
-
-class Keeper:
-    """The actor of one machine, which keeps its stretches of all stores, and sends them to other machines."""
-
-    def __init__(self, cache: SharedCache) -> None:
-        self._cache, self._options = replace(cache, machines=1), FetchOptions(threads=_THREADS)  # waits for nobody
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="zloader-keeper")
-        self._sending = ByteBudget(self._options.in_flight_bytes)
-        self._stores: dict[str, _KeptStore] = {}
-
-    async def answer(self) -> None:
-        """Does nothing. An error says that this process is dead."""
-
-    async def add(self, store: SharedStore) -> int:
-        """Opens a store, so that its bytes can be asked for. Returns how many of them this machine holds."""
-        if store.fingerprint not in self._stores:
-            run = partial(timed, self._threads)
-            self._stores[store.fingerprint] = _KeptStore(self._cache, store, self._options, run)
-            with contextlib.suppress(ZloaderError):  # raised again when it is asked for bytes
-                await self._stores[store.fingerprint].begin()
-        return self._stores[store.fingerprint].mirror.present_bytes
-
-    async def ask(self, fingerprint: str, starts: Rows, stops: Rows, only_held: bool) -> Answer | None:
-        """As Peer.ask; None for a store that was not added."""
-        store = self._stores.get(fingerprint)
-        if store is None:
-            return None
-        n_bytes = int((stops - starts).sum())
-        await self._sending.acquire(n_bytes)
-        try:
-            held = await store.kept.held(starts) if only_held else np.ones(len(starts), bool)
-            content, _ = await store.kept.read(starts[held], stops[held])
-            stated, _ = await timed(self._threads, checksum, content)
-            store.bytes_sent += len(content)
-            return held, content, stated
-        finally:
-            self._sending.release(n_bytes)
-
-    async def discard(self, fingerprint: str, starts: Rows) -> None:
-        """As Peer.discard."""
-        if (store := self._stores.get(fingerprint)) is not None:
-            store.kept.discard(starts)
-
-    async def figures(self) -> list[dict[str, Any]]:
-        """Of each store its URL, what was read of it by this process, sent to others, and is held by the machine."""
-        return [
-            {
-                "url": store.url,
-                "gets": store.counters.gets,
-                "bytes_read": store.counters.bytes_read,
-                "bytes_from_peers": store.counters.bytes_from_peers,
-                "bytes_sent": store.bytes_sent,
-                "bytes_held": store.mirror.present_bytes,
-            }
-            for store in self._stores.values()
-        ]
-
-
-class _KeptStore:
-    """A store of which a keeper has a part."""
-
-    def __init__(self, cache: SharedCache, store: SharedStore, options: FetchOptions, run: Any) -> None:
-        self.url, self._source = store.url, store.source
-        directory = MirrorDirectory(cache, store.fingerprint, store.address)
-        self._stretches = stretches = Stretches(store.object_sizes)
-        self.mirror = MirrorArray(directory, stretches.layout)
-        self.counters, self.bytes_sent = Counters(), 0
-        self.kept = KeptStretches(
-            stretches,
-            self.mirror,
-            Leases(directory.path),
-            read_store=self._read_store,
-            run=run,
-            deadline_s=options.deadline_s,
-        )
-        # As a reader it is never used, but it asks others for the stretches that they owned before this machine came.
-        self._elders = SharedReads(
-            stretches,
-            self.kept,
-            _StorePeers(cache, store, stretches.n_bytes),
-            read_store=self._read_store,
-            counters=self.counters,
-            deadline_s=cache.deadline_s,
-            patience_s=options.deadline_s,
-        )
-
-    async def begin(self) -> None:
-        """Connects to the store."""
-        await self._source.read(self._stretches.spans(0, min(1, self._stretches.n_bytes)))
-
-    async def _read_store(self, spans: Sequence[Span]) -> list[bytes]:
-        self.counters.gets += len(spans)
-        self.counters.bytes_read += sum(span.size for span in spans)
-        return await self._source.read(spans)
 
 
 @answers
@@ -426,7 +104,7 @@ def cache(
     """
     if not ray.is_initialized():
         try:
-            ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False)
+            ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False)
         except (ConnectionError, RuntimeError) as error:
             raise OptionError(
                 f"zr.cache needs Ray on this machine ({error}): run 'ray start --head' on one machine, and 'ray start "
@@ -462,9 +140,9 @@ def keepers(cache: SharedCache, *, timeout_s: float = 10.0) -> dict[str, list[di
     `timeout_s` seconds are left out.
     """
     asked = {}
-    for identity, name in _names_of(cache).items():
+    for identity, name in names_of(cache).items():
         with contextlib.suppress(ValueError):  # it has ended meanwhile
-            asked[identity] = ray.get_actor(name, _NAMESPACE).figures.remote()
+            asked[identity] = ray.get_actor(name, NAMESPACE).figures.remote()
     ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     answers = {}
     for identity, answer in asked.items():
