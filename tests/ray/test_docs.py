@@ -16,6 +16,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 # What the cluster of the tests has.
 SMALLER = {
     '"s3://bucket/cells.zarr", cache="/nvme/zloader"': "url",
+    '"s3://bucket/cells.zarr", cache=zr.cache("/nvme/zloader", machines=64)': "url, cache=zr.cache(cache)",
     'producers=16, ahead_bytes="8GiB", resources={"num_cpus": 2}': 'producers=1, resources={"num_cpus": 0.1}',
     '"producers": 2, "resources": {"num_cpus": 1}': '"producers": 1, "resources": {"num_cpus": 0.1}',
     "ScalingConfig(num_workers=2)": 'ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.1})',
@@ -34,8 +35,9 @@ def smaller(code: str) -> str:
 def test_the_code_of_the_page_runs(cluster, tmp_path):
     write_store(ADATA, tmp_path / "counts.zarr", tmp_path)
     names = {"__name__": "__main__", "url": str(tmp_path / "counts.zarr"), "storage_path": str(tmp_path / "results")}
+    names["cache"] = str(tmp_path / "cache")
     names["function"] = lambda table: table
-    assert len(CODE) == 3
+    assert len(CODE) == 4
     for text in SMALLER:
         assert any(text in code for code in CODE)
     for code in CODE:
