@@ -132,7 +132,9 @@ def _show_matrix(console: Console, matrix: MatrixSummary) -> None:
         )
     console.print(table)
     about = "at most about" if matrix.at_most else "about"
-    console.print(f"mirror: {size(matrix.decoded_bytes)} decoded, {about} {size(matrix.compact_bytes)} compact")
+    stored = sum(array.stored_bytes for array in matrix.arrays)
+    forms = (f"{size(matrix.decoded_bytes)} decoded", f"{about} {size(matrix.compact_bytes)} compact")
+    console.print(f"mirror: {', '.join(forms)}, {size(stored)} as stored (of all machines together with zr.cache)")
 
 
 def show_costs(console: Console, costs: EpochCosts, x: str, sizes: dict[str, int], order: str) -> None:
@@ -193,9 +195,11 @@ def show_mirrors(
 
 
 def _panels(inspection: MirrorInspection) -> list[str]:
-    """A line for each panel of genes, and for the rows of all genes, that a mirror keeps coded."""
-    coded = {name: array for name, array in inspection.arrays.items() if name.endswith(" (rows)")}
-    return [f"{name}: {size(array.bytes_held)}, {_share(array.share)}" for name, array in coded.items()]
+    """A line for each panel of genes, and for the rows of all genes, that a mirror keeps coded; and for stretches."""
+    named = {name: name for name in inspection.arrays if name.endswith(" (rows)")}
+    named |= {name: "of one copy on several machines" for name in inspection.arrays if name == "stretches"}
+    held = {said: inspection.arrays[name] for name, said in named.items()}
+    return [f"{said}: {size(array.bytes_held)}, {_share(array.share)}" for said, array in held.items()]
 
 
 # ---- bench
