@@ -50,19 +50,21 @@ def pytest_configure() -> None:
 class _InTurn(contextlib.ContextDecorator):
     """A re-entrant lock between the threads of all processes, on any file."""
 
+    _flock = staticmethod(fcntl.flock)  # tests replace the function in the module
+
     def __init__(self, path: Path) -> None:
         self._file, self._thread, self._depth = path.open(), threading.RLock(), 0
 
     def __enter__(self) -> None:
         self._thread.acquire()
         if not self._depth:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._flock(self._file, fcntl.LOCK_EX)
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._flock(self._file, fcntl.LOCK_UN)
         self._thread.release()
 
 
