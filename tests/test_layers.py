@@ -83,6 +83,7 @@ MAY_IMPORT = {
         "zloader.conversion.sources.inputs",
         "zloader.conversion.sources.anndata_input",
         "zloader.conversion.sources.nodes",
+        "zloader.conversion.sources.row_source",
         "zloader.conversion.joining.content",
         "zloader.conversion.joining.genes",
         "zloader.conversion.joining.union",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zloader.conversion.convert import ConversionReport, convert
     from zloader.conversion.example import example_h5ad
     from zloader.conversion.joining.selection import Selection
+    from zloader.conversion.sources.row_source import RowSource
     from zloader.conversion.verify import Verification, verify
     from zloader.conversion.writing.encode import ConvertOptions
     from zloader.dataset.dataset import Dataset, View
@@ -78,6 +79,7 @@ __all__ = [
     "MixtureOfScanners",
     "PackedRows",
     "Quality",
+    "RowSource",
     "Sampling",
     "Selection",
     "Statistics",
@@ -119,6 +121,7 @@ _MODULES = {
     "PackedRows": "zloader.training.packed",
     "Quality": "zloader.insight.quality",
     "Sampling": "zloader.order.sampling",
+    "RowSource": "zloader.conversion.sources.row_source",
     "Selection": "zloader.conversion.joining.selection",
     "Statistics": "zloader.common.records",
     "Streaming": "zloader.order.shuffling",

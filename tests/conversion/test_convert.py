@@ -41,7 +41,7 @@ from zloader.common.progress import progress_bars
 from zloader.conversion.writing.encode import DtypeScan
 
 
-@pytest.mark.parametrize("module", ["convert", "append", "verify", "joining.selection"])
+@pytest.mark.parametrize("module", ["convert", "append", "verify", "joining.selection", "sources.row_source"])
 def test_the_examples_in_the_docstrings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.chdir(tmp_path)
     write_h5ad(tmp_path / "pbmc.h5ad", counts())

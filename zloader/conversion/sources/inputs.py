@@ -27,10 +27,11 @@ from zloader.common.messages import listed
 from zloader.conversion.sources.anndata_input import Input, MemoryInput, StoredInput
 from zloader.conversion.sources.locations import BlockCache, SourceLocation, source_locations
 from zloader.conversion.sources.nodes import Node, reading
+from zloader.conversion.sources.row_source import RowInput, RowSource
 
 __all__ = ["Input", "Source", "Sources", "open_inputs"]
 
-Source: TypeAlias = str | os.PathLike[str] | ad.AnnData
+Source: TypeAlias = str | os.PathLike[str] | ad.AnnData | RowSource
 Sources: TypeAlias = Source | Sequence[Source] | Mapping[str, Source]  # a mapping has the labels of the sources
 
 _COLLECTION = "annbatch-preshuffled"
@@ -45,9 +46,9 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     the fsspec options for remote sources. Only metadata are read, except for 10x matrices, which are read as a whole.
     Raises StoreNotFoundError, AccessDeniedError, SourceError, OptionError or ReadError.
     """
-    alone = isinstance(sources, (str, os.PathLike, ad.AnnData))
+    alone = isinstance(sources, (str, os.PathLike, ad.AnnData, RowSource))
     given: list[Any] = [sources]
-    if isinstance(sources, Iterable) and not isinstance(sources, _NOT_A_LIST):
+    if isinstance(sources, Iterable) and not alone and not isinstance(sources, _NOT_A_LIST):
         given = list(sources.values() if isinstance(sources, Mapping) else sources)
     labels: list[Any] = list(sources) if isinstance(sources, Mapping) else [None] * len(given)
     if isinstance(sources, Mapping) and not all(isinstance(label, str) and label for label in labels):
@@ -55,10 +56,10 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
     if not given:
         raise OptionError("the list of sources is empty: pass at least one source")
     for source in given:
-        if not isinstance(source, (str, os.PathLike, ad.AnnData)):
+        if not isinstance(source, (str, os.PathLike, ad.AnnData, RowSource)):
             raise OptionError(
-                "sources must be paths, URLs or AnnData in memory, a list of them, or a mapping from labels to them, "
-                f"not {type(source).__name__}"
+                "sources must be paths, URLs, AnnData in memory or a zl.RowSource, a list of them, or a mapping from "
+                f"labels to them, not {type(source).__name__}"
             )
     cache = BlockCache()
     with contextlib.ExitStack() as opened:
@@ -68,6 +69,8 @@ def open_inputs(sources: Sources, *, storage_options: Mapping[str, Any] | None =
             if isinstance(source, ad.AnnData):
                 which = f"source {number}" if label is None else repr(label)
                 inputs.append(MemoryInput(source, "the AnnData in memory" + f" ({which})" * (not alone), "adata"))
+            elif isinstance(source, RowSource):
+                inputs.append(RowInput(source, type(source).__name__ + f" (source {number})" * (not alone)))
             else:
                 for location in source_locations(source, storage_options or {}):
                     inputs.extend(map(opened.enter_context, _open(location, cache)))
