@@ -97,7 +97,7 @@ def pack(path, later_than=0):
 @pytest.mark.parametrize("stable_inodes", [True, False])
 def test_a_file_replaced_with_equal_size_and_time(root, stable_inodes, monkeypatch):
     if not stable_inodes:
-        monkeypatch.setattr("zloader.access.stored_objects._STABLE_INODES", set())
+        monkeypatch.setattr("zloader.common.file_systems._STABLE_INODES", set())
     packed = max(pack(root / key) for key in CONTENT)
     source = source_of(root)
     (root / "b").write_bytes(b"9876543210")

@@ -9,7 +9,7 @@ import resource
 import socket
 
 import pytest
-from helpers import counts, write_store
+from helpers import PATIENCE_S, counts, write_store
 
 from zloader.common.errors import OptionError, ProducerError
 
@@ -77,6 +77,7 @@ def test_two_refusals_in_the_same_instant_count_once(monkeypatch):
 )
 def test_the_errors_of_a_silent_head(monkeypatch, error, is_silence):
     """Its name may be gone with it, as that of a service in Kubernetes."""
+    monkeypatch.setattr(alive, "_CONNECT_S", PATIENCE_S)  # on a busy machine, 5 s may not be enough to be answered
 
     async def failing(*address: object) -> None:
         raise error
