@@ -10,10 +10,10 @@ Every machine has eight trainers, which take minibatches as fast as they come. T
   from the bucket, each once. Nobody else keeps them, so they are decoded in every epoch.
 - parts: `locality="machine"`. Each machine has a mirror, and reads the same part of the rows in every epoch.
 
-sharing.py says how machines are simulated. Measured (LOG.md) are the bytes, the rates of decoding and gathering, and
-the rate at which Ray's object store takes bytes. Assumed are the speeds of links and disks, the memory for pages,
-`--call-ms`, and a network between the machines that never is the limit. Left out are training itself, which waits for
-the slowest machine in each step, and SlowDown: with a limit, GETs wait until the bucket takes them.
+sharing.py says how machines are simulated. Measured (LOG.md) are the bytes, the rates of decoding and gathering, the
+rate at which Ray's object store takes bytes, and the default of `--call-ms`. Assumed are the speeds of links and disks,
+the memory for pages, and a network between the machines that never is the limit. Left out are training itself, which
+waits for the slowest machine in each step, and SlowDown: with a limit, GETs wait until the bucket takes them.
 
 Each epoch is a line of a table. Bytes are sums over all machines, except those on the disk of a machine:
 
@@ -30,19 +30,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness.measuring import table
 from benchmarks.scale.figure import S3_GETS_PER_S, draw_ways
 from benchmarks.scale.sharing import PEER_CALL_S, Many, OneCopy, Way
-from benchmarks.scale.simulated import Epoch, Store
+from benchmarks.scale.simulated import Columns, Epoch, Figures, Store, show
 from zloader.order.ranks import RankPlacement
 from zloader.order.shuffling import stratified
 
-Figures = dict[str, Any]
 MACHINES = (1, 2, 4, 8, 16, 32, 64)
 LIMITS = (None, S3_GETS_PER_S)
 LINKS: dict[str, dict[str, float]] = {"25 Gbit/s": {}, "100 Gbit/s": {"bucket_mbps": 4800.0, "nic_mbps": 12_500.0}}
@@ -123,7 +120,7 @@ def _options(store: Store, most: Many, everywhere: Sequence[Epoch]) -> Iterator[
         "call of 4 ms": (replace(most, peer_call_s=4e-3), everywhere),
         "4 actors": (replace(most, actors=4), everywhere),
         "fetches of 64 blocks": (most, small),
-        "stretches of 512 KiB": (replace(most, stretch_bytes=512 << 10), everywhere),
+        "stretches of 1 MiB": (replace(most, stretch_bytes=1 << 20), everywhere),
         "10 Gbit/s": (replace(most, bucket_mbps=480.0, nic_mbps=1250.0), everywhere),
         "5 500 GETs/s": (limited(most, S3_GETS_PER_S), everywhere),
         "5 500 GETs/s, and the deadline covers the bucket": (
@@ -149,8 +146,7 @@ def _failures(store: Store, most: Many, epoch: Epoch) -> Iterator[Figures]:
 
 
 def _show(title: str, runs: Sequence[Figures], stored_bytes: int) -> None:
-    print(f"\n{title}")
-    shown: dict[str, Callable[[Figures], str]] = {
+    shown: Columns = {
         "rows/s": lambda run: f"{run['rows_per_s']:,.0f}",
         "seconds": lambda run: f"{run['seconds']:,.1f}",
         "bucket, of the store": lambda run: f"{run['bucket_bytes'] / stored_bytes:.2f}",
@@ -161,9 +157,8 @@ def _show(title: str, runs: Sequence[Figures], stored_bytes: int) -> None:
         "disk GB": lambda run: f"{run['disk_bytes'] / 1e9:,.0f}",
         "bound": lambda run: f"{run['bound']} ({run['bound_share']:.0%})",
     }
-    names = [name for name in ("change", "event", "way", "machines", "link", "limit", "epoch") if name in runs[0]]
-    lines = [[*names, *shown]] if runs else []
-    table(lines + [[*(str(run[name]) for name in names), *(show(run) for show in shown.values())] for run in runs])
+    kinds = ("change", "event", "way", "machines", "link", "limit", "epoch")
+    show(title, runs, [name for name in kinds if runs and name in runs[0]], shown)
 
 
 if __name__ == "__main__":

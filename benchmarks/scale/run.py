@@ -33,7 +33,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,8 @@ import numpy as np
 import zloader as zl
 from benchmarks.harness.measuring import table
 from benchmarks.scale.figure import draw
-from benchmarks.scale.simulated import Cluster, Epoch, Store, epochs
+from benchmarks.scale.simulated import Cluster, Columns, Epoch, Figures, Store, epochs, show
 
-Figures = dict[str, Any]
 MACHINES = (1, 2, 4, 8, 16, 32)
 CSR, PACKED = 8.0 * 1840, 3.5 * 1840  # bytes of a row: int32 and float32; uint16 and one or two bytes
 SMALL = Cluster(bucket_mbps=400, nic_mbps=1250, trainer_mbps=3125, cold_rows_per_s=103e3, warm_rows_per_s=242e3)
@@ -215,8 +214,7 @@ def _run(store: Store, made: Sequence[Epoch], cluster: Cluster, names: Figures) 
 
 
 def _show(title: str, runs: Sequence[Figures], names: Sequence[str]) -> None:
-    print(f"\n{title}")
-    shown: dict[str, Callable[[Figures], str]] = {
+    shown: Columns = {
         "rows/s": lambda run: f"{run['rows_per_s']:,.0f}",
         "seconds": lambda run: f"{run['seconds']:,.0f}",
         "GETs": lambda run: f"{run['gets']:,.0f}",
@@ -225,9 +223,7 @@ def _show(title: str, runs: Sequence[Figures], names: Sequence[str]) -> None:
         "bound": lambda run: f"{run['bound']} ({run['bound_share']:.0%})",
         "lost s": lambda run: f"{run['lost_s']:.1f}" if "lost_s" in run else "",
     }
-    lines = [[*names, *shown]]
-    lines += [[*(str(run[name]) for name in names), *(show(run) for show in shown.values())] for run in runs]
-    table(lines)
+    show(title, runs, names, shown)
 
 
 if __name__ == "__main__":

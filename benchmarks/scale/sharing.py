@@ -12,7 +12,6 @@ import asyncio
 import math
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from benchmarks.scale.simulated import (
     VALUES,
     Cluster,
     Epoch,
+    Figures,
     Machine,
     Pipe,
     Store,
@@ -34,7 +34,6 @@ from benchmarks.scale.simulated import (
 from zloader.order.permutation import key_of, words_at
 from zloader.reading.stretches import STRETCH_BYTES
 
-Figures = dict[str, Any]
 Ids = NDArray[np.int64]
 PEER_CALL_S = 2e-3  # processor time of a call between machines, on each side; measured on two cores
 MOST_READ = 8 << 20  # bytes of a read of stretches that lie side by side, and of the answer to a call

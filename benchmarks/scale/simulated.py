@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness.measuring import table
 from benchmarks.harness.virtual_time import run_in_virtual_time
 from zloader.common.options import FetchOptions
 from zloader.insight.cost import chunks_to_read
@@ -37,6 +38,9 @@ from zloader.reading.read_plan import ReadPlanner, planner_of, run_of
 from zloader.reading.resources import Counters
 from zloader.storage.layout import ArrayLayout, align_to_runs, total_bytes
 from zloader.storage.placement import ObjectIndex
+
+Figures = dict[str, Any]
+Columns = dict[str, Callable[[Figures], str]]  # by header: what each shows of a run
 
 VALUES = 1840  # per row
 CHUNK = 16 * VALUES
@@ -136,6 +140,13 @@ def _layout(path: str, rows: int) -> ArrayLayout:
     return ArrayLayout.plain(
         path, "uint16", n_elements=rows * VALUES, chunk_elements=CHUNK, chunks_per_shard=CHUNKS_PER_SHARD
     )
+
+
+def show(title: str, runs: Sequence[Figures], names: Sequence[str], columns: Columns) -> None:
+    """Prints a table with a line for each run: what it was, and what came out of it."""
+    print(f"\n{title}")
+    values = [[*(str(run[name]) for name in names), *(column(run) for column in columns.values())] for run in runs]
+    table([[*names, *columns], *values])
 
 
 class Epoch:

@@ -241,7 +241,7 @@ class Matrices:
         cache = self._opened.cache
         if cache is None:
             raise OptionError("the dataset has no cache: open it with cache=")
-        if isinstance(self._opened.cache, PeerCache):
+        if isinstance(cache, PeerCache):
             raise OptionError("the cache is shared by several machines: zr.keepers(cache) says what each of them holds")
         mirrors = self.mirrors(x)
         if None in mirrors:

@@ -22,7 +22,7 @@ from zloader.dataset.store import OpenedStore
 from zloader.insight.summary import stored_bytes
 from zloader.order.plan import Plan
 from zloader.reading.bridge import Bridge, Put
-from zloader.reading.read_plan import ReadPlanner, planner_of
+from zloader.reading.read_plan import ReadPlanner, planner_of, share_of
 from zloader.reading.shard_indexes import ShardIndexes
 from zloader.selecting.groups import shares
 from zloader.storage.layout import ArrayLayout, MatrixLayout, RowOffsets, chunks_of, total_bytes
@@ -83,9 +83,7 @@ def epoch_costs(
     for (store, matrix), fetches in zip(stores, taken * len(names), strict=True):
         steps = list(_chunks_by_array(matrix, store.offsets(matrix), fetches))
         for array, wanted in zip(matrix.arrays, list(zip(*steps, strict=True)) or repeat(()), strict=False):
-            planner = planner_of(
-                array, options, store.object_sizes(), sweeping=min(1.0, plan.swept_rows / max(1, store.n_obs))
-            )
+            planner = planner_of(array, options, store.object_sizes(), sweeping=share_of(plan.swept_rows, store.n_obs))
             indexes = read_indexes(store, array, _shards(planner, wanted), options)
             every.add(planner, wanted, indexes, into_mirror=False)
             first.add(planner, _unseen(planner, wanted), indexes, into_mirror=True)

@@ -216,7 +216,8 @@ class StorePeers:
             late = False
             try:
                 require_ray()
-                asked = [keeper.add.remote(self._store) for keeper in keepers]
+                store = ray.put(self._store)  # once, because the sizes of many objects take megabytes
+                asked = [keeper.add.remote(store) for keeper in keepers]
                 ready, _ = ray.wait(asked, num_returns=len(asked), timeout=self._wait_s) if asked else ([], [])
                 late = max(map(ray.get, ready), default=0) > _LATE * self._n_bytes / (len(keepers) + 1)
             except Exception as error:  # noqa: BLE001 -- a keeper that does not answer is avoided when it is asked

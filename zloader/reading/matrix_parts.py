@@ -18,6 +18,7 @@ from zloader.common.options import FetchOptions
 from zloader.common.records import ByteSource
 from zloader.reading.back_pressure import ByteBudget
 from zloader.reading.peers import Sharing
+from zloader.reading.read_plan import share_of
 from zloader.reading.reader import ArrayReader
 from zloader.reading.resources import Counters, Resources
 from zloader.reading.row_reader import RowReader
@@ -82,7 +83,7 @@ def opened_readers(
                 counters=counters,
                 threads=threads,
                 in_flight=in_flight,
-                sweeping=min(1.0, sweeping / max(1, part.matrix.n_rows)),
+                sweeping=share_of(sweeping, part.matrix.n_rows),
                 own_buffers=own_buffers,
                 coding=coding,
                 indexes=part.indexes,

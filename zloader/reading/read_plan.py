@@ -100,6 +100,11 @@ def planner_of(
     )
 
 
+def share_of(swept_rows: int, n_rows: int) -> float:
+    """The share of a store of `n_rows` that is read in one piece, where that has `swept_rows`: see Plan.swept_rows."""
+    return min(1.0, swept_rows / max(1, n_rows))
+
+
 def run_of(layout: ArrayLayout, wanted: int, sweeping: float) -> int:
     """`wanted` chunks in a run, if the share of the array that is read in one piece has many such runs; otherwise 1.
 
